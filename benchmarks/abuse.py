@@ -56,6 +56,9 @@ from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.scheduler.loop import SchedulerLoop
 
+LONGEST_TOKEN = 46_778
+"""Of the demo model's vocabulary: a new line and 80 spaces."""
+
 CONTEXT, ROWS, VOCABULARY, PROMPT_TOKENS = 8192, 64, 49_152, 512
 JSON = {"Content-Type": "application/json"}
 TIMEOUT = 60
@@ -199,6 +202,23 @@ def _held(first: bytes, then: bytes, count: int) -> Callable[[int, float], None]
     return attack
 
 
+def _heads(head: bytes, at_once: int) -> Callable[[int, float], None]:
+    """An attack: this request without a body, over and over, each on a connection of its own."""
+
+    def attack(port: int, until: float) -> None:
+        def repeat(_: int) -> None:
+            while time.monotonic() < until:
+                with suppress(*BROKEN), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                    connection.sendall(head)
+                    while connection.recv(65536):
+                        pass
+
+        with ThreadPoolExecutor(at_once) as threads:
+            list(threads.map(repeat, range(at_once)))
+
+    return attack
+
+
 def _deep(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -245,6 +265,16 @@ ATTACKS: dict[str, Callable[[int, float], None]] = {
     "streams not read": _held(head("/generate", f"Content-Length: {len(_STREAM_BYTES)}") + _STREAM_BYTES, b"", 24),
     "5,000 silent": _held(b"", b"", 5000),
     "5,000 half heads": _held(b"GET /health HTTP/1.1\r\nHost: loc", b"", 5000),
+    "echo x n": _posts("/v1/completions", {"prompt": [_LONG[:600_000]] * 8, "n": 128, "echo": True, "max_tokens": 1}),
+    "echo, most": _posts("/v1/completions", {"prompt": _LONG[:65_536], "n": 128, "echo": True, "max_tokens": 1}),
+    "detokenize": _posts("/detokenize", {"tokens": [LONGEST_TOKEN] * 1_000_000}),
+    "detokenize, most": _posts("/detokenize", {"tokens": [LONGEST_TOKEN] * 103_000}),
+    "logprobs of 64 prompts": _posts(
+        "/v1/completions", {"prompt": [[5] * 4000] * 64, "echo": True, "logprobs": 20, "max_tokens": 1}, 1
+    ),
+    "8,000 headers": _heads(
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + b"a:\r\n" * 8000 + b"\r\n", 8
+    ),
     "heads that trickle": _held(b"GET /health HTTP/1.1\r\n", b"X: y\r\n", 200),
 }
 

@@ -81,6 +81,8 @@ def malformed_requests(description: dict[str, Any], count: int, seed: int = 0) -
         match draw.randrange(20):
             case 0 | 1 | 2:
                 body = _broken(body, draw)
+            case 8:
+                body = draw.choice((body.decode().encode("utf-16"), body + b" " * 70_000, b"\xef\xbb\xbf" + body))
             case 3:
                 headers = {
                     "Content-Type": draw.choice(("text/plain", "", "application/json; charset=utf-16", "a/b;c="))
@@ -90,8 +92,8 @@ def malformed_requests(description: dict[str, Any], count: int, seed: int = 0) -
             case 5:
                 path += draw.choice(("/", "?a=%00&a=%ff", "%2f..", "/../health", "#", ";a", "%"))
             case 6:
-                headers[draw.choice(("X-Routing-Key", "Accept", "Expect", "Cookie"))] = draw.choice(
-                    ("", "a" * 9000, "\xff")
+                headers[draw.choice(("X-Routing-Key", "Accept", "Expect", "Cookie", "X-Forwarded-For"))] = draw.choice(
+                    ("", "a" * 9000, "\xff", "text/plain; version=a", "\x1b[2J")
                 )
             case 7:
                 raw, body = True, _raw(path, body, draw)
@@ -164,7 +166,11 @@ def _broken(body: bytes, draw: random.Random) -> bytes:
             return body[:place] + body[max(0, place - 5) :]
         case 2:
             return body[:place] + draw.randbytes(draw.randrange(1, 4)) + body[place + 1 :]
-    return body[:place] + draw.choice((b"\\ud800", b"[", b"}", b"\x00", b"\xff\xfe", b"1" * 5000)) + body[place:]
+    return (
+        body[:place]
+        + draw.choice((b"\\ud800", b"\xed\xa0\x80", b"[", b"}", b"\x00", b"\xff\xfe", b"1" * 5000))
+        + body[place:]
+    )
 
 
 def _raw(path: str, body: bytes, draw: random.Random) -> bytes:

@@ -167,7 +167,7 @@ def memory_rows(processes: dict[int, Samples], since: float, until: float) -> li
     rows = []
     steady = [samples for samples in processes.values() if samples.born < since and samples.times[-1] > until - 5.0]
     for samples in steady:
-        rows.append(_flatness(samples.name, samples.minutes(since)))
+        rows.append(_flatness(samples.name, samples.minutes(since, until=until)))
     # Later ones in the half minute after their first: when the programs have been loaded, and before anything happens
     # to them.
     later = [
@@ -179,6 +179,13 @@ def memory_rows(processes: dict[int, Samples], since: float, until: float) -> li
         rows.append(_flatness(f"{len(weights)} later cores", weights))
         rows[-1]["spread"] = statistics.median(weights[half:]) / statistics.median(weights[:half]) - 1
     return rows
+
+
+def by_minutes(processes: dict[int, Samples], begin: float, end: float) -> Iterator[tuple[str, list[float]]]:
+    """What each process weighed that was there all the time."""
+    for samples in processes.values():
+        if samples.born < begin + 60.0 and samples.times[-1] > end - 5.0:
+            yield samples.name, samples.minutes(begin, until=end)
 
 
 def _flatness(name: str, minutes: list[float]) -> dict[str, Any]:
@@ -249,6 +256,8 @@ def soak(options: argparse.Namespace, folder: Path) -> bool:
     report("What clients did", tally(outcomes), options.json)
     print("What was done to cores, seconds\n" + format_table([_times(fault) for fault in saboteur.faults]))
     print("Memory over the last two thirds\n" + format_table(memory))
+    for name, minutes in by_minutes(scales.processes, begin, end):
+        print(f"MiB of {name}, by minutes: {' '.join(f'{size:.1f}' for size in minutes)}")
     for outcome in errors[:20]:
         print(f"unexplained: {outcome} ({outcome.begin - begin:.1f} s after the begin)")
     print("\n".join(["FAILED:", *wrong]) if wrong else "PASSED")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import signal
 import statistics
@@ -121,11 +122,11 @@ class Samples:
     times: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
 
-    def minutes(self, since: float, length: float = 60.0) -> list[float]:
+    def minutes(self, since: float, length: float = 60.0, until: float = math.inf) -> list[float]:
         """The median of each whole minute."""
         found: dict[int, list[float]] = {}
         for when, size in zip(self.times, self.memory, strict=True):
-            if when >= since:
+            if since <= when <= until:
                 found.setdefault(int((when - since) // length), []).append(size)
         return [statistics.median(sizes) for _, sizes in sorted(found.items()) if len(sizes) > length / 4]
 

@@ -384,7 +384,7 @@ class PacedCore:
                     del self._left[name]
             self._send(self._requests, 1, steps)
             due = max(due + 1 / TOKENS_PER_SECOND, time.monotonic())
-            time.sleep(due - time.monotonic() if due > time.monotonic() else 0)
+            time.sleep(max(due - time.monotonic(), 0.0))
 
     def close(self) -> None:
         """Nothing is held."""

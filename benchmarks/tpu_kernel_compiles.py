@@ -10,7 +10,7 @@ import json
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.kernels.ragged_paged_attention import AttentionOptions
 from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, pallas_attention
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import depth_of
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import sizes_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Shape, current_chip
 from sglang_jax.layers.batch import ForwardBatch
 from tpu.hlo import take_text
 from tpu.kernel_costs import (
     DECODE_KERNEL,
-    LATENCY,
     PREFILL_KERNEL,
     Cost,
     Step,
@@ -55,6 +54,7 @@ COLUMNS = 4096
 CASES = (
     Step("64 rows x 1k", (1,) * 64, (1024,) * 64),
     Step("64 rows x 4k", (1,) * 64, (4096,) * 64),
+    Step("64 rows x 1.5k", (1,) * 64, (1536,) * 64),
     Step("256 rows x 1k", (1,) * 256, (1024,) * 256),
     Step("256 rows x 300", (1,) * 256, (300,) * 256),
     Step("1 chunk of 2048", (2048,), (2048,)),
@@ -86,6 +86,14 @@ class Arrays:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """The text of a module, and the schedules of its kernels by their names."""
+
+    text: str
+    schedules: dict[str, Loop]
+
+
+@dataclass(frozen=True)
 class Kernels:
     """The kernels for some heads of one device. `folder`: where libtpu was told to write schedules, and XLA its text.
     `rival`: the module of `load_rival`."""
@@ -95,10 +103,18 @@ class Kernels:
     shape: Shape
     folder: Path
     rival: Any
+    latencies: list[float]
+    known: dict[tuple[str, ...], Compiled] = field(default_factory=dict)
 
     @staticmethod
     def on(
-        topology: str, heads: int, kv_heads: int, page_size: int, folder: Path, rival_folder: Path | None
+        topology: str,
+        heads: int,
+        kv_heads: int,
+        page_size: int,
+        folder: Path,
+        rival_folder: Path | None,
+        latencies: list[float],
     ) -> Kernels:
         """Those for a chip of a topology."""
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -109,7 +125,7 @@ class Kernels:
             clock = info.bf16_ops_per_second / products_per_cycle / 1e6
             shape = Shape.of(current_chip(), heads, kv_heads, HEAD_DIM, page_size, "bfloat16")
             rival = None if rival_folder is None else load_rival(rival_folder, info.generation)
-        return Kernels(mesh, Chip(clock, info.mem_bw_bytes_per_second / 1e6), shape, folder, rival)
+        return Kernels(mesh, Chip(clock, info.mem_bw_bytes_per_second / 1e6), shape, folder, rival, latencies)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A row of the table for each step and kernel."""
@@ -140,15 +156,15 @@ class Kernels:
             self.array((sequences,)),
         )
 
-    def compiled(self, function: Any, *args: Any) -> str:
-        """The text of the compiled module; schedules lie in `folder` then."""
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            jax.jit(function).lower(*args).compile()
-        return take_text(self.folder / "hlo") or ""
-
-    def schedule(self, kernel: str) -> Loop:
-        """Of the kernel that was compiled last."""
-        return read_schedule(self.folder, kernel)
+    def compiled(self, kernels: tuple[str, ...], function: Any, *args: Any) -> Compiled:
+        """The text of the compiled module, and its schedules; once for steps of the same shapes."""
+        key = (*kernels, *(str(leaf) for leaf in jax.tree.leaves(args)))
+        if key not in self.known:
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                jax.jit(function).lower(*args).compile()
+            schedules = {kernel: read_schedule(self.folder, kernel) for kernel in kernels}
+            self.known[key] = Compiled(take_text(self.folder / "hlo") or "", schedules)
+        return self.known[key]
 
     def ours(self, step: Step, arrays: Arrays) -> dict[str, Any]:
         """This project's kernels."""
@@ -157,25 +173,32 @@ class Kernels:
         batch = ForwardBatch(unused, unused, unused, arrays.table, arrays.kv_lens, arrays.starts, self.array(()))
         kv_pages = self.array((PAGES, shape.kv_heads, 2, shape.page_size, HEAD_DIM), jnp.bfloat16)
         attention = partial(pallas_attention, scale=HEAD_DIM**-0.5, options=AttentionOptions())
-        text = self.compiled(attention, arrays.queries, kv_pages, batch)
+        decodes, chunks = step.decode_rows > 0, step.tokens > step.decode_rows
+        kernels = (DECODE_KERNEL,) * decodes + (PREFILL_KERNEL,) * chunks
+        compiled = self.compiled(kernels, attention, arrays.queries, kv_pages, batch)
         parts, sizes = [], []
         waiting: dict[str, float] = {}
-        if step.decode_rows:
-            pages = blocks.decode_blocks(shape, arrays.sequences, arrays.columns).pages
-            cost = decode_cost(self.schedule(DECODE_KERNEL), step, shape.heads, pages, shape.page_size)
+        if decodes:
+            chosen = blocks.decode_blocks(shape, arrays.sequences, arrays.columns)
+            page_bytes = shape.page_size * shape.bytes_per_key
+            columns = -(-arrays.columns // 128) * 128
+            decoding = sizes_of(chosen, shape.page_size, page_bytes, columns, VMEM_LIMITS[shape.chip])
+            cost = decode_cost(
+                compiled.schedules[DECODE_KERNEL], step, shape.heads, decoding, chosen.rows, shape.page_size
+            )
             transfer = shape.bytes_per_key / chip.bandwidth * chip.clock
-            depth = depth_of(pages * shape.page_size * shape.bytes_per_key)
-            cycles = decode_with_copies(cost, transfer=transfer, latency=LATENCY * 1e6 * chip.clock, depth=depth)
-            waiting = {"copies_us": cycles / chip.clock}
+            for latency in self.latencies:
+                cycles = decode_with_copies(cost, transfer=transfer, latency=latency * chip.clock, depth=decoding.depth)
+                waiting[f"of_memory_{latency}"] = round(cost.keys_read * transfer / cycles, 2)
             parts.append(cost)
-            sizes.append(f"1x{pages * shape.page_size}")
-        if step.tokens > step.decode_rows:
+            sizes.append(f"{decoding.groups.rows}x{chosen.pages * shape.page_size}")
+        if chunks:
             wide = blocks.prefill_blocks(shape, arrays.tokens, arrays.columns)
-            schedule = self.schedule(PREFILL_KERNEL)
+            schedule = compiled.schedules[PREFILL_KERNEL]
             parts.append(prefill_cost(schedule, step, shape.heads, wide.queries, wide.pages, shape.page_size))
             sizes.append(f"{wide.queries}x{wide.pages * shape.page_size}")
         bytes_us = sum(part.keys_read for part in parts) * shape.bytes_per_key / chip.bandwidth
-        return {**self._row(parts, sizes, text), "bytes_us": bytes_us, **waiting}
+        return {**self._row(parts, sizes, compiled.text), "bytes_us": bytes_us, **waiting}
 
     def shipped(self, step: Step, arrays: Arrays) -> dict[str, Any]:
         """The kernel that comes with JAX."""
@@ -189,12 +212,19 @@ class Kernels:
             vmem_limit_bytes=VMEM_LIMITS[shape.chip],
         )
         kv_pages = self.array((PAGES, shape.page_size, 2 * shape.kv_heads, HEAD_DIM), jnp.bfloat16)
-        text = self.compiled(
-            attention, arrays.queries, kv_pages, arrays.kv_lens, arrays.table, arrays.starts, self.array((1,))
+        kernel = "ragged_paged_attention_kernel"
+        compiled = self.compiled(
+            (kernel,),
+            attention,
+            arrays.queries,
+            kv_pages,
+            arrays.kv_lens,
+            arrays.table,
+            arrays.starts,
+            self.array((1,)),
         )
-        schedule = self.schedule("ragged_paged_attention_kernel")
-        part = cost_of_shipped(schedule, step, shape.heads, width, pages, shape.page_size)
-        return self._row([part], [f"{width}x{pages * shape.page_size}"], text)
+        part = cost_of_shipped(compiled.schedules[kernel], step, shape.heads, width, pages, shape.page_size)
+        return self._row([part], [f"{width}x{pages * shape.page_size}"], compiled.text)
 
     def rivals(self, step: Step, arrays: Arrays) -> dict[str, Any]:
         """tpu-inference's kernels: one for decode rows, one for chunks."""
@@ -204,7 +234,9 @@ class Kernels:
         kv_pages = rival.get_kv_cache_shape(PAGES, shape.page_size, shape.kv_heads, HEAD_DIM, jnp.bfloat16)
         # The kernel for chunks is part of every program; where it finds nothing to do its blocks compile quickly.
         chunks = step.tokens > step.decode_rows
-        text = self.compiled(
+        cases = [rival.RpaCase.DECODE] * (step.decode_rows > 0) + [rival.RpaCase.MIXED] * chunks
+        compiled = self.compiled(
+            tuple(f"RPA{case.symbol}" for case in cases),
             partial(
                 rival.ragged_paged_attention,
                 vmem_limit_bytes=VMEM_LIMITS[shape.chip],
@@ -214,14 +246,13 @@ class Kernels:
             *(self.array((arrays.sequences * arrays.columns,)), arrays.starts, self.array((3,))),
         )
         parts, sizes = [], []
-        for case, wanted in ((rival.RpaCase.DECODE, step.decode_rows > 0), (rival.RpaCase.MIXED, chunks)):
-            if wanted:
-                limits = (arrays.tokens, arrays.sequences, arrays.columns)
-                chosen = rival.get_default_block_sizes(jnp.bfloat16, jnp.bfloat16, *heads, *limits, case=case)
-                kernel = Rival(chosen["bq_sz"], chosen["bkv_sz"], chosen["bkv_csz"])
-                parts.append(kernel.cost(self.schedule(f"RPA{case.symbol}"), step, shape.heads))
-                sizes.append(f"{kernel.queries}x{kernel.fetched}")
-        return self._row(parts, sizes, text)
+        for case in cases:
+            limits = (arrays.tokens, arrays.sequences, arrays.columns)
+            chosen = rival.get_default_block_sizes(jnp.bfloat16, jnp.bfloat16, *heads, *limits, case=case)
+            kernel = Rival(chosen["bq_sz"], chosen["bkv_sz"], chosen["bkv_csz"])
+            parts.append(kernel.cost(compiled.schedules[f"RPA{case.symbol}"], step, shape.heads))
+            sizes.append(f"{kernel.queries}x{kernel.fetched}")
+        return self._row(parts, sizes, compiled.text)
 
     def _row(self, parts: list[Cost], sizes: list[str], text: str) -> dict[str, Any]:
         return {

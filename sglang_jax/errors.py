@@ -50,13 +50,13 @@ class ParameterError(RequestError, ValueError):
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be compiled, takes more than one request may, or asks for what this engine does not know."""
+    """A grammar cannot be compiled, exceeds a request's limits, or uses an unknown feature."""
 
     code = "invalid_grammar"
 
 
 class GrammarUnavailableError(RequestError):
-    """No grammar can be compiled now; that says nothing of this one."""
+    """Grammars cannot be compiled at the moment; this one may be valid."""
 
     status = 503
     code = "grammar_unavailable"
@@ -110,7 +110,7 @@ class CapacityError(RequestError):
 
 
 class UnreadError(RequestError):
-    """The output waits for a client that does not read it, and there is no more room for such."""
+    """The client does not read its output, and too much unread output is waiting."""
 
     status = 408
     code = "output_not_read"
@@ -127,7 +127,7 @@ class EngineDeadError(RequestError):
     """The engine process is gone; requests in flight are lost.
 
     **Attributes:** `started`: whether the engine had started the request, None if that is not known. If not, another
-    engine can take it as though nothing had happened.
+    engine can run it instead.
     """
 
     status = 500
@@ -160,8 +160,8 @@ class ConfigError(ValueError):
 
 
 class NoRoomError(ConfigError):
-    """Options that could be, on a device with more memory."""
+    """Options that need a device with more memory."""
 
 
 class BatchError(Exception):
-    """An offline batch cannot begin or go on: the message says why, and what to do."""
+    """An offline batch cannot start or continue; the message says why and what to do."""

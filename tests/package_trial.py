@@ -1,9 +1,9 @@
 """Builds the sdist, and the wheel from it; installs the wheel in a fresh environment of each Python that this machine
-has, and the sdist in the first; serves the embedded model from there and asks it. Then runs the steps of the
-Dockerfile's target `cpu` in one, starts what the image starts, and asks that and its health check. Run by
-`make package-test`.
+has, and the sdist in the first; serves the embedded model from there and asks it. Then runs the steps of each target
+of the Dockerfile in one, starts what the image starts, as far as that runs on a CPU, and asks it and its health check.
+Run by `make package-test`.
 
-python tests/package_trial.py [3.11 3.12 ... image]
+python tests/package_trial.py [3.11 3.12 ... image-cpu image-cuda image-tpu]
 """
 
 from __future__ import annotations
@@ -24,14 +24,20 @@ from pathlib import Path
 
 from helpers.dockerfile import BuiltImage
 
+from sglang_jax.checkpoint.resolve import resolve_model
+
 Check = Callable[[str], None]
 """What is looked at of a server at an address."""
 
 ROOT = Path(__file__).parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
-IMAGE = "image"
+IMAGES = ("image-cpu", "image-cuda", "image-tpu")
 MODEL = re.search(r"^MODEL := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
-OPTIONS = ["demo", "--port", "0", "--max-running-requests", "1", "--context-length", "256", "--skip-warmup"]
+OPTIONS = ["--port", "0", "--max-running-requests", "1", "--context-length", "256", "--skip-warmup"]
+ON_A_CPU = ["python", "-m", "sglang_jax", "serve", "--host", "0.0.0.0"]
+"""What stands for the entry point of an image that wants a TPU."""
+
+NO_TPU = "this machine has no TPU chip on its PCI bus"
 SECONDS_TO_START = 240
 
 
@@ -112,28 +118,39 @@ def trial(python: str, package: Path, name: str, folder: Path) -> str:
         print(f"  {run(bin_folder / script, '--version', cwd=folder).strip()}")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"XDG_CACHE_HOME": str(folder / "cache")}
-    return serve([str(bin_folder / "sglang-jax"), "serve", *OPTIONS], folder, environment)
+    return serve([str(bin_folder / "sglang-jax"), "serve", "demo", *OPTIONS], folder, environment)
 
 
-def image_trial(python: str, folder: Path) -> str:
-    """Of the target that this machine can run."""
-    image = BuiltImage("cpu", python, folder)
+def image_trial(target: str, python: str, folder: Path) -> str:
+    """The target's steps, its server and its health check. The image for GPUs serves on this machine's CPU; that for
+    TPUs must say that it finds none, and then serves on the CPU by another command."""
+    image = BuiltImage(target, python, folder)
 
     def check(url: str) -> None:
         port = url.rpartition(":")[2]
         command = image.command([word.replace(":30000/", f":{port}/") for word in image.health_check])
         subprocess.run(command, cwd=folder, env=image.environment, check=True, timeout=30)
 
-    answer = serve(image.command(image.entry_point, *OPTIONS), folder, image.environment, check)
-    if not any((folder / "cache").rglob("*")):
+    entry_point, model = image.entry_point, ["--model-path", "demo"]
+    if target != "cpu":
+        model = ["--model-path", str(resolve_model("demo").path), "--device", "cpu"]
+    if target == "tpu":
+        asked = subprocess.run(
+            image.command(entry_point, *model), cwd=folder, env=image.environment, capture_output=True, text=True
+        )
+        if NO_TPU not in asked.stderr:
+            sys.exit(f"{entry_point} said:\n{asked.stdout}\n{asked.stderr}")
+        entry_point = ON_A_CPU
+    answer = serve(image.command(entry_point, *model, *OPTIONS), folder, image.environment, check)
+    if target != "cuda" and not any((folder / "cache").rglob("*")):
         sys.exit("the image keeps no compiled programs in its volume")
     return answer
 
 
 def main() -> None:
     name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
-    wanted = sys.argv[1:] or [*PYTHONS, IMAGE]
-    versions = [each for each in wanted if each != IMAGE]
+    wanted = sys.argv[1:] or [*PYTHONS, *IMAGES]
+    versions = [each for each in wanted if each not in IMAGES]
     found = {version: python for version in versions if (python := interpreter(version))}
     if versions and not found:
         sys.exit(f"this machine has none of the Pythons {', '.join(versions)}")
@@ -149,8 +166,8 @@ def main() -> None:
             print(f"built {sdist.name} and {wheel.name}")
             for version, package in [*((version, wheel) for version in found), (next(iter(found)), sdist)]:
                 trials.append((f"Python {version}, {package.name}", partial(trial, found[version], package, name)))
-        if IMAGE in wanted:
-            trials.append(("the image for CPUs", partial(image_trial, sys.executable)))
+        for image in (each for each in IMAGES if each in wanted):
+            trials.append((image, partial(image_trial, image.removeprefix("image-"), sys.executable)))
         for number, (title, run_trial) in enumerate(trials):
             print(title, flush=True)
             folder = Path(temporary) / str(number)

@@ -38,6 +38,31 @@ def test_a_link_resolves(page: Path, target: str) -> None:
         assert anchor in anchors(file), f"{page.name} links to {target}; there are {sorted(anchors(file))}"
 
 
+def broken_tables(text: str) -> list[str]:
+    """First lines of tables that are shown as text: without a line of dashes below the head, or with rows of another
+    number of cells."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE):
+        lines = re.sub(r"\\\|", "", table).splitlines()
+        cells = {line.count("|") for line in lines}
+        if len(lines) < 2 or set(lines[1]) > set("|-: ") or len(cells) != 1:
+            found.append(lines[0])
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_whole(page: Path) -> None:
+    assert broken_tables(page.read_text()) == []
+
+
+def test_a_table_in_two_parts_is_found() -> None:
+    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
+    assert broken_tables(table) == []
+    assert broken_tables(table + "\n| 3 | 4 |\n") == ["| 3 | 4 |"]
+    assert broken_tables(table + "| 3 |\n") == ["| a | b |"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_in_backticks_exist(page: Path) -> None:
     """`scheduler/planner.py` and the like are relative to the package, `benchmarks/` and the like to the root."""

@@ -29,10 +29,10 @@ def environment(python: str) -> dict[str, str]:
     return {**default_environment(), "python_version": python, "python_full_version": f"{python}.9", "extra": ""}
 
 
-def versions(python: str) -> dict[str, str]:
+def versions(python: str, name: str = "dev.lock") -> dict[str, str]:
     """What is installed on this Python, by name."""
     found = {}
-    for requirement, _ in entries(LOCKED / "dev.lock"):
+    for requirement, _ in entries(LOCKED / name):
         if requirement.marker is None or requirement.marker.evaluate(environment(python)):
             assert requirement.name not in found, f"{requirement.name} twice on {python}"
             [pin] = requirement.specifier
@@ -40,10 +40,10 @@ def versions(python: str) -> dict[str, str]:
     return found
 
 
-def unfit(project: dict[str, Any], python: str) -> list[str]:
+def unfit(project: dict[str, Any], python: str, name: str = "dev.lock", extras: tuple[str, ...] = EXTRAS) -> list[str]:
     """What pyproject.toml asks for and the lock does not have."""
-    locked = versions(python)
-    asked = [*project["dependencies"], *(one for extra in EXTRAS for one in project["optional-dependencies"][extra])]
+    locked = versions(python, name)
+    asked = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
     return [
         f"{one}: locked is {locked.get(one.name)}"
         for one in map(Requirement, asked)
@@ -60,6 +60,18 @@ def project() -> dict[str, Any]:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_what_is_asked_for_is_locked(project: dict[str, Any], python: str) -> None:
     assert unfit(project, python) == [], "renew the lock: make lock"
+
+
+@pytest.mark.parametrize("extra", ["jax", "tpu", "cuda"])
+def test_an_image_has_pinned_packages_of_the_versions_that_were_tested(project: dict[str, Any], extra: str) -> None:
+    [base] = re.findall(r"^FROM python:(3\.\d+)\.\d+", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    for python in {base, *PYTHONS}:
+        assert unfit(project, python, "image.lock", (extra,)) == [], "renew the lock: make lock"
+        image, tested = versions(python, "image.lock"), versions(python)
+        assert {name: image[name] for name in image.keys() & tested} == {
+            name: tested[name] for name in image.keys() & tested
+        }
+        assert len(image.keys() & tested) > 50
 
 
 def test_a_bound_that_the_lock_does_not_keep_is_seen(project: dict[str, Any]) -> None:

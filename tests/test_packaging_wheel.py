@@ -60,6 +60,7 @@ def test_the_wheel_has_the_data_that_a_server_or_a_check_reads_and_no_other(file
         "tpu/shapes/gemma-3-27b.json",
         "tpu/shapes/llama-3.1-8b.json",
         "tpu/shapes/qwen3-32b.json",
+        "tpu/shapes/qwen3-8b.json",
     ]
 
 

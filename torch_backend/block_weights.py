@@ -107,6 +107,6 @@ def measure_forms(model: Transformer) -> None:
         return
     found = {f"{form.outputs}x{form.inputs}": limit for form, limit in set_limits(products).items()}
     logger.info(
-        "Matrices in blocks of small numbers serve steps of at most so many rows: %s",
+        "Quantised matrices are used in steps of at most these numbers of rows: %s",
         ", ".join(f"{shape} {limit}" for shape, limit in found.items()),
     )

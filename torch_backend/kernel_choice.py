@@ -75,7 +75,7 @@ def choose_kernels(wanted: AttentionBackend, device: torch.device, form: CpuForm
     name = known[0] if wanted is AttentionBackend.AUTO else wanted
     if name not in known:
         raise ConfigError(
-            f"attention_backend {name.value} is none of the Torch backend's on {device.type}: "
+            f"attention_backend {name.value} is not available in the torch backend on {device.type}: "
             f"choose {' or '.join(each.value for each in known)}, or auto"
         )
     if device.type == "cpu":

@@ -1,6 +1,6 @@
 """What keys have in common, for a cache that keeps them in int8 without it: read from the loaded model itself.
 
-The model computes sequences of tokens that are the same every time (`sglang_jax.runner.calibration`), with a cache of
+The model computes sequences of tokens that are the same every time (`sglang_jax.runner.kv_scales`), with a cache of
 its own type, and the mean of each kv head's keys is taken from the pages. Rotation turns what keys have in common with
 their position, so that the mean of a few first positions would be wrong further on: the sequences lie spread over the
 whole context. Attention within a sequence does not change with where it lies.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import ModelConfig, num_paged_groups
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.calibration import calibration_tokens
+from sglang_jax.runner.kv_scales import calibration_tokens
 from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.kv_pages import KVPages, LayerMemory
 from torch_backend.layers.shard import ModelShard

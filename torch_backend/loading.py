@@ -144,7 +144,7 @@ def _load_on(
     kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_form, device, kv_scales, state_dtypes)
     if integers:
         logger.info(
-            "Each token's keys%s are stored in int8 over a scale of its own%s",
+            "Keys%s are stored in int8 with one scale per token%s",
             " and values" if kv_form.values == torch.int8 else "",
             "; those of the checkpoint are not used" if checkpoint.has_kv_scales else "",
         )
@@ -312,7 +312,7 @@ def _blocks_to_keep(
         raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     if kernels.block_matrices is None:
         raise ConfigError(
-            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: leave it out, or see the log"
+            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: remove it, or see the log"
         )
     room = available_memory(device) - weight_bytes(model)
     return matrices_to_keep(model, checkpoint.config, checkpoint.blocks, kernels.block_matrices, room)

@@ -30,37 +30,43 @@ DOES_NOT_FIT = 1
 @click.option(
     "--model",
     required=True,
-    help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a shape kept here: {', '.join(SHAPES)}",
+    help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a built-in shape: {', '.join(SHAPES)}",
 )
-@click.option("--topology", required=True, help="the slice: v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1")
+@click.option("--topology", required=True, help="TPU slice, such as v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1")
 @click.option(
-    "--tp", "--tp-size", "tp", default=1, show_default=True, type=click.IntRange(min=1), help="devices of a replica"
+    "--tp", "--tp-size", "tp", default=1, show_default=True, type=click.IntRange(min=1), help="devices per replica"
 )
 @click.option("--context-length", type=click.IntRange(min=1), help="maximum tokens of a request; default: the model's")
 @click.option(
-    "--page-size", default=PAGE_SIZE, show_default=True, type=click.IntRange(min=1), help="tokens of a KV page"
+    "--page-size", default=PAGE_SIZE, show_default=True, type=click.IntRange(min=1), help="tokens per KV cache page"
 )
-@click.option("--max-running-requests", type=click.IntRange(min=1), help="maximum requests at once  [default: 256]")
+@click.option("--max-running-requests", type=click.IntRange(min=1), help="maximum concurrent requests  [default: 256]")
 @click.option(
     "--chunked-prefill-size", type=click.IntRange(min=1), help="maximum prompt tokens per step  [default: 512]"
 )
 @click.option(
-    "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float32"]), help="of weights"
+    "--dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "bfloat16", "float32"]),
+    help="dtype of weights",
 )
 @click.option(
     "--kv-cache-dtype",
     default=KVCacheDtype.AUTO.value,
     show_default=True,
     type=click.Choice([kind.value for kind in KVCacheDtype]),
-    help="of keys and values",
+    help="dtype of the KV cache",
 )
-@click.option("--mem-fraction-static", type=float, help="share of HBM for weights and KV; default: by chip")
+@click.option(
+    "--mem-fraction-static", type=float, help="fraction of HBM for weights and KV cache; default: depends on the chip"
+)
 @click.option(
     "--attention-backend",
     default=AttentionBackend.AUTO.value,
     show_default=True,
     type=click.Choice([backend.value for backend in AttentionBackend]),
-    help="auto: what the server chooses on a TPU",
+    help="attention implementation; auto: the server's choice on a TPU",
 )
 @click.option(
     "--all", "everything", is_flag=True, help="compile every program, not only the largest and smallest steps"
@@ -68,11 +74,16 @@ DOES_NOT_FIT = 1
 @click.option(
     "--roofline-context",
     type=click.IntRange(min=1),
-    help="tokens that each decode row holds in the least time; default: what the pages have for each",
+    help="context length of each decode row in the roofline estimate; default: an equal share of the KV cache",
 )
 @click.option("--quick", is_flag=True, help="compile only the largest decode and the largest mixed step")
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write the figures to a file"
+    "--write-cache",
+    "compilation_cache_dir",
+    help="keep the compiled programs in this folder (or gs://...), for a server's --compilation-cache-dir",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write the results to a JSON file"
 )
 def check(
     *,
@@ -85,9 +96,9 @@ def check(
     roofline_context: int | None,
     **given: object,
 ) -> int:
-    """Compile what serving a model on a TPU slice would run, and say what it takes and whether it fits.
+    """Compile the programs that would serve a model on a TPU slice, and report whether they fit.
 
-    Needs jax and libtpu, and no TPU. The status is 0 if it fits, 1 if something does not compile or fit.
+    Needs jax and libtpu, but no TPU. The exit status is 0 if everything fits, 1 if something does not compile or fit.
     """
     require_compiler()
     if everything and quick:
@@ -127,6 +138,8 @@ def check(
         raise ConfigError("the compiling process said nothing")
     report = Report(model, slice_, tp, deployment, programs, failures, notices, roofline_context)
     click.echo("\n".join(render(report)))
+    if request.options.compilation_cache_dir is not None:
+        click.echo(f"The compiled programs are kept in {request.options.compilation_cache_dir}", err=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     return 0 if report.problem is None else DOES_NOT_FIT

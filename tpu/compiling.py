@@ -23,6 +23,7 @@ from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
 from sglang_jax.config import Dtype, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.kv_scales import calibration_inputs, calibration_program
 from sglang_jax.jax_runner.loading import (
     choose_attention,
@@ -57,10 +58,13 @@ Names = dict[str, str]
 def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) -> None:
     """Sends the deployment, and then figures or the failure of each program.
 
-    `dumps` is where XLA writes the text of what it compiles.
+    `dumps` is where XLA writes the text of what it compiles. Programs are kept where the options name a folder for
+    them; what is there already cannot be read without a TPU, and is compiled again.
 
     **Raises:** `ConfigError` for a deployment that cannot be.
     """
+    if request.options.compilation_cache_dir is not None:
+        use_compilation_cache(request.options.compilation_cache_dir)
     devices = _devices(request.topology, request.options.tp_size)
     mesh = make_mesh(devices[: request.options.tp_size])
     deployment, builders, buckets, names = _deploy(request, mesh, len(devices))

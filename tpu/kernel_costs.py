@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import computed_pages
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import Sizes
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, ROWS_TOGETHER
 from tpu.schedule import Loop
 
@@ -73,31 +73,59 @@ class Cost:
     blocks: tuple[Blocks, ...] = ()
 
 
-def decode_cost(schedule: Loop, step: Step, heads: int, pages: int, page_size: int) -> Cost:
-    """Of the decode kernel, in blocks of `pages` pages: a row's last one takes what its computed part takes."""
-    (block_loop,) = loops_with_products(schedule)
+def decode_cost(schedule: Loop, step: Step, heads: int, sizes: Sizes, rows: int, page_size: int) -> Cost:
+    """Of the decode kernel, of whose rows a program takes so many: a row's last block takes what its computed part
+    takes, and rows of a short group take their part of what the group does.
+
+    Branches count as if all of them were taken, but for those that compute, and for the one that starts the copies of
+    a short group while a row of its own blocks is computed.
+    """
+    *group_loops, block_loop = loops_with_products(schedule)
     computing = _computing(block_loop)
-    sizes = computed_pages(pages, page_size)
-    if len(computing) != len(sizes):
-        raise ValueError(f"the loop computes {len(computing)} sizes of blocks, it should {len(sizes)}")
-    others = len(block_loop.bundles) - sum(computing)
+    if len(computing) != len(sizes.computed):
+        raise ValueError(f"the loop computes {len(computing)} sizes of blocks, it should {len(sizes.computed)}")
+    if len(group_loops) != (sizes.groups.rows > 1):
+        raise ValueError(f"{len(group_loops)} loops compute groups of {sizes.groups.rows} rows")
+    others = len(block_loop.bundles) - sum(computing) - (_starting_group(block_loop) if group_loops else 0)
+    clearing = max(
+        (len(loop.bundles) for loop in block_loop.loops if not loop.count("dma") and not loop.loops), default=0
+    )
 
     def block(keys: int) -> Blocks:
         needed = -(-keys // page_size)
-        part = max(number for number, size in enumerate(sizes) if size >= needed)
-        return Blocks(1, keys, others + computing[part] + issue(block_loop, needed))
+        part = max(number for number, size in enumerate(sizes.computed) if size >= needed)
+        cleared = clearing * (sizes.computed[part] - needed)
+        return Blocks(1, keys, others + computing[part] + cleared + issue(block_loop, needed))
 
-    whole = block(pages * page_size)
+    whole = block(sizes.computed[0] * page_size)
     lengths = step.kv_lens[: step.decode_rows]
-    blocks = []
-    for length, count in Counter(lengths).items():
-        full, rest = divmod(length, whole.keys)
-        blocks += [replace(whole, count=full * count)] if full else []
-        blocks += [replace(block(rest), count=count)] if rest else []
     row_loop = next(loop for loop in schedule.walk() if block_loop in loop.loops)
-    cycles = len(lengths) * len(row_loop.bundles) + sum(each.count * each.bundles for each in blocks)
+    of_group = len(group_loops[0].bundles) if group_loops else 0
+    around = of_group - max((len(region) for loop in group_loops for region in loop.regions()), default=0)
+    blocks: list[Blocks] = []
+    cycles: float = -(-len(lengths) // rows) * len(next(loop for loop in schedule.walk() if loop.depth == 1).bundles)
+    for first in range(0, len(lengths), sizes.groups.rows):
+        group = lengths[first : first + sizes.groups.rows]
+        if group_loops and all(-(-length // page_size) <= sizes.groups.pages for length in group):
+            blocks.append(Blocks(1, sum(group), of_group))
+            continue
+        cycles += around + len(group) * len(row_loop.bundles)
+        for length in group:
+            full, rest = divmod(length, whole.keys)
+            blocks += [replace(whole, count=full)] if full else []
+            blocks += [block(rest)] if rest else []
+    counted = Counter(replace(each, count=0) for each in blocks for _ in range(each.count))
+    blocks = [replace(each, count=count) for each, count in counted.items()]
+    cycles += sum(each.count * each.bundles for each in blocks)
     per_key_head = 1000 * whole.bundles / (whole.keys * heads)
     return Cost(whole.bundles, per_key_head, block_loop.vector_spills, cycles, sum(lengths), tuple(blocks))
+
+
+def _starting_group(block_loop: Loop) -> int:
+    """Bundles of the branch that starts a group's copies: it waits for the group's page numbers and starts those of a
+    later one; what starts the copies is a loop of its own."""
+    found = [region for region in block_loop.regions() if sum(bundle.count("= dma") for bundle in region) == 2]
+    return len(found[0]) if len(found) == 1 else 0
 
 
 def _computing(block_loop: Loop) -> list[int]:

@@ -25,17 +25,20 @@ _PORT = 30000
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--model-path", default="demo", show_default=True, help="a folder, a .gguf file, a hub id, or demo")
-@click.option("--tp-size", type=click.IntRange(min=1), help="devices of a replica; default: as many as there are")
+@click.option("--tp-size", type=click.IntRange(min=1), help="devices per replica; default: all")
 @click.option(
     "--dp-size",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="replicas of the model on the slice; on several nodes a multiple of their number, behind node 0",
+    help="number of replicas on the slice; with several nodes, a multiple of their number",
 )
-@click.option("--host", help="address to listen on; default: the server's, and with replicas on other nodes their own")
+@click.option(
+    "--host",
+    help="address to listen on; default: the server's default, or a node's own address with replicas on several nodes",
+)
 @click.option("--port", type=click.IntRange(0, 65535), default=None, help="port to listen on; default: 30000")
-@click.option("--dry-run", is_flag=True, help="print the server's command and end")
+@click.option("--dry-run", is_flag=True, help="print the server's command and exit")
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
 def launch(
     *,
@@ -47,7 +50,7 @@ def launch(
     dry_run: bool,
     server_options: Sequence[str],
 ) -> int:
-    """Start the server with options for this TPU. Other options of the server may follow, and win."""
+    """Start the server with options that suit this TPU. Server options that follow take precedence."""
     machine = detect_machine(TpuEnvironment())
     config = open_checkpoint(model_path, LoadFormat.DUMMY).config
     choices = choose(machine, config, tp=tp_size, replicas=dp_size)
@@ -103,7 +106,7 @@ def listening_arguments(machine: Machine, choices: Choices, host: str | None, po
         return [*([] if host is None else ["--host", host]), *([] if port is None else ["--port", str(port)])]
     number = _PORT if port is None else port
     if number == 0:
-        raise ConfigError("--port 0 is another port on each node, and node 0 must know it: choose one")
+        raise ConfigError("--port 0 chooses a different port on each node, but node 0 must know it: give a port")
     if machine.worker == 0:
         others = ",".join(f"{address}:{number}" for address in machine.nodes[1:])
         return [*([] if host is None else ["--host", host]), "--port", str(number), "--connect", f"local,{others}"]

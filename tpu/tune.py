@@ -47,7 +47,7 @@ estimate leaves out."""
 @click.option(
     "--model",
     required=True,
-    help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a shape kept here: {', '.join(SHAPES)}",
+    help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a built-in shape: {', '.join(SHAPES)}",
 )
 @click.option(
     "--tp", "sizes", default=(1,), show_default=True, multiple=True, type=click.IntRange(min=1), help="devices"
@@ -59,17 +59,21 @@ estimate leaves out."""
     show_default=True,
     multiple=True,
     type=click.IntRange(min=8),
-    help="tokens of a KV page",
+    help="tokens per KV cache page",
 )
 @click.option(
-    "--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]), help="of weights"
+    "--dtype",
+    default="bfloat16",
+    show_default=True,
+    type=click.Choice(["bfloat16", "float32"]),
+    help="dtype of weights",
 )
 @click.option(
     "--kv-cache-dtype",
     default=KVCacheDtype.AUTO.value,
     show_default=True,
     type=click.Choice([kind.value for kind in KVCacheDtype]),
-    help="of keys and values; auto: --dtype",
+    help="dtype of the KV cache; auto: --dtype",
 )
 @click.option(
     "--by",
@@ -82,12 +86,12 @@ estimate leaves out."""
     "--chip",
     default=None,
     type=click.Choice([generation.value for generation in Generation]),
-    help="what is tuned for by the schedule",
+    help="chip for --by schedule",
 )
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="the table to add to; default: the one that the kernels read",
+    help="table to extend; default: the one that the kernels read",
 )
 def tune(
     *,
@@ -100,10 +104,10 @@ def tune(
     chip: str | None,
     output: Path | None,
 ) -> int:
-    """Fill the table of block sizes for a model's attention. --tp and --page-size may be given several times."""
+    """Tune attention block sizes for a model. --tp and --page-size may be repeated."""
     on_device = By(by) is By.DEVICE or (By(by) is By.AUTO and has_tpu())
     if on_device and chip is not None:
-        raise click.UsageError("--chip is of --by schedule: on a device the chip is the one that is there")
+        raise click.UsageError("--chip is for --by schedule only: --by device tunes for this machine's chip")
     if not on_device and chip is None:
         raise click.UsageError("--by schedule needs --chip")
     storage = _STORAGE.get(KVCacheDtype(kv_cache_dtype), dtype)

@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sglang_jax.errors import ConfigError
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
 from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import ROWS
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks, decode_attention, depth_of
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode import decode_attention
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks, Sizes, sizes_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks, prefill_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape, chip_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import type_of_products
@@ -166,7 +167,9 @@ class KernelCall:
             blocks = DecodeBlocks(entry.queries, entry.pages)
             return decode_attention(queries, kv_pages, page_table, kv_lens, num, blocks=blocks, **static)
         wide = PrefillBlocks(entry.queries, entry.pages)
-        return prefill_attention(queries, kv_pages, page_table, kv_lens, query_starts, num, blocks=wide, **static)
+        return prefill_attention(
+            queries, kv_pages, page_table[:, None], kv_lens, query_starts, num, blocks=wide, **static
+        )
 
     def arguments(self, values: Make, pages: Make, integers: Make) -> tuple[Any, ...]:
         """Of `run`, made by shape and type."""
@@ -178,7 +181,7 @@ class KernelCall:
         return (
             values((tokens, heads, shape.lanes) if decode else (heads, tokens, shape.lanes), type_of_products(storage)),
             pages(page_shape, storage),
-            integers((self._rows, 1, -(-self.columns // 128) * 128), jnp.int32),
+            integers((self._rows, self._padded_columns), jnp.int32),
             integers((self._rows,), jnp.int32),
             integers((self._rows + 1,), jnp.int32),
             integers((1,), jnp.int32),
@@ -188,6 +191,10 @@ class KernelCall:
     def columns(self) -> int:
         """Of the page table."""
         return _COLUMNS_OF_TOKENS // self.entry.shape.page_size
+
+    @property
+    def _padded_columns(self) -> int:
+        return -(-self.columns // 128) * 128
 
     @property
     def num_pages(self) -> int:
@@ -200,7 +207,9 @@ class KernelCall:
         entry = self.entry
         heads, page_size = entry.shape.heads, entry.shape.page_size
         if entry.phase is Phase.DECODE:
-            return decode_cost(read_schedule(dumps, DECODE_KERNEL), step, heads, entry.pages, page_size)
+            return decode_cost(
+                read_schedule(dumps, DECODE_KERNEL), step, heads, self.decode_sizes, entry.queries, page_size
+            )
         schedule = read_schedule(dumps, PREFILL_KERNEL)
         return prefill_cost(schedule, step, heads, entry.queries, entry.pages, page_size)
 
@@ -210,8 +219,16 @@ class KernelCall:
         if self.entry.phase is Phase.PREFILL:
             return cost.cycles
         transfer = shape.bytes_per_key / (chip.hbm_bandwidth / chip.devices) * chip.clock
-        depth = depth_of(self.entry.pages * shape.page_size * shape.bytes_per_key)
+        depth = self.decode_sizes.depth
         return decode_with_copies(cost, transfer=transfer, latency=LATENCY * chip.clock, depth=depth)
+
+    @property
+    def decode_sizes(self) -> Sizes:
+        """What follows from the entry."""
+        shape = self.entry.shape
+        blocks = DecodeBlocks(self.entry.queries, self.entry.pages)
+        page_bytes = shape.page_size * shape.bytes_per_key
+        return sizes_of(blocks, shape.page_size, page_bytes, self._padded_columns, VMEM_LIMITS[shape.chip])
 
     def arrays(self, step: Step) -> tuple[jax.Array, ...]:
         """Of `run`: random numbers in pages in random order."""
@@ -228,7 +245,7 @@ class KernelCall:
         unused = iter(1 + rng.permutation(self.num_pages - 1))
         for row, length in enumerate(step.kv_lens):
             for column in range(-(-length // shape.page_size)):
-                table[row, 0, column] = next(unused)
+                table[row, column] = next(unused)
         kv_lens[: len(step.kv_lens)] = step.kv_lens
         query_starts[1:] = step.tokens
         query_starts[: len(step.query_lens) + 1] = [0, *np.cumsum(step.query_lens)]

@@ -87,6 +87,12 @@ class CommonFields:
                 f"{fields.file}: a context of {shown(common.max_position)} tokens; the limit is {MOST_POSITIONS}"
             )
         common.check_heads(common.num_heads, common.num_kv_heads, common.head_dim)
+        rotated = rope.rotated_numbers(common.head_dim)
+        if rotated % 2 or not rotated:
+            raise CheckpointError(
+                f"{fields.file}: {rotated} of the {common.head_dim} numbers of a head rotate, by a "
+                f"partial_rotary_factor of {rope.rotated:g}; they must be pairs, and one at least"
+            )
         return common
 
     def check_heads(self, heads: int, kv_heads: int, head_dim: int) -> None:

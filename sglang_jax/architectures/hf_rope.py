@@ -54,7 +54,7 @@ def rope_from_hf(
     several = [name for name, value in scaling.values.items() if isinstance(value, dict)]
     if several:
         raise CheckpointError(
-            f"{fields.file}: rotary parameters of their own for {cut(', '.join(several))} are not supported; here "
+            f"{fields.file}: separate rotary parameters for {cut(', '.join(several))} are not supported; here "
             "all layers have the same"
         )
     name = scaling.string("rope_type") or scaling.string("type") or "default"

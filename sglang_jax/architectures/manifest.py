@@ -54,9 +54,10 @@ class ParameterSpec:
     - `tensor`: the Hugging Face name of the tensor that holds it, in the rows from `first_row` on. `gguf`: that tensor
       in a GGUF file.
     - `offset`: added to the stored values.
-    - `interleaved`: each head's rows are stored as rotary pairs of neighbours; the model has them in halves.
-    - `rotated`: of each head so many rows at its beginning rotate, stored in halves; the model has pairs half a head
-      apart, as where all rows rotate. 0 where all do, or none.
+    - `interleaved`: of each head the rows that rotate are stored as pairs of neighbours, and otherwise in halves; the
+      model has pairs half a head apart.
+    - `rotated`: of each head so many rows at its beginning rotate; in the model they are spread over both halves. 0
+      where all do, or none.
     - `factors`: runs of rows, and what each is multiplied by when it is read: the multipliers of a model are part of
       its loaded weights. Empty where all are 1.
     - `sections`: of channels along the first axis, of each of which a device has a part where several share the layer

@@ -98,7 +98,7 @@ class AttentionConfig:
     - `output_gate`: what each head gives is multiplied by the sigmoid of a projection of the input, whose rows a
       checkpoint keeps behind those of the head's query.
     - `input_multiplier`, `key_multiplier`, `output_multiplier`: of what attention takes, of keys, of what it gives.
-    - `values_are_keys`: values have no projection of their own, they are keys before norm and rotation.
+    - `values_are_keys`: values have no separate projection, they are keys before norm and rotation.
     """
 
     num_heads: int
@@ -427,7 +427,7 @@ def group_of_layers(config: ModelConfig) -> tuple[int | None, ...]:
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """The groups of a model's layers: full attention first, then windows by their size, then those that keep a state.
-    Layers whose kv heads differ in number or size are in groups of their own, in the order of the layers."""
+    Layers whose kv heads differ in number or size are in separate groups, in the order of the layers."""
     alike: dict[tuple[int | None, int, int], list[int]] = {}
     for number, layer in enumerate(config.layers):
         if (attention := layer.attention) is not None:

@@ -58,9 +58,7 @@ class AppendFile:
 
 
 def _cannot_write(path: Path, error: OSError) -> BatchError:
-    return BatchError(
-        f"cannot write {path}: {error.strerror}; what is finished is kept, the same command goes on from there"
-    )
+    return BatchError(f"cannot write {path}: {error.strerror}; finished lines are kept; run the same command to resume")
 
 
 def sync_folder(path: Path) -> None:

@@ -26,22 +26,18 @@ class BatchConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    input: Location = Field(description="file of requests: JSON lines, or Parquet where its name ends in .parquet")
-    output: Location = Field(description="file of answers, one a line; Parquet where its name ends in .parquet")
+    input: Location = Field(description="file of requests: JSON lines, or Parquet if the name ends in .parquet")
+    output: Location = Field(description="file for the responses: JSON lines, or Parquet if the name ends in .parquet")
     error_file: Path | None = Field(
-        None, description="file of the lines that failed; default: the output's name and .errors.jsonl"
+        None, description="file for failed lines; default: the output's name plus .errors.jsonl"
     )
-    ordered: bool = Field(False, description="write answers in the order of the input, not as they come")
-    no_reorder: bool = Field(
-        False, description="ask in the order of the input; default: lines that share a prefix together"
-    )
-    lookahead: PositiveInt = Field(4096, description="lines among which those that share a prefix are looked for")
-    defaults: str | None = Field(
-        None, description="JSON object of body fields for lines that leave them out, such as '{\"max_tokens\": 64}'"
-    )
-    max_retries: int = Field(3, ge=0, description="how often a line is asked again after its engine was lost")
-    served_model_name: str | None = Field(None, description="name that lines may give as model; default: model_path")
-    chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
+    ordered: bool = Field(False, description="write responses in input order instead of as they finish")
+    no_reorder: bool = Field(False, description="run in input order; default: group lines that share a prefix")
+    lookahead: PositiveInt = Field(4096, description="number of lines to search for shared prefixes")
+    defaults: str | None = Field(None, description="JSON object of default body fields, such as '{\"max_tokens\": 64}'")
+    max_retries: int = Field(3, ge=0, description="maximum retries of a line whose engine was lost")
+    served_model_name: str | None = Field(None, description="model name in requests; default: model_path")
+    chat_template: str | None = Field(None, description="Jinja file, or the template itself; default: the tokenizer's")
     log_level: LogLevel = Field(LogLevel.WARNING, description="minimum log level")
 
     @property

@@ -20,27 +20,25 @@ class RayOptions(BaseModel):
         None,
         description="with --engine ray: the cluster, HOST:PORT or auto; default: RAY_ADDRESS, or one on this machine",
     )
-    min_replicas: PositiveInt = Field(1, description="with --engine ray: engines that are kept running")
+    min_replicas: PositiveInt = Field(1, description="with --engine ray: minimum number of engines")
     max_replicas: PositiveInt | None = Field(
-        None, description="with --engine ray: maximum engines at once; default: as many as the cluster has room for"
+        None, description="with --engine ray: maximum number of engines; default: as many as fit the cluster"
     )
     cpus_per_replica: PositiveFloat = Field(
         1.0,
-        description="with --engine ray: CPU cores that each engine reserves, in addition to tp_size GPUs or TPU chips",
+        description="with --engine ray: CPU cores reserved per engine, in addition to tp_size GPUs or TPU chips",
     )
     tpu_slice: str | None = Field(
         None,
         pattern="^[a-z0-9]+:[0-9]+(x[0-9]+)+$",
-        description="with --engine ray: slice of TPUs for an engine with --nnodes, VERSION:TOPOLOGY such as v6e:4x4",
+        description="with --engine ray: TPU slice of an engine with --nnodes, VERSION:TOPOLOGY such as v6e:4x4",
     )
     rows_per_batch: PositiveInt = Field(
-        32, description="with --engine ray: lines that are sent to an engine together, and sent again if it is lost"
+        32, description="with --engine ray: lines per batch, the unit that is sent to an engine and retried"
     )
-    batches_per_replica: PositiveInt = Field(
-        16, description="with --engine ray: batches that an engine works on at once, so that none of its rows is idle"
-    )
+    batches_per_replica: PositiveInt = Field(16, description="with --engine ray: concurrent batches per engine")
     rows_per_file: PositiveInt = Field(
-        256, description="with --engine ray: minimum lines of an output file, except for the last"
+        256, description="with --engine ray: minimum lines per output file, except for the last"
     )
 
     @model_validator(mode="after")

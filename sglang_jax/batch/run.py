@@ -102,7 +102,7 @@ def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_
         work = _Work(source, source.records(sink.is_written), sink, figures, defaults)
         status = _answer(batch, config, work, launch)
         if status is not None:
-            click.echo(f"\nInterrupted. {figures.summary()}. The same command goes on from there.", err=True)
+            click.echo(f"\nInterrupted. {figures.summary()}. Run the same command to resume.", err=True)
             return status
         files.finish()
     click.echo(figures.summary(), err=True)
@@ -149,7 +149,7 @@ async def _answer_with_engines(
     try:
         await driver.run(replicas)
     except EngineDeadError as error:
-        raise BatchError(f"{error}; what is finished is kept, the same command goes on from there") from error
+        raise BatchError(f"{error}; finished lines are kept; run the same command to resume") from error
     finally:
         progress.close()
         await close_replicas(replicas)

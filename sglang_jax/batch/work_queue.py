@@ -24,7 +24,7 @@ class WorkQueue:
     When an engine is lost, each line that it had may be the cause. Those lines are asked again, and the last time that
     a line may be asked again it is alone in its engine: so a line that kills engines fails alone.
 
-    **Arguments:** `max_retries`: how often a line is asked again after its engine was lost.
+    **Arguments:** `max_retries`: maximum retries of a line whose engine was lost.
     """
 
     def __init__(self, window: Lookahead[Line], max_retries: int) -> None:

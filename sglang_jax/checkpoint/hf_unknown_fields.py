@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.model_config import Activation
 from sglang_jax.architectures.registry import known_families, supported_classes
 from sglang_jax.errors import CheckpointError, cut
 
@@ -147,6 +148,13 @@ _MEANINGS = {
 }
 """What some fields tell of a model, whatever its family."""
 
+_ACTIVATIONS = {
+    "hidden_act": frozenset(Activation) | {"relu2"},
+    "hidden_activation": frozenset(Activation),
+    "mlp_hidden_act": frozenset({"relu2"}),
+}
+"""Fields that name a nonlinearity, and the names that some family knows."""
+
 _MOST_TOLD = 8
 
 _COMMON_VALUES = {
@@ -177,6 +185,8 @@ def unknown_family(fields: JsonFields) -> CheckpointError:
         case other:
             name = f"{other!r:.80}"
     reasons = [*_relatives(fields), *_what_no_family_knows(fields)]
+    if not reasons and fields.value("architectures") is not None:
+        reasons = ["all its fields are those of supported families, so the difference is not in this file"]
     because = f": {'; '.join(reasons)}" if reasons else ""
     return CheckpointError(
         f"{fields.file}: architecture {cut(name)} is not supported{because}; supported: {supported_classes()}; "
@@ -204,8 +214,11 @@ def _what_no_family_knows(fields: JsonFields) -> list[str]:
     unknown = [
         name
         for name, value in values.items()
-        if not (_says_nothing(value) or _is_harmless(name) or name == "text_config")
-        and (name in _MEANINGS or name not in _known_fields())
+        if _is_unknown_activation(name, value)
+        or (
+            not (_says_nothing(value) or _is_harmless(name) or name == "text_config")
+            and (name in _MEANINGS or name not in _known_fields())
+        )
     ]
     unknown.sort(key=lambda name: (name not in _MEANINGS, name))
     if not unknown:
@@ -216,6 +229,10 @@ def _what_no_family_knows(fields: JsonFields) -> list[str]:
     ]
     more = f" and {len(unknown) - _MOST_TOLD} more" if len(unknown) > _MOST_TOLD else ""
     return [f"no supported architecture has {', '.join(told)}{more}"]
+
+
+def _is_unknown_activation(name: str, value: object) -> bool:
+    return name in _ACTIVATIONS and isinstance(value, str) and value not in _ACTIVATIONS[name]
 
 
 def _shown(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
@@ -51,17 +52,17 @@ def rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
     if spec.blocks > 1:
         heads = found.reshape(-1, spec.blocks, spec.lengths[Axis.HEAD_DIM], *found.shape[1:])
         found = heads[:, spec.block].reshape(len(found) // spec.blocks, *found.shape[1:])
-    if spec.interleaved:  # each head's row `2 * i + half` as row `half * head_dim / 2 + i`
-        pairs = found.reshape(-1, spec.lengths[Axis.HEAD_DIM] // 2, 2, *found.shape[1:])
-        found = pairs.swapaxes(1, 2).reshape(found.shape)
-    if spec.rotated:
-        found = _pairs_half_a_head_apart(found, spec.lengths[Axis.HEAD_DIM], spec.rotated)
+    if spec.interleaved or spec.rotated:
+        head_dim = spec.lengths[Axis.HEAD_DIM]
+        order = _order_in_halves(head_dim, spec.rotated or head_dim, spec.interleaved)
+        found = found.reshape(-1, head_dim, *found.shape[1:])[:, order].reshape(found.shape)
     return found
 
 
-def _pairs_half_a_head_apart(rows: Array, head_dim: int, rotated: int) -> Array:
-    """Of each head, whose first `rotated` rows are two halves of pairs: the first half, half of the rows that do not
-    rotate, the second half, the other rows."""
-    first, second, rest = np.split(np.arange(head_dim), (rotated // 2, rotated))
-    order = np.concatenate((first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]))
-    return rows.reshape(-1, head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)
+def _order_in_halves(head_dim: int, rotated: int, interleaved: bool) -> NDArray[np.intp]:
+    """Of each row of a head in the model's order, where it is stored: the first of each pair that rotates, half of the
+    rows that do not, the second of each pair, the other rows. Pairs are neighbours in the first `rotated` stored rows
+    (`interleaved`), or half of these rows apart."""
+    pairs = np.arange(rotated).reshape(-1, 2).T if interleaved else np.arange(rotated).reshape(2, -1)
+    rest = np.arange(rotated, head_dim).reshape(2, -1)
+    return np.concatenate((pairs, rest), axis=1).reshape(-1)

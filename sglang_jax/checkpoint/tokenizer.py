@@ -38,6 +38,13 @@ _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, OSError, Recursi
 SHORT_TEXT = 1024
 """Texts of so many characters are tokenized without letting other threads run: that costs less than waking any."""
 
+MANY_TOKENS = 1024
+"""So many tokens are decoded without letting other threads run, for the same reason."""
+
+KEPT_TOKENS = 8192
+"""Tokens whose bytes are kept at hand: the rest of a vocabulary would make a server that serves random tokens grow for
+hours."""
+
 LARGE_TEXT = 32_768
 """Tokenizing texts of more characters takes ten megabytes and more, which the allocator would keep for each thread."""
 
@@ -196,7 +203,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a text add nothing, and bytes that are not UTF-8 become U+FFFD."""
-        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        text: str
+        if len(ids) <= MANY_TOKENS:
+            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:  # as a batch of one, as in `_encode`
+            [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:
@@ -209,6 +220,8 @@ class Tokenizer:
         if known is None:
             token = self._backend.id_to_token(token_id)
             known = b"" if token is None else self._spelling.bytes_of(token)
+            if len(self._bytes) >= KEPT_TOKENS:
+                self._bytes.clear()
             self._bytes[token_id] = known
         return known
 

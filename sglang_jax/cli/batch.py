@@ -20,7 +20,7 @@ from sglang_jax.errors import BatchError, how_to_install
     type=click.Choice([runner.value for runner in Runner]),
     default=Runner.LOCAL.value,
     show_default=True,
-    help="what runs it: this machine, or a Ray cluster, for which input and output may be URLs and folders",
+    help="run on this machine or on a Ray cluster; with Ray, input and output may be folders and URLs",
 )
 @options_of(batch=BatchConfig, ray=RayOptions, engine=EngineConfig)
 def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str) -> int:

@@ -22,12 +22,12 @@ WIDTH, ROW = 1200, 22
 """Of the picture, in pixels: its width, and the height of one level of the tree."""
 
 
-@click.command("cache-report", short_help="Show what a server's prefix cache holds.")
+@click.command("cache-report", short_help="Show the contents of a server's prefix cache.")
 @click.option("--url", default="http://127.0.0.1:30000", show_default=True, help="the server")
-@click.option("--api-key", help="an operator's key; also read from SGLANG_JAX_ADMIN_API_KEY and SGLANG_JAX_API_KEY")
-@click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="also draw the tree into this file")
+@click.option("--api-key", help="admin API key; also read from SGLANG_JAX_ADMIN_API_KEY and SGLANG_JAX_API_KEY")
+@click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="also draw the tree to this file")
 def cache_report(url: str, api_key: str | None, svg: Path | None) -> None:
-    """Show what lies in a server's prefix cache: pools, the tree by uses and size, sessions."""
+    """Show a server's prefix cache: its pools, the most used and largest prefixes, and its sessions."""
     reports = _ask(url, api_key)
     for report in reports:
         click.echo(as_text(report))

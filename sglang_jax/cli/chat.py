@@ -129,13 +129,13 @@ def _until_fence(first: str, prompt: str) -> str:
     return "\n".join(lines).strip()
 
 
-@click.command(short_help="Talk with a model in the terminal.")
+@click.command(short_help="Chat with a model in the terminal.")
 @click.argument("model", required=False)
-@click.option("--system", help="system message put before the conversation")
+@click.option("--system", help="system message")
 @sampling_options(max_new_tokens="what the context has room for")
 @options_of("seed", config=EngineConfig)
 def chat(config: EngineConfig, model: str | None, system: str | None, **sampling: Any) -> int:
-    """Talk with MODEL (as for --model-path) in the terminal; /help tells the commands there."""
+    """Chat with MODEL (as for --model-path) in the terminal; /help lists the commands."""
     config = for_one_request(with_model(config, model))
     chosen = {"max_new_tokens": None, **chosen_sampling(sampling)}
 
@@ -148,7 +148,7 @@ def chat(config: EngineConfig, model: str | None, system: str | None, **sampling
 
         conversation = Conversation(answer, system)
         if sys.stdin.isatty():
-            click.echo(f"{config.model_path} is ready; /help tells the commands.")
+            click.echo(f"{config.model_path} is ready; /help lists the commands.")
         for line in lines_of_terminal():
             if conversation.take(line) is Step.LEAVE:
                 break

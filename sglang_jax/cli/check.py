@@ -8,13 +8,13 @@ import click
 
 
 @click.command(
-    short_help="Tell whether a model fits a TPU slice.",
+    short_help="Check whether a model fits a TPU slice.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     add_help_option=False,
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def check(arguments: tuple[str, ...]) -> int:
-    """Tell whether a model fits a TPU slice, by compiling it ahead of time, without a TPU."""
+    """Check whether a model fits a TPU slice by compiling it ahead of time, without a TPU."""
     from sglang_jax.cli.main import run  # here: it imports this module
 
     # By its name: what is for TPUs uses this package, and not the other way round.

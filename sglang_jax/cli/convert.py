@@ -37,7 +37,7 @@ class ConvertConfig(BaseModel):
     revision: str | None = Field(None, description="branch, tag or commit of a repository on the hub")
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored")
     to: TargetFormat = Field(description="format to write")
-    output: Path = Field(description="folder to write; made if it is not there")
+    output: Path = Field(description="output folder; created if missing")
     dtype: StoredDtype = Field(
         StoredDtype.AUTO,
         description="type of the weights written; auto: bfloat16 for a bfloat16 checkpoint or GGUF file, else float32",

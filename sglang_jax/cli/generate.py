@@ -32,14 +32,14 @@ class Timing:
 
 @click.command(short_help="Answer one prompt.")
 @click.argument("prompt")
-@click.option("--system", help="system message put before the prompt")
-@click.option("--raw", is_flag=True, help="complete the prompt as it stands, without the chat template")
+@click.option("--system", help="system message")
+@click.option("--raw", is_flag=True, help="complete the prompt without the chat template")
 @sampling_options()
 @options_of("seed", config=EngineConfig)
 def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, **sampling: Any) -> int:
     """Answer PROMPT (`-`: read it from standard input), streaming to the terminal."""
     if raw and system is not None:
-        raise click.UsageError("--system needs the chat template, which --raw leaves out")
+        raise click.UsageError("--system needs the chat template, which --raw turns off")
     chosen = chosen_sampling(sampling)
     if prompt == "-":
         prompt = sys.stdin.read()
@@ -63,7 +63,7 @@ def prompt_ids(tokenizer: TextTokenizer, prompt: str, *, system: str | None, raw
     if raw:
         ids = tokenizer.encode(prompt)
         if not ids:
-            raise ParameterError("the prompt holds no tokens, at least one is needed", param="prompt")
+            raise ParameterError("the prompt is empty, at least one token is needed", param="prompt")
         return ids
     messages: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": prompt})

@@ -25,7 +25,7 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.engine.arguments import LEAST_ALIKE
 from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
 from sglang_jax.sampling import SamplingParams
-from sglang_jax.spellings import SAMPLING_FIELDS
+from sglang_jax.spellings import COMMANDS, SAMPLING_FIELDS
 
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
@@ -33,8 +33,16 @@ USAGE_ERROR = 2
 HELP = ("-h", "--help")
 
 
-@click.group()
+class CommandGroup(click.Group):
+    """Commands, also by the names that they have in other engines."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name) or super().get_command(ctx, COMMANDS.get(cmd_name, cmd_name))
+
+
+@click.group(cls=CommandGroup)
 @click.option(
+    "-V",
     "--version",
     is_flag=True,
     is_eager=True,
@@ -52,7 +60,7 @@ def _tell_version(context: click.Context) -> None:
     context.exit()
 
 
-@cli.group()
+@cli.group(cls=CommandGroup)
 def bench() -> None:
     """Measure throughput, latency and accuracy."""
 
@@ -104,7 +112,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     wanted = error.option_name.lstrip("-")
     field = wanted.replace("-", "_")
     if SAMPLING_FIELDS.get(field, field) in _SAMPLING:
-        return f"{error.option_name} is of a request, not of this command: give it to each, or to generate and chat"
+        return f"{error.option_name} is a sampling parameter: set it in requests, or pass it to generate or chat"
     possible = [
         name
         for name in error.possibilities or ()

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sglang_jax.config import PASS_SUMMARIES, Choice, EngineConfig
-from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SHORT_FLAGS, OtherFlag, canonical
+from sglang_jax.spellings import ALIASES, NEEDLESS, OTHER_SHORT_FLAGS, REFUSED, SHORT_FLAGS, OtherFlag, canonical
 
 Command = Callable[..., Any]
 Config = TypeVar("Config", bound=EngineConfig)
@@ -68,8 +68,8 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
         own = {*owners, *taken}
         for model in reversed(models.values()):
             engine = issubclass(model, EngineConfig)
-            for name, field in reversed(model.model_fields.items()):
-                decorated = _option(name, field, _other_names(name, own) if engine else ())(decorated)
+            for name in reversed(model.model_fields):
+                decorated = _option(name, model, _other_names(name, own) if engine else ())(decorated)
             if engine:
                 decorated = _explained_options(own)(decorated)
                 decorated = _list_passes(decorated)
@@ -112,11 +112,12 @@ def with_model(config: Config, model: str | None) -> Config:
     return config.model_copy(update={"model_path": model})
 
 
-def _option(name: str, field: FieldInfo, other_names: Sequence[str] = ()) -> Callable[[Command], Command]:
+def _option(name: str, model: type[BaseModel], other_names: Sequence[str] = ()) -> Callable[[Command], Command]:
     """A click option that is None unless it was given; pydantic holds the default and the limits."""
+    field = model.model_fields[name]
     kind = _plain_type(field.annotation)
     names = (flag_name(name), *other_names, name)
-    help_text = (field.description or "") + _default_text(field)
+    help_text = fields_as_flags(field.description or "", model) + _default_text(field)
     if kind is bool:
         return click.option(*names, cls=_FieldOption, is_flag=True, default=None, help=help_text)
     return click.option(*names, cls=_FieldOption, type=_parameter_type(kind), default=None, help=help_text)
@@ -156,7 +157,9 @@ def _hidden_option(
             answer(flag_name(name), flag)
 
     return click.option(
+        *([OTHER_SHORT_FLAGS[name]] if name in OTHER_SHORT_FLAGS else []),
         flag_name(name),
+        name,
         is_flag=not flag.takes_value,
         default=None,
         hidden=True,
@@ -166,7 +169,7 @@ def _hidden_option(
 
 
 def _note(name: str, flag: OtherFlag) -> None:
-    click.echo(f"{name} changes nothing: {flag.note}", err=True)
+    click.echo(f"{name} has no effect: {flag.note}", err=True)
 
 
 def _refuse(name: str, flag: OtherFlag) -> None:
@@ -267,6 +270,8 @@ def _error_line(problem: Any, model: type[BaseModel], config: Path | None, from_
     if problem["type"] == "missing":
         return f"Missing option {flag_name(field)}"
     where = f"{field} in {config}" if field in from_file else flag_name(field)
+    if message.startswith("Input should be "):
+        return f"{where} must be {message.removeprefix('Input should be ')}, got {problem['input']!r}"
     return f"Invalid value for {where}: {problem['input']!r}: {message[0].lower()}{message[1:]}"
 
 

@@ -37,7 +37,7 @@ _HELP = {
     "min_p": "minimum probability relative to the top token",
     "frequency_penalty": "subtracted from a token's logit each time it was generated",
     "presence_penalty": "subtracted from the logit of every generated token",
-    "repetition_penalty": "divides the logits of tokens in the prompt or the output; 1: off",
+    "repetition_penalty": "penalty factor for tokens in the prompt or the output; 1: off",
 }
 
 
@@ -48,7 +48,7 @@ def sampling_options(**defaults: str) -> Callable[[Command], Command]:
         *(_sampling_option(name, text, defaults.get(name)) for name, text in _HELP.items()),
         click.option("--stop", multiple=True, help="string that ends the output; may be repeated"),
         click.option("--ignore-eos", is_flag=True, help="continue past the model's end-of-sequence token"),
-        click.option("--seed", type=int, help="makes sampling repeatable"),
+        click.option("--seed", type=int, help="seed that makes sampling repeatable"),
     ]
 
     def decorate(command: Command) -> Command:

@@ -58,155 +58,158 @@ class EngineConfig(BaseModel):
         None, description="branch, tag or commit of the tokenizer's repository; default: its main branch"
     )
     allow_special_tokens_in_content: bool = Field(
-        False, description="control tokens that messages of a chat spell out are control tokens, and not text"
+        False, description="treat control tokens spelled out in chat messages as control tokens, not as text"
     )
     load_format: LoadFormat = Field(LoadFormat.AUTO, description="how the weights are stored; dummy: random weights")
     model_impl: ModelImpl = Field(
         ModelImpl.NATIVE,
-        description="whose code runs the model; native: this project's; transformers: that of transformers, traced and "
+        description="model code to run; native: this project's; transformers: the transformers library's, traced and "
         "rewritten (torch backend only)",
     )
     compile_passes: str = Field(
         "all",
-        description="passes that rewrite a model of --model-impl transformers: all, none, or names with commas (see "
+        description="graph passes for --model-impl transformers: all, none, or names separated by commas (see "
         "--list-passes)",
     )
     dump_graphs: Path | None = Field(
         None,
-        description="folder to write the graphs of such a model to, before and after each pass, as text and SVG; "
-        "default: none are written",
+        description="folder for the graphs of --model-impl transformers, before and after each pass, as text and SVG; "
+        "default: none",
     )
     keep_gguf_blocks: bool = Field(
         False,
-        description="keep GGUF's Q4_0, Q4_1 and Q8_0 matrices in their blocks as well, and multiply few rows by them: "
-        "faster steps on a CPU with avx512_bf16 (torch); bfloat16 then rounds otherwise in batches of other sizes",
+        description="also keep GGUF's Q4_0, Q4_1 and Q8_0 matrices quantised, for steps with few rows: faster on a CPU "
+        "with avx512_bf16 (torch); bfloat16 rounding then depends on the batch size",
     )
     backend: Backend = Field(
         Backend.AUTO,
-        description="inference backend that runs the model; auto: jax on a TPU, torch on a GPU, else what is installed",
+        description="framework that runs the model; auto: jax on a TPU, torch on a GPU, otherwise the installed one",
     )
-    device: Device = Field(Device.AUTO, description="where it runs")
-    dtype: Dtype = Field(Dtype.AUTO, description="type of weights and activations; auto: measured best for the device")
+    device: Device = Field(
+        Device.AUTO, description="device type to run on; auto: the accelerator that the backend sees, else cpu"
+    )
+    dtype: Dtype = Field(
+        Dtype.AUTO, description="dtype of weights and activations; auto: the fastest one for the device"
+    )
     kv_cache_dtype: KVCacheDtype = Field(
         KVCacheDtype.AUTO,
-        description="type of keys and values in the cache; auto: that of the activations",
+        description="dtype of the KV cache; auto: the same as --dtype",
     )
-    tp_size: PositiveInt = Field(1, description="devices that each layer is spread over (tensor parallel)")
+    tp_size: PositiveInt = Field(1, description="number of devices that share each layer (tensor parallelism)")
     dp_size: PositiveInt = Field(
-        1, description="replicas of the model on this machine, each on its own devices (data parallel)"
+        1, description="number of replicas on this machine, each on separate devices (data parallelism)"
     )
     load_balance_method: LoadBalanceMethod = Field(
         LoadBalanceMethod.CACHE_AWARE,
-        description="which replica gets a request: the one with most of its prompt cached, the next one in turn, "
-        "or the least loaded",
+        description="how requests are assigned to replicas: longest cached prefix, round robin, or least load",
     )
-    nnodes: PositiveInt = Field(1, description="number of nodes that share the model; start each with the same command")
-    node_rank: int = Field(0, ge=0, description="this node's number; node 0 runs the scheduler and the server")
+    nnodes: PositiveInt = Field(1, description="number of nodes that share the model; run the same command on each")
+    node_rank: int = Field(0, ge=0, description="number of this node; node 0 runs the scheduler and the server")
     dist_init_addr: str | None = Field(None, description="HOST:PORT of node 0; required with several nodes")
     dist_bind_host: str | None = Field(
-        None, description="address that node 0 listens on for other nodes; default: that of dist_init_addr"
+        None, description="address that node 0 listens on for other nodes; default: the host of dist_init_addr"
     )
     group_secret_file: Path | None = Field(
         None,
-        description="file with the secret that nodes authenticate with, the same on each; also read from "
-        "SGLANG_JAX_GROUP_SECRET; default: none: any machine that can connect to node 0 may join",
+        description="file with the secret that nodes authenticate with, the same on each node; also read from "
+        "SGLANG_JAX_GROUP_SECRET; without one, any machine that can connect to node 0 may join",
     )
     context_length: PositiveInt | None = Field(
-        None, description="maximum tokens of a request, prompt plus output; default: the model's"
+        None, description="maximum tokens of a request, prompt plus output; default: the model's limit"
     )
     mem_fraction_static: float = Field(
-        0.85, gt=0.0, lt=1.0, description="fraction of device memory for weights plus KV pages"
+        0.85, gt=0.0, lt=1.0, description="fraction of free device memory for weights plus KV cache"
     )
-    max_total_tokens: PositiveInt | None = Field(None, description="tokens in the KV pool; default: what memory allows")
+    max_total_tokens: PositiveInt | None = Field(
+        None, description="size of the KV cache in tokens; default: as memory allows"
+    )
     swa_full_tokens_ratio: float | None = Field(
         None,
         gt=0.0,
         le=1.0,
-        description="KV tokens of layers with a sliding window, as a share of those of the others; default: by the "
-        "window and the context, at least a quarter",
+        description="KV cache size of sliding-window layers, as a fraction of that of full-attention layers; default: "
+        "from window and context, at least 0.25",
     )
     max_mamba_cache_size: PositiveInt | None = Field(
         None,
-        description="slots for recurrent states (Mamba, gated delta nets), one for each running request, the others "
-        "for states of cached prefixes; default: by mamba_full_memory_ratio",
+        description="number of slots for recurrent states (Mamba, gated delta nets): one per running request, the "
+        "rest for cached prefixes; default: from mamba_full_memory_ratio",
     )
     mamba_full_memory_ratio: float = Field(
         0.9,
         gt=0.0,
         allow_inf_nan=False,
-        description="memory for recurrent states, as a share of that for KV pages",
+        description="memory for recurrent states, as a fraction of that for the KV cache",
     )
     mamba_ssm_dtype: MambaDtype = Field(
         MambaDtype.FLOAT32,
-        description="dtype in which recurrent states are kept between steps; bfloat16 takes half the memory and rounds "
-        "at every step (convolutions keep their last inputs in the dtype of activations)",
+        description="dtype of recurrent states; bfloat16 halves their memory, but rounds at every step "
+        "(convolutions keep their inputs in the dtype of activations)",
     )
     mamba_track_interval: int = Field(
         64,
         ge=0,
-        description="output tokens, in whole pages, between recurrent states that are kept until a request ends, so "
-        "that its next turn goes on from the last; takes up to a second slot a request; 0: only what ends on a page",
+        description="output tokens between saved recurrent states, rounded to whole pages; the next turn of a chat "
+        "resumes from the last one; takes up to one more slot per request; 0: save only states that end on a page",
     )
     max_running_requests: PositiveInt | None = Field(
-        None, description="maximum requests running at once; default: by device"
+        None, description="maximum concurrent requests; default: 32 on a CPU, 256 elsewhere"
     )
     max_queued_requests: PositiveInt | None = Field(
         None, description="maximum queued requests; more are refused with 503; default: no limit"
     )
     chunked_prefill_size: PositiveInt | None = Field(
         None,
-        description="maximum prompt tokens computed per step; default: 512 on CPUs and TPUs, 1024 to 8192 on GPUs, by "
-        "their memory",
+        description="maximum prompt tokens per step; default: 512 on CPUs and TPUs, 1024 to 8192 on GPUs, depending "
+        "on memory",
     )
     target_itl_ms: float | None = Field(
         None,
         gt=0.0,
         allow_inf_nan=False,
-        description="milliseconds between two tokens of a request (inter-token latency) to keep to while prompts are "
-        "computed: chunks become as small as the steps so far say; default: chunks of chunked_prefill_size",
+        description="target inter-token latency in milliseconds: prompt chunks shrink to keep it, based on the time of "
+        "earlier steps; default: none, chunks of chunked_prefill_size",
     )
-    page_size: PositiveInt = Field(16, description="tokens per KV page")
+    page_size: PositiveInt = Field(16, description="tokens per KV cache page, a power of two")
     schedule_policy: SchedulePolicy = Field(
         SchedulePolicy.FCFS,
-        description="which request is admitted next: arrival order, longest cached prefix, longest output, priority",
+        description="order of admission: arrival (fcfs), longest cached prefix (lpm), longest output (lof), priority",
     )
     schedule_conservativeness: float = Field(
-        1.0, gt=0.0, description="scales the memory reserved for tokens that running requests may still generate"
+        1.0,
+        gt=0.0,
+        description="factor for the memory reserved for future tokens of running requests; higher: fewer retractions",
     )
     disable_radix_cache: bool = Field(False, description="disable the prefix cache")
-    radix_eviction_policy: EvictionPolicy = Field(
-        EvictionPolicy.LRU, description="which cached prefix is evicted first"
-    )
+    radix_eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="eviction order of cached prefixes")
     max_sessions: PositiveInt = Field(
         1024,
-        description="maximum open sessions; more are refused with 503, or take the place of an idle one of a key that "
-        "has more",
+        description="maximum open sessions; a further one replaces an idle session of an API key that has more, "
+        "or gets 503",
     )
     session_timeout: float = Field(
         3600.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="seconds without a turn after which a session is closed that was opened without a timeout of its "
-        "own",
+        description="seconds without a turn after which a session is closed, unless it was opened with its own timeout",
     )
     session_memory_fraction: float = Field(
         0.5,
         ge=0.0,
         le=1.0,
-        description="fraction of the KV pages, and of the slots for recurrent states, that idle sessions may keep from "
-        "eviction",
+        description="maximum fraction of the KV cache and of recurrent-state slots that idle sessions may pin",
     )
     attention_backend: AttentionBackend = Field(
         AttentionBackend.AUTO,
-        description="implementation of attention; sage: keys and queries in 8 bits (torch backend)",
+        description="attention implementation; sage: int8 keys and queries (torch backend)",
     )
-    disable_cuda_graph: bool = Field(False, description="run steps without CUDA graphs")
+    disable_cuda_graph: bool = Field(False, description="run without CUDA graphs")
     disable_custom_all_reduce: bool = Field(
-        False, description="add up over GPUs by NCCL only, and not in each other's memory (torch backend)"
+        False, description="use only NCCL for sums over GPUs, not direct access to each other's memory (torch backend)"
     )
     cuda_graph_max_bs: PositiveInt | None = Field(
         None,
-        description="maximum rows of a decode step that runs as a CUDA graph; default: all that can run at once, up "
+        description="maximum batch size of a decode step that runs as a CUDA graph; default: max_running_requests, up "
         "to 256",
     )
     random_seed: int = Field(0, description="default seed of requests, and seed of dummy weights")
@@ -216,67 +219,66 @@ class EngineConfig(BaseModel):
     )
     grammar_backend: GrammarLibrary = Field(
         GrammarLibrary.LLGUIDANCE,
-        description="what keeps outputs to a JSON schema, a regular expression or a grammar; none: requests with one "
-        "are refused",
+        description="library that enforces JSON schemas, regular expressions and grammars; none: refuse requests with "
+        "one",
     )
     speculative_algorithm: SpeculativeAlgorithm = Field(
         SpeculativeAlgorithm.NONE,
-        description="what guesses next tokens, to compute several of a request in one step with the same output; "
-        "ngram: earlier occurrences of the last tokens, in its own text and in recent outputs of its namespace; "
-        "draft: a second, smaller model",
+        description="how to guess tokens ahead, so that one step yields several; the output stays the same; ngram: "
+        "from earlier occurrences of the last tokens in this request and in recent outputs; draft: by a smaller model",
     )
     speculative_draft_model_path: str | None = Field(
         None,
-        description="the model that guesses, if speculative_algorithm is draft: given like model_path, with the same "
+        description="draft model for --speculative-algorithm draft, given like model_path; must have the same "
         "vocabulary",
     )
     speculative_num_draft_tokens: int = Field(
-        7, ge=1, le=31, description="maximum guesses per request and step; fewer are made where they do not pay"
+        7,
+        ge=1,
+        le=31,
+        description="maximum guessed tokens per request and step; fewer are guessed where that is faster",
     )
-    skip_warmup: bool = Field(False, description="compile each program at first use instead of at startup")
+    skip_warmup: bool = Field(False, description="compile programs at first use instead of at startup")
     watchdog_timeout: float = Field(
         300.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="maximum seconds that an engine process may take for a step (compiling excluded) before it is "
-        "killed and restarted",
+        description="seconds without a step (compilation excluded) after which a busy engine process is killed and "
+        "restarted",
     )
     engine_start_timeout: float = Field(
         3600.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="maximum seconds that an engine process may take to start, loading and compiling included, before "
-        "it is killed and its start has failed",
+        description="maximum seconds for an engine process to start, including loading and compilation",
     )
     max_engine_restarts: int = Field(
         5,
         ge=0,
-        description="maximum consecutive restarts of an engine process that failed to start or ran less than a "
-        "minute; the server exits with status 1 once none is left",
+        description="maximum consecutive restarts of an engine process that fails to start or runs for less than a "
+        "minute; then the server exits with status 1",
     )
     compilation_cache_dir: Annotated[str, BeforeValidator(_as_text)] | None = Field(
         None,
-        description="persistent compilation cache (JAX: gs:// too); default: the user's cache folder",
+        description="folder for compiled programs (JAX: also gs://); default: in the user's cache folder",
     )
-    decode_log_interval: PositiveInt = Field(40, description="decode steps between two log lines")
+    decode_log_interval: PositiveInt = Field(40, description="decode steps between log lines")
     profile_dir: str | None = Field(
         None,
-        description="folder that /start_profile writes to (JAX: gs:// too); default: no profiles are taken",
+        description="folder that /start_profile writes to (JAX: also gs://); default: profiling is off",
     )
     test_retract: PositiveInt | None = Field(
         None,
-        description="for tests: retract a running request every so many steps, as though its memory were needed; "
-        "default: never",
+        description="for tests: retract a running request every N steps; default: never",
     )
     test_evict: PositiveInt | None = Field(
         None,
-        description="for tests: evict every so many steps all of the prefix cache that nobody depends on; default: "
-        "never",
+        description="for tests: evict every unused cached prefix every N steps; default: never",
     )
     debug_memory: bool = Field(
         default_factory=lambda: Environment().debug_memory,
-        description="record the owner of every KV page and check the accounting at every step; on TPUs, compile "
-        "checks of addresses into kernels (slow)",
+        description="check the owner of every KV page at every step; on TPUs, also compile address checks into kernels "
+        "(slow)",
     )
 
     @model_validator(mode="after")

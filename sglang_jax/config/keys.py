@@ -23,7 +23,7 @@ def read_secret_file(path: Path) -> str:
 def check_key(what: str, key: str) -> None:
     """Raises `ConfigError` for a key that nobody could send, or that everybody would: an empty one."""
     if not key:
-        raise ConfigError(f"{what} is empty, which would let everybody in: is a variable unset?")
+        raise ConfigError(f"{what} is empty, which would let everyone in; is the variable unset?")
     if any(character.isspace() or not character.isprintable() for character in key):
         raise ConfigError(f"{what} holds spaces or control characters, which no header can carry")
 
@@ -32,7 +32,7 @@ def one_key(name: str, given: str | None, file: Path | None, from_environment: s
     """The key that an option, a file or the environment gives; None if none does. Raises `ConfigError` for an option
     beside a file, a file that cannot be read, and a key that `check_key` refuses."""
     if given is not None and file is not None:
-        raise ConfigError(f"{name} and {name}_file are both given: leave one out")
+        raise ConfigError(f"{name} and {name}_file are both given: remove one")
     if given is not None:
         where, key = name, given
     elif file is not None:

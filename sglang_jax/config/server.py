@@ -22,29 +22,29 @@ class ServerConfig(EngineConfig):
     max_completions_per_request: PositiveInt = Field(
         1024, description="maximum completions of an HTTP request (prompts times n); more are refused with 400"
     )
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(30000, ge=0, le=65535, description="port to listen on")
-    served_model_name: str | None = Field(None, description="name in /v1/models; default: model_path")
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all interfaces")
+    port: int = Field(30000, ge=0, le=65535, description="port to listen on; 0: any free port")
+    served_model_name: str | None = Field(None, description="model name in the API; default: model_path")
     connect: str | None = Field(
         None,
-        description="HOST:PORT,...: servers of the same model to load-balance across, instead of starting an engine; "
-        "with local in the list: next to this server's own",
+        description="HOST:PORT,...: route requests to these servers of the same model instead of starting an engine; "
+        "local in the list: use local engines too",
     )
     drain_timeout: float = Field(
         300.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="maximum seconds to wait for running requests when the server or a replica is stopped",
+        description="maximum seconds to wait for running requests at shutdown",
     )
     api_key: str | None = Field(
         None, description="bearer token required by every route except health; also read from SGLANG_JAX_API_KEY"
     )
-    api_key_file: Path | None = Field(None, description="file with the API key, which keeps it out of process lists")
+    api_key_file: Path | None = Field(None, description="file with the API key, so that process lists do not show it")
     api_keys: Path | None = Field(None, description="YAML or JSON file of named keys with limits: see docs/security.md")
     admin_api_key: str | None = Field(
         None,
-        description="bearer token for routes that change the server's state or show other users' requests; other "
-        "keys may then not use them; also read from SGLANG_JAX_ADMIN_API_KEY",
+        description="bearer token for routes that change the server or show other users' requests; other keys are "
+        "refused there; also read from SGLANG_JAX_ADMIN_API_KEY",
     )
     admin_api_key_file: Path | None = Field(None, description="file with the admin API key")
     max_body_bytes: PositiveInt = Field(
@@ -57,33 +57,33 @@ class ServerConfig(EngineConfig):
         30.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="maximum seconds without progress in sending a request's headers or body, or in reading the "
-        "response; then the connection is closed",
+        description="seconds without progress, while a client sends a request or reads a response, after which its "
+        "connection is closed",
     )
     allowed_hosts: str | None = Field(
         None,
-        description="NAME,...: further host names accepted by a server that has no key and listens on loopback only; "
-        "* for all",
+        description="NAME,...: additional host names that a server without a key accepts on the loopback interface; *: "
+        "all",
     )
     allowed_origins: str | None = Field(
         None,
-        description="ORIGIN,...: web pages that may use this server from a browser (CORS), such as "
-        "https://chat.example.org; * for all; default: none",
+        description="ORIGIN,...: origins of web pages that may call this server from a browser (CORS), such as "
+        "https://chat.example.org; *: all; default: none",
     )
-    chat_template: str | None = Field(None, description="a Jinja file, or the template; default: the tokenizer's")
+    chat_template: str | None = Field(None, description="Jinja file, or the template itself; default: the tokenizer's")
     tool_call_parser: ToolCallParser = Field(
         ToolCallParser.AUTO,
-        description="how the model writes calls of tools; auto: as its chat template does; none: requests with tools "
-        "are refused",
+        description="format of the model's tool calls; auto: detect it from the chat template; none: refuse requests "
+        "with tools",
     )
     reasoning_parser: ReasoningParser = Field(
         ReasoningParser.NONE,
-        description="how the model writes its reasoning, which then is told from its answers; auto: as its chat "
-        "template does; none: reasoning is part of the text",
+        description="format of the model's reasoning, which is then returned separately; auto: detect it from the chat "
+        "template; none: leave it in the text",
     )
-    max_tools_per_request: PositiveInt = Field(128, description="maximum tools of a request; more are refused with 400")
+    max_tools_per_request: PositiveInt = Field(128, description="maximum tools per request; more are refused with 400")
     log_level: LogLevel = Field(LogLevel.INFO, description="minimum log level")
-    log_format: LogFormat = Field(LogFormat.TEXT, description="how log lines are written; json: one object per line")
+    log_format: LogFormat = Field(LogFormat.TEXT, description="format of log lines; json: one object per line")
 
     def client_key(self) -> str | None:
         """The key that clients send, if there is one. Raises `ConfigError` for one that is empty or cannot be read."""

@@ -17,7 +17,7 @@ TRIMMED_BYTES = 1_048_576
 GROWTH_BYTES = 2**20
 """A process that has grown by so much gives back what it has free."""
 
-FIRST_WAIT, LAST_WAIT = 10, 640
+FIRST_WAIT, LAST_WAIT = 2, 512
 """After how many looks without growth it does so once more, and for the last time."""
 
 _STATM = Path("/proc/self/statm")

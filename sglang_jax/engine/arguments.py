@@ -54,11 +54,11 @@ def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
             if name in NEEDLESS:
                 raise ConfigError(f"leave {name} out: {NEEDLESS[name].note}")
             if name in ServerConfig.model_fields:
-                raise ConfigError(f"{name} is an option of the server, and Engine starts none")
+                raise ConfigError(f"{name} is a server option, and Engine starts no server")
             sampling = SAMPLING_FIELDS.get(name, name)
             if sampling in SamplingParams.__dataclass_fields__:
                 call = f"generate(..., SamplingParams({sampling}=...))"
-                raise ConfigError(f"{name} is of a request, not of the engine: {call}")
+                raise ConfigError(f"{name} is a sampling parameter, not an engine option: {call}")
             near = difflib.get_close_matches(name, EngineConfig.model_fields, n=3, cutoff=LEAST_ALIKE)
             raise ConfigError(f"there is no option {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
         if field in fields:
@@ -83,7 +83,7 @@ def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompts, (Mapping, bytes)) or not isinstance(prompts, (Sequence, np.ndarray)):
         raise ParameterError(
             f"prompts must be a text, a list of token ids, or a list of either, got {type(prompts).__name__}; "
-            "conversations go through batch([{'messages': ...}])",
+            "conversations go to chat(messages)",
             param="prompt",
         )
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))

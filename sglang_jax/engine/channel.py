@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -22,6 +23,9 @@ from sglang_jax.scheduler.messages import Inbound, Outbound
 
 MESSAGES_PER_TURN = 8
 """Most messages that the client's end handles before it lets the event loop run other tasks."""
+
+TURN_SECONDS = 0.002
+"""After so long it does so anyway: a message may have ten thousand logprobs."""
 
 LONGEST_SLEEP = 3600.0
 """Seconds that the core's end sleeps at most, as a poll takes no more milliseconds than fit into 32 bits."""
@@ -146,7 +150,7 @@ class ClientChannel:
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
-            raise EngineDeadError("the engine is gone: nothing takes its messages any more") from error
+            raise EngineDeadError("the engine is gone and takes no more messages") from error
         if self._loop is not None and not self._look_to_come:
             # The descriptor is edge-triggered and sending may consume the edge of a message that came meanwhile.
             self._look_to_come = True
@@ -163,9 +167,12 @@ class ClientChannel:
         self._on_readable()
 
     def _on_readable(self) -> None:
+        begin = time.monotonic()
         for _ in range(MESSAGES_PER_TURN):
             if not self._deliver_one():
                 return
+            if time.monotonic() - begin > TURN_SECONDS:  # some are of ten thousand logprobs
+                break
         assert self._loop is not None
         self._loop.call_soon(self._on_readable)
 

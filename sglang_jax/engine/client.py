@@ -49,7 +49,7 @@ class AsyncEngineClient:
 
     @property
     def model_info(self) -> ModelInfo:
-        """What is known of the model."""
+        """The model's properties."""
         return self.links.model_info
 
     @property

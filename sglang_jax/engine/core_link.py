@@ -120,7 +120,7 @@ class CoreLink:
 
     @property
     def model_info(self) -> ModelInfo:
-        """What is known of the model."""
+        """The model's properties."""
         return self._ready.model_info
 
     @property
@@ -355,7 +355,11 @@ class CoreLink:
         while total > MOST_UNREAD_BYTES:
             outputs = max(waiting, key=waiting.__getitem__)
             size = waiting.pop(outputs)
-            logger.warning("A stream was ended, as %d MiB of it wait and %d MiB of all", size >> 20, total >> 20)
+            logger.warning(
+                "Ended a stream that its client does not read: %d MiB were waiting, %d MiB in all streams",
+                size >> 20,
+                total >> 20,
+            )
             self.release(outputs)
             outputs.give_up(
                 UnreadError(

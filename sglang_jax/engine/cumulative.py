@@ -28,7 +28,7 @@ class CumulativeOutputs:
         so_far = self._so_far.get(index)
         if so_far is None:
             so_far = self._so_far[index] = SoFar()
-            self._prompt_logprobs[index] = delta.prompt_logprobs
+            self._prompt_logprobs[index] = None if delta.prompt_logprobs is None else list(delta.prompt_logprobs)
         output = GenerateOutput.__new__(GenerateOutput)
         output.part_of(so_far.add(delta))
         output.request_id = self._request_id
@@ -39,7 +39,7 @@ class CumulativeOutputs:
         output.completion_tokens = delta.completion_tokens
         output.cached_tokens = delta.cached_tokens
         output.finish = delta.finish
-        output.delta_logprobs = delta.logprobs
+        output.delta_logprobs = list(delta.logprobs)
         output.prompt_logprobs = self._prompt_logprobs[index]
         output.drafts = delta.drafts
         return output

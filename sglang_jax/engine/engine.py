@@ -14,7 +14,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.arguments import engine_config, is_single, template_of
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW, Batch, BatchStream
 from sglang_jax.engine.item_stream import BatchResult, Item, ItemStream, StreamLimits
-from sglang_jax.engine.items import ItemConverter, Prompt, RequestOptions, Sampling, complete_sampling
+from sglang_jax.engine.items import ItemConverter, Prompt, RequestOptions, Sampling, chat_ids, complete_sampling
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.loop_thread import LoopThread
@@ -80,7 +80,7 @@ class Engine:
 
     @property
     def model_info(self) -> ModelInfo:
-        """What is known of the model."""
+        """The model's properties."""
         return self._client.model_info
 
     @property
@@ -182,6 +182,48 @@ class Engine:
         if stream:
             return self._loop.iterate_async(BatchStream(batch))
         return self._wait_for(batch, single)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        sampling_params: Sampling | None = None,
+        *,
+        stream: Literal[False] = False,
+        **request: Unpack[RequestOptions],
+    ) -> GenerateOutput | list[GenerateOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        sampling_params: Sampling | None = None,
+        *,
+        stream: Literal[True],
+        **request: Unpack[RequestOptions],
+    ) -> Iterator[GenerateOutput]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        sampling_params: Sampling | None = None,
+        *,
+        stream: bool = False,
+        **request: Unpack[RequestOptions],
+    ) -> GenerateOutput | list[GenerateOutput] | Iterator[GenerateOutput]:
+        """Answers a conversation, rendered by the model's chat template.
+
+        >>> engine.chat([{"role": "user", "content": "What is the capital of France?"}]).text
+
+        **Arguments:** `messages` in OpenAI's form, with `role` and `content`; the others as for `generate`.
+
+        **Returns and raises:** as `generate`.
+        """
+        request.setdefault("continues_text", False)
+        ids = chat_ids(self.tokenizer, messages)
+        if stream:
+            return self.generate(ids, sampling_params, stream=True, **request)
+        return self.generate(ids, sampling_params, **request)
 
     def batch(
         self,

@@ -109,7 +109,7 @@ class ItemConverter:
         if "prompt" in item:
             changes["prompt"] = item["prompt"]
         else:
-            changes["prompt"] = self._chat_ids(item["messages"])
+            changes["prompt"] = chat_ids(self._tokenizer, item["messages"])
             changes.setdefault("continues_text", False)
         return dataclasses.replace(self._template, sampling=self._sampling(item), **changes)
 
@@ -124,10 +124,12 @@ class ItemConverter:
             return with_defaults(_with_grammar({**shared, **own}), self._defaults)
         return with_defaults(_with_grammar({**self._given, **own}), self._defaults)
 
-    def _chat_ids(self, messages: Any) -> list[int]:
-        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
-            raise ParameterError("messages must be a list of mappings, each with role and content", param="messages")
-        if not messages:
-            raise ParameterError("messages is empty; a conversation needs at least one message", param="messages")
-        text = self._tokenizer.render_chat([dict(message) for message in messages])
-        return self._tokenizer.encode(text, add_special_tokens=False)
+
+def chat_ids(tokenizer: TextTokenizer, messages: Any) -> list[int]:
+    """The prompt of a conversation. Raises `ParameterError` for messages that are not in OpenAI's form."""
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise ParameterError("messages must be a list of mappings, each with role and content", param="messages")
+    if not messages:
+        raise ParameterError("messages is empty; a conversation needs at least one message", param="messages")
+    text = tokenizer.render_chat([dict(message) for message in messages])
+    return tokenizer.encode(text, add_special_tokens=False)

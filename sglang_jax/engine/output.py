@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
 from sglang_jax import errors
 from sglang_jax.engine.detokenizer import OutputText
+from sglang_jax.engine.packed_logprobs import PackedLogprob, PackedLogprobs, packed, unpacked
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenLogprob
 from sglang_jax.errors import RequestError
 from sglang_jax.scheduler.messages import DraftCounts, Finished, WireError, WireLogprob
@@ -43,37 +42,6 @@ _ERROR_CLASSES: dict[str, type[RequestError]] = {
 def request_error(wire: WireError) -> RequestError:
     """The error that the scheduler met, as it would have been raised here."""
     return _ERROR_CLASSES.get(wire.name, RequestError)(wire.message, param=wire.param, code=wire.code)
-
-
-def token_logprob(wire: WireLogprob) -> TokenLogprob:
-    """A position's logprobs as clients see them."""
-    return TokenLogprob(wire.token_id, wire.logprob, tuple(zip(wire.top_logprobs, wire.top_ids, strict=True)))
-
-
-class PackedLogprob:
-    """A token's logprobs until somebody takes them: twenty alternatives as tuples would be 2.4 kB for as long as a
-    reader lets them wait, and are 0.4 kB so."""
-
-    __slots__ = ("_alternatives", "_count", "_logprob", "_token_id")
-
-    def __init__(self, wire: WireLogprob) -> None:
-        self._token_id = wire.token_id
-        self._logprob = wire.logprob
-        self._count = len(wire.top_ids)
-        self._alternatives = _form(self._count).pack(*wire.top_logprobs, *wire.top_ids)
-
-    def unpacked(self) -> TokenLogprob:
-        """As clients see it."""
-        values = _form(self._count).unpack(self._alternatives)
-        return TokenLogprob(
-            self._token_id, self._logprob, tuple(zip(values[: self._count], values[self._count :], strict=True))
-        )
-
-
-@lru_cache
-def _form(count: int) -> struct.Struct:
-    """Of so many alternatives: their logprobs, then their tokens."""
-    return struct.Struct(f"<{count}d{count}i")
 
 
 class Completion:
@@ -110,11 +78,11 @@ class Completion:
 
     def add_prompt_logprobs(self, entries: Sequence[WireLogprob]) -> None:
         """Appends the logprobs of the next prompt positions, which all completions of the request share."""
-        self.outputs.add_prompt_logprobs([token_logprob(entry) for entry in entries])
+        self.outputs.add_prompt_logprobs([packed(entry) for entry in entries])
 
     def add_logprob(self, entry: WireLogprob) -> None:
         """Appends the logprob of the next output token, which follows."""
-        self._new_logprobs.append(PackedLogprob(entry) if entry.top_ids else token_logprob(entry))
+        self._new_logprobs.append(packed(entry))
         self._num_logprobs += 1
 
     def push(self, token_id: int) -> bool:
@@ -228,7 +196,7 @@ class Completion:
             queue_seconds=None if self._begun else self.queue_seconds,
             sampled=None if finish is None else self._sampled,
             finish=finish,
-            logprobs=[one.unpacked() if isinstance(one, PackedLogprob) else one for one in logprobs],
+            logprobs=list(map(unpacked, logprobs)) if self.outputs.request.stream else PackedLogprobs(logprobs),
             prompt_logprobs=None if self._begun else self.outputs.prompt_logprobs,
             drafts=self.drafts,
         )
@@ -252,7 +220,7 @@ class RequestOutputs:
         self.completions: Sequence[Completion] = ()
         self.started = False
         wanted = request.return_logprob and request.logprob_start_len >= 0
-        self.prompt_logprobs: list[TokenLogprob] | None = [] if wanted else None
+        self.prompt_logprobs: PackedLogprobs | None = PackedLogprobs() if wanted else None
         # A session has one completion, which waits for no other, and its core says how many tokens the turn adds.
         shared = wanted and request.session is None
         self._missing = len(request.prompt) - request.logprob_start_len if shared else 0
@@ -266,10 +234,10 @@ class RequestOutputs:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    def add_prompt_logprobs(self, entries: list[TokenLogprob]) -> None:
+    def add_prompt_logprobs(self, entries: Sequence[TokenLogprob | PackedLogprob]) -> None:
         """Appends the logprobs of the next prompt positions."""
-        self.prompt_logprobs = [] if self.prompt_logprobs is None else self.prompt_logprobs
-        self.prompt_logprobs += entries
+        self.prompt_logprobs = PackedLogprobs() if self.prompt_logprobs is None else self.prompt_logprobs
+        self.prompt_logprobs.add(entries)
         self._missing -= len(entries)
         self.wake()
 
@@ -292,8 +260,10 @@ class RequestOutputs:
 
     def close(self) -> None:
         """Nobody reads any more. Completions and this refer to each other: so cut apart they, and what nobody took, are
-        freed at once, and not when the garbage collector comes."""
+        freed at once, and not when the garbage collector comes. So does an error that was raised: it knows from where.
+        """
         self.completions = ()
+        self._failure = None
 
     async def take(self) -> list[OutputDelta]:
         """Waits until something is new, and gives all that is; nothing once every output has given its last. Raises

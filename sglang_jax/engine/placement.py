@@ -69,8 +69,8 @@ def place_replicas(config: EngineConfig, count: int) -> list[Placement]:
     """
     if config.nnodes > 1:
         raise ConfigError(
-            f"dp_size {count} makes replicas on one machine, nnodes must be 1, got {config.nnodes}: start a server for "
-            "each replica, and one with --connect before them"
+            f"dp_size {count} starts replicas on this machine only, so nnodes must be 1, got {config.nnodes}: start a "
+            "server for each replica, and one with --connect in front of them"
         )
     match _device(config.device):
         case Device.CUDA:

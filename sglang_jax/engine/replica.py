@@ -135,7 +135,7 @@ class Replica(Generic[EngineT_co]):
         **Raises:** `EngineDeadError` if the replica does not serve, or if no new engine could be started.
         """
         if self._state is not ReplicaState.SERVING:
-            raise EngineDeadError(f"replica {self.index} is {self._state}: only one that serves can be drained")
+            raise EngineDeadError(f"replica {self.index} is {self._state}: only a serving replica can be drained")
         client = self.client
         logger.info("Replica %d drains", self.index)
         self._set(ReplicaState.DRAINING)
@@ -143,7 +143,7 @@ class Replica(Generic[EngineT_co]):
         try:
             await asyncio.wait_for(client.close(drain=True), timeout)
         except TimeoutError:
-            logger.warning("Replica %d has not finished within %g s: what it has is ended", self.index, timeout)
+            logger.warning("Replica %d has not drained within %g s: its requests are aborted", self.index, timeout)
             await client.close()
         await changed.wait()
         await self.serving()
@@ -179,7 +179,7 @@ class Replica(Generic[EngineT_co]):
         begin = self._clock()
         reason = await client.ended()
         if self._state is ReplicaState.DRAINING:
-            logger.info("Replica %d is drained and starts again", self.index)
+            logger.info("Replica %d is drained and restarts", self.index)
             self._set(ReplicaState.STARTING)
         else:
             self._end = reason
@@ -218,14 +218,14 @@ class Replica(Generic[EngineT_co]):
             self._give_up(f"it was started again {self._restarts_in_a_row} times in a row")
             return False
         delay = self._backoff.delay(failures)
-        logger.error("Replica %d %s (%s); it is started again in %g s", self.index, what, self._end, delay)
+        logger.error("Replica %d %s (%s); it is restarted in %g s", self.index, what, self._end, delay)
         await self._sleep(delay)
         self._restarts_in_a_row += 1
         self._set(ReplicaState.STARTING)
         return True
 
     def _give_up(self, why: str) -> None:
-        logger.error("Replica %d is given up: %s (the last end: %s)", self.index, why, self._end)
+        logger.error("Replica %d is not restarted again: %s (last failure: %s)", self.index, why, self._end)
         self._set(ReplicaState.STOPPED)
 
     def _set(self, state: ReplicaState) -> None:

@@ -91,7 +91,7 @@ class Router:
 
     @property
     def model_info(self) -> ModelInfo:
-        """What is known of the model."""
+        """The model's properties."""
         return self._model_info
 
     @property
@@ -142,7 +142,7 @@ class Router:
             if candidates := [one for one in serving if one.index not in routed.full]:
                 return self._pick(routed, candidates)
             if serving:
-                raise QueueFullError("the queues of all replicas that serve are full; try again later")
+                raise QueueFullError("the queues of all serving replicas are full; try again later")
             await self._wait_for_replica()
         return None
 
@@ -152,13 +152,13 @@ class Router:
         home = self._home(turn.session_id)
         if home is None:
             raise SessionNotFoundError(
-                f"there is no session {shown(turn.session_id)}: its replica does not serve, and the sessions that it "
-                "had are lost; open a new one",
+                f"there is no session {shown(turn.session_id)}: its replica is down, and its sessions are lost; "
+                "open a new one",
                 param="session_params.id",
             )
         if home.index in routed.full:
             raise QueueFullError(
-                f"the queue of the replica that has session {shown(turn.session_id)} is full; try again later"
+                f"the queue of the replica of session {shown(turn.session_id)} is full; try again later"
             )
         self._note_sent(routed, home.index)
         return home.client
@@ -174,8 +174,8 @@ class Router:
         home = self._home(session_id)
         if home is None:
             raise ReplicaLostError(
-                f"session {shown(session_id)} belongs on a replica that does not serve at the moment; try again later, "
-                "or open one without an id"
+                f"session {shown(session_id)} belongs on a replica that is down at the moment; try again later, or "
+                "open one without an id"
             )
         await home.client.open_session(dataclasses.replace(options, session_id=session_id))
         return session_id
@@ -193,7 +193,7 @@ class Router:
         home = self._home(session_id)
         if home is None:
             raise SessionNotFoundError(
-                f"there is no session {shown(session_id)}: its replica does not serve", param="session_id"
+                f"there is no session {shown(session_id)}: its replica is down", param="session_id"
             )
         await home.client.close_session(session_id, owner)
 
@@ -216,7 +216,7 @@ class Router:
         routed.lost += 1
         if begun or error.started or routed.lost > (MAX_REROUTES if error.started is False else 1):
             raise self._as_told(routed, error) from error
-        logger.info("A request that replica %d had not started is run again", routed.index)
+        logger.info("Rerouted a request that replica %d had not started", routed.index)
 
     def _as_told(self, routed: RoutedRequest, error: EngineDeadError) -> EngineDeadError:
         """What the client of a request is told that was lost. Where there are others, it may be sent again at once."""
@@ -281,16 +281,16 @@ class Router:
         todo = self.replicas if index is None else [self.replicas[index]]
         if servers := [address for one in todo if (address := self._addresses[one.index])]:
             raise ParameterError(
-                f"the replicas are servers of their own ({', '.join(servers)}): end one by SIGTERM, which "
-                "lets its requests finish while new ones go to the others, and start it again",
+                f"the replicas are separate servers ({', '.join(servers)}): stop one with SIGTERM, which lets its "
+                "requests finish while new ones go to the others, then start it again",
                 param="replica",
             )
         if self._draining:
-            raise ParameterError("replicas are already being drained; wait until that is done", param="replica")
+            raise ParameterError("replicas are already being drained; wait for that to finish", param="replica")
         idle = [one for one in todo if one.state is not ReplicaState.SERVING]
         if idle:
             raise ParameterError(
-                f"replica {idle[0].index} is {idle[0].state}; only replicas that serve are drained", param="replica"
+                f"replica {idle[0].index} is {idle[0].state}; only serving replicas can be drained", param="replica"
             )
         self._draining = True
         try:
@@ -316,7 +316,7 @@ class Router:
             raise EngineDeadError(f"no replica is left ({self._reasons()})")
         if self._max_waiting is not None and self._num_waiting >= self._max_waiting:
             raise QueueFullError(
-                f"no replica serves at the moment and {self._num_waiting} requests wait, the limit is "
+                f"no replica is serving, and {self._num_waiting} requests are queued, the limit is "
                 f"{self._max_waiting}; try again later"
             )
         self._num_waiting += 1
@@ -351,7 +351,7 @@ class Router:
 
     def _some_serving(self) -> list[Replica[Link]]:
         if not (serving := self._serving()):
-            raise ReplicaLostError("no replica serves at the moment; try again later")
+            raise ReplicaLostError("no replica is serving; try again later")
         return serving
 
     def _on_change(self, index: int) -> None:

@@ -118,7 +118,7 @@ class SingleLink:
     async def drain(self, index: int | None, timeout: float | None) -> None:
         """See `EngineClient.drain`."""
         raise ParameterError(
-            "there is one engine, which cannot be started again while it serves: dp_size must be 2 or more for that",
+            "the only engine cannot be restarted while it serves; that needs dp_size 2 or more",
             param="replica",
         )
 

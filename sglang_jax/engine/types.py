@@ -111,7 +111,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     """What is new of one completion since its last delta; all of it, finished, where the request does not stream.
 
     The deltas of a completion, joined, are its text, token ids and logprobs. Text never ends inside a multi-byte
-    character while the stream goes on, and never shows a part of a stop string.
+    character during the stream, and never shows a part of a stop string.
 
     - `completion_tokens`: output tokens so far, these included.
     - `prompt_logprobs`: only in the completion's first delta, if they were asked for.
@@ -130,8 +130,8 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     queue_seconds: float | None = None
     sampled: tuple[float, float] | None = None
     finish: FinishReason | None = None
-    logprobs: list[TokenLogprob] = []
-    prompt_logprobs: list[TokenLogprob] | None = None
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] | None = None
     drafts: DraftCounts | None = None
 
 
@@ -163,7 +163,7 @@ class GenerateOutput(PutTogether):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What a client may ask about the model. `generation_defaults` holds for sampling fields that a request leaves
-    out; it is empty where the engine was told not to apply the model's."""
+    out; it is empty if the engine does not apply the model's."""
 
     model_path: str
     architecture: str
@@ -190,7 +190,7 @@ class ReplicaLoad:
     """One replica, as operators see it. An engine without replicas is one.
 
     - `max_running_requests`, `max_total_tokens`: rows and KV tokens that it has; 0 while it has no engine.
-    - `address`: HOST:PORT of one that is a server of its own, else empty.
+    - `address`: HOST:PORT of a remote server, else empty.
     - `stats`: the newest snapshot of its scheduler; zeros while it has none.
     - `in_flight`: completions that this process has given it.
     - `silent_seconds`: how long its engine has made no step though it has work.
@@ -346,7 +346,7 @@ class EngineClient(Protocol):
         ...
 
     async def close_session(self, session_id: str, owner: str) -> None:
-        """Closes a session; a turn that runs goes on to its end. Raises `SessionNotFoundError`, `EngineDeadError`."""
+        """Closes a session; a running turn still finishes. Raises `SessionNotFoundError`, `EngineDeadError`."""
         ...
 
     async def flush_cache(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,10 @@ from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEE
 MAX_PROMPT_LOGPROBS = 2**20
 """Most logprobs of prompt tokens in one answer, alternatives and repetitions for n completions included. Each takes
 about a hundred bytes."""
+
+MOST_REPEATED = 2**23
+"""Most characters of text that an answer makes of what its request holds: prompts repeated for each of n completions,
+texts of token ids. A token id stands for up to a hundred characters and more."""
 
 
 def check_input(request: GenerateInput, info: ModelInfo) -> None:
@@ -64,7 +69,7 @@ def _check_turn(request: GenerateInput, turn: SessionTurnInput) -> None:
     _check_text("session_params.id", turn.session_id)
     if request.sampling.n != 1:
         raise ParameterError(
-            f"n must be 1 for a turn of a session ({shown(turn.session_id)}), which goes on from one output; got "
+            f"n must be 1 for a turn of a session ({shown(turn.session_id)}), which continues from one output; got "
             f"{request.sampling.n}",
             param="n",
         )
@@ -121,6 +126,28 @@ def check_characters(count: int, tokenizer: TextTokenizer, context_length: int, 
             f"(--context-length) and the longest token has {tokenizer.longest_token} characters",
             param=param,
         )
+
+
+def check_repeated(
+    texts: Sequence[tuple[str | Sequence[int] | NDArray[np.int32], int]], tokenizer: TextTokenizer, param: str
+) -> None:
+    """Raises `ParameterError` for an answer that would have each of these texts, or those of such token ids, so many
+    times. May take a tenth of a second for many ids."""
+    longest = tokenizer.longest_token
+    if sum(times * len(text) * (1 if isinstance(text, str) else longest) for text, times in texts) <= MOST_REPEATED:
+        return
+    count = sum(times * (len(text) if isinstance(text, str) else _characters(text, tokenizer)) for text, times in texts)
+    if count > MOST_REPEATED:
+        raise ParameterError(
+            f"{param} asks for {count} characters of what the request holds, repeated for n completions; the limit of "
+            f"one answer is {MOST_REPEATED}",
+            param=param,
+        )
+
+
+def _characters(ids: Sequence[int] | NDArray[np.int32], tokenizer: TextTokenizer) -> int:
+    """How many these tokens have at most. What is no token has none, and is for others to refuse."""
+    return sum(count * len(tokenizer.token_bytes(token)) for token, count in Counter(ids).items() if 0 <= token < 2**31)
 
 
 def check_length(request: GenerateInput, prompt_tokens: int, context_length: int) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,9 +43,11 @@ class Trier(Protocol):
 @dataclass(slots=True, eq=False)
 class Compilation:
     """A grammar that is compiled, or was. `begun`: when a thread took it up; `error` counts where there is one.
-    `failed`: the error says nothing of the grammar, so that the next who brings it has it tried again."""
+    `failed`: the error says nothing of the grammar, so that the next who brings it has it tried again. `waiting`: how
+    many wait for it."""
 
     source: Grammar
+    waiting: int = 0
     begun: float | None = None
     grammar: CompiledGrammar | None = None
     error: GrammarError | GrammarUnavailableError | None = None
@@ -55,6 +56,67 @@ class Compilation:
     @property
     def done(self) -> bool:
         return self.grammar is not None or self.error is not None
+
+
+class Queue:
+    """Grammars that wait for a thread. Whoever's have taken least of the threads' time comes next, and of one's own the
+    first: who brings many that are slow keeps nobody else from theirs."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Compilation]] = {}
+        self._taken: dict[str, float] = {}
+        self._running = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, compilation: Compilation, whose: str) -> None:
+        """Who comes anew has had as much as the one who has had least."""
+        with self._changed:
+            self._taken.setdefault(whose, min(self._taken.values(), default=0.0))
+            self._waiting.setdefault(whose, deque()).append(compilation)
+            self._changed.notify()
+
+    def get(self) -> tuple[Compilation, str] | None:
+        """Waits for the next one, and tells whose it is; None once the queue is closed and empty. `done` is to be
+        called afterwards."""
+        with self._changed:
+            while not self._waiting:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            whose = min(self._waiting, key=self._taken.__getitem__)
+            compilation = self._waiting[whose].popleft()
+            self._drop_empty(whose)
+            self._running += 1
+            return compilation, whose
+
+    def done(self, whose: str, seconds: float) -> None:
+        """What was got took so long."""
+        with self._changed:
+            self._running -= 1
+            self._taken[whose] += seconds
+            if not self._running and not self._waiting:
+                self._taken.clear()
+
+    def withdraw(self, compilation: Compilation) -> bool:
+        """Takes one out; False if a thread has it."""
+        with self._changed:
+            for whose, waiting in self._waiting.items():
+                if compilation in waiting:
+                    waiting.remove(compilation)
+                    self._drop_empty(whose)
+                    return True
+            return False
+
+    def close(self) -> None:
+        """There will be no more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _drop_empty(self, whose: str) -> None:
+        if not self._waiting[whose]:
+            del self._waiting[whose]
 
 
 class GrammarCompiler:
@@ -78,26 +140,36 @@ class GrammarCompiler:
         self._clock = clock
         self._known: OrderedDict[tuple[GrammarKind, str], Compilation] = OrderedDict()
         self._characters = 0
-        self._queue: queue.SimpleQueue[Compilation | None] = queue.SimpleQueue()
+        self._queue = Queue()
         self._news = threading.Event()
         self._threads = threads
         self._started = False
 
-    def start(self, grammar: Grammar) -> Compilation:
-        """The compilation of a grammar, which may be over, or under way for somebody else."""
+    def start(self, grammar: Grammar, whose: str = "") -> Compilation:
+        """The compilation of a grammar, which may be over, or under way for somebody else. Who waits for it no longer
+        calls `leave`, unless it is settled."""
         found = self._known.get(grammar.content)
         if found is not None and found.failed:
             del self._known[grammar.content]
             self._characters -= len(found.source.text)
         elif found is not None:
             self._known.move_to_end(grammar.content)
+            found.waiting += 1
             return found
         self._start_threads()
-        compilation = self._known[grammar.content] = Compilation(grammar)
+        compilation = self._known[grammar.content] = Compilation(grammar, waiting=1)
         self._characters += len(grammar.text)
         self._forget()
-        self._queue.put(compilation)
+        self._queue.put(compilation, whose)
         return compilation
+
+    def leave(self, compilation: Compilation) -> None:
+        """One who waited for it has left. What nobody waits for is not begun: it would be in the way of others, for
+        clients that are gone."""
+        compilation.waiting -= 1
+        if compilation.waiting == 0 and self._queue.withdraw(compilation):
+            del self._known[compilation.source.content]
+            self._characters -= len(compilation.source.text)
 
     def settled(self, compilation: Compilation) -> bool:
         """Whether it is over, be it that it took too long."""
@@ -115,9 +187,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Ends the threads, once they are done with what they have."""
-        if self._started:
-            for _ in range(self._threads):
-                self._queue.put(None)
+        self._queue.close()
 
     def _start_threads(self) -> None:
         """With the first grammar: most engines never see one. Nobody waits for them at the end of the process."""
@@ -131,7 +201,9 @@ class GrammarCompiler:
 
     def _work(self) -> None:
         trier = self._trier()
-        while (compilation := self._queue.get()) is not None:
+        while (got := self._queue.get()) is not None:
+            compilation, whose = got
+            begin = self._clock()
             try:
                 self._compile(trier, compilation)
             except BaseException:  # a panic of the library is no `Exception`; the thread is there for others too
@@ -142,6 +214,7 @@ class GrammarCompiler:
                 compilation.error = compilation.error or GrammarUnavailableError(
                     f"{field} could not be compiled; the engine's log says why", param=field
                 )
+            self._queue.done(whose, self._clock() - begin)
             self._news.set()
         trier.close()
 

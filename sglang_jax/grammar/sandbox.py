@@ -99,7 +99,7 @@ class Sandbox:
                     param=grammar.field,
                 ) from error
             raise GrammarError(
-                f"{grammar.field} takes more memory, or is nested deeper, than a grammar may; make it smaller",
+                f"{grammar.field} needs too much memory, or is nested too deeply; make it smaller",
                 param=grammar.field,
             ) from error
         if verdict.error:

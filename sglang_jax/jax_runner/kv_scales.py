@@ -34,7 +34,7 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import Axis, named_sharding
 from sglang_jax.models import KVCaches, StateDtypes, Transformer, allocate, kv_cache_spec
 from sglang_jax.models.kv_cache import KVCacheSpec, pages_of
-from sglang_jax.runner.calibration import LENGTH, ROWS, calibration_tokens
+from sglang_jax.runner.kv_scales import LENGTH, ROWS, calibration_tokens
 
 MARGIN = 1.25
 """Of SmolLM2-135M, 50 chat prompts and 4,096 tokens of prose reach 1.17 times (keys) and 1.22 times (values) what

@@ -182,18 +182,18 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
     kernels do not know.
     """
     if config.keep_gguf_blocks:
-        raise ConfigError("keep_gguf_blocks is the torch backend's: leave it out, or choose --backend torch")
+        raise ConfigError("keep_gguf_blocks needs the torch backend: remove it, or choose --backend torch")
     on_tpu = device.platform == "tpu"
     backend = config.attention_backend
     if backend is AttentionBackend.AUTO:
         backend = AttentionBackend.PALLAS if on_tpu else AttentionBackend.XLA
     if backend not in _ATTENTION:
         raise ConfigError(
-            f"attention_backend {backend.value} is the torch backend's: the JAX backend has auto, "
+            f"attention_backend {backend.value} needs the torch backend; the JAX backend has auto, "
             f"{', '.join(known.value for known in _ATTENTION)}"
         )
     if backend is AttentionBackend.PALLAS and not on_tpu:
-        raise ConfigError(f"attention_backend pallas is for TPU, and the device is a {device.platform}: choose auto")
+        raise ConfigError(f"attention_backend pallas needs a TPU, the device is a {device.platform}: choose auto")
     if backend is AttentionBackend.PALLAS:
         chip_of(device.device_kind)
         if config.debug_memory:
@@ -337,6 +337,6 @@ def _give_kv_scales(
         largest_stored=LARGEST_STORED[KVCacheDtype.INT8],
     )
     logger.info(
-        "Keys and values are stored in int8 by scales calibrated over %d tokens: the checkpoint brings none",
+        "Keys and values are stored in int8 with scales calibrated on %d tokens: the checkpoint has none",
         ROWS * LENGTH,
     )

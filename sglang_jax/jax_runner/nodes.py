@@ -50,8 +50,8 @@ def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunne
     secret = config.group_secret()
     if not secret:
         logger.warning(
-            "The nodes have no secret: any machine that reaches this one may take the place of another. Give each the "
-            "same --group-secret-file, unless nobody else is on their network"
+            "The nodes share no secret: any machine that can connect to this one can join as a node. Give each node "
+            "the same --group-secret-file, unless the network is private"
         )
     listener = FollowerListener(_plain(config.dist_bind_host or _address(config)[0]), secret, ORDERS.form)
     meet(config, listener.host)
@@ -99,7 +99,7 @@ def meet(config: EngineConfig, listen_on: str | None = None) -> None:
         raise ConfigError(f"node_rank ({config.node_rank}) must be below nnodes ({config.nnodes})")
     if config.device is Device.CPU:
         jax.config.update("jax_platforms", "cpu")
-    logger.info("Node %d of %d meets the others at %s:%d", config.node_rank, config.nnodes, host, port)
+    logger.info("Node %d of %d connects to the others at %s:%d", config.node_rank, config.nnodes, host, port)
     try:
         jax.distributed.initialize(
             f"{host}:{port}",
@@ -111,8 +111,8 @@ def meet(config: EngineConfig, listen_on: str | None = None) -> None:
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"the {config.nnodes} nodes did not meet at {host}:{port}: {error}. The same command must run on each, "
-            "with its own node_rank, and the port must be open"
+            f"the {config.nnodes} nodes did not meet at {host}:{port}: {error}. Run the same command on each, "
+            "with its own node_rank, and open the port"
         ) from error
 
 
@@ -141,7 +141,7 @@ def _agree(port: int) -> int:
 
 def _leave_the_process(reason: str) -> None:
     """Ends this process with status 1, after a moment in which it may fail by itself and say more."""
-    logger.error("%s: this process cannot go on", reason)
+    logger.error("%s: this process cannot continue", reason)
     time.sleep(_SECONDS_TO_FAIL)
     sys.stderr.flush()
     os._exit(1)

@@ -53,8 +53,8 @@ def calls_format(
     assert written is not None
     if answer is not None and not form.opening:
         raise ParameterError(
-            "tools and a format of the answer cannot both be given to this model: it writes calls as JSON without a "
-            "mark, and its answer could be taken for one",
+            "tools and an answer format cannot be combined for this model: it writes tool calls as plain JSON, so an "
+            "answer could be mistaken for a call",
             param="tools",
         )
     several = parallel and not written.single
@@ -173,8 +173,8 @@ def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Forma
     several = {"anyOf", "oneOf", "allOf", "patternProperties"} & schemas.outer.keys()
     if several and tool.strict:
         raise ParameterError(
-            f"{tool.field} has {min(several)} at its top, which this model's calls cannot follow to the letter; leave "
-            "strict out, or name the arguments only in properties",
+            f"{tool.field} has {min(several)} at the top level, which this model's call format cannot enforce; remove "
+            "strict, or list the arguments in properties only",
             param=tool.field,
         )
     required = [name for name in schemas.outer.get("required") or () if isinstance(name, str)]
@@ -185,7 +185,7 @@ def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Forma
     for name in (*schemas.named, *dict.fromkeys(others)):
         if any(mark in name for mark in ("<", ">", "\n")) or len(name) > MOST_NAME_CHARACTERS:
             raise ParameterError(
-                f"{tool.field} has an argument {shown(name)}, which this model's calls cannot name",
+                f"{tool.field} has an argument {shown(name)}, which this model's call format cannot express",
                 param=f"{tool.field}.properties",
             )
         value = _value(part, schemas.of(name), tool, schemas, f"{tool.field}.properties.{name}")

@@ -43,12 +43,12 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | Non
     if algorithm is not SpeculativeAlgorithm.DRAFT:
         if path is not None:
             raise ConfigError(
-                f"speculative_draft_model_path {path} does nothing with speculative_algorithm {algorithm.value}: "
-                "choose --speculative-algorithm draft, or leave the path out"
+                f"speculative_draft_model_path {path} has no effect with speculative_algorithm "
+                f"{algorithm.value}: choose --speculative-algorithm draft, or remove the path"
             )
         return None
     if path is None:
-        raise ConfigError("speculative_algorithm draft: say which model guesses, by --speculative-draft-model-path")
+        raise ConfigError("speculative_algorithm draft needs a draft model: give --speculative-draft-model-path")
     draft = open_checkpoint(path, config.load_format, seed=config.random_seed)
     model = draft.config
     if model.vocab_size != checkpoint.config.vocab_size:
@@ -59,8 +59,8 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | Non
     _refuse_other_tokens(config, checkpoint, draft)
     if model.keeps_states:
         raise ConfigError(
-            f"speculative_draft_model_path {path}: its layers keep a recurrent state, in which wrong guesses would "
-            "stay: choose a draft model whose layers are all attention"
+            f"speculative_draft_model_path {path} has layers with recurrent states, which wrong guesses would "
+            "corrupt: choose a draft model with attention layers only"
         )
     longest = max(model.max_position, checkpoint.config.max_position)
     return replace(draft, config=replace(model, max_position=longest))
@@ -75,7 +75,7 @@ def _refuse_other_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Ch
     try:
         tokens, guessed = load_token_table(own).tokens, load_token_table(draft.tokenizer_source).tokens
     except CheckpointError as error:
-        logger.warning("The tokens of the draft model are not compared with the model's: %s", error)
+        logger.warning("The draft model's vocabulary was not compared with the model's: %s", error)
         return
     if tokens == guessed:
         return

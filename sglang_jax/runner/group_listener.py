@@ -134,7 +134,7 @@ class FollowerListener:
             try:
                 self._let_in(stranger)
             except (FrameError, OSError) as error:
-                logger.warning("%s wanted to join the group of nodes and was sent away: %s", name, error)
+                logger.warning("Refused %s, which tried to join the group of nodes: %s", name, error)
             finally:
                 with self._lock, suppress(ValueError):  # it was dropped already
                     self._strangers.remove(stranger)
@@ -177,7 +177,7 @@ def connect_to_leader(address: tuple[str, int], secret: bytes, hello: Hello) -> 
             wire = _Handshake(connection)
             random = wire.read(len(_GREETING) + _RANDOM_BYTES)
             if not random.startswith(_GREETING):
-                raise FrameError(f"it greets with {random[: len(_GREETING)]!r}: is it of another version?")
+                raise FrameError(f"it greets with {random[: len(_GREETING)]!r}: does it run another version?")
             mine, said = secrets.token_bytes(_RANDOM_BYTES), _HELLOS.encode(hello)
             wire.send(mine)
             wire.say(said, secret, _FOLLOWER + random + mine)
@@ -187,7 +187,7 @@ def connect_to_leader(address: tuple[str, int], secret: bytes, hello: Hello) -> 
             connection.settimeout(None)
             return Connection(connection.detach())
     except (FrameError, OSError) as error:
-        raise ConfigError(f"{where} did not let this node into the group: {error}") from error
+        raise ConfigError(f"{where} refused this node: {error}") from error
 
 
 class _Handshake:
@@ -209,7 +209,7 @@ class _Handshake:
             self._wait()
             part = self._connection.recv(size - len(data))
             if not part:
-                raise ConnectionError("it ended the connection: is the group's secret the same on both?")
+                raise ConnectionError("it closed the connection: is the group's secret the same on both?")
             data += part
         return data
 
@@ -257,8 +257,8 @@ def _listen(host: str) -> socket.socket:
         return socket.create_server((address, 0), family=family, backlog=64)
     except OSError as error:
         raise ConfigError(
-            f"node 0 cannot listen on {host!r} for the other nodes: {error}. It listens where dist_init_addr says, "
-            "unless dist_bind_host names another address of its own"
+            f"node 0 cannot listen on {host!r} for the other nodes: {error}. It listens on the host of "
+            "dist_init_addr, unless dist_bind_host gives another"
         ) from error
 
 

@@ -58,7 +58,7 @@ class PoolSpec:
             raise ValueError(f"pages of {self.page_size} tokens; it must be a power of two")
 
     def columns(self, max_context: int) -> int:
-        """Columns of its page table, for rows of at most so many tokens."""
+        """Columns of its page table, for rows of at most this many tokens."""
         return 1 if self.kind is CacheKind.STATE else -(-max_context // self.page_size)
 
 
@@ -92,7 +92,7 @@ class RunnerSpec:
 
     @property
     def max_pages_per_row(self) -> int:
-        """Columns of each page table, but for those of states."""
+        """Columns of each page table, except those of states."""
         return -(-self.max_context // self.pools[0].page_size)
 
     @property
@@ -169,7 +169,7 @@ HINT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class HintUpdate:
-    """How another text went on that has what a row's text ends with: `tokens` `[tokens]`, at most `HINT_TOKENS`, from
+    """How another text continued after the end of a row's text: `tokens` `[tokens]`, at most `HINT_TOKENS`, from
     which drafts of the row are guessed as well. It replaces the row's hint; a row with a new text has none."""
 
     row: int
@@ -203,7 +203,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward step over `n` sequences, each in a row of its own; decode rows come first.
+    """One forward step over `n` sequences, each in a separate row; decode rows come first.
 
     - `step`: counts up by one; plans are executed in this order.
     - `rows`: `[n]`.
@@ -222,7 +222,7 @@ class StepPlan:
       all sequences. None where no sequence does so: then the step is one.
     - `page_deltas`: one for each pool of the spec. Of a pool with a window, entries that the step's queries see are
       right; those before them may name pages that are somebody else's by now. Of a pool of states column 0 is a row's
-      slot: its sequence goes on from the state there, and leaves there the state after its last token, or the last
+      slot: its sequence continues from the state there, and leaves there the state after its last token, or the last
       draft that was right. One whose first query is at position 0 begins with no state, whatever the slot holds.
     - `copies`: of pools that have any, what is copied within them before the step.
     - `row_updates`: what is to be replaced of rows before the step.

@@ -93,11 +93,9 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
     pools = _Pools(config, memory, context, max_rows, prompt_tokens)
     if config.swa_full_tokens_ratio is not None and (pools.all_windows or not pools.has_windows):
         logger.warning(
-            "--swa-full-tokens-ratio %g does nothing: %s",
+            "--swa-full-tokens-ratio %g has no effect: %s",
             config.swa_full_tokens_ratio,
-            "no layer sees all tokens, so that no pool is a share of another"
-            if pools.has_windows
-            else "no layer of the model has a sliding window",
+            "all layers have sliding windows" if pools.has_windows else "no layer of the model has a sliding window",
         )
     pages = _pages_asked_for(config, memory, pools) or _pages_that_fit(config, memory, pools, max_rows, context)
     max_rows = _rows_with_slots(config, pools.slots(pages), max_rows)
@@ -150,7 +148,9 @@ def _rows_with_slots(config: EngineConfig, slots: int | None, rows: int) -> int:
         return rows
     room = slots if config.max_running_requests or config.disable_radix_cache else max(slots // 2, 1)
     if room < rows:
-        logger.warning("%d requests at once instead of %d: there are %d slots for states", room, rows, slots)
+        logger.warning(
+            "At most %d requests run at once instead of %d: there are %d slots for recurrent states", room, rows, slots
+        )
     return min(rows, room)
 
 
@@ -291,13 +291,13 @@ def refuse_beside_states(config: EngineConfig, model: ModelConfig) -> None:
         return
     if config.kv_cache_dtype is not KVCacheDtype.AUTO and not num_paged_groups(model):
         raise ConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype.value}: the model keeps no keys and values, only recurrent states: "
-            "choose auto, and for smaller states --mamba-ssm-dtype bfloat16"
+            f"kv_cache_dtype {config.kv_cache_dtype.value}: the model has only recurrent states, no keys and values: "
+            "choose auto; --mamba-ssm-dtype bfloat16 makes states smaller"
         )
     if config.speculative_algorithm is SpeculativeAlgorithm.DRAFT:
         raise ConfigError(
-            "speculative_algorithm draft: layers of the model keep a recurrent state, next to which no other model can "
-            "guess tokens yet: choose ngram or none"
+            "speculative_algorithm draft: draft models do not support models with recurrent states yet: choose ngram "
+            "or none"
         )
 
 
@@ -306,8 +306,8 @@ def refuse_drafts_beside_states(config: EngineConfig, model: ModelConfig, kernel
     have them do so."""
     if model.keeps_states and config.max_samples > 1:
         raise ConfigError(
-            f"speculative_algorithm {config.speculative_algorithm.value}: layers of the model keep a recurrent state, "
-            f"and the kernels for {kernels} cannot yet undo wrong guesses there: choose none"
+            f"speculative_algorithm {config.speculative_algorithm.value}: the model has recurrent states, and the "
+            f"kernels for {kernels} cannot undo wrong guesses in them yet: choose none"
         )
 
 

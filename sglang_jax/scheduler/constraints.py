@@ -50,8 +50,8 @@ class Constraints:
         """Raises `GrammarError` for a grammar where there can be none."""
         if sampling.grammar is not None and self._compiler is None:
             raise GrammarError(
-                f"{sampling.grammar.field} needs structured output, which this engine was started without "
-                "(--grammar-backend), or whose tokenizer has no vocabulary that it knows",
+                f"{sampling.grammar.field} needs structured output, which is off (--grammar-backend none) or does "
+                "not support this model's tokenizer",
                 param=sampling.grammar.field,
             )
 
@@ -59,11 +59,14 @@ class Constraints:
         """Has the grammar of a request compiled."""
         assert self._compiler is not None
         assert request.sampling.grammar is not None
-        self._waiting[request.id] = (request, self._compiler.start(request.sampling.grammar))
+        compilation = self._compiler.start(request.sampling.grammar, request.flow_key[0])
+        self._waiting[request.id] = (request, compilation)
 
     def forget(self, request: Request) -> None:
         """A request has ended, wherever it was."""
-        self._waiting.pop(request.id, None)
+        _, compilation = self._waiting.pop(request.id, (None, None))
+        if compilation is not None and self._compiler is not None:
+            self._compiler.leave(compilation)
         request.matcher = None
 
     def compiled(self) -> list[Closed]:

@@ -13,9 +13,9 @@ from sglang_jax.errors import RequestError
 from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.runner.pulse import Pulse
-from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.messages import (
     AbortRequest,
+    Channel,
     CloseSession,
     FlushCache,
     GetCacheReport,

@@ -6,6 +6,9 @@ client chose (unique for the client's life).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import msgspec
 
 from sglang_jax.sampling.params import SamplingParams
@@ -313,3 +316,14 @@ class Reply(msgspec.Struct, tag="reply", frozen=True):
 
 
 Outbound = StepOutputs | SchedulerStats | Reply
+
+
+class Channel(Protocol):
+    """The scheduler's end of the line to its client. Carries messages in order, both ways."""
+
+    def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
+        """Waiting messages, one after the other; with `block`, waits (on a poll) until there is at least one, for so
+        many `seconds` at most. Who stops asking leaves the others for the next call."""
+        ...
+
+    def send(self, message: Outbound) -> None: ...

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 from sglang_jax.errors import RequestError
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.runner.plan import Int32, StepResult, TopLogprobs
-from sglang_jax.scheduler.channel import Channel
-from sglang_jax.scheduler.messages import DraftCounts, Finished, Started, StepOutputs, WireError, WireLogprob
+from sglang_jax.scheduler.messages import Channel, DraftCounts, Finished, Started, StepOutputs, WireError, WireLogprob
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.rows import Rows

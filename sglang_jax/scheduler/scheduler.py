@@ -24,12 +24,11 @@ from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.arrivals import Arrivals
 from sglang_jax.scheduler.cache_report import CacheReport, report_cache
-from sglang_jax.scheduler.channel import Channel
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
 from sglang_jax.scheduler.constraints import Constraints
 from sglang_jax.scheduler.drafting import AllThatFit, Drafting, WhatPays
 from sglang_jax.scheduler.endings import Endings
-from sglang_jax.scheduler.messages import NewRequest
+from sglang_jax.scheduler.messages import Channel, NewRequest
 from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.recent_outputs import RecentOutputs

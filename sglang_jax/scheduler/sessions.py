@@ -165,8 +165,8 @@ class Sessions:
         session = self._find(asked.session, asked.owner, "session_params.id")
         if session.turn is not None:
             raise SessionBusyError(
-                f"session {shown(session.id)} has a turn that runs ({shown(session.turn.name)}); send the next one "
-                "when that has ended",
+                f"session {shown(session.id)} has a running turn ({shown(session.turn.name)}); send the next one "
+                "when it has ended",
                 param="session_params.id",
             )
         _check_follows(session, asked.after)
@@ -179,8 +179,8 @@ class Sessions:
             tokens = tokens[TOKEN_BYTES:]
             if not tokens:
                 raise ParameterError(
-                    f"the prompt adds nothing to session {shown(session.id)}: the token that texts begin with is left "
-                    "out within one",
+                    f"the prompt adds no tokens to session {shown(session.id)}: a begin-of-text token is dropped "
+                    "within a session",
                     param="prompt",
                 )
         return Turn(session, asked.name), session.tokens + tokens
@@ -275,14 +275,14 @@ def _check_follows(session: Session, after: str | None) -> None:
     if after is None:
         if last is not None and not session.streaming:
             raise ParameterError(
-                f"session {shown(session.id)} was not opened with streaming: true, so that a turn without rid "
-                f"would be a first one again, and sessions have one; give rid {shown(last.name)}",
+                f"session {shown(session.id)} was not opened with streaming: true, so every turn after the first "
+                f"needs a rid; give rid {shown(last.name)}",
                 param="session_params.rid",
             )
     elif last is None or last.name != after:
         known = "it has none yet" if last is None else f"which is {shown(last.name)}"
         raise ParameterError(
-            f"turns of session {shown(session.id)} follow the last finished one ({known}): rid must name it or be left "
-            f"out, got {shown(after)}",
+            f"a turn of session {shown(session.id)} follows the last finished one ({known}): rid must name it or be "
+            f"left out, got {shown(after)}",
             param="session_params.rid",
         )

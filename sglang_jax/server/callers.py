@@ -118,7 +118,8 @@ class Caller:
         wait = 0.0 if self.tokens is None else self.tokens.seconds_to_wait()
         if self.tokens is not None and wait > 0.0:
             raise RateLimitError(
-                f"this key may use {self.tokens.per_minute} tokens a minute, which are used up for {wait:.0f} s",
+                f"this key may use {self.tokens.per_minute} tokens per minute, which are used up; try again "
+                f"in {wait:.0f} s",
                 retry_after=wait,
             )
         self.running += count
@@ -182,7 +183,7 @@ class Callers:
             if key in by_key:
                 raise ConfigError(f"{by_key[key].name} and {caller.name} have the same key; each needs its own")
             if any(caller.name == other.name for other in by_key.values()):
-                raise ConfigError(f"a key in api_keys is named {caller.name}, as the option is; name it otherwise")
+                raise ConfigError(f"a key in api_keys is named {caller.name}, like the option; choose another name")
             by_key[key] = caller
 
         admin_key, client_key = config.admin_key(), config.client_key()

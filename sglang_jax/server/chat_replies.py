@@ -118,13 +118,13 @@ class ReplyFormats:
         own = self._tokenizer.response_template
         found = response_template.call_family(own) if own is not None else None
         if found is not None:
-            logger.info("Calls of tools are written as the checkpoint's response template says")
+            logger.info("Tool call format: the checkpoint's response template")
             return found
         template = self._tokenizer.chat_template
         known = (own is not None and family_of_template(response_template.signs(own))) or family_of_template(template)
         if not known and "tools" not in template:
             known = ToolCallParser.HERMES  # the model is told how
-        logger.info("Calls of tools are written as by %s, by the chat template", known or "nobody known")
+        logger.info("Tool call format, from the chat template: %s", known or "unknown")
         return CALLS[known] if known else None
 
     @cached_property
@@ -140,7 +140,7 @@ class ReplyFormats:
         found = REASONING[known] if known else None
         if found is None and own is not None:
             found = response_template.reasoning_form(own)
-        logger.info("Reasoning is written as by %s, by the chat template", known or "nobody known")
+        logger.info("Reasoning format, from the chat template: %s", known or "unknown")
         return found
 
     def check(self, tools: ToolRequest | None) -> None:
@@ -241,7 +241,7 @@ def _with_calls(
     """The grammar of a reply that calls tools, or else is what the request's own grammar says."""
     if tools.required and grammar is not None:
         raise ParameterError(
-            f"tool_choice asks for a call, and {grammar.field} for something else: they cannot both be given",
+            f"tool_choice requires a tool call, and {grammar.field} another answer: remove one of them",
             param=grammar.field,
         )
     answer: Format | None = None if grammar is None else grammar_format(grammar)

@@ -18,13 +18,22 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
 from sglang_jax.errors import RequestError
-from sglang_jax.server.errors import TooManyConnectionsError, error_body
+from sglang_jax.server.auth import OPEN_PATHS
+from sglang_jax.server.errors import TooManyConnectionsError, error_body, error_response
 from sglang_jax.server.held_answers import HeldAnswers, share_limit
 
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32_768
 """Most bytes of a request's head: request line and headers."""
+
+MAX_HEAD_LINES = 128
+"""Most lines of a request's head. Eight thousand fit into 32 KiB, and cost 20 ms where as many bytes of one line cost
+nothing."""
+
+HEALTH_CONNECTIONS = 64
+"""So many more may be open while `max_connections` are at work, for health checks alone: who watches a server that is
+full is not to think it dead, and start it again."""
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 """The blank line behind the headers, as h11 looks for it."""
@@ -86,7 +95,8 @@ class BoundedConnection(H11Protocol):
       and one event, and the engine is not asked for more. Of long answers that are whole only so much
       waits: see `HeldAnswers`.
     - Where `max_connections` are open, a new one takes the place of that which has waited longest for a request; if all
-      are at work, it is refused with 503. So silent connections keep nobody out.
+      are at work, its requests are refused with 503, but for `/health` and the like. So silent connections keep nobody
+      out, and nobody keeps health checks out.
 
     A head is parsed once it is whole: clients that send a line at a time would have h11 look at each. One in many
     pieces is read ever more seldom, and so is a body in many small ones, as a few clients could keep the event loop
@@ -107,6 +117,7 @@ class BoundedConnection(H11Protocol):
         self._limits = limits
         self._idle = idle
         self._held = held
+        self._spare = False
         self._rest = bytearray()
         self._slice = SLICE
         self._parsing = False
@@ -121,17 +132,32 @@ class BoundedConnection(H11Protocol):
         that may stay silent: of thousands that come at once, each is in the way of others."""
         self.connections.add(self)
         self.transport, self.flow, self.scheme = transport, FlowControl(transport), "http"
-        if len(self.connections) > self._limits.max_connections:
-            if not self._idle:
-                self._refuse(
-                    TooManyConnectionsError(
-                        f"{len(self.connections)} connections are open and at work; the limit is "
-                        f"{self._limits.max_connections} (--max-connections). Try again later"
-                    )
-                )
-                return
-            next(iter(self._idle)).drop()
+        if self._is_surplus and not self._has_room():
+            self._refuse(self._too_many())
+            return
         self._watch()
+
+    @property
+    def _is_surplus(self) -> bool:
+        return len(self.connections) > self._limits.max_connections
+
+    def _has_room(self) -> bool:
+        """Finds a place for a connection that is one too many: an idle one's, or one of those for health checks."""
+        longest_idle = next((one for one in self._idle if not one._spare), None)
+        self._spare = longest_idle is None
+        if self._spare and len(self.connections) > self._limits.max_connections + HEALTH_CONNECTIONS:
+            longest_idle = next(iter(self._idle), None)
+            if longest_idle is None:
+                return False
+        if longest_idle is not None:
+            longest_idle.drop()
+        return True
+
+    def _too_many(self) -> RequestError:
+        return TooManyConnectionsError(
+            f"{len(self.connections)} connections are open and at work; the limit is "
+            f"{self._limits.max_connections} (--max-connections). Try again later"
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
@@ -204,10 +230,10 @@ class BoundedConnection(H11Protocol):
         if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0] or rest[:1] < bytes([_LEAST_OF_TEXT]):
             return self._slice
         end = _END_OF_HEAD.search(rest, self._looked_at)
-        if end is not None and end.end() <= MAX_HEAD_BYTES:
+        if end is not None and end.end() <= MAX_HEAD_BYTES and rest.count(b"\n", 0, end.end()) <= MAX_HEAD_LINES:
             self._looked_at = 0
             return end.end()
-        if len(rest) > MAX_HEAD_BYTES:
+        if end is not None or len(rest) > MAX_HEAD_BYTES:
             self._refuse(_head_too_large())
             rest.clear()
             return 0
@@ -225,7 +251,18 @@ class BoundedConnection(H11Protocol):
         self._application = application
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, whose chunks are written past h11."""
+        """The application, whose chunks are written past h11; or why the request is not answered."""
+        self._spare = self._spare and self._is_surplus
+        refusal = None
+        if self._spare and scope["path"] not in OPEN_PATHS:
+            refusal = self._too_many()
+        elif len(scope["headers"]) >= MAX_HEAD_LINES:  # a head that came behind another request
+            refusal = _head_too_large()
+        if refusal is not None:
+            response = error_response(refusal)
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+            return
         cycle, transport, flow = self.cycle, self.transport, self.flow
         chunked = False
 
@@ -306,7 +343,7 @@ class BoundedConnection(H11Protocol):
             return
         self._unread_timer = None
         logger.warning(
-            "A client has read nothing of its answer for %g s (--client-timeout), and is cut off with %d bytes unread",
+            "Closed a connection whose client read nothing for %g s (--client-timeout): %d bytes were unread",
             self._limits.client_timeout,
             still,
         )
@@ -331,7 +368,9 @@ def next_slice(size: int, seconds: float) -> int:
 
 
 def _head_too_large() -> RequestError:
-    refusal = RequestError(f"the head of the request is too large; the limit is {MAX_HEAD_BYTES} bytes")
+    refusal = RequestError(
+        f"the head of the request is too large; the limit is {MAX_HEAD_BYTES} bytes, in {MAX_HEAD_LINES} lines"
+    )
     refusal.status, refusal.code = 431, "head_too_large"
     return refusal
 

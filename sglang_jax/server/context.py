@@ -17,8 +17,9 @@ from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, 
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.callers import Caller, Callers, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
+from sglang_jax.server.held_logprobs import HeldLogprobs
 from sglang_jax.server.metrics import ServerMetrics
-from sglang_jax.server.sampling import rename_field
+from sglang_jax.server.sampling import rename_field, renamed_fields
 
 Rendered = TypeVar("Rendered")
 
@@ -50,6 +51,7 @@ class ServerContext:
     draining: bool = False
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_engine: dict[str, Caller] = field(default_factory=dict)
+    _logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
     _templates: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="chat-template")
     )
@@ -63,7 +65,7 @@ class ServerContext:
         """Raises `ModelNotFoundError` for a name that is not the served model's."""
         if model not in (None, ANY_MODEL, self.config.model_name):
             raise ModelNotFoundError(
-                f"the model {shown(model)} is not served here; this server has {self.config.model_name!r}",
+                f"the model {shown(model)} is not served here; this server serves {self.config.model_name!r}",
                 param="model",
             )
 
@@ -76,8 +78,8 @@ class ServerContext:
         limit = self.config.max_completions_per_request
         if completions > limit:
             raise ParameterError(
-                f"{param} holds {prompts} prompts, which with n makes {shown(completions)} completions; the limit of "
-                f"one request is {limit} (--max-completions-per-request)",
+                f"{param} has {prompts} prompts, with n {shown(completions)} completions; the limit per request is "
+                f"{limit} (--max-completions-per-request)",
                 param=param,
             )
 
@@ -96,8 +98,10 @@ class ServerContext:
         """The finished outputs of each prompt, by index. Raises `RequestError`."""
         outputs: list[list[OutputDelta]] = [[] for _ in prompts]
         async with self.generate(request_id, prompts, field_names) as deltas:
-            async for number, output in deltas:
-                outputs[number].append(output)
+            with self._logprobs.share() as hold, renamed_fields(field_names):
+                async for number, output in deltas:
+                    hold(output)
+                    outputs[number].append(output)
         return [sorted(finished, key=lambda output: output.index) for finished in outputs]
 
     def abort(self, request_id: str) -> None:

@@ -73,10 +73,15 @@ class Body(BaseModel):
 
     passes_unknown_fields: ClassVar[bool] = False
 
+    false_counts: ClassVar[frozenset[str]] = frozenset()
+    """Fields of other engines that are true by default: false asks for something."""
+
     @model_validator(mode="after")
     def _refuse_unknown_fields(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if self.passes_unknown_fields or name in IGNORED_FIELDS or asks_for_nothing(value):
+            if self.passes_unknown_fields or name in IGNORED_FIELDS or self.is_done_anyway(name, value):
+                continue
+            if asks_for_nothing(value) and not (value is False and name in self.false_counts):
                 continue
             if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL_VALUES.get(name, ())):
                 continue
@@ -86,6 +91,10 @@ class Body(BaseModel):
                 param=cut(name),
             )
         return self
+
+    def is_done_anyway(self, name: str, value: object) -> bool:
+        """For values that are neutral in this kind of body only."""
+        return False
 
     def _meant(self, name: str) -> str:
         """The field that was probably meant, as the end of an error."""
@@ -184,7 +193,7 @@ class SessionParamsBody(Body):
             if value:
                 raise ParameterError(
                     f"session_params.{name} would change what a session holds, and turns can only add to its end; "
-                    f"leave it out (got {value} for session {shown(self.id)})",
+                    f"remove it (got {value} for session {shown(self.id)})",
                     param=f"session_params.{name}",
                 )
         if not self.id:

@@ -58,7 +58,7 @@ class HeldAnswers:
             if oldest is answer or oldest.read_at > pause_began:
                 return
             logger.warning(
-                "An answer was cut off with %d bytes unread, as %d MiB of all answers wait to be read and its client "
+                "Closed a connection with %d unread bytes: %d MiB of responses are waiting to be read, and its client "
                 "has read nothing for %g s",
                 oldest.left,
                 self.num_bytes >> 20,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -70,12 +71,20 @@ def parse(body: bytes) -> Any:
     """The JSON of a body. Raises `JSONDecodeError`, for a string with half of a surrogate pair too.
 
     RFC 8259 (section 8.2) lets a string escape one half alone. Python keeps it, but such a string cannot be encoded:
-    not for the tokenizer, and not for an error that repeats it.
+    not for the tokenizer, and not for an error that repeats it. Nor may it be spelt out: by itself Python would take
+    bytes for UTF-16 or UTF-32, which `check_shape` does not read, and half a pair for UTF-8.
     """
     try:
-        value = json.loads(body)
+        value = json.loads(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise json.JSONDecodeError(f"the bytes are not UTF-8 ({error.reason})", "", error.start) from error
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # Python reads integers up to a number of digits
+        most = sys.get_int_max_str_digits()
+        text = body.decode("utf-8-sig")
+        place = _first_integer(text, most + 1)
+        raise json.JSONDecodeError(f"an integer has more than {most} digits", text, place) from error
     if _SURROGATE.search(body):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -85,6 +94,12 @@ def parse(body: bytes) -> Any:
             place = text.lower().find(escape)
             raise json.JSONDecodeError(f"a string holds half a surrogate pair, {escape}", text, place) from error
     return value
+
+
+def _first_integer(text: str, digits: int) -> int:
+    """Where the first one begins that has so many digits; 0 if there is none."""
+    found = re.search(rf"[0-9]{{{digits}}}", text)
+    return found.start() if found else 0
 
 
 class JsonRequest(Request):

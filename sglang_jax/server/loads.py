@@ -64,7 +64,7 @@ def loads_router(client: EngineClient) -> APIRouter:
 
     @router.get("/v1/loads", dependencies=[Depends(require_admin)])
     async def loads() -> Response:
-        """Running and waiting requests, memory and state of each replica."""
+        """Running and queued requests, memory and state of each replica."""
         now = datetime.now(UTC).isoformat()
         each = [_load(one, now) for one in client.loads()]
         answer = Loads(timestamp=now, version=version(), dp_rank_count=len(each), loads=each, aggregate=_all(each))

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from sglang_jax.about import version
 from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
-from sglang_jax.engine.validation import check_characters
+from sglang_jax.engine.validation import check_characters, check_repeated
 from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError, cut
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.server.callers import require_admin
@@ -32,6 +32,10 @@ its text is tokenized, and characters may be tokens of their own."""
 
 MOST_TOKENIZED = 2**21
 """Most tokens of an answer of `/tokenize`."""
+
+DETOKENIZED = 2**18
+"""Token ids that `/detokenize` takes in any case; more where `TOKENIZED_CONTEXTS` are longer. Each takes 40 bytes and
+more until it is text."""
 
 MOST_PROFILED_STEPS = 10_000
 """Of one recording: it is held in memory until it is written."""
@@ -94,8 +98,7 @@ def health_router(context: ServerContext) -> APIRouter:
 
     @router.get("/livez")
     async def livez() -> dict[str, str]:
-        """200 while this process answers and its engine is there or is being started again, else 503: start the server
-        again."""
+        """200 while an engine serves or is being restarted; 503 means that the server must be restarted."""
         if context.client.gone:
             raise UnavailableError(_why_not_alive(context.client.loads()))
         return {"status": "ok"}
@@ -104,13 +107,13 @@ def health_router(context: ServerContext) -> APIRouter:
     @router.get("/health")
     @router.head("/health", include_in_schema=False)
     async def health() -> dict[str, str]:
-        """200 while the engine lives and new requests are taken, else 503."""
+        """200 while an engine serves and new requests are accepted, otherwise 503."""
         check()
         return {"status": "ok"}
 
     @router.get("/health_generate")
     async def health_generate() -> dict[str, str]:
-        """200 if the engine generates one token within `HEALTH_SECONDS`, else 503."""
+        """200 if the engine generates one token within 20 seconds, otherwise 503."""
         check()
         prompt = GenerateInput(
             prompt=[context.client.model_info.bos_token_id or 0],
@@ -133,7 +136,7 @@ def _why_not_alive(loads: list[ReplicaLoad]) -> str:
         reason = f" ({loads[0].last_end})" if loads[0].last_end else ""
         if loads[0].state is ReplicaState.STOPPED:
             return f"the engine is gone{reason}; restart the server"
-        return f"the engine is started again{reason}; try again later"
+        return f"the engine is being restarted{reason}; try again later"
     return "no replica serves: " + ", ".join(f"{load.index} is {load.state}" for load in loads)
 
 
@@ -143,7 +146,7 @@ def information_router(context: ServerContext) -> APIRouter:
 
     @router.get("/", include_in_schema=False)
     async def start() -> dict[str, str]:
-        """For people who open the server's address in a browser."""
+        """A welcome page for browsers."""
         return {
             "server": f"sglang-jax {version()}",
             "model": config.model_name,
@@ -155,7 +158,7 @@ def information_router(context: ServerContext) -> APIRouter:
     @router.get("/get_model_info")
     @router.get("/model_info")
     async def model_info() -> dict[str, Any]:
-        """What is known of the model."""
+        """The model's properties."""
         info = asdict(context.client.model_info)
         return {
             **info,
@@ -166,13 +169,13 @@ def information_router(context: ServerContext) -> APIRouter:
 
     @router.get("/cache_report", dependencies=OPERATORS_ALONE)
     async def cache_report() -> Response:
-        """What lies in the prefix cache of each replica: pools, the tree's largest and most used nodes, sessions."""
+        """Contents of each replica's prefix cache: pools, the largest and most used nodes of the tree, sessions."""
         return json_response({"replicas": await context.client.cache_reports()})
 
     @router.get("/get_server_info", dependencies=OPERATORS_ALONE)
     @router.get("/server_info", dependencies=OPERATORS_ALONE)
     async def server_info() -> dict[str, Any]:
-        """Every option but the API keys, and the figures of the scheduler and the runner."""
+        """All options except API keys, and the state of scheduler and runner."""
         states = await context.client.states()
         options = config.model_dump(mode="json", exclude={"api_key", "admin_api_key"})
         return {**options, "version": version(), "internal_states": states}
@@ -186,15 +189,15 @@ def control_router(context: ServerContext) -> APIRouter:
     @router.get("/flush_cache", dependencies=OPERATORS_ALONE)
     @router.post("/flush_cache", dependencies=OPERATORS_ALONE)
     async def flush_cache() -> dict[str, object]:
-        """Empties the prefix cache; 400, and nothing is done, while requests run or wait."""
+        """Empties the prefix cache. While requests are running or queued it does nothing and returns 400."""
         if not await context.client.flush_cache():
             raise CacheBusyError("the prefix cache cannot be emptied while requests run or wait; try again when idle")
         return {"success": True, "message": "the prefix cache is empty"}
 
     @router.post("/abort_request")
     async def abort_request(body: AbortBody) -> dict[str, object]:
-        """Ends the request with this id wherever it is, or all; ids that are not known, or are another key's, are no
-        error. All are an operator's to end."""
+        """Aborts the request with this id, or all requests (operators only). Unknown ids, and those of other keys, are
+        ignored."""
         if body.abort_all:
             await require_admin()
             context.client.abort_all()
@@ -206,20 +209,20 @@ def control_router(context: ServerContext) -> APIRouter:
 
     @router.post("/start_profile", dependencies=OPERATORS_ALONE)
     async def start_profile(body: ProfileBody | None = None) -> dict[str, object]:
-        """Records what each replica computes, until `/stop_profile` or for `num_steps` steps, into `--profile-dir`."""
+        """Starts a profile of each replica in `--profile-dir`, for `num_steps` steps or until `/stop_profile`."""
         asked = body or ProfileBody()
         folder = profile_folder(context.config.profile_dir, asked.output_dir)
         return {"success": True, "folders": await context.client.start_profile(folder, asked.num_steps)}
 
     @router.post("/stop_profile", dependencies=OPERATORS_ALONE)
     async def stop_profile() -> dict[str, object]:
-        """Ends the recording that `/start_profile` began; answers once it is written."""
+        """Stops the profile; returns once it is written."""
         return {"success": True, "folders": await context.client.stop_profile()}
 
     @router.post("/drain_replica", dependencies=OPERATORS_ALONE)
     async def drain_replica(body: DrainBody) -> dict[str, object]:
-        """Lets a replica finish what it has, for `--drain-timeout` at most, and restarts it, or all in turn; answers
-        when they serve again. Goes on if the client leaves."""
+        """Drains a replica (for `--drain-timeout` at most) and restarts it, or all of them in turn; returns when they
+        serve again. Continues if the client disconnects."""
         await asyncio.shield(context.client.drain(body.replica, context.config.drain_timeout))
         return {"success": True}
 
@@ -229,7 +232,7 @@ def control_router(context: ServerContext) -> APIRouter:
 def profile_folder(root: str | None, within: str | None) -> str:
     """Raises `ParameterError` without a `root`, and for a folder that is not in it."""
     if root is None:
-        raise ParameterError("this server takes no profiles: start it with --profile-dir FOLDER", param="output_dir")
+        raise ParameterError("profiling is off: start the server with --profile-dir FOLDER", param="output_dir")
     if within is None:
         return root
     parts = PurePosixPath(within).parts
@@ -245,7 +248,7 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
-        """Token ids of a text, or of each of several."""
+        """Tokenizes one text or several."""
         context.check_model(body.model)
         special = body.add_special_tokens is not False
         tokenizer, context_length = context.client.tokenizer, context.client.model_info.context_length
@@ -262,7 +265,7 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
             counts.append(len(ids))
             if sum(counts) > MOST_TOKENIZED:
                 raise PromptTooLongError(
-                    f"prompt has more than {MOST_TOKENIZED} tokens, which are the limit of one request", param="prompt"
+                    f"prompt has more than {MOST_TOKENIZED} tokens, the limit per request", param="prompt"
                 )
             await asyncio.sleep(0)
         single = isinstance(body.prompt, str)
@@ -275,19 +278,26 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         )
 
     @router.post("/detokenize")
-    def detokenize(body: DetokenizeBody) -> dict[str, object]:
-        """The text of token ids, or of each of several lists. Runs in a worker thread."""
+    def detokenize(body: DetokenizeBody) -> Response:
+        """Converts one list of token ids, or several, to text. Runs in a worker thread."""
         context.check_model(body.model)
         skip = body.skip_special_tokens is not False
         nested = [ids for ids in body.tokens if isinstance(ids, list)]
         lists = nested or [[token for token in body.tokens if isinstance(token, int)]]
-        vocab_size = context.client.model_info.vocab_size
+        vocab_size, count = context.client.model_info.vocab_size, sum(map(len, lists))
+        most = max(DETOKENIZED, TOKENIZED_CONTEXTS * context.client.model_info.context_length)
+        if count > most:
+            raise ParameterError(
+                f"tokens holds {count} ids, the limit of one request is {most}; send them in several", param="tokens"
+            )
         for token in (token for ids in lists for token in ids):
             if not 0 <= token < vocab_size:
                 raise ParameterError(
                     f"tokens holds {token}, the vocabulary goes from 0 to {vocab_size - 1}", param="tokens"
                 )
-        texts = [context.client.tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
-        return {"text": texts if nested else texts[0]}
+        tokenizer = context.client.tokenizer
+        check_repeated([(ids, 1) for ids in lists], tokenizer, "tokens")
+        texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
+        return json_response({"text": texts if nested else texts[0]})
 
     return router

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -24,6 +25,10 @@ ALIVE = (ReplicaState.SERVING, ReplicaState.DRAINING)
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 1, 2, 4, 6, 10, 20, 40, 60, 100, 200, 400)
 TOKEN_LATENCY_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.4, 0.8, 2, 5)
 """Upper bounds of the histograms, in seconds."""
+
+
+_ODD_VERSION = re.compile(r";\s*version=(?![0-9]{1,4}(\.[0-9]{1,4}){0,3}\s*(;|$))")
+"""Of a format that a scraper offers to read; prometheus_client fails on versions that are no numbers."""
 
 
 class SchedulerCollector(Collector):
@@ -217,8 +222,9 @@ def metrics_router(metrics: ServerMetrics) -> APIRouter:
 
     @router.get("/metrics", dependencies=[Depends(require_admin)])
     async def scrape(request: Request) -> Response:
-        """All figures, in Prometheus' text format or OpenMetrics', whichever is asked for."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        """All metrics, in the text format of Prometheus or OpenMetrics."""
+        offers = request.headers.get("accept", "").split(",")
+        encode, content_type = choose_encoder(",".join(one for one in offers if not _ODD_VERSION.search(one)))
         return Response(encode(metrics.registry), headers={"Content-Type": content_type})
 
     return router

@@ -23,12 +23,12 @@ def models_router(context: ServerContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, object]:
-        """The one model that is served."""
+        """Lists the model that is served."""
         return {"object": "list", "data": [card]}
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, object]:
-        """The served model, by its name."""
+        """The served model's entry."""
         context.check_model(model)
         return card
 

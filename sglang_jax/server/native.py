@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TextTokenizer, TokenLogprob
+from sglang_jax.engine.validation import check_repeated
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
-from sglang_jax.server.streaming import event, json_list_response, open_event_stream, until_disconnect, written
+from sglang_jax.server.streaming import (
+    RESPONSE_SLICE,
+    event,
+    json_list_response,
+    open_event_stream,
+    until_disconnect,
+    written,
+)
 
 REPEATED_BYTES = 32 * 2**20
 """Bytes a second of events that repeat all so far, in all streams together: about a tenth of a core."""
@@ -28,6 +36,11 @@ SHORT_EVENT = 16_384
 """Events of so many bytes wait for nothing: some thousand tokens without logprobs."""
 
 _encoder = msgspec.json.Encoder()
+
+GAP = b"\0"
+"""A byte that no JSON has."""
+
+_GAP_LIST = msgspec.Raw(b"[%b]" % GAP)
 
 Entry = tuple[float | None, int, str | None]
 """(logprob, token id, text or None), as SGLang reports a token."""
@@ -87,31 +100,48 @@ class NativeFormat:
 class RepeatedAnswer:
     """The answers of one completion in a stream whose events repeat all that was said before.
 
-    What is repeated is written once, as JSON, and copied from then on: an event costs what copying its bytes does.
+    What is repeated is written once, as JSON, and copied from then on: an event costs what copying its bytes does. In
+    the answers of `add` a `GAP` stands for each, which `pieces` fills: a client that reads slowly has a long event wait
+    for it in no further copy.
     """
 
     def __init__(self) -> None:
-        self._text = bytearray(b'"')
+        self._text = bytearray()
         self._lists: dict[str, bytearray] = {}
+        self._in_order: list[bytearray] = []
 
     def add(self, answer: dict[str, Any]) -> dict[str, Any]:
         """The answer of the next delta, with all that was said before."""
+        self._in_order = [self._text, self._lists.setdefault("output_ids", bytearray())]
         self._text += _encoder.encode(answer["text"])[1:-1]
         meta = {
             name: self._list(name, value) if isinstance(value, list) else value
             for name, value in answer["meta_info"].items()
         }
-        return {
-            "text": msgspec.Raw(bytes(self._text) + b'"'),
-            "output_ids": self._list("output_ids", answer["output_ids"]),
-            "meta_info": meta,
-        }
+        self._write("output_ids", answer["output_ids"])
+        return {"text": msgspec.Raw(b'"%b"' % GAP), "output_ids": _GAP_LIST, "meta_info": meta}
+
+    def pieces(self, data: bytes) -> Iterator[bytes]:
+        """An event that carries the answer, in one piece, or a slice at a time if it is long. Nothing may be added
+        before the last is taken."""
+        around = data.split(GAP)
+        parts = [part for pair in zip_longest(around, self._in_order, fillvalue=b"") for part in pair]
+        if sum(map(len, parts)) <= RESPONSE_SLICE:
+            yield b"".join(parts)
+            return
+        for part in parts:
+            for start in range(0, len(part), RESPONSE_SLICE):
+                yield bytes(part[start : start + RESPONSE_SLICE])
 
     def _list(self, name: str, items: list[Any]) -> msgspec.Raw:
-        written = self._lists.setdefault(name, bytearray())
+        self._in_order.append(self._lists.setdefault(name, bytearray()))
+        self._write(name, items)
+        return _GAP_LIST
+
+    def _write(self, name: str, items: list[Any]) -> None:
+        written = self._lists[name]
         if items:
             written += (b"," if written else b"") + _encoder.encode(items)[1:-1]
-        return msgspec.Raw(b"[" + written + b"]")
 
 
 class RepeatPace:
@@ -157,6 +187,9 @@ def native_router(context: ServerContext) -> APIRouter:
         context.check_model(body.model)
         call = native_request(body, context.generation_defaults, request.headers, context.check_size)
         hide = current_caller().hide_cached_tokens
+        if body.return_text_in_logprobs:
+            repeated = [(one.prompt, one.sampling.n) for one in call.prompts if one.logprob_start_len >= 0]
+            await asyncio.to_thread(check_repeated, repeated, context.client.tokenizer, "return_text_in_logprobs")
         form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), hide, begin)
         if body.stream:
             return await open_event_stream(request, _events(context, form, None if body.incremental_output else pace))
@@ -180,9 +213,12 @@ async def _events(context: ServerContext, form: NativeFormat, pace: RepeatPace |
                 answer = await written(partial(form.answer, number, delta), [delta])
             else:
                 answer = form.answer(number, delta)
-            if pace is not None:
-                answer = repeated.setdefault(index, RepeatedAnswer()).add(answer)
-            data = event(answer if call.single else {"index": index, **answer})
-            yield data
-            if pace is not None:
-                await pace.after(len(data), last=delta.finish is not None)
+            if pace is None:
+                yield event(answer if call.single else {"index": index, **answer})
+                continue
+            so_far = repeated.setdefault(index, RepeatedAnswer())
+            answer, size = so_far.add(answer), 0
+            for piece in so_far.pieces(event(answer if call.single else {"index": index, **answer})):
+                size += len(piece)
+                yield piece
+            await pace.after(size, last=delta.finish is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 
 from sglang_jax.engine.types import GenerateInput, OutputDelta, TextTokenizer
+from sglang_jax.engine.validation import check_repeated
 from sglang_jax.sampling import GenerationDefaults
 from sglang_jax.server.callers import current_caller
 from sglang_jax.server.context import ENGINE_NAMES, ServerContext, new_id, prompt_ids
@@ -61,6 +63,7 @@ class CompletionFormat:
     created: int = field(default_factory=lambda: int(time.time()))
     usage: UsageCount = field(default_factory=lambda: UsageCount(current_caller()))
     _writers: dict[int, CompletionLogprobWriter] = field(default_factory=dict)
+    _last_decoded: tuple[int, str] = (-1, "")
 
     def inputs(self, defaults: GenerationDefaults, headers: Headers) -> list[GenerateInput]:
         """What the engine is asked. Raises `ParameterError`."""
@@ -134,7 +137,10 @@ class CompletionFormat:
         prompt = self.prompts[number]
         if isinstance(prompt, str):
             return prompt
-        return self.tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
+        if self._last_decoded[0] != number:  # that of all n completions of a prompt, mostly one after the other
+            text = self.tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
+            self._last_decoded = (number, text)
+        return self._last_decoded[1]
 
     def answer(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> Completion:
         return Completion(id=self.request_id, created=self.created, model=self.model_name, choices=choices, usage=usage)
@@ -151,6 +157,9 @@ def completions_router(context: ServerContext) -> APIRouter:
         request_id = body.rid or new_id("cmpl")
         prompts = body.prompts()
         context.check_size(len(prompts), len(prompts) * (body.n or 1), "prompt")
+        if body.echo:
+            echoed = [(prompt, body.n or 1) for prompt in prompts]
+            await asyncio.to_thread(check_repeated, echoed, context.client.tokenizer, "echo")
         form = CompletionFormat(body, prompts, context.client.tokenizer, context.config.model_name, request_id)
         inputs = form.inputs(context.generation_defaults, request.headers)
         if body.stream:

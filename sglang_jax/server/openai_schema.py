@@ -68,10 +68,16 @@ class OpenAIBody(OpenAISampling):
 class CompletionBody(OpenAIBody):
     """`POST /v1/completions`."""
 
+    false_counts: ClassVar[frozenset[str]] = frozenset({"add_special_tokens"})
+
     prompt: Prompt
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+
+    def is_done_anyway(self, name: str, value: object) -> bool:
+        """The tokenizer adds what it adds to texts."""
+        return name == "add_special_tokens" and value is True
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts of the batch. Raises `ParameterError` for an empty one."""
@@ -122,6 +128,8 @@ class ChatMessage(Body):
 class ChatBody(OpenAIBody):
     """`POST /v1/chat/completions`."""
 
+    false_counts: ClassVar[frozenset[str]] = frozenset({"add_generation_prompt"})
+
     messages: Many[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -135,6 +143,10 @@ class ChatBody(OpenAIBody):
     include_reasoning: bool | None = None
     reasoning_effort: ShortText | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def is_done_anyway(self, name: str, value: object) -> bool:
+        """A message that is continued has no generation prompt behind it."""
+        return name == "add_generation_prompt" and value is False and self.continue_final_message is True
 
     @property
     def shows_reasoning(self) -> bool:
@@ -170,7 +182,7 @@ class ChatBody(OpenAIBody):
         if self.reasoning_effort not in (None, "none"):
             if "reasoning_effort" not in tokenizer.chat_template:
                 raise UnsupportedParameterError(
-                    "reasoning_effort is not supported by this model's chat template; leave it out (got "
+                    "reasoning_effort is not supported by this model's chat template; remove it (got "
                     f"{shown(self.reasoning_effort)})",
                     param="reasoning_effort",
                 )

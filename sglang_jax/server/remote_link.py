@@ -381,8 +381,7 @@ async def _check_tokenizer(http: httpx2.AsyncClient, address: str, tokenizer: Te
     theirs = response.json()["tokens"]
     if theirs != tokenizer.encode(PROBE):
         raise ConfigError(
-            f"{address} cuts text into other tokens than this server does: --model-path or --tokenizer-path must name "
-            "the model that is served there"
+            f"{address} tokenizes text differently: --model-path or --tokenizer-path must name the model that it serves"
         )
 
 

@@ -42,8 +42,8 @@ async def connect_engines(
     addresses, with_own = read_addresses(config.connect or "")
     if config.nnodes > 1 or (config.dp_size > 1 and not with_own):
         raise ConfigError(
-            f"connect takes other servers' engines: without {LOCAL} in the list dp_size must be 1, and nnodes always, "
-            f"got {config.dp_size} and {config.nnodes}"
+            f"connect uses other servers' engines: nnodes must be 1, and without {LOCAL} in the list dp_size too, got "
+            f"nnodes {config.nnodes} and dp_size {config.dp_size}"
         )
     if tokenizer is None:
         tokenizer = await asyncio.to_thread(load_text_tokenizer, config)
@@ -78,7 +78,7 @@ def read_addresses(text: str) -> tuple[list[str], bool]:
     if len(set(parts)) < len(parts):
         raise ConfigError(f"connect names a server twice: {text}")
     if not addresses:
-        raise ConfigError(f"connect names no other server: {text}; leave it out to have this server's engines only")
+        raise ConfigError(f"connect names no other server: {text}; remove it to use only this server's engines")
     return addresses, len(addresses) < len(parts)
 
 

@@ -68,12 +68,18 @@ class RequestsSeen:
         self._metrics.http_requests.labels(route, method, str(status)).inc()
         if logger.isEnabledFor(logging.DEBUG):
             fields = {"method": method, "route": route, "status": status, "seconds": round(seconds, 6)}
-            client = scope["client"][0] if scope.get("client") else "unknown"
+            # A proxy on this machine says for whom it asks, and may pass on what it was told.
+            client = _printable(scope["client"][0]) if scope.get("client") else "unknown"
             fields |= {"client": client}
             path = cut(scope["path"])
             logger.debug(
                 "%s %r of %s: %d after %.3f s", method, path, client, status, seconds, extra={"fields": fields}
             )
+
+
+def _printable(text: str) -> str:
+    """What a line of the log can show on a terminal as it is."""
+    return cut(text if text.isprintable() else repr(text))
 
 
 def request_id_of(given: str) -> str:

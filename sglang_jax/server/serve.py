@@ -93,7 +93,7 @@ class DrainingServer(uvicorn.Server):
             self._memory.look()
         gone = self._context.client.gone
         if gone and self._deadline is None:
-            logger.error("The engine is gone for good: the server ends")
+            logger.error("The engine cannot be restarted: the server exits")
             self._deadline = self._loop.call_later(SECONDS_TO_TELL, self._stop)
         if not self._context.in_flight and (self._context.draining or gone):
             self.should_exit = True

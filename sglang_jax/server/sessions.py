@@ -34,7 +34,7 @@ def sessions_router(context: ServerContext) -> APIRouter:
 
     @router.post("/open_session")
     async def open_session(body: OpenSessionBody, request: Request) -> str:
-        """Opens a session, which only its caller may use. The answer is its id, as a JSON string."""
+        """Opens a session for this API key; returns its id as a JSON string."""
         if context.draining:
             raise ShuttingDownError("the server is shutting down and opens no new sessions")
         owner = current_caller().tenant(tenant_of(request.headers))
@@ -45,7 +45,7 @@ def sessions_router(context: ServerContext) -> APIRouter:
 
     @router.post("/close_session")
     async def close_session(body: CloseSessionBody, request: Request) -> dict[str, object]:
-        """Closes a session of the caller's; a turn that runs goes on to its end. What it kept in memory is an ordinary
+        """Closes a session of this API key; a running turn still finishes. What it kept in memory is an ordinary
         cached prefix from then on."""
         owner = current_caller().tenant(tenant_of(request.headers))
         await context.client.close_session(body.session_id, owner)

@@ -152,7 +152,10 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         try:
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                # A long event a slice at a time: the connection would copy it, and have all of it wait for its client.
+                for start in range(0, len(data), RESPONSE_SLICE):
+                    body = data[start : start + RESPONSE_SLICE]
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
             last = DONE
         except RequestError as error:  # the status is sent already: the stream says it
             last = event(error_body(error))

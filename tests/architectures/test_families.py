@@ -78,8 +78,9 @@ def test_silent_fields_take_transformers_defaults(family: str, tmp_path: Path) -
     assert config.final_norm.eps == getattr(theirs, eps)
     assert config.tie_word_embeddings is theirs.tie_word_embeddings
     assert config.bos_token_id == theirs.bos_token_id
-    assert config.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    activation = theirs.hidden_activation if family.startswith("gemma") else getattr(theirs, "hidden_act", "silu")
+    ends = theirs.eos_token_id
+    assert config.eos_token_ids == (() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,))
+    activation = getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", "silu")
     assert config.layers[0].feed_forward.activation == activation
     sliding = [kind == _LOCAL for kind in getattr(theirs, "layer_types", None) or [_WHOLE] * 8]
     window = getattr(theirs, "sliding_window", None)
@@ -177,6 +178,8 @@ def test_layers_of_exaone4_rotate_unless_they_see_all_beside_others_that_do_not(
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
             "partial_rotary_factor 0.25 of rope scaling yarn is not supported",
         ),
+        ("glm4", {"head_dim": 20, "partial_rotary_factor": 0.25}, "5 of the 20 numbers of a head rotate, by a"),
+        ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.05}, "0 of the 16 numbers of a head rotate, by a"),
         ("qwen3_5_text", {"linear_num_key_heads": 5}, "linear_num_value_heads .32. must be a multiple of"),
         ("qwen3_5_text", {"num_experts": 8}, "num_experts is 8, which qwen3_5_text does not have here"),
         ("olmo2", {"residual_multiplier": 0.5}, "residual_multiplier is 0.5, which olmo2 does not have here"),
@@ -194,6 +197,11 @@ def test_layers_of_exaone4_rotate_unless_they_see_all_beside_others_that_do_not(
 def test_what_cannot_be_run_is_refused(family: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         configured(tmp_path, family, **change)
+
+
+def test_the_first_files_of_gemma_say_gelu_and_mean_its_approximation(tmp_path: Path) -> None:
+    assert transformers.AutoConfig.for_model("gemma", hidden_act="gelu").hidden_act == "gelu_pytorch_tanh"
+    assert configured(tmp_path, "gemma", hidden_act="gelu") == configured(tmp_path, "gemma")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])

@@ -73,6 +73,7 @@ def _as_they_multiply(config: ModelConfig) -> str:
         ("cohere2", {**_WINDOW_KEY, _KEYS.LLM.LOGIT_SCALE: "logit_scale"}, False),
         ("seed_oss", {}, False),
         ("ernie4_5", {}, False),
+        ("gemma", {}, False),
         ("gemma2", _GEMMA2_KEYS, False),
         ("gemma3", _WINDOW_KEY, False),
         ("smollm3", {}, True),

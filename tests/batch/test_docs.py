@@ -49,7 +49,7 @@ def test_figures_on_the_page() -> None:
         f"{MAX_LINE_BYTES // 2**20} MiB",
         f"{WINDOW_BYTES // 2**20} MiB",
         f"{HASHED_BLOCKS} blocks of {HASHED_BLOCK_BYTES // 1024} KiB",
-        "but for the last five seconds",
+        "at most the last five seconds",
         f"every {REPORT_SECONDS:.0f} seconds",
     ):
         assert text in words, text

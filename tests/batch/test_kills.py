@@ -150,7 +150,7 @@ def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(
         assert not before & set(asked(audit))
         log = (tmp_path / "log").read_text()
         assert "Interrupted" in log
-        assert "The same command goes on from there" in log
+        assert "Run the same command to resume" in log
         assert "Traceback" not in log
         for path in (tmp_path / "out.jsonl", tmp_path / "out.jsonl.errors.jsonl"):
             assert all(number_of(line) is not None for _, line in lines_of(path)), "a torn line"

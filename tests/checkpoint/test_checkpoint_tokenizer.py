@@ -22,7 +22,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_t
 from sglang_jax.checkpoint import ModelSource, SourceKind, resolve_model, resolve_tokenizer
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
-from sglang_jax.checkpoint.tokenizer import SHORT_TEXT, Tokenizer, load_tokenizer
+from sglang_jax.checkpoint.tokenizer import KEPT_TOKENS, SHORT_TEXT, Tokenizer, load_tokenizer
 from sglang_jax.errors import CheckpointError, ParameterError, RequestError
 
 TEXTS = [
@@ -455,6 +455,26 @@ def test_tokenizing_leaves_other_threads_their_turn(demo: Tokenizer) -> None:
         turns += 1
         time.sleep(0.001)
     assert turns > 5
+
+
+def test_many_tokens_are_decoded_while_other_threads_have_their_turn(demo: Tokenizer) -> None:
+    ids = [random.Random(7).randrange(demo.vocab_size) for _ in range(200_000)]
+    texts: list[str] = []
+    thread = threading.Thread(target=lambda: texts.append(demo.decode(ids)))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 5
+    assert texts == [demo._backend.decode(ids)]
+
+
+def test_bytes_of_few_tokens_are_kept(demo: Tokenizer) -> None:
+    """Those of all that a server ever served were a reason of its growing for hours."""
+    first = [demo.token_bytes(token) for token in range(KEPT_TOKENS + 10)]
+    assert len(demo._bytes) <= KEPT_TOKENS
+    assert [demo.token_bytes(token) for token in range(KEPT_TOKENS + 10)] == first
 
 
 def test_no_token_stands_for_more_characters_than_the_longest(demo: Tokenizer, tiny: Tokenizer) -> None:

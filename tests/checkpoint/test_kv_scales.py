@@ -98,7 +98,8 @@ def test_scales_made_for_another_type_cover_the_same_range(folder: Path, caplog:
     with caplog.at_level(logging.INFO):
         np.testing.assert_allclose(read(folder, INT8) * 127, NUMBERS * 448, rtol=1e-6)
     assert [record.message for record in caplog.records] == [
-        "Keys and values are stored in int8: the checkpoint's scales, of fp8_e4m3, are made to cover the same range"
+        "Keys and values are stored in int8: the checkpoint's scales, for fp8_e4m3, are converted to cover "
+        "the same range"
     ]
     add_tensors(folder, {}, scheme=SCHEME | {"type": "int"})
     np.testing.assert_array_equal(read(folder, INT8), NUMBERS)
@@ -122,9 +123,9 @@ def test_the_log_says_once_what_becomes_of_scales(folder: Path, plain: Path, cap
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale"))
     read(folder)
     assert caplog.messages == [
-        "Keys and values are stored in fp8_e4m3 at a scale of 1: the checkpoint brings no scales",
-        "The checkpoint's scales of keys and values are not used: the cache is not of 8 bits",
-        "Keys and values are stored in fp8_e4m3 by the checkpoint's scales",
+        "Keys and values are stored in fp8_e4m3 with a scale of 1: the checkpoint has no scales",
+        "The checkpoint's KV scales are not used: the KV cache is not 8-bit",
+        "Keys and values are stored in fp8_e4m3 with the checkpoint's scales",
     ]
 
 

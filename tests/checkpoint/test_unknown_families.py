@@ -31,6 +31,8 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
         ("bert", "BertForMaskedLM", ["type_vocab_size 2 (an encoder)"]),
         ("t5", "T5ForConditionalGeneration", ["is_encoder_decoder True (an encoder beside the decoder)"]),
         ("whisper", "WhisperForConditionalGeneration", ["num_mel_bins 80 (audio)", " and 12 more"]),
+        ("apertus", "ApertusForCausalLM", ["hidden_act 'xielu'"]),
+        ("vaultgemma", "VaultGemmaForCausalLM", ["all its fields are those of supported families, so the difference"]),
         ("jamba", "JambaForCausalLM", ["num_experts 16 (a mixture of experts)", "mamba_dt_rank 256"]),
         ("qwen3_next", "Qwen3NextForCausalLM", ["num_experts 512 (a mixture of experts)"]),
         ("starcoder2", "Starcoder2ForCausalLM", ["norm_epsilon 1e-05 (norms of another kind)"]),

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, Field
 
 from sglang_jax.cli.main import run
-from sglang_jax.cli.options import flag_name, options_of
+from sglang_jax.cli.options import fields_as_flags, flag_name, options_of
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import CompilePass, EngineConfig, ServerConfig
 from sglang_jax.errors import CheckpointError, ConfigError, RequestError
@@ -148,11 +148,13 @@ def test_a_flag_sets_its_field_alone(field: str) -> None:
 
 def test_help_shows_description_default_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(serve, "serve", ["--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # lines are broken at hyphens too
     for field in ServerConfig.model_fields.values():
-        assert " ".join((field.description or "").split()) in text
+        assert fields_as_flags(field.description or "", ServerConfig) in text
     assert "[auto|bfloat16|float16|float32]" in text
-    assert "tokens per KV page [default: 16]" in text
+    assert "tokens per KV cache page, a power of two [default: 16]" in text
+    assert "default: from --mamba-full-memory-ratio" in text
+    assert not [name for name in ServerConfig.model_fields if "_" in name and name in text]
     assert "--disable-radix-cache, --no-enable-prefix-caching disable the prefix cache" in text
 
 

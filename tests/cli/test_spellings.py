@@ -116,8 +116,9 @@ def test_what_is_not_implemented_says_so_by_flag_file_and_keyword(
 
 @pytest.mark.parametrize("name", NEEDLESS)
 def test_what_is_so_anyway_is_accepted_with_a_note(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    assert parse(flag_name(name)) == ServerConfig()
-    assert capsys.readouterr().err == f"{flag_name(name)} changes nothing: {NEEDLESS[name].note}\n"
+    value = ["auto"] if NEEDLESS[name].takes_value else []
+    assert parse(flag_name(name), *value) == ServerConfig()
+    assert capsys.readouterr().err == f"{flag_name(name)} has no effect: {NEEDLESS[name].note}\n"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_a_misspelt_flag_is_not_answered_by_what_is_not_implemented(capsys: pyte
 
 
 def test_names_that_share_some_letters_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--nccl-port", "--show-time-cost", "--numa-node"):
+    for flag in ("--gc-threshold", "--show-time-cost", "--numa-node"):
         assert refusal(capsys, flag, "2") == f"Error: No such option '{flag}'.\n"
     for flag, near in (("--prot", "--port"), ("--log-lvl", "--log-level"), ("--context-len", "--context-length")):
         assert f"Did you mean '{near}'?" in refusal(capsys, flag, "2")
@@ -174,7 +175,7 @@ def test_a_field_of_a_request_is_not_answered_by_a_flag_that_looks_like_it(
     capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
     message = refusal(capsys, flag, "5")
-    assert message.endswith(" is of a request, not of this command: give it to each, or to generate and chat\n")
+    assert message.endswith(" is a sampling parameter: set it in requests, or pass it to generate or chat\n")
 
 
 @pytest.mark.parametrize(
@@ -252,9 +253,9 @@ def test_what_is_elsewhere_says_where(name: str, instead: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 3}, r"^max_tokens is of a request, .*SamplingParams\(max_new_tokens=\.\.\.\)\)$"),
-        ({"temperature": 3}, r"^temperature is of a request"),
-        ({"port": 3}, "^port is an option of the server, and Engine starts none$"),
+        ({"max_tokens": 3}, r"^max_tokens is a sampling parameter, .*SamplingParams\(max_new_tokens=\.\.\.\)\)$"),
+        ({"temperature": 3}, r"^temperature is a sampling parameter"),
+        ({"port": 3}, "^port is a server option, and Engine starts no server$"),
         ({"page_size": 12}, "^page_size must be a power of two, got 12$"),
         ({"tp_size": "two"}, "^tp_size: input should be a valid integer, .*, got 'two'$"),
         ({"zzz": 1}, "^there is no option 'zzz'$"),
@@ -281,7 +282,7 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
     for field, aliases in ALIASES.items():
         names = [*map(flag_name, aliases), *([SHORT_FLAGS[field]] if field in SHORT_FLAGS else [])]
         assert [", ".join(f"`{name}`" for name in names), f"`{flag_name(field)}`"] in rows
-    for heading, table in (("change nothing", NEEDLESS), ("are refused", REFUSED)):
+    for heading, table in (("have no effect", NEEDLESS), ("are refused", REFUSED)):
         section = page.partition(f"## Flags that {heading}\n")[2].partition("\n## ")[0]
         told = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*) \|$", section, re.MULTILINE))
         assert told == {flag_name(name): other.note for name, other in table.items()}
@@ -293,6 +294,40 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
     flags = {row[0].strip("`") for row in rows if row[0].startswith("`--") and row[0].count("`") == 2}
     known = {flag_name(name) for name in (*NEEDLESS, *REFUSED, *ServerConfig.model_fields)}
     assert flags <= known | {flag_name(alias) for alias, _ in OTHER_NAMES}
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["complete"], ["generate"]),
+        (["launch_server"], ["serve"]),
+        (["run-batch"], ["batch"]),
+        (["bench", "serve"], ["bench", "serving"]),
+        (["bench", "throughput"], ["bench", "offline"]),
+    ],
+)
+def test_commands_have_other_names(capsys: pytest.CaptureFixture[str], words: list[str], command: list[str]) -> None:
+    assert run(cli, "sglang-jax", [*words, "--help"]) == 0
+    told = capsys.readouterr().out.partition("\n")[2]
+    assert run(cli, "sglang-jax", [*command, "--help"]) == 0
+    assert told == capsys.readouterr().out.partition("\n")[2]
+
+
+def test_serve_is_no_command_of_bench_for_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "sglang-jax", ["serving", "--help"]) == 2
+    assert "Did you mean 'serve'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name"), [(["-q", "awq"], "--quantization"), (["-O3"], "--compilation-config"), (["-pp", "2"], "--pp")]
+)
+def test_short_flags_of_others_are_explained(capsys: pytest.CaptureFixture[str], words: list[str], name: str) -> None:
+    assert refusal(capsys, *words) == f"Error: {name} is {REFUSED[name.strip('-').replace('-', '_')].note}\n"
+
+
+def test_a_limit_says_what_must_be(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "--chunked-prefill-size", "-1")
+    assert message == "Error: --chunked-prefill-size must be greater than or equal to 1, got -1\n"
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in cli.commands), ["bench", "offline"]])

@@ -93,8 +93,8 @@ def test_outputs_are_the_same_with_guesses_of_another_model(
     ("changes", "words"),
     [
         ({}, "vocabulary of 400 tokens.*model_path .* one of 384.*same vocabulary"),
-        ({"speculative_algorithm": SpeculativeAlgorithm.NGRAM}, "does nothing with speculative_algorithm ngram"),
-        ({"speculative_draft_model_path": None}, "say which model guesses, by --speculative-draft-model-path"),
+        ({"speculative_algorithm": SpeculativeAlgorithm.NGRAM}, "has no effect with speculative_algorithm ngram"),
+        ({"speculative_draft_model_path": None}, "needs a draft model: give --speculative-draft-model-path"),
     ],
 )
 def test_a_draft_model_that_cannot_guess_is_refused(

@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
 import zmq
 
+from sglang_jax.engine import channel
 from sglang_jax.engine.channel import ClientChannel, CoreChannel, Published
 from sglang_jax.errors import EngineDeadError
 from sglang_jax.sampling.params import SamplingParams
@@ -148,6 +149,33 @@ async def test_messages_both_ways_at_once_are_all_noticed(ends: tuple[ClientChan
     await asyncio.wait_for(until(replies, count + 1), 20)
     thread.join()
     assert [reply.call for reply in replies if isinstance(reply, Reply)] == list(range(-1, count))
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [(0.0, [4, 6]), (channel.TURN_SECONDS, [2, 4, 6])])
+async def test_what_takes_long_to_take_in_is_taken_in_several_turns(
+    ends: tuple[ClientChannel, CoreChannel], monkeypatch: pytest.MonkeyPatch, seconds: float, taken: list[int]
+) -> None:
+    """Eight messages of ten thousand logprobs each kept the event loop from turning for half a second."""
+    client, core = ends
+    now, got, turns = [0.0], list[Published](), list[int]()
+
+    def take(message: Published) -> None:
+        got.append(message)
+        now[0] += 0.6 * seconds
+
+    monkeypatch.setattr(channel, "MESSAGES_PER_TURN", 4)
+    for call in range(6):
+        core.send(Reply(call, True))
+    await client.receive_one()
+    core.send(Reply(6, True))
+    await asyncio.sleep(0.05)  # all of them have arrived
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    client.start(take)
+    while len(got) < 6:
+        await asyncio.sleep(0)
+        if got and turns[-1:] != [len(got)]:
+            turns.append(len(got))
+    assert turns == taken
 
 
 async def test_waiting_costs_no_processor_time(ends: tuple[ClientChannel, CoreChannel]) -> None:

@@ -56,7 +56,7 @@ def many(outputs: GenerateOutput | list[GenerateOutput]) -> list[GenerateOutput]
 @pytest.mark.parametrize(
     ("prompt", "request_fields", "error", "message"),
     [
-        (3, {}, ParameterError, r"prompts must be a text, .*, got int; conversations go through batch"),
+        (3, {}, ParameterError, r"prompts must be a text, .*, got int; conversations go to chat\(messages\)"),
         ({"role": "user"}, {}, ParameterError, "got dict"),
         (b"hi", {}, ParameterError, "got bytes"),
         ("hi", {"streem": True}, TypeError, "there is no argument 'streem'; there are return_logprob, .*priority"),
@@ -72,14 +72,14 @@ def test_arguments_that_there_are_not(
 
 
 def wait_for_idle(engine: Engine) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while engine.state()["running"] and time.monotonic() < end:
         time.sleep(0.01)
     assert engine.state()["running"] == 0
 
 
 def assert_threads_end(before: set[threading.Thread]) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while set(threading.enumerate()) - before and time.monotonic() < end:
         time.sleep(0.01)
     assert set(threading.enumerate()) <= before
@@ -89,6 +89,17 @@ def test_one_prompt(engine: Engine) -> None:
     assert one(engine.generate("héllo")).text == "héllo"
     assert one(engine.generate([97, 98])).text == "ab"
     assert one(engine.generate("abc", {"max_new_tokens": 2})).text == "ab"
+
+
+def test_a_conversation(engine: Engine) -> None:
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    text = engine.tokenizer.render_chat(messages)
+    assert one(engine.chat(messages)).text == text
+    assert one(engine.chat(messages, {"max_new_tokens": 4})).text == text[:4]
+    assert "".join(output.delta_text for output in engine.chat(messages, stream=True)) == text
+    assert [output.text for output in many(engine.chat(messages, SamplingParams(n=2)))] == [text] * 2
+    with pytest.raises(ParameterError, match="messages must be a list"):
+        engine.chat("hi")  # type: ignore[call-overload]
 
 
 def test_lists_come_back_in_order(engine: Engine) -> None:

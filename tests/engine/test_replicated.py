@@ -183,7 +183,7 @@ async def test_a_full_queue_sends_the_request_on(two: ToldReplicas, client: Asyn
     two.engine(0).answer(only(two.engine(0)), error=QueueFullError("8 requests wait"))
     await until(lambda: bool(two.engine(1).asked))
     two.engine(1).answer(only(two.engine(1)), error=QueueFullError("8 requests wait"))
-    with pytest.raises(QueueFullError, match="the queues of all replicas that serve are full"):
+    with pytest.raises(QueueFullError, match="the queues of all serving replicas are full"):
         await request
 
 
@@ -291,7 +291,7 @@ async def test_drain_of_one_replica_that_is_all_there_is() -> None:
     drain = asyncio.create_task(client.drain())
     await until(lambda: one.replicas[0].state is ReplicaState.STARTING)
     one.router._draining = False
-    with pytest.raises(ParameterError, match="replica 0 is starting; only replicas that serve are drained"):
+    with pytest.raises(ParameterError, match="replica 0 is starting; only serving replicas can be drained"):
         await client.drain(0)
     waiting = ask(client)
     await until(lambda: one.router.num_waiting == 1)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.engine_fakes import load_fake_model, load_tokenizer
@@ -88,11 +89,21 @@ async def test_the_watchdog_barks_once_and_after_the_timeout() -> None:
         await asyncio.sleep(0.01)
     assert not barks
     last = time.monotonic() - begin
-    await asyncio.sleep(0.6)
+    await some_of(barks)
+    await asyncio.sleep(0.3)
     ((when, what),) = barks
     assert when - last >= 0.15  # from the look after the last step on
-    assert what == "it has made no step for 0 s while there was work to do (step 29 was launched 0 s ago)"
+    said = r"it has made no step for \d+ s while there was work to do \(step 29 was launched \d+ s ago\)"
+    assert re.fullmatch(said, what)
     watchdog.stop()
+
+
+async def some_of(found: list[Any]) -> None:
+    """Waits until there is something, however busy the machine is."""
+    for _ in range(3000):
+        if found:
+            return
+        await asyncio.sleep(0.01)
 
 
 async def test_what_is_known_of_the_ranks_is_said() -> None:
@@ -109,9 +120,11 @@ async def test_what_is_known_of_the_ranks_is_said() -> None:
     assert one.at == one.heard > first[0].heard
     assert (other.at, other.heard > first[1].heard) == (first[1].at, True)
     watchdog = Watchdog(pulse, 0.2, lambda: True, barks.append)
-    await asyncio.sleep(0.5)
+    await some_of(barks)
     watchdog.stop()
-    assert "; rank 1 launched its step 30 0 s ago, and was heard of 0 s ago; rank 2 launched its step 28 " in barks[0]
+    assert re.search(
+        r"; rank 1 launched its step 30 \d+ s ago, and was heard of \d+ s ago; rank 2 launched its step 28 ", barks[0]
+    )
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -240,7 +241,7 @@ DEEP = "start: r0\n" + "\n".join(f'r{i}: "a" | "b" r{(i + 1) % 4000}' for i in r
 @pytest.mark.slow
 def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_not() -> None:
     sandbox = Sandbox({}, seconds=20.0)
-    with pytest.raises(GrammarError, match="nested deeper"):
+    with pytest.raises(GrammarError, match="nested too deeply"):
         sandbox.try_out(Grammar(GrammarKind.EBNF, DEEP, "ebnf"))
     assert "start:" in sandbox.try_out(choice_grammar(["a", "b"]))
     sandbox.close()
@@ -362,6 +363,58 @@ def test_what_says_nothing_of_a_grammar_is_not_remembered(backend: LlguidanceBac
     settle(compiler, second)
     assert second.grammar is not None
     assert compiler.start(Grammar(GrammarKind.REGEX, "ab", "regex")) is second
+    compiler.close()
+
+
+class Held(Quick):
+    """A sandbox that begins when it is told to."""
+
+    def __init__(self, tried: list[str]) -> None:
+        self.begin = threading.Semaphore(0)
+        self._tried = tried
+
+    def try_out(self, grammar: Grammar) -> str:
+        assert self.begin.acquire(timeout=20)
+        self._tried.append(grammar.text)
+        return super().try_out(grammar)
+
+
+def test_who_brings_many_slow_grammars_keeps_nobody_else_from_theirs(backend: LlguidanceBackend) -> None:
+    tried: list[str] = []
+    held, now = Held(tried), [0.0]
+    compiler = GrammarCompiler(backend, trier=lambda: held, threads=1, clock=lambda: now[0])
+    many = [compiler.start(Grammar(GrammarKind.REGEX, f"slow{number}", "regex"), "many") for number in range(4)]
+    while many[0].begun is None:
+        time.sleep(0.001)
+    few = [compiler.start(Grammar(GrammarKind.REGEX, f"quick{number}", "regex"), "few") for number in range(2)]
+    now[0] = 10.0  # for so long the first one has taken up the thread
+    held.begin.release(6)
+    for compilation in (*many, *few):
+        settle(compiler, compilation)
+    assert tried == ["slow0", "quick0", "quick1", "slow1", "slow2", "slow3"]
+    compiler.close()
+
+
+def test_what_nobody_waits_for_is_not_compiled(backend: LlguidanceBackend) -> None:
+    """Clients that left had their grammars compiled all the same, for ten seconds each, before those of others."""
+    tried: list[str] = []
+    held = Held(tried)
+    compiler = GrammarCompiler(backend, trier=lambda: held, threads=1)
+    first, left, shared, last = (
+        compiler.start(Grammar(GrammarKind.REGEX, text, "regex")) for text in ("first", "left", "shared", "last")
+    )
+    assert compiler.start(Grammar(GrammarKind.REGEX, "shared", "regex")) is shared
+    while first.begun is None:
+        time.sleep(0.001)
+    for compilation in (first, left, shared):
+        compiler.leave(compilation)
+    held.begin.release(9)
+    settle(compiler, last)
+    assert tried == ["first", "shared", "last"]
+    again = compiler.start(Grammar(GrammarKind.REGEX, "left", "regex"))
+    assert again is not left
+    settle(compiler, again)
+    assert tried[-1] == "left"
     compiler.close()
 
 

@@ -144,7 +144,7 @@ async def launch_echo(config: ServerConfig) -> AsyncEngineClient:
     return await launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Fails unless the condition comes true in time."""
     pause = threading.Event()
     for _ in range(int(seconds / 0.01)):

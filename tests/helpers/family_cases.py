@@ -25,6 +25,8 @@ class FamilyCase:
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 FAMILIES: dict[str, FamilyCase] = {
+    "gemma": FamilyCase("gemma", 16, {"head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "glm4": FamilyCase("glm4", 4, {"head_dim": 24, "num_attention_heads": 6, "rms_norm_eps": 1e-3}),
     "gemma2": FamilyCase(
         "gemma2",
         16,

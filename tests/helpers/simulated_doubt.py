@@ -10,7 +10,7 @@ from helpers.simulation import FAMILIES, Simulation
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from sglang_jax.mem_cache.group import WindowGroup
+from sglang_jax.mem_cache.group import FullGroup, WindowGroup
 
 
 class DoubtSimulation(Simulation):
@@ -32,9 +32,12 @@ class DoubtSimulation(Simulation):
     def begin_within_what_is_in_doubt(self, family: tuple[int, ...], length: int, short: int) -> None:
         """A node is proven, loses the head of its windows, and is given another by a spoilt step. It is proven again at
         its end, and then divided where one more starts, within what is in doubt."""
-        scheduler = self.bench.scheduler
         prompt = [*family[:length]][: self.bench.context - 3]
-        short = min(short, len(prompt))
+        self._leave_the_head_in_doubt(prompt, min(short, len(prompt)))
+        self._add_one([*prompt[:short], 10])
+
+    def _leave_the_head_in_doubt(self, prompt: list[int], short: int) -> None:
+        scheduler = self.bench.scheduler
         self._alone([*prompt, 7])
         for group in scheduler.cache.groups:
             if isinstance(group, WindowGroup):
@@ -43,7 +46,6 @@ class DoubtSimulation(Simulation):
         self._spoil_a_step()
         scheduler.abort(self.live[-1])
         self._alone([*prompt, 9])
-        self._add_one([*prompt[:short], 10])
 
     def _leave_in_doubt(self, prompt: list[int]) -> None:
         self._add_one(prompt)
@@ -52,3 +54,22 @@ class DoubtSimulation(Simulation):
 
     def _score(self, prompt: list[int]) -> None:
         self.live.append(self.bench.add(prompt, max_new_tokens=3, seed=1, logprob_start=0))
+
+
+class ShortenedSimulation(DoubtSimulation):
+    """See `DoubtSimulation`. What is in doubt may come to be the end of a leaf."""
+
+    @rule(family=st.sampled_from(FAMILIES), length=st.integers(12, 40), short=st.integers(4, 24))
+    def begin_where_a_leaf_was_shortened(self, family: tuple[int, ...], length: int, short: int) -> None:
+        """The node whose head is in doubt loses its end, which was proven, as when others need its pages."""
+        scheduler, prompt = self.bench.scheduler, [*family[:length]][: self.bench.context - 3]
+        for _ in range(24):
+            if scheduler.idle:
+                break
+            self.watch.step()
+        scheduler.flush_cache()
+        self._leave_the_head_in_doubt(prompt, min(short, len(prompt)))
+        for group in scheduler.cache.groups:
+            if isinstance(group, FullGroup):
+                scheduler.cache.tree.evict(group.component, group.component.evictable - group.pages_for(short))
+        self._add_one([*prompt[:short], 10])

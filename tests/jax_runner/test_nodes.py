@@ -185,7 +185,7 @@ def test_a_lost_node_ends_every_other(nodes: Nodes, lost: int) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"attention_backend": "pallas"}, "pallas is for TPU"),
+        ({"attention_backend": "pallas"}, "pallas needs a TPU"),
         ({"max_total_tokens": 10**10}, " 10000000000 needs"),
     ],
     ids=["before the nodes agree on sizes", "after that"],

@@ -9,9 +9,9 @@ import pytest
 
 from sglang_jax.kernels.ragged_paged_attention.pallas import blocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import decode_blocks, prefill_blocks
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks, Groups, Sizes, sizes_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks
-from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, Shape
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape
 from sglang_jax.kernels.ragged_paged_attention.pallas.table import (
     Entry,
     Phase,
@@ -92,3 +92,25 @@ def test_heads_that_have_the_same_pages_share_an_entry(head_dim: int, stands_for
     shape = Shape.of(Chip.V6E, 8, 2, head_dim, 64, "bfloat16")
     assert shape.head_dim == stands_for
     assert shape == Shape.of(Chip.V6E, 8, 2, stands_for, 64, "bfloat16")
+
+
+def test_short_rows_come_in_groups_where_a_key_is_small() -> None:
+    """Of up to eight rows of 512 keys, of 2 MiB at most; what is computed of a block is the same in batches of one row
+    and of many."""
+
+    def sizes(rows: int, kv_heads: int, keys: int, columns: int = 128, chip: Chip = Chip.V6E) -> Sizes:
+        page_bytes = 64 * kv_heads * 2 * 128 * 2
+        return sizes_of(DecodeBlocks(rows, keys // 64), 64, page_bytes, columns, VMEM_LIMITS[chip])
+
+    assert sizes(16, 1, 2048) == Sizes((32, 16, 8), Groups(8, 8), 64, 8)
+    assert sizes(16, 2, 1024) == Sizes((16, 8), Groups(4, 8), 32, 8)
+    assert sizes(16, 8, 1024) == Sizes((16, 8, 4), Groups(1, 4), 16, 4)
+    assert sizes(4, 1, 2048).groups == Groups(4, 8)
+    for kv_heads, keys in ((1, 2048), (2, 1024), (8, 1024)):
+        assert sizes(1, kv_heads, keys).computed == sizes(16, kv_heads, keys).computed
+        assert sizes(1, kv_heads, keys).groups.rows == 1
+    # Page numbers of groups lie in half of the scalar memory, buffers in the vector memory.
+    assert sizes(16, 1, 2048, columns=2048).groups.rows == 8
+    assert sizes(16, 1, 2048, columns=2176).groups.rows == 1
+    small = sizes(16, 1, 2048, chip=Chip.V4)
+    assert small.depth * small.pages_per_buffer * 64 * 512 < VMEM_LIMITS[Chip.V4] * 2 / 3

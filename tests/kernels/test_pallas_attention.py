@@ -12,8 +12,8 @@ from helpers.attention_steps import Case, Step, make_step
 from helpers.tpu_interpreter import CopyMode, Interpreted
 
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, ragged_paged_attention
-from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, prefill, shapes
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, decode_sizes, prefill, shapes
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, PrefillBlocks
 
@@ -73,11 +73,58 @@ def test_decode_rows(mode: CopyMode) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_last_block_is_computed_as_far_as_it_has_keys(monkeypatch: pytest.MonkeyPatch, mode: CopyMode) -> None:
     """Blocks of 512 keys, of which 512, 256 or 128 are computed: around each, and behind a whole block."""
-    monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(2, 512 // shape.page_size))
+    monkeypatch.setattr(decode_sizes, "_KEYS_OF_SHORT", 128)
+    monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(1, 512 // shape.page_size))
     case = replace(decode(1, 128, 129, 257, 512, 641), columns=48, kv_heads=1, group=2)
     step = make_step(case, 0)
     attention = Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale, cores=1)
     check(case, mode, attention=attention)
+
+
+def in_pairs(*kv_lens: int) -> Case:
+    return replace(decode(*kv_lens), kv_heads=1, group=2, page_size=64, columns=20)
+
+
+@cache
+def kernel_of_pairs() -> Interpreted:
+    step = make_step(in_pairs(1))
+    return Interpreted(ragged_paged_attention, AttentionImplementation.PALLAS, scale=step.scale, cores=1)
+
+
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
+    """Pairs of rows of up to 512 keys share a block, of which there are three; other blocks are of 1,024 keys."""
+    monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(2, 1024 // shape.page_size))
+    monkeypatch.setattr(decode_sizes, "_LEAST_DEPTH", 3)
+    monkeypatch.setattr(decode_sizes, "_MOST_DEPTH", 3)
+    return kernel_of_pairs()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_short_rows_share_a_block(pairs: Interpreted, mode: CopyMode) -> None:
+    """Behind one another, before and behind long rows; with a row without keys, and with none beside it."""
+    for kv_lens in ((512, 3, 16, 511, 1, 200), (300, 0, 513, 5, 17, 40), (1100, 700, 0, 0, 511), (2, 1, 1025)):
+        check(in_pairs(*kv_lens), mode, attention=pairs)
+
+
+def test_the_last_pages_of_the_last_row_of_a_full_table(monkeypatch: pytest.MonkeyPatch, pairs: Interpreted) -> None:
+    """Behind their numbers there are no others, though as many are read as a short row may have."""
+    monkeypatch.setattr(decode_sizes, "_KEYS_OF_SHORT", 128)
+    case = replace(in_pairs(1, 2, 3, 4, 5, 2048), page_size=16, columns=128, window=70)
+    check(case, CopyMode.EAGER, attention=pairs)
+
+
+def test_a_row_is_the_same_in_a_group_and_by_itself(pairs: Interpreted) -> None:
+    """The same bits beside a short row, a long one, and one whose keys are NaN."""
+    step = make_step(in_pairs(300, 700, 12, 512, 5))
+    beside_long, _ = attend(step, CopyMode.ON_WAIT, pairs)
+    batch = replace(step.batch, kv_lens=np.array([300, 20, 12, 512, 5, 0], np.int32))
+    beside_short, _ = attend(replace(step, batch=batch), CopyMode.ON_WAIT, pairs)
+    poisoned = step.kv_pages.at[step.batch.page_table[1, 0]].set(np.nan).at[step.batch.page_table[2, 0]].set(np.nan)
+    beside_poison, _ = attend(replace(step, batch=batch, kv_pages=poisoned), CopyMode.ON_WAIT, pairs)
+    assert np.isnan(beside_poison[1:3]).all()
+    for other in (beside_short, beside_poison):
+        np.testing.assert_array_equal(other[[0, 3, 4]], beside_long[[0, 3, 4]])
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sglang_jax.kernels.kv_storage import from_storage
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.ragged_paged_attention.pallas import blocks, prefill
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks
 from sglang_jax.layers.attention import write_and_attend
 from sglang_jax.layers.sharding import KV_AXES, make_mesh, named_sharding

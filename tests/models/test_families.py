@@ -22,7 +22,13 @@ def _load(folder: Path, page_size: int, columns: int) -> PagedModel:
     return PagedModel(folder, page_size=page_size, columns=columns)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+_ALSO = {"gemma"}
+"""Families of kinds that others have as well; the torch backend's tests have them too."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in _ALSO else []) for name in FAMILIES]
+)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     check_family(FAMILIES[name], tmp_path, _load)
 

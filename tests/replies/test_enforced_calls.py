@@ -317,7 +317,7 @@ def test_tools_without_a_schema_that_is_enforced_take_any_arguments(backend: Llg
     walker = one_by_one(backend, trial, Tool("f", {"$ref": "#/$defs/A", "$defs": {"A": inner}}, strict=True))
     assert walker.takes(spelt_out(("q", "1")))
     assert not walker.takes(spelt_out())
-    with pytest.raises(ParameterError, match="anyOf at its top"):
+    with pytest.raises(ParameterError, match="anyOf at the top level"):
         one_by_one(backend, trial, Tool("f", {"anyOf": [inner]}, strict=True))
 
 
@@ -340,7 +340,7 @@ def test_arguments_are_named_as_their_schema_names_them(backend: LlguidanceBacke
     assert not walker.takes(spelt_out((" a ", "1"), ("", "2")))
     [[_, arguments]] = read(ONE_BY_ONE, raw, live=True, tools=(tool,))[2]
     assert json.loads(arguments) == {" a ": 1, "": 2, "b": "c"}
-    with pytest.raises(ParameterError, match="cannot name"):
+    with pytest.raises(ParameterError, match="call format cannot express"):
         one_by_one(backend, trial, Tool("f", {"type": "object", "properties": {"k" * 129: integer}}))
 
 
@@ -427,7 +427,7 @@ def test_a_format_beside_tools(backend: LlguidanceBackend, trial: Trial) -> None
         assert walker.takes(form.written.begin.replace("{name}", "now") + "{}" + form.written.end)
         assert not walker.takes("ok")
     llama = CALLS[ToolCallParser.LLAMA3]
-    with pytest.raises(ParameterError, match="could be taken for one"):
+    with pytest.raises(ParameterError, match="could be mistaken for a call"):
         calls_format(llama, llama.enforced(""), (NOW,), required=False, parallel=True, answer=answer)
 
 

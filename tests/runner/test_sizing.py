@@ -110,7 +110,10 @@ def test_where_all_layers_have_windows_the_context_may_be_longer_than_the_pool()
 @pytest.mark.parametrize(
     ("memory", "why"),
     [
-        (Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.WINDOW, 4096),)), "no layer sees all tokens"),
+        (
+            Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.WINDOW, 4096),)),
+            "all layers have sliding windows",
+        ),
         (TPU, "no layer of the model has a sliding window"),
         (Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.STATE),)), "no layer of the model has a sliding"),
     ],
@@ -120,7 +123,7 @@ def test_a_ratio_that_does_nothing_is_told(memory: Memory, why: str, caplog: pyt
     choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, GEMMA)
     assert "--swa-full-tokens-ratio" not in caplog.text
     choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, memory)
-    assert f"--swa-full-tokens-ratio 0.5 does nothing: {why}" in caplog.text
+    assert f"--swa-full-tokens-ratio 0.5 has no effect: {why}" in caplog.text
 
 
 def test_all_pools_count_against_memory() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.simulated_conversations import ConversationSimulation
-from helpers.simulated_doubt import DoubtSimulation
+from helpers.simulated_doubt import DoubtSimulation, ShortenedSimulation
 from helpers.simulation import STATE, WITH_STATES, Simulation, Strategy, simulate
 from hypothesis import strategies as st
 
@@ -534,6 +534,19 @@ def prove_what_is_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WindowKV, "split", split_and_prove)
 
 
+def prove_the_head_of_what_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leaf that loses its end, which was proven, has as many proven pages as before."""
+    trim = WindowKV.trim
+
+    def trim_and_prove(self: WindowKV, node: Node, pages: int) -> bool:
+        proven = self.held(node).proven
+        serves = trim(self, node, pages)
+        self.held(node).proven = min(proven, len(self.held(node).pages))
+        return serves
+
+    monkeypatch.setattr(WindowKV, "trim", trim_and_prove)
+
+
 def prove_the_copy_that_was_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first sample of a row that was pointed at somebody else's copy as it was launched proves that copy."""
     prove = Trust.prove
@@ -585,6 +598,7 @@ WINDOW_FAULTS = [
     retire_in_one_group_alone,
     prove_what_no_sample_read,
     prove_what_is_split_off,
+    prove_the_head_of_what_is_shortened,
 ]
 
 FAULTS = [
@@ -688,6 +702,8 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     doubt_no_window: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
     prove_what_no_sample_read: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
     prove_what_is_split_off: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5), (3,)]), **ROOM_FOR_ALL},
+    prove_the_head_of_what_is_shortened: NO_SHORTAGE
+    | {"groups": st.sampled_from([(None, 5), (None, 7)]), **ROOM_FOR_ALL},
     prove_the_copy_that_was_not_read: NO_SHORTAGE,
     # The tail is whole pages, so that the tree takes it, and one who goes on from it is soon there.
     insert_the_uncommitted_tail: NO_SHORTAGE | {"page_size": st.just(1), **ROOM_FOR_ALL},
@@ -731,6 +747,7 @@ KINDS: dict[Callable[[pytest.MonkeyPatch], None], type[Simulation]] = {
     doubt_no_window: DoubtSimulation,
     prove_what_no_sample_read: DoubtSimulation,
     prove_what_is_split_off: DoubtSimulation,
+    prove_the_head_of_what_is_shortened: ShortenedSimulation,
     prove_the_copy_that_was_not_read: DoubtSimulation,
     snapshot_a_page_off: ConversationSimulation,
     keep_a_state_where_drafts_may_end: ConversationSimulation,

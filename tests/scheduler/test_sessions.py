@@ -223,7 +223,7 @@ def test_the_token_that_texts_begin_with_is_left_out_within_a_session() -> None:
         assert bench.channel.output(number) == bench.wanted[number]
         talk.history = [*bench.prompts[number], *bench.wanted[number]]
     number = bench.add([*talk.history, 1], 3, sent=[1], session=SessionTurn("s", "me", "x", None, 1))
-    assert "adds nothing" in refusal(bench, number)[1]
+    assert "adds no tokens" in refusal(bench, number)[1]
 
 
 def told_of(bench: Bench, number: int, begins: int) -> list[tuple[int, float | None]]:

@@ -169,6 +169,18 @@ def test_fields(server: EchoServer, route: str, body: dict[str, Any], param: str
     assert message in error["message"]
 
 
+def test_false_that_would_change_the_prompt_is_not_ignored(server: EchoServer) -> None:
+    user, assistant = ({"role": role, "content": "hi"} for role in ("user", "assistant"))
+    chat: dict[str, Any] = {"messages": [user], "add_generation_prompt": False, "max_tokens": 4}
+    assert error_of(server, "/v1/chat/completions", json.dumps(chat), 400)["param"] == "add_generation_prompt"
+    continued = {**chat, "messages": [user, assistant], "continue_final_message": True}
+    for body in ({**chat, "add_generation_prompt": True}, {**chat, "add_generation_prompt": None}, continued):
+        assert server.http.post("/v1/chat/completions", json=body).status_code == 200, body
+    text = {"prompt": "a", "add_special_tokens": False}
+    assert error_of(server, "/v1/completions", json.dumps(text), 400)["param"] == "add_special_tokens"
+    assert server.http.post("/v1/completions", json={**text, "add_special_tokens": True}).status_code == 200
+
+
 def test_codes_that_clients_look_for(server: EchoServer) -> None:
     too_long = error_of(server, "/v1/completions", json.dumps({"prompt": "a" * 5000}), 400)
     assert too_long["code"] == "context_length_exceeded"

@@ -96,7 +96,7 @@ def test_a_head_that_trickles_ends_its_connection(strict: EchoServer) -> None:
     assert time.monotonic() - begin < 10
 
 
-def test_a_head_is_parsed_once_it_is_whole(strict: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_parsed_once_it_is_whole(patient: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line at a time, h11 looked at each: two hundred such clients took most of a core."""
     given: list[int] = []
     receive = h11.Connection.receive_data
@@ -107,7 +107,7 @@ def test_a_head_is_parsed_once_it_is_whole(strict: EchoServer, monkeypatch: pyte
 
     monkeypatch.setattr(h11.Connection, "receive_data", noted)
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20 + b"\r"
-    with connect(strict) as connection:
+    with connect(patient) as connection:
         for _ in range(2):  # on a connection that is kept as well
             for place in range(0, len(head), 9):
                 connection.sendall(head[place : place + 9])
@@ -116,21 +116,23 @@ def test_a_head_is_parsed_once_it_is_whole(strict: EchoServer, monkeypatch: pyte
             connection.sendall(b"\n")
             answer = b""
             while not answer.endswith(b"}"):
-                answer += connection.recv(65536)
+                more = connection.recv(65536)
+                assert more, answer
+                answer += more
             assert answer.startswith(b"HTTP/1.1 200")
             assert given == [len(head) + 1]
             given.clear()
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_a_request_behind_another_may_be_cut_anywhere(strict: EchoServer, cut: int) -> None:
+def test_a_request_behind_another_may_be_cut_anywhere(patient: EchoServer, cut: int) -> None:
     first = (
         b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 13\r\n\r\n"
     )
     first += b'{"text": "a"}'
     second = b"GET /health HTTP/1.1\nHost: localhost\nConnection: close\n\n" if cut % 2 else healthy_request()
     sent = first + second
-    with connect(strict) as connection:
+    with connect(patient) as connection:
         connection.sendall(sent[: -cut * 7])
         time.sleep(0.05)
         connection.sendall(sent[-cut * 7 :])
@@ -173,6 +175,7 @@ def test_connections_at_work_are_not_closed_for_new_ones() -> None:
         working = [server.send("/generate", {"text": "a" * 100, "stream": True}) for _ in range(3)]
         wait_for(lambda: server.running() == 3)
         with connect(server) as refused:
+            refused.sendall(post_bytes("/generate", {"text": "a"}))
             answer = rest_of(refused)
         assert answer.startswith(b"HTTP/1.1 503")
         assert b"too_many_connections" in answer
@@ -236,7 +239,7 @@ def test_of_long_answers_that_nobody_reads_one_is_held(
             more = second.recv(65536)
             assert more
             received += len(more)
-    assert caplog.text.count("An answer was cut off") == 1
+    assert caplog.text.count("MiB of responses are waiting to be read") == 1
 
 
 @pytest.mark.parametrize(("size", "end"), [(MAX_HEAD_BYTES + SLICE, b""), (MAX_HEAD_BYTES + 1, b"\r\n\r\n")])

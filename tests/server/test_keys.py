@@ -99,7 +99,7 @@ class TestWhereKeysComeFrom:
     ) -> None:
         assert run_command(serve, "serve", [flag, key]) == 2
         error = capsys.readouterr().err
-        assert ("is empty, which would let everybody in" if not key else "holds spaces or control") in error
+        assert ("is empty, which would let everyone in" if not key else "holds spaces or control") in error
         assert "two words" not in error
 
     def test_an_empty_file_or_variable_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,9 @@ from helpers.engine_fakes import CACHED_TOKENS, EOS
 from helpers.stepped_core import Steps, load_stepped
 
 from sglang_jax.engine.types import GenerateInput
+from sglang_jax.server.native import RepeatedAnswer
 from sglang_jax.server.remote_format import request_body
+from sglang_jax.server.streaming import RESPONSE_SLICE, event
 
 
 def generate(server: EchoServer, **body: Any) -> Any:
@@ -186,3 +189,26 @@ def test_special_tokens_that_mark_something_are_shown(server: EchoServer) -> Non
     assert asked["marker_token_ids"] == [258]
     shown = server.http.post("/generate", json={**body, "marker_token_ids": asked["marker_token_ids"]}).json()
     assert (shown["text"], shown["meta_info"]["finish_reason"]["matched"]) == ("A<258>B", "C")
+
+
+def test_what_a_stream_repeats_is_copied_a_slice_at_a_time() -> None:
+    """Four copies of a megabyte waited with each event that a client was slow to read."""
+    text, ids, top = 'a"\0', [1, 2], [[[-0.5, 7, None]] * 20] * 300
+    repeated = RepeatedAnswer()
+    for count in range(1, 9):
+        data = event(repeated.add({"text": text, "output_ids": ids, "meta_info": {"id": "\0x", "top": top}}))
+        tracemalloc.start()
+        longest = max(map(len, repeated.pieces(data)))
+        held = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        received = b"".join(repeated.pieces(data))
+        meta = {"id": "\0x", "top": top * count}
+        answer = json.loads(received.removeprefix(b"data: "))
+        assert answer == {"text": text * count, "output_ids": ids * count, "meta_info": meta}
+        assert longest <= RESPONSE_SLICE
+        assert held < 3 * RESPONSE_SLICE
+    assert len(received) > 5 * RESPONSE_SLICE
+    short = RepeatedAnswer()
+    assert list(short.pieces(event(short.add({"text": text, "output_ids": ids, "meta_info": {}})))) == [
+        b'data: {"text":"a\\"\\u0000","output_ids":[1,2],"meta_info":{}}\n\n'
+    ]

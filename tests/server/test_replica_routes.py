@@ -159,7 +159,7 @@ def test_loads_of_a_server_without_replicas(server: EchoServer) -> None:
     assert server.http.post("/generate", json={"text": "a", "routing_key": "k"}).json()["text"] == "a"
     refused = server.http.post("/drain_replica", json={})
     assert refused.status_code == 400
-    assert "dp_size must be 2 or more" in refused.json()["error"]["message"]
+    assert "needs dp_size 2 or more" in refused.json()["error"]["message"]
     assert "dp_rank" not in server.http.get("/metrics").text
 
 

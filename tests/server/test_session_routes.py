@@ -280,8 +280,11 @@ def test_a_session_goes_on_behind_a_stop_string(server: EchoServer) -> None:
 
 
 def test_sessions_time_out_while_the_engine_sleeps(server: EchoServer) -> None:
-    session = opened(server, timeout=0.2)
-    assert turn(server, session, "ab").status_code == 200
+    for _ in range(50):  # on a busy machine it may have timed out before its first turn comes
+        session = opened(server, timeout=0.2)
+        if (status := turn(server, session, "ab").status_code) != 404:
+            break
+    assert status == 200
 
     def is_gone() -> bool:
         loads = server.http.get("/metrics", headers={"Authorization": "Bearer eve's"})

@@ -18,6 +18,7 @@ from helpers.scripted_core import ScriptedCore
 from helpers.whole_outputs import collect
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.types import Message
 
 import sglang_jax
 from sglang_jax.config import ServerConfig
@@ -26,6 +27,7 @@ from sglang_jax.sampling import SamplingParams
 from sglang_jax.scheduler.messages import Finished, NewRequest, Started, StepOutputs
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.context import ServerContext
+from sglang_jax.server.streaming import DONE, RESPONSE_SLICE, EventStream
 
 PROMPT = "pq"
 TOP = 2
@@ -382,3 +384,25 @@ def test_a_token_passes_two_generators_between_the_wire_and_the_reply(path: str,
 
     asyncio.run(run())
     assert sorted(seen) == ["AsyncEngineClient.generate", "_events"]
+
+
+async def test_a_long_event_is_given_to_its_connection_a_slice_at_a_time() -> None:
+    """Whole it was copied by the connection, and waited there for its client: megabytes of a stream that repeats."""
+    long, bodies = b"x" * (3 * RESPONSE_SLICE + 5), list[bytes]()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield long
+        yield b"y"
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            bodies.append(message["body"])
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await EventStream(b"first", events())({"type": "http"}, receive, send)
+    assert b"".join(bodies) == b"first" + long + b"y" + DONE
+    assert max(map(len, bodies)) == RESPONSE_SLICE
+    assert len(bodies) == 7

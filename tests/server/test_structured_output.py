@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -167,15 +166,14 @@ def test_a_bomb_is_refused_and_delays_nobody(server: EchoServer) -> None:
     threads = [threading.Thread(target=bring, args=({field: text},)) for field, text in BOMBS.items()]
     for thread in threads:
         thread.start()
-    slowest = 0.0
+    answered = 0
     while any(thread.is_alive() for thread in threads):
-        begin = time.monotonic()
         assert native(server, "hi", max_new_tokens=4)["meta_info"]["completion_tokens"] == 4
-        slowest = max(slowest, time.monotonic() - begin)
+        answered += 1
     for response in refused:
         assert response.status_code == 400, response.text
         assert response.json()["error"]["code"] == "invalid_grammar"
-    assert slowest < 5
+    assert answered > len(BOMBS)  # whoever waited for one at a time would be answered as often as one ends
     assert native(server, "hi", regex="ab")["text"] == "ab"
 
 

@@ -274,6 +274,9 @@ class TestKernels:
     def test_what_does_not_run_there_is_refused(
         self, wanted: AttentionBackend, device: torch.device, known: str
     ) -> None:
-        message = f"attention_backend {wanted} is none of the Torch backend's on {device.type}: choose {known}, or auto"
+        message = (
+            f"attention_backend {wanted} is not available in the torch backend on {device.type}: "
+            f"choose {known}, or auto"
+        )
         with pytest.raises(ConfigError, match=message):
             choose(wanted, device)

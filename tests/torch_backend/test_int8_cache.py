@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype
 from sglang_jax.errors import CheckpointError, ConfigError
-from sglang_jax.runner.calibration import LENGTH, ROWS, calibration_tokens
+from sglang_jax.runner.kv_scales import LENGTH, ROWS, calibration_tokens
 from sglang_jax.runner.plan import PromptLogprobs
 from torch_backend import create_runner, loading
 from torch_backend.key_means import calibration_batch
@@ -138,7 +138,7 @@ def test_scales_of_the_checkpoint_are_told_to_be_unused(folder: Path, caplog: py
     with caplog.at_level(logging.INFO):
         config = options(folder, **INT8)
         create_runner(config, open_checkpoint(config.model_path, config.load_format, seed=0)).close()
-    assert any("a scale of its own" in message for message in caplog.messages)
+    assert any("with one scale per token" in message for message in caplog.messages)
 
 
 def test_means_of_the_checkpoint_take_the_place_of_calibrated_ones(

@@ -145,8 +145,14 @@ def test_a_float8_cache_takes_a_quarter_of_the_memory(folder: Path) -> None:
         ({"device": Device.TPU}, "device tpu was asked for, and the torch backend runs on cuda or cpu"),
         ({"device": Device.CUDA}, "device cuda was asked for, but torch .* sees no CUDA GPU"),
         ({"max_total_tokens": 10**10}, "max_total_tokens 10000000000 needs"),
-        ({"attention_backend": AttentionBackend.TRITON}, "attention_backend triton is none of the Torch backend's on"),
-        ({"attention_backend": AttentionBackend.XLA}, "attention_backend xla is none of the Torch backend's on cpu"),
+        (
+            {"attention_backend": AttentionBackend.TRITON},
+            "attention_backend triton is not available in the torch backend on",
+        ),
+        (
+            {"attention_backend": AttentionBackend.XLA},
+            "attention_backend xla is not available in the torch backend on cpu",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -43,7 +43,7 @@ from tpu.worker import prepare_compiler
 folder = Path(tempfile.mkdtemp())
 dumps = prepare_compiler(folder)
 from sglang_jax.kernels.ragged_paged_attention import pallas
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
 from tpu.compiling import compile_all
 
 def compile_here(request):
@@ -161,8 +161,13 @@ def test_a_model_on_four_chips(model: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     slice_ = ("--topology", "v6e:2x2", "--tp", "4")
     float8, rows = ("--kv-cache-dtype", "fp8_e4m3"), ("--roofline-context", "1000")
-    answer = check("--model", str(model), *slice_, *float8, "--quick", *rows, *SMALL, figures=figures)
+    kept = ("--write-cache", str(tmp_path / "kept"))
+    answer = check("--model", str(model), *slice_, *float8, "--quick", *rows, *kept, *SMALL, figures=figures)
     assert answer.status == 0, answer.text + answer.error
+    # A step of each kind; a program that is kept has more than its text.
+    programs = [file for file in (tmp_path / "kept").glob("jit_*-cache") if file.stat().st_size > 10_000]
+    assert len(programs) >= 2
+    assert "The compiled programs are kept in" in answer.error
     assert "Decode rows hold 1,000 tokens each" in answer.text
     deployment = answer.figures["deployment"]
     norms = 2 * 5 * 256
@@ -355,4 +360,13 @@ def test_well_known_models(name: str, tp: int, topology: str) -> None:
     answer = check("--model", name, "--topology", slice_, "--tp", str(tp), "--quick", *rows)
     too_large = {("llama-3.1-8b", 1, "v5e"), ("qwen3-32b", 1, "v5e"), ("qwen3-32b", 4, "v5e"), ("qwen3-32b", 1, "v6e")}
     assert answer.verdict.startswith("DOES NOT FIT" if (name, tp, topology) in too_large else "FITS"), answer.text
+    print(answer.text)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tp", [4, 8])
+def test_a_well_known_model_with_windows(tp: int) -> None:
+    answer = check("--model", "gemma-3-27b", "--topology", "v6e:2x4", "--tp", str(tp), "--quick")
+    assert answer.verdict.startswith("FITS"), answer.text + answer.error
+    assert "swa" in answer.text
     print(answer.text)

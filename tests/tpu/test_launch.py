@@ -223,7 +223,7 @@ def test_several_replicas_on_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("worker", "options", "words"),
-    [(1, ["--host", "localhost"], "node 0 must reach this one; choose 0.0.0.0"), (0, ["--port", "0"], "choose one")],
+    [(1, ["--host", "localhost"], "node 0 must reach this one; choose 0.0.0.0"), (0, ["--port", "0"], "give a port")],
 )
 def test_nodes_that_could_not_find_each_other_are_refused(
     monkeypatch: pytest.MonkeyPatch, worker: int, options: list[str], words: str

@@ -17,6 +17,7 @@ from helpers.tpu_interpreter import CopyMode, Interpreted
 
 from sglang_jax.errors import ConfigError
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import Groups, Sizes
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, Shape
 from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source, read_table
 from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention
@@ -151,7 +152,7 @@ def test_what_is_timed_on_a_device_is_attention(monkeypatch: pytest.MonkeyPatch,
     if phase is Phase.PREFILL:
         queries, output = queries.swapaxes(0, 1), jnp.swapaxes(output, 0, 1)
     unused = jnp.zeros(len(queries), jnp.int32)
-    batch = ForwardBatch(unused, unused, unused, table[:, 0, :8], kv_lens, query_starts, num_decode[0])
+    batch = ForwardBatch(unused, unused, unused, table[:, :8], kv_lens, query_starts, num_decode[0])
     expected = reference_attention(queries, pages, batch, scale=128**-0.5, options=AttentionOptions())
     np.testing.assert_allclose(output, expected, atol=2e-5, rtol=0)
 
@@ -175,23 +176,55 @@ def in_regions(depth: int, regions: list[tuple[int, bool]], *inner: Loop) -> Loo
     return found
 
 
+ALONE = Sizes((8, 4, 2), Groups(1, 2), 8, 8)
+PAIRS = Sizes((8, 4), Groups(2, 4), 8, 8)
+
+
 def test_cycles_of_decode() -> None:
-    """Blocks of 512 keys, of which a half and a quarter may be computed. 10 bundles a row, 60 a block, 100, 50 and 25
-    for what is computed, 5 before each of the smaller ones; 24 for four copies, of which a last one takes a fourth."""
+    """Blocks of 512 keys, of which a half and a quarter may be computed. 7 bundles a program of two rows, 10 a row, 60
+    a block, 100, 50 and 25 for what is computed, 5 before each of the smaller ones; 6 to clear a page without keys; 24
+    for four copies, of which a last one takes a fourth."""
     regions = [(60, False), (100, True), (5, False), (50, True), (5, False), (25, True)]
-    schedule = loop(0, 7, loop(1, 10, in_regions(2, regions, copies(3), loop(3, 6))))
-    cost = decode_cost(schedule, Step("rows", (1,) * 4, (512, 1100, 200, 1100)), 8, 8, 64)
+    schedule = loop(0, 9, loop(1, 7, loop(2, 10, in_regions(3, regions, copies(4), loop(4, 6)))))
+    cost = decode_cost(schedule, Step("rows", (1,) * 4, (512, 1100, 200, 1100)), 8, ALONE, 2, 64)
     whole, half, quarter = 60 + 100 + 48, 60 + 55 + 24, 60 + 30 + 2 * 6
     assert (cost.loop, cost.keys_read, cost.spills) == (whole, 2912, 0)
-    assert cost.cycles == 4 * 10 + 5 * whole + half + 2 * quarter
+    assert cost.cycles == 2 * 7 + 4 * 10 + 5 * whole + half + 2 * quarter
     assert cost.per_key_head == pytest.approx(1000 * whole / (512 * 8))
-    assert [(each.count, each.keys) for each in cost.blocks] == [(1, 512), (4, 512), (2, 76), (1, 200)]
+    assert [(each.count, each.keys) for each in cost.blocks] == [(5, 512), (2, 76), (1, 200)]
+    # Of the half's four pages three have keys, and one is cleared.
+    cost = decode_cost(schedule, Step("a row", (1,), (130,)), 8, ALONE, 2, 64)
+    assert cost.cycles == 7 + 10 + 60 + 55 + 3 * 6 + 6
+
+
+def test_cycles_of_groups() -> None:
+    """Of a group's 300 bundles 200 compute. A row's block does not start a group's copies, in a branch of 40 that waits
+    for page numbers and starts others."""
+    regions = [(60, False), (40, False), (100, True), (5, False), (50, True)]
+    block_loop = in_regions(4, regions, copies(5), loop(5, 9, copies(6)))
+    block_loop.bundles[60:62] = ["%1 = dma.done.wait", "%2 = dma.vmem_to_smem"]
+    groups = in_regions(2, [(90, False), (200, True), (10, False)], loop(3, 20, block_loop))
+    schedule = loop(0, 9, loop(1, 7, groups))
+    step = Step("rows", (1,) * 7, (256, 3, 257, 512, 100, 0, 9))
+    cost = decode_cost(schedule, step, 8, PAIRS, 2, 64)
+    whole = 60 + 100 + 48
+    # Of 257 keys five pages are computed with all eight, none of which a loop without copies clears.
+    assert cost.cycles == 4 * 7 + 3 * 300 + (100 + 2 * 20) + whole + (60 + 100 + 24 + 6)
+    assert [(each.count, each.keys, each.bundles) for each in cost.blocks] == [
+        (1, 259, 300),
+        (1, 257, 190),
+        (1, 512, whole),
+        (1, 100, 300),
+        (1, 9, 300),
+    ]
 
 
 def test_a_schedule_of_another_kernel_is_not_read_as_ours() -> None:
     schedule = loop(0, 7, loop(1, 10, in_regions(2, [(60, False), (100, True)], copies(3))))
     with pytest.raises(ValueError, match="computes 1 sizes of blocks, it should 3"):
-        decode_cost(schedule, Step("a row", (1,), (512,)), 8, 8, 64)
+        decode_cost(schedule, Step("a row", (1,), (512,)), 8, ALONE, 2, 64)
+    with pytest.raises(ValueError, match="groups"):
+        decode_cost(schedule, Step("a row", (1,), (512,)), 8, Sizes((8,), Groups(2, 8), 16, 8), 2, 64)
 
 
 @pytest.mark.parametrize("products", [0, 12], ids=["plain", "the first product is in the loop over blocks"])
@@ -228,7 +261,7 @@ def test_so_few_heads_that_no_loop_over_them_is_left() -> None:
     ("arguments", "message"),
     [
         (("--by", "schedule"), "--by schedule needs --chip"),
-        (("--by", "device", "--chip", "v6e"), "--chip is of --by schedule"),
+        (("--by", "device", "--chip", "v6e"), "--chip is for --by schedule"),
         (("--chip", "v9"), "'v9' is not one of"),
         (("--chip", "v6e", "--page-size", "48"), "page_size must be a power of two, got 48"),
         (("--chip", "v6e", "--tp", "3"), "4 heads and 2 kv heads cannot be spread over 3 devices"),

@@ -71,7 +71,7 @@ def openmp_parallel() -> ctypes._FuncPointer | None:
             # Found among what this library itself depends on.
             function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
         except (OSError, AttributeError) as error:
-            logger.info("CPU kernels run on one thread: torch's OpenMP is not at hand (%s)", error)
+            logger.info("CPU kernels run on one thread: torch's OpenMP is not available (%s)", error)
             return None
         return _Parallel(ctypes.cast(function, ctypes.c_void_p).value or 0)
     logger.info("CPU kernels run on one thread: this torch is built without OpenMP")

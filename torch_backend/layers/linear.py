@@ -26,14 +26,11 @@ class Linear(Loadable):
         self._matrix: Matrix = PlainMatrix(self)
         self.blocks: InBlocks | None = None
         """The matrix as a checkpoint stores it, where that is kept; `pack` takes it into use."""
+        self.by_rows: ByRows | None = None
+        """Its two forms, where it has two."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._matrix.multiply(x)
-
-    @property
-    def by_rows(self) -> ByRows | None:
-        """Its two forms, if it has two."""
-        return self._matrix if isinstance(self._matrix, ByRows) else None
 
     def pack(self, *, keep_plain: bool = False) -> None:
         """Packs the loaded weight for the CPU's kernels, and forgets the plain one unless something else needs it."""
@@ -41,6 +38,6 @@ class Linear(Loadable):
         self._matrix = packed
         if self.blocks is not None:
             form = Form(self.weight.shape[0], self.weight.shape[1], self.blocks.bits, gated=False)
-            self._matrix = ByRows(form, self.blocks.multiply, packed.multiply, self.weight.dtype)
+            self._matrix = self.by_rows = ByRows(form, self.blocks.multiply, packed.multiply, self.weight.dtype)
         if not keep_plain:
             self.weight = forget(self.weight)

@@ -70,10 +70,10 @@ def run_ray_batch(batch: BatchConfig, options: RayOptions, engine: EngineConfig,
     try:
         return _answer(batch, options, answering)
     except KeyboardInterrupt:
-        click.echo("\nInterrupted. Files that were written are kept; the same command goes on from there.", err=True)
+        click.echo("\nInterrupted. Files that were written are kept; run the same command to resume.", err=True)
         return INTERRUPTED
     except RayError as error:
-        raise BatchError(f"{_reason(error)}; what is finished is kept, the same command goes on from there") from error
+        raise BatchError(f"{_reason(error)}; finished lines are kept; run the same command to resume") from error
     finally:
         if not connected:
             ray.shutdown()

@@ -46,8 +46,8 @@ class AccuracyConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    task: Path = Field(description='file of questions, a line of JSON each: {"prompt", "choices", "answer"}')
-    result_filename: Path | None = Field(None, description="file to append a line of JSON to")
+    task: Path = Field(description='JSON lines file of questions: {"prompt", "choices", "answer"}')
+    result_filename: Path | None = Field(None, description="file to append the results to, as a line of JSON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def score(questions: Sequence[Question], found: Sequence[Sequence[Sequence[float
 @click.command()
 @options_of(engine=EngineConfig, accuracy=AccuracyConfig)
 def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig) -> int:
-    """Score a model on questions with several answers, by how likely it finds each."""
+    """Score a model on multiple-choice questions, by the likelihood of each answer."""
     questions = read_task(accuracy.task)
     with start_engine(engine) as running:
 

@@ -57,14 +57,14 @@ class LoadConfig(BaseModel):
     host: str = Field("127.0.0.1", description="address of the server")
     port: int = Field(30000, ge=1, le=65535, description="port of the server")
     api_key: str | None = Field(None, description="bearer token, if the server requires one")
-    model: str | None = Field(None, description="model to name in requests; default: the server's first")
+    model: str | None = Field(None, description="model name in requests; default: the server's first")
     vocab_size: PositiveInt | None = Field(
-        None, description="random token IDs are below this; default: from the server's /model_info"
+        None, description="upper limit of random token IDs; default: from the server's /model_info"
     )
     tokenizer: str | None = Field(
         None,
-        description="folder, .gguf file or hub ID of the tokenizer that reads sharegpt; default: the one that the "
-        "server's /model_info names",
+        description="tokenizer for sharegpt: folder, .gguf file or hub ID; default: the one that the server's "
+        "/model_info names",
     )
     request_rate: float = Field(
         math.inf, gt=0, description="conversations started per second, as a Poisson process; inf: all at once"
@@ -73,10 +73,10 @@ class LoadConfig(BaseModel):
     warmup_requests: int = Field(1, ge=0, description="requests sent before the measured ones")
     flush_cache: bool = Field(False, description="flush the server's prefix cache after warm-up")
     extra_request_body: dict[str, Any] = Field({}, description="JSON object merged into every request's body")
-    output_file: Path | None = Field(None, description="file to append a line of JSON to")
+    output_file: Path | None = Field(None, description="file to append the results to, as a line of JSON")
     output_details: bool = Field(False, description="include per-request times in that line")
     plot: Path | None = Field(None, description="PNG file to plot to (needs the extra `bench`)")
-    disable_tqdm: bool = Field(False, description="show no progress bar")
+    disable_tqdm: bool = Field(False, description="hide the progress bar")
 
     @field_validator("extra_request_body", mode="before")
     @classmethod
@@ -91,7 +91,7 @@ class LoadConfig(BaseModel):
 @click.command()
 @options_of(load=LoadConfig, workload=WorkloadConfig)
 def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
-    """Put a load on a running server and report its latency and throughput."""
+    """Measure latency and throughput of a running server under load."""
     if load.plot is not None:
         check_plotting()
     pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
@@ -235,7 +235,7 @@ class OfflineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    result_filename: Path | None = Field(None, description="file to append a line of JSON to")
+    result_filename: Path | None = Field(None, description="file to append the results to, as a line of JSON")
 
 
 @dataclass(slots=True)

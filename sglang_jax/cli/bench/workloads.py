@@ -56,36 +56,38 @@ class WorkloadConfig(BaseModel):
 
     dataset_name: Dataset = Field(
         Dataset.RANDOM_IDS,
-        description="unrelated prompts, groups of prompts with a system prompt in common, conversations, or the "
-        "prompts of a ShareGPT file",
+        description="unrelated prompts, groups that share a system prompt, conversations, or the prompts of a "
+        "ShareGPT file",
     )
-    dataset_path: Path | None = Field(None, description="JSON file of sharegpt; nothing is downloaded")
-    num_prompts: PositiveInt = Field(64, description="prompts of random-ids and sharegpt, conversations of multi-turn")
-    random_input_len: PositiveInt = Field(256, description="prompt tokens; of each turn in multi-turn")
-    random_output_len: PositiveInt = Field(64, description="output tokens; of each turn in multi-turn")
+    dataset_path: Path | None = Field(None, description="ShareGPT JSON file; nothing is downloaded")
+    num_prompts: PositiveInt = Field(
+        64, description="number of prompts (random-ids, sharegpt) or conversations (multi-turn)"
+    )
+    random_input_len: PositiveInt = Field(256, description="prompt tokens; multi-turn: per turn")
+    random_output_len: PositiveInt = Field(64, description="output tokens; multi-turn: per turn")
     random_range_ratio: float = Field(
         1.0,
         ge=0.0,
         le=1.0,
-        description="lengths are drawn evenly between this share of the length and the length; 1: all equal",
+        description="lengths vary uniformly from this fraction of the length up to the length; 1: all equal",
     )
-    multi_turn_num_turns: PositiveInt = Field(4, description="turns of each conversation")
-    gsp_num_groups: PositiveInt = Field(8, description="system prompts of generated-shared-prefix")
-    gsp_prompts_per_group: PositiveInt = Field(8, description="prompts that share each system prompt")
-    gsp_system_prompt_len: PositiveInt = Field(512, description="tokens of a system prompt")
-    gsp_question_len: PositiveInt = Field(64, description="tokens of each prompt after its system prompt")
-    gsp_output_len: PositiveInt = Field(64, description="output tokens of each prompt")
+    multi_turn_num_turns: PositiveInt = Field(4, description="turns per conversation")
+    gsp_num_groups: PositiveInt = Field(8, description="number of system prompts (generated-shared-prefix)")
+    gsp_prompts_per_group: PositiveInt = Field(8, description="prompts per system prompt")
+    gsp_system_prompt_len: PositiveInt = Field(512, description="tokens per system prompt")
+    gsp_question_len: PositiveInt = Field(64, description="tokens per prompt after the system prompt")
+    gsp_output_len: PositiveInt = Field(64, description="output tokens per prompt")
     sharegpt_output_len: int | None = Field(
         None,
         ge=4,
-        description="output tokens of each prompt of sharegpt; default: those of the file's answer",
+        description="output tokens per prompt (sharegpt); default: the length of the file's answer",
     )
     sharegpt_context_len: PositiveInt | None = Field(
         None,
-        description="leave out prompts of sharegpt that have more tokens, output included; default: 2048, and 1024 of "
-        "the prompt itself",
+        description="skip ShareGPT prompts with more tokens, output included; default: 2048, and 1024 for the prompt "
+        "itself",
     )
-    seed: int = Field(1, ge=0, description="everything random in the workload follows from it")
+    seed: int = Field(1, ge=0, description="seed of the workload")
 
     @model_validator(mode="after")
     def _check_fields_belong(self) -> Self:

@@ -8,10 +8,9 @@ import jax
 
 from sglang_jax.kernels import kv_storage
 from sglang_jax.kernels.kv_write import find_runs, write_kv_on_tpu
-from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions, Sequences
 from sglang_jax.kernels.ragged_paged_attention.pallas import pallas_attention
 from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention
-from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
 from sglang_jax.kernels.ragged_paged_attention.xla import xla_attention
 
 __all__ = [

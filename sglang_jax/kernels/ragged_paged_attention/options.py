@@ -1,10 +1,27 @@
-"""What models vary in attention beside its shapes."""
+"""What attention takes beside queries and pages: the step's sequences, and what models vary."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import jax
+
+
+class Sequences(Protocol):
+    """The part of `ForwardBatch` that attention reads; the fields are described there."""
+
+    @property
+    def page_table(self) -> jax.Array: ...
+
+    @property
+    def kv_lens(self) -> jax.Array: ...
+
+    @property
+    def query_starts(self) -> jax.Array: ...
+
+    @property
+    def num_decode(self) -> jax.Array: ...
 
 
 @jax.tree_util.register_dataclass

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from sglang_jax.kernels.kv_storage import gather_kv
-from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
-from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions, Sequences
 
 _DECODE_KEYS = 128
 _QUERIES_PER_BLOCK = 64

@@ -8,12 +8,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions, Sequences
 from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import decode_blocks, prefill_blocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode import decode_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import prefill_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import CORES, VMEM_LIMITS, Shape, current_chip
-from sglang_jax.kernels.ragged_paged_attention.sequences import Sequences
 
 _LANES = 128
 
@@ -41,7 +40,7 @@ def pallas_attention(
         )
     chip = current_chip()
     shape = Shape(chip, heads, kv_heads, parts, lanes, page_size, str(kv_pages.dtype))
-    page_table = jnp.pad(batch.page_table, ((0, 0), (0, -columns % _LANES)))[:, None]
+    page_table = jnp.pad(batch.page_table, ((0, 0), (0, -columns % _LANES)))
     padded = jnp.pad(queries, ((0, 0), (0, 0), (0, lanes - head_dim)))
     num_decode = batch.num_decode.reshape(1)
 
@@ -49,10 +48,11 @@ def pallas_attention(
 
     blocks = decode_blocks(shape, -(-rows // cores), columns)
     sharing = min(cores, -(-rows // blocks.rows))
+    further = -rows % (blocks.rows * sharing)
     output = decode_attention(
-        jnp.pad(padded[:rows], ((0, -rows % (blocks.rows * sharing)), (0, 0), (0, 0))),
+        jnp.pad(padded[:rows], ((0, further), (0, 0), (0, 0))),
         kv_pages,
-        page_table,
+        jnp.pad(page_table, ((0, further), (0, 0))),
         batch.kv_lens,
         num_decode,
         scale=scale,
@@ -68,7 +68,7 @@ def pallas_attention(
         prefilled = prefill_attention(
             jnp.pad(padded.swapaxes(0, 1), ((0, 0), (0, -tokens % (wide.queries * sharing)), (0, 0))),
             kv_pages,
-            page_table,
+            page_table[:, None],
             batch.kv_lens,
             batch.query_starts,
             num_decode,

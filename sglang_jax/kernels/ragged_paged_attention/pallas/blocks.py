@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode import DecodeBlocks
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape
 from sglang_jax.kernels.ragged_paged_attention.pallas.table import Phase, tuned
@@ -70,8 +70,8 @@ def _power_of_two(number: int) -> int:
 def _warn(shape: Shape, phase: Phase) -> None:
     if shape.chip is not Chip.INTERPRETER:
         logger.warning(
-            "No tuned blocks of %s on %s for %d heads, %d kv heads of %d, pages of %d, %s: using a model of the costs. "
-            "To choose them: python -m tpu.tune",
+            "No tuned blocks of %s on %s for %d heads, %d kv heads of %d, pages of %d, %s: using a cost model. "
+            "To tune them: python -m tpu.tune",
             phase.value,
             shape.chip.value,
             shape.heads,

@@ -38,8 +38,8 @@ class PageFetcher:
     - `kv_pages`: HBM `[num_pages, kv_heads, parts, page_size, lanes]`.
     - `page_table`: HBM int32 `[rows, 1, columns]`; a row by itself is contiguous.
     - `buffers`: VMEM `[depth, pages_per_block, kv_heads, parts, page_size, lanes]`.
-    - `page_numbers`: SMEM int32 `[n * columns]`: those of `n` rows, one behind the other. On one axis: an address in a
-      table takes five operations more, of each page, and the scalar unit is what starting copies waits for.
+    - `page_numbers`: SMEM int32 `[n * columns]` or more: those of `n` rows, one behind the other. On one axis: an
+      address in a table takes five operations more, of each page, and the scalar unit is what copies wait for.
     - `kv_arrived`, `numbers_arrived`: DMA semaphores `[depth]` and `[n]`.
     """
 
@@ -73,12 +73,14 @@ class PageFetcher:
 
     def start_block(self, numbers_slot: Scalar, first: Scalar, count: Scalar, slot: Scalar) -> None:
         """Starts copying `count` pages of a row, from its page-table column `first` on, into a buffer."""
+        self.start_pages(numbers_slot * self.page_table.shape[2] + first, count, slot)
 
-        place = numbers_slot * self.page_table.shape[2] + first
+    def start_pages(self, place: Scalar, count: Scalar, slot: Scalar, first: Scalar = 0) -> None:
+        """Starts copying `count` pages, whose numbers lie from `place` on, into a buffer, from its page `first` on."""
 
         def start(index: Scalar, member: int = 0) -> None:
             page = self.page_numbers[(place + index) + member]
-            buffer = self.buffers.at[slot, index + member]
+            buffer = self.buffers.at[slot, index + (first + member)]
             pltpu.make_async_copy(self.kv_pages.at[page], buffer, self.kv_arrived.at[slot]).start()
 
         @pl.loop(0, count // _STARTED_TOGETHER)
@@ -88,29 +90,44 @@ class PageFetcher:
 
         pl.loop(count // _STARTED_TOGETHER * _STARTED_TOGETHER, count)(start)
 
+    def start_few_pages(self, place: Scalar, count: Scalar, slot: Scalar, first: int, most: int) -> None:
+        """As `start_pages`, of up to `most`, without a loop: each copy is a few operations with a condition.
+
+        The numbers of all `most` are read, those behind `count` for nothing: there must be some behind the last row's.
+        """
+        for index in range(most):
+            page = self.page_numbers[place + index]
+            copy = pltpu.make_async_copy(
+                self.kv_pages.at[page], self.buffers.at[slot, first + index], self.kv_arrived.at[slot]
+            )
+            pl.when(index < count)(copy.start)
+
     def wait_for_block(self, count: Scalar, slot: Scalar) -> None:
         """Returns when the `count` pages that were started for a buffer are there.
 
-        A semaphore counts bytes, so that one wait may stand for several pages: a wait for each power of two in `count`.
+        A semaphore counts bytes, so that one wait stands for all pages.
         """
-        for power in reversed(range(self.pages_per_block.bit_length())):
-            pages = 1 << power
-
-            @pl.when((count & pages) != 0)
-            def _(pages: int = pages) -> None:
-                buffer = self.buffers.at[slot, pl.ds(0, pages)]
-                pltpu.make_async_copy(buffer, buffer, self.kv_arrived.at[slot]).wait()
+        buffer = self.buffers.at[slot, pl.ds(0, count)]
+        pl.when(count > 0)(pltpu.make_async_copy(buffer, buffer, self.kv_arrived.at[slot]).wait)
 
     def clear_values_from(self, length: Scalar, slot: Scalar, pages: int) -> None:
         """Zeroes the values behind a block's first `length` slots, of its first `pages` pages.
 
         Their weights are zero, but what was never written may be NaN, and zero times NaN is NaN.
         """
+        partial = length // self.page_size
+        self.clear_values_of(slot, jnp.minimum(partial, pages - 1), length - partial * self.page_size)
         values = self.buffers.shape[3] - 1
 
-        @pl.loop(length // self.page_size, pages)
+        @pl.loop(partial + 1, pages)
         def _(page: jax.Array) -> None:
             for head in range(self.buffers.shape[2]):
-                found = self.buffers[slot, page, head, values]
-                offsets = page * self.page_size + jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
-                self.buffers[slot, page, head, values] = jnp.where(offsets < length, found, jnp.zeros_like(found))
+                self.buffers[slot, page, head, values] = jnp.zeros(self.buffers.shape[4:], self.buffers.dtype)
+
+    def clear_values_of(self, slot: Scalar, page: Scalar, length: Scalar) -> None:
+        """Zeroes the values of one page behind its first `length` slots."""
+        values = self.buffers.shape[3] - 1
+        for head in range(self.buffers.shape[2]):
+            found = self.buffers[slot, page, head, values]
+            offsets = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
+            self.buffers[slot, page, head, values] = jnp.where(offsets < length, found, jnp.zeros_like(found))

@@ -1,0 +1,62 @@
+"""Logprobs of answers that do not stream: they are held until all of an answer is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from sglang_jax.engine.types import OutputDelta
+from sglang_jax.errors import ParameterError
+from sglang_jax.server.errors import BusyError
+
+MOST_LOGPROBS = 2**21
+"""Of one answer, of prompts and outputs, alternatives and repetitions for n completions included. Each takes about a
+hundred bytes, and then some thirty as JSON."""
+
+MOST_OF_ALL = 2 * MOST_LOGPROBS
+"""Of all answers together that are not whole yet."""
+
+FEW = 2**16
+"""An answer with so many is never refused for those of others."""
+
+
+class HeldLogprobs:
+    """How many all answers of a server hold. All methods run on one event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[OutputDelta], None]]:
+        """One answer's. What it yields is to be called with each of its outputs, and raises `ParameterError` or
+        `BusyError` for one that is too many."""
+        mine = 0
+
+        def hold(output: OutputDelta) -> None:
+            nonlocal mine
+            more = _count(output)
+            mine += more
+            self.count += more
+            if mine > MOST_LOGPROBS:
+                raise ParameterError(
+                    f"top_logprobs_num asks for more than {MOST_LOGPROBS} logprobs, which are the limit of one answer: "
+                    "of all its prompts and outputs, alternatives included. Send fewer prompts at a time, or let it "
+                    "stream",
+                    param="top_logprobs_num",
+                )
+            if self.count > MOST_OF_ALL and mine > FEW:
+                raise BusyError(
+                    f"the answers in the making hold {self.count} logprobs; the limit is {MOST_OF_ALL}. Try again "
+                    "later, or let it stream"
+                )
+
+        try:
+            yield hold
+        finally:
+            self.count -= mine
+
+
+def _count(output: OutputDelta) -> int:
+    return sum(
+        len(tokens) * (1 + len(tokens[-1].top)) for tokens in (output.logprobs, output.prompt_logprobs) if tokens
+    )

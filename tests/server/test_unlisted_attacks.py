@@ -1,0 +1,298 @@
+"""Attacks that are on no list: bytes that parsers read unlike each other, small requests for large answers, health
+checks of a server that is full."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import h11
+import pytest
+from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
+from helpers.engine_fakes import ByteTokenizer, load_fake_model
+
+from sglang_jax.engine import validation
+from sglang_jax.server import connections, held_logprobs
+from sglang_jax.server.connections import HEALTH_CONNECTIONS, MAX_HEAD_LINES
+from sglang_jax.server.requests_seen import RequestsSeen
+
+JSON = {"Content-Type": "application/json"}
+
+
+def refused(server: EchoServer, path: str, content: bytes) -> dict[str, Any]:
+    response = server.http.post(path, content=content, headers=JSON)
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def whole_answer(server: EchoServer, sent: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(sent)
+        received = b""
+        while more := connection.recv(65536):
+            received += more
+    return received
+
+
+# -- Bytes that are no JSON --------------------------------------------------------------------------------------------
+
+
+HALF_A_PAIR = b"\xed\xa0\x80"
+"""U+D800 as UTF-8 would write it, were it a character: Python's parser of JSON lets it pass."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", b'{"prompt": "a%b"}'),
+        ("/v1/completions", b'{"prompt": "a", "%b": 5}'),
+        ("/v1/completions", b'{"prompt": "a", "user": "%b"}'),
+        ("/generate", b'{"text": "a", "rid": "%b"}'),
+        ("/generate", b'{"text": "a", "extra_key": "%b"}'),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "%b"}]}'),
+        ("/open_session", b'{"session_id": "%b"}'),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 70_000])
+def test_half_a_surrogate_pair_that_is_spelt_out(server: EchoServer, path: str, body: bytes, padding: int) -> None:
+    """It was a 500 on some routes, and an answer that could not be written on others. Long bodies have a thread."""
+    error = refused(server, path, body % HALF_A_PAIR + b" " * padding)
+    assert error["code"] == "malformed_json"
+    assert "the bytes are not UTF-8" in error["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-32-be"])
+def test_json_is_utf_8(server: EchoServer, encoding: str) -> None:
+    """What counts brackets outside of strings reads ASCII: in UTF-16 an escaped quote hid all that followed."""
+    deep = "[" * 900 + "]" * 900
+    text = f'{{"user": "\\"", "prompt": "a", "metadata": {deep}}}'
+    assert refused(server, "/v1/completions", text.encode(encoding))["code"] in ("malformed_json", "body_too_complex")
+
+
+def test_a_byte_order_mark_is_let_pass(server: EchoServer) -> None:
+    response = server.http.post("/v1/completions", content=b'\xef\xbb\xbf{"prompt": "abc"}', headers=JSON)
+    assert response.json()["choices"][0]["text"] == "abc"
+
+
+@pytest.mark.parametrize("padding", [0, 70_000])
+def test_a_number_of_more_digits_than_python_reads(server: EchoServer, padding: int) -> None:
+    """In a long body it was a 500."""
+    head = b'{"prompt": "a", "max_tokens": ' + b" " * padding
+    error = refused(server, "/v1/completions", head + b"1" * 5000 + b"}")
+    assert error["code"] == "malformed_json"
+    assert f"an integer has more than 4300 digits at character {len(head)}" in error["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "logit_bias", "min_p", "unknown"])
+def test_no_number_is_not_finite(server: EchoServer, field: str, number: str) -> None:
+    value = f'{{"5": {number}}}' if field == "logit_bias" else number
+    error = refused(server, "/v1/completions", f'{{"prompt": "a", "{field}": {value}}}'.encode())
+    assert error["param"].startswith(field)
+
+
+def test_of_a_field_that_is_given_twice_the_last_counts_and_is_checked(server: EchoServer) -> None:
+    """A proxy that looks at the first must not let more pass than the server checks."""
+    twice = b'{"prompt": "abc", "max_tokens": 1, "max_tokens": %b}'
+    response = server.http.post("/v1/completions", content=twice % b"2", headers=JSON)
+    assert response.json()["choices"][0]["text"] == "ab"
+    assert refused(server, "/v1/completions", twice % b"-2")["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("behind", [b'{"prompt": "b"}', b"\x00", b"]", b"0"])
+def test_nothing_may_follow_a_body_s_json(server: EchoServer, behind: bytes) -> None:
+    assert refused(server, "/v1/completions", b'{"prompt": "a"}' + behind)["code"] == "malformed_json"
+
+
+# -- Heads -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_has_so_many_lines(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight thousand fit into its bytes, and each request with as many took 20 ms of the event loop. They are counted
+    before h11 sees them."""
+    parsed: list[int] = []
+    receive = h11.Connection.receive_data
+    monkeypatch.setattr(
+        h11.Connection, "receive_data", lambda self, data: parsed.append(len(data)) or receive(self, data)
+    )
+    first = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    answer = whole_answer(server, first + b"a:\r\n" * (MAX_HEAD_LINES - 4) + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+    parsed.clear()
+    answer = whole_answer(server, first + b"a:\r\n" * 8000 + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 431")
+    assert b"128 lines" in answer
+    assert not parsed
+
+
+def test_a_head_behind_another_request_has_so_many_lines_too(server: EchoServer) -> None:
+    """It comes with the one before, to h11: it is not answered, and ends the connection."""
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    body = post_bytes("/generate", {"text": "a"})
+    answer = whole_answer(server, body + head + b"a:\r\n" * 1000 + b"\r\n" + head + b"\r\n")
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"431"]
+
+
+@pytest.mark.parametrize("version", ["abc", "1.x", "9" * 5000, "1.0.0.0.0.0", ""])
+@pytest.mark.parametrize("kind", ["text/plain", "application/openmetrics-text"])
+def test_a_scraper_of_an_odd_version(server: EchoServer, kind: str, version: str) -> None:
+    """It was a 500."""
+    response = server.http.get("/metrics", headers={"Accept": f"{kind}; version={version}, text/plain;version=0.0.4"})
+    assert response.status_code == 200
+    assert "sglang:num_running_reqs" in response.text
+    usual = server.http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert usual.headers["content-type"].startswith("application/openmetrics-text")
+
+
+def test_whom_a_request_is_for_writes_no_line_of_the_log(server: EchoServer, caplog: pytest.LogCaptureFixture) -> None:
+    """A proxy on the same machine is believed, and may pass on what it was told: a terminal shows the log."""
+    caplog.set_level(logging.DEBUG, RequestsSeen.__module__)
+    for said in (b"\x1b[2Jgone", b"a" * 20_000, b"203.0.113.9"):
+        sent = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Forwarded-For: %b\r\n\r\n" % said
+        assert whole_answer(server, sent).startswith(b"HTTP/1.1 200")
+    lines = [record.getMessage() for record in caplog.records if "/health" in record.getMessage()]
+    assert len(lines) == 3
+    assert all(line.isprintable() and len(line) < 500 for line in lines)
+    assert "203.0.113.9" in lines[2]
+
+
+# -- A server that is full ---------------------------------------------------------------------------------------------
+
+
+def status(server: EchoServer, path: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return response.status
+
+
+def test_whoever_watches_a_full_server_is_answered() -> None:
+    """They were refused: that a server is full made its manager start it again, with all requests lost."""
+    with serve_echo(model_path="echo:0.02", max_connections=3) as server:
+        working = [server.send("/generate", {"text": "a" * 2000, "stream": True}) for _ in range(3)]
+        wait_for(lambda: server.running() == 3)
+        assert [status(server, path) for path in ("/health", "/livez", "/readyz")] == [200] * 3
+        assert [status(server, path) for path in ("/v1/models", "/health_generate", "/docs")] == [503] * 3
+        watcher = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        watcher.request("GET", "/health")
+        assert watcher.getresponse().read() == b'{"status":"ok"}'
+        for connection in working:
+            connection.close()
+        wait_for(lambda: status(server, "/v1/models") == 200)
+        watcher.request("GET", "/v1/models")  # its connection is as good as others by now
+        assert watcher.getresponse().status == 200
+        watcher.close()
+
+
+def test_silent_connections_do_not_keep_health_checks_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those beyond the limit as well the longest idle one gives its place up, and there are so many."""
+    monkeypatch.setattr(connections, "HEALTH_CONNECTIONS", 4)
+    with serve_echo(model_path="echo:0.02", max_connections=2) as server:
+        working = [server.send("/generate", {"text": "a" * 2000, "stream": True}) for _ in range(2)]
+        wait_for(lambda: server.running() == 2)
+        silent = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(9)]
+        assert [one.recv(1) for one in silent[:5]] == [b""] * 5  # long before their time is up
+        assert status(server, "/health") == 200
+        for connection in (*working, *silent):
+            connection.close()
+        wait_for(lambda: status(server, "/v1/models") == 200)
+    assert HEALTH_CONNECTIONS < connections.SPARE_DESCRIPTORS
+
+
+# -- Small requests for large answers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(validation, "MOST_REPEATED", 10_000)
+    return 10_000
+
+
+def test_prompts_that_are_echoed_have_a_length_with_all_their_repetitions(server: EchoServer, small: int) -> None:
+    """Eight prompts of 600 kB with `n` of 128 made an answer of 600 MB."""
+    for prompt in ("a" * 1000, [65] * 1000, ["a" * 500, "b" * 500], [[65] * 500, [66] * 500]):
+        body = {"prompt": prompt, "echo": True, "n": 10, "max_tokens": 1}
+        choices = server.http.post("/v1/completions", json=body).json()["choices"]
+        assert sum(len(choice["text"]) for choice in choices) == small + len(choices)
+        for stream in (False, True):
+            error = refused(server, "/v1/completions", json.dumps({**body, "n": 11, "stream": stream}).encode())
+            assert error["param"] == "echo"
+            assert "asks for 11000 characters" in error["message"]
+            assert f"the limit of one answer is {small}" in error["message"]
+        assert server.http.post("/v1/completions", json={**body, "n": 11, "echo": False}).status_code == 200
+
+
+def test_texts_of_logprobs_have_a_length_together(server: EchoServer, small: int) -> None:
+    """Tokens of a hundred characters, repeated for each completion."""
+    fields = {"input_ids": [65] * 1000, "return_logprob": True, "logprob_start_len": 0, "return_text_in_logprobs": True}
+    for count, expected in ((10, 200), (11, 400)):
+        response = server.http.post("/generate", json={**fields, "sampling_params": {"n": count, "max_new_tokens": 1}})
+        assert response.status_code == expected
+    assert response.json()["error"]["param"] == "return_text_in_logprobs"
+
+
+def test_tokens_stand_for_so_much_text(server: EchoServer, small: int) -> None:
+    """A million ids of the longest tokens made 80 MB, four times over, and stopped all else for a second."""
+    for tokens in ([65] * small, [[65] * (small // 2)] * 2):
+        answer = server.http.post("/detokenize", json={"tokens": tokens}).json()
+        assert "".join(answer["text"]) == "A" * small
+        more = [*tokens[:-1], 66, 66] if isinstance(tokens[0], int) else [*tokens, [66]]
+        error = refused(server, "/detokenize", json.dumps({"tokens": more}).encode())
+        assert (error["param"], error["code"]) == ("tokens", "invalid_value")
+        assert f"{small + 1} characters" in error["message"]
+
+
+def test_ids_that_are_no_tokens_are_still_refused_as_such(server: EchoServer, small: int) -> None:
+    body = {"prompt": [2**31, -1, 10**30] * 300, "echo": True, "n": 4}
+    assert "token id" in refused(server, "/v1/completions", json.dumps(body).encode())["message"]
+
+
+@pytest.fixture(scope="module")
+def fake_model() -> Iterator[EchoServer]:
+    with serve_echo(load_fake_model) as server:
+        yield server
+
+
+@pytest.mark.parametrize("wanted", ["of prompts", "of outputs"])
+def test_the_logprobs_of_all_prompts_of_an_answer_have_a_number(
+    fake_model: EchoServer, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    """The limit was that of each prompt alone: one request of a thousand prompts had as many times of it."""
+    monkeypatch.setattr(held_logprobs, "MOST_LOGPROBS", 400)
+    path, body = "/v1/completions", {"prompt": ["a" * 49] * 2, "logprobs": 3, "max_tokens": 1, "echo": True}
+    if wanted == "of outputs":
+        body |= {"prompt": "a", "n": 2, "echo": False, "max_tokens": 50, "ignore_eos": True}
+    assert fake_model.http.post(path, json=body).status_code == 200
+    grown = {**body, "n": 3} if wanted == "of outputs" else {**body, "prompt": ["a" * 49] * 3}
+    error = refused(fake_model, path, json.dumps(grown).encode())
+    assert error["param"] == "logprobs"
+    assert "logprobs asks for more than 400 logprobs, which are the limit of one answer" in error["message"]
+    assert len(fake_model.events(path, grown)) >= 3  # what streams is not held
+    wait_for(lambda: not fake_model.context.in_flight)
+
+
+def test_the_logprobs_of_all_answers_have_a_number(fake_model: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of few logprobs are answered all the same."""
+    held = fake_model.context._logprobs
+    monkeypatch.setattr(held_logprobs, "MOST_OF_ALL", 1000)
+    monkeypatch.setattr(held_logprobs, "FEW", 100)
+    monkeypatch.setattr(held, "count", 990)
+    body = {"prompt": "a" * 49, "logprobs": 3, "max_tokens": 1, "echo": True}
+    response = fake_model.http.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "busy")
+    assert "the limit is 1000" in response.json()["error"]["message"]
+    assert fake_model.http.post("/v1/completions", json={**body, "prompt": "a" * 10}).status_code == 200
+    assert held.count == 990  # whatever became of an answer, what it held is given back
+    monkeypatch.setattr(held, "count", 0)
+    assert fake_model.http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_the_longest_token_is_what_limits_are_made_of() -> None:
+    assert max(len(ByteTokenizer().token_bytes(token)) for token in range(256)) <= ByteTokenizer.longest_token
