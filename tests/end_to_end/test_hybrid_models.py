@@ -225,7 +225,7 @@ def test_a_type_of_keys_that_a_model_does_not_have_is_refused(backend: Backend, 
     config = EngineConfig(
         model_path=str(folder), backend=backend, device="cpu", kv_cache_dtype=KVCacheDtype.FLOAT8_E4M3
     )
-    with pytest.raises(ConfigError, match="kv_cache_dtype fp8_e4m3: the model keeps no keys"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype fp8_e4m3: the model has only recurrent states"):
         load_backend(config)(config, open_checkpoint(str(folder)))
 
 

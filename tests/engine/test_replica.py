@@ -229,7 +229,7 @@ async def test_drain_lets_the_engine_finish_and_starts_another() -> None:
     assert states == [SERVING, DRAINING, STARTING, SERVING]
     assert (replica.restarts, replica.last_end) == (1, "")
     await replica.close()
-    with pytest.raises(EngineDeadError, match="replica 3 is stopped: only one that serves can be drained"):
+    with pytest.raises(EngineDeadError, match="replica 3 is stopped: only a serving replica can be drained"):
         await replica.drain()
 
 

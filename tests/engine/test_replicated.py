@@ -161,7 +161,7 @@ async def test_few_enough_wait_while_no_replica_serves(two: ToldReplicas) -> Non
         two.engine(index).die()
     waiting = ask(client)
     await until(lambda: two.router.num_waiting == 1)
-    with pytest.raises(QueueFullError, match="no replica serves at the moment and 1 requests wait, the limit is 1"):
+    with pytest.raises(QueueFullError, match="no replica is serving, and 1 requests are queued, the limit is 1"):
         await collect(client, GenerateInput(prompt="x"))
     await client.close()
     with pytest.raises(EngineDeadError, match=r"no replica is left \(0: it was shut down; 1: it was shut down\)"):

@@ -131,8 +131,8 @@ class FakeCompiler:
         self.backend = backend
         self._looks: dict[int, int] = {}
 
-    def start(self, source: Grammar) -> Compilation:
-        compilation = Compilation(source)
+    def start(self, source: Grammar, whose: str = "") -> Compilation:
+        compilation = Compilation(source, waiting=1)
         self._looks[id(compilation)] = int(source.text) % 4
         return compilation
 
@@ -145,6 +145,11 @@ class FakeCompiler:
         except GrammarError as error:
             compilation.error = error
         return True
+
+    def leave(self, compilation: Compilation) -> None:
+        """Only who still waits may leave, and once."""
+        assert not compilation.done, "who has been told leaves no more"
+        del self._looks[id(compilation)]
 
     def wait(self, seconds: float) -> None:
         """Every look is a step."""

@@ -222,5 +222,5 @@ def test_it_is_chosen_by_name_only_and_not_captured(monkeypatch: pytest.MonkeyPa
     assert isinstance(kernels.attention, FlashInferAttention)
     assert not kernels.capturable
     assert choose_kernels(AttentionBackend.AUTO, GPU, FORM, folder).attention_name is AttentionBackend.TRITON
-    with pytest.raises(ConfigError, match="flashinfer is none of the Torch backend's on cpu"):
+    with pytest.raises(ConfigError, match="flashinfer is not available in the torch backend on cpu"):
         choose_kernels(AttentionBackend.FLASHINFER, CPU, FORM, folder)

@@ -242,7 +242,7 @@ def test_what_does_not_go_with_states_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
     answer = check("--model", str(tmp_path), "--topology", "v6e-1", "--kv-cache-dtype", "int8")
     assert answer.status == 2
-    assert "--kv-cache-dtype int8: the model keeps no keys and values, only recurrent states" in answer.error
+    assert "--kv-cache-dtype int8: the model has only recurrent states, no keys and values" in answer.error
 
 
 @pytest.mark.parametrize(
