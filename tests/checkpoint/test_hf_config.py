@@ -295,7 +295,7 @@ def test_the_cap_that_gemma_2_has_is_refused_of_gemma_3(tmp_path: Path) -> None:
 
 def test_rotary_parameters_of_several_kinds_of_layers_are_refused(tmp_path: Path) -> None:
     sets = {"full_attention": {"rope_type": "yarn", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}
-    with pytest.raises(CheckpointError, match="of their own for full_attention, sliding_attention are not supported"):
+    with pytest.raises(CheckpointError, match="parameters for full_attention, sliding_attention are not supported"):
         load_hf_config(written(tmp_path, LLAMA | {"rope_parameters": sets}))
 
 

@@ -67,12 +67,12 @@ def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path: Path) -> No
     ]
 
 
-def test_an_output_matrix_beside_tied_embeddings_is_let_pass(tmp_path: Path) -> None:
+def test_an_output_matrix_that_differs_from_tied_embeddings_is_used(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path)
     assert "lm_head.weight" in reader_of(folder).names()
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
-    assert open_checkpoint(str(folder)).config.tie_word_embeddings
+    assert not open_checkpoint(str(folder)).config.tie_word_embeddings
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])

@@ -378,5 +378,5 @@ async def test_a_profile_needs_a_replica(two: ToldReplicas, client: AsyncEngineC
     for index in (0, 1):
         two.engine(index).die()
     for attempt in (client.start_profile("a", None), client.stop_profile()):
-        with pytest.raises(ReplicaLostError, match="no replica serves"):
+        with pytest.raises(ReplicaLostError, match="no replica is serving"):
             await attempt

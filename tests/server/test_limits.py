@@ -265,7 +265,7 @@ def test_names_that_clients_choose_have_a_length(server: EchoServer) -> None:
 def test_one_request_has_so_many_completions(server: EchoServer, path: str, field: str, body: Any, count: int) -> None:
     error = error_of(server, path, body)
     assert error["param"] == field
-    assert f"{count} completions; the limit of one request is 1024 (--max-completions-per-request)" in error["message"]
+    assert f"{count} completions; the limit per request is 1024 (--max-completions-per-request)" in error["message"]
 
 
 def test_a_batch_of_the_largest_size(server: EchoServer) -> None:

@@ -240,7 +240,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [NOW], "tool_choice": "always"}, "tool_choice", "got 'always'"),
     ({"tools": [NOW], "tool_choice": FORCED}, "tool_choice.function.name", "none of the tools: now"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-    ({"tools": [NOW], "tool_choice": "required", "regex": "a"}, "regex", "cannot both be given"),
+    (
+        {"tools": [NOW], "tool_choice": "required", "regex": "a"},
+        "regex",
+        "and regex another answer",
+    ),
     ({"tools": "now"}, "tools", "list"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "clients cannot set"),
     ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs", "'eos_token'"),
