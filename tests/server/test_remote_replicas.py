@@ -386,7 +386,7 @@ def test_addresses() -> None:
 async def test_engines_here_and_elsewhere_are_refused() -> None:
     with pytest.raises(ConfigError, match="without local in the list dp_size too, got nnodes 1 and dp_size 2"):
         await connect(config(connect="a:1", dp_size=2))
-    with pytest.raises(ConfigError, match="nnodes must be 1, and .* got nnodes 2 and dp_size 1"):
+    with pytest.raises(ConfigError, match=r"nnodes must be 1, and .* got nnodes 2 and dp_size 1"):
         await connect(config(connect="a:1,local", nnodes=2, dist_init_addr="a:2"))
 
 
