@@ -167,7 +167,7 @@ def memory_rows(processes: dict[int, Samples], since: float, until: float) -> li
     rows = []
     steady = [samples for samples in processes.values() if samples.born < since and samples.times[-1] > until - 5.0]
     for samples in steady:
-        rows.append(_flatness(samples.name, samples.minutes(since, until=until)))
+        rows.append(_flatness(samples.name, samples.minutes(since)))
     # Later ones in the half minute after their first: when the programs have been loaded, and before anything happens
     # to them.
     later = [
