@@ -52,7 +52,9 @@ def test_schedules_with_grammars() -> None:
 
 
 def test_schedules_with_kv_in_doubt() -> None:
-    met = simulate(40, kind=DoubtSimulation)
+    """As many as it takes: where hypothesis chooses the same schedules in each run, the first 40 compute nothing
+    anew."""
+    met = simulate(100, kind=DoubtSimulation)
     assert met["computed anew"] >= 10, met
 
 
