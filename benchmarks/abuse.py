@@ -243,6 +243,7 @@ ATTACKS: dict[str, Callable[[int, float], None]] = {
     "prompt of all characters": _posts("/v1/completions", {"prompt": _LONG[: 600 * 1024]}),
     "chat of 5 MB": _posts("/v1/chat/completions", {"messages": [{"role": "user", "content": _LONG}]}),
     "tokenize 5 MB": _posts("/tokenize", {"prompt": [_LONG[:500_000]] * 10}),
+    "tokenize, many": _posts("/tokenize", {"prompt": ["a"] * 1_000_000}),
     "stop of 1 MB": _posts("/v1/completions", {"prompt": "a", "stop": "ab" * 500_000}),
     "stop of 4 kB": _posts("/v1/completions", {"prompt": "a", "stop": ["ab" * 128] * 16, "max_tokens": 500}, 8),
     "endless body": _held(head("/v1/completions", _CHUNKED), b"10000\r\n" + b"a" * 65536 + b"\r\n", 4),

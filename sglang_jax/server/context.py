@@ -83,6 +83,16 @@ class ServerContext:
                 param=param,
             )
 
+    def check_texts(self, texts: int, param: str) -> None:
+        """Raises `ParameterError` for more texts to tokenize than one HTTP request may have."""
+        limit = self.config.max_completions_per_request
+        if texts > limit:
+            raise ParameterError(
+                f"{param} has {texts} texts; the limit per request is {limit} (--max-completions-per-request); send "
+                "them in several",
+                param=param,
+            )
+
     def generate(
         self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
     ) -> Call:

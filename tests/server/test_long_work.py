@@ -72,6 +72,18 @@ class TestOneAtATime:
         go.set()
         assert await asyncio.wait_for(work.run(10, lambda: "done"), 10) == "done"
 
+    async def test_who_leaves_as_its_turn_comes_passes_it_on(self) -> None:
+        """It had its turn and had not heard of it: nobody had another one, ever."""
+        work = LongWork()
+        work._free = False  # another piece is at work
+        leaving = asyncio.create_task(work.run(10, lambda: "never"))
+        await asyncio.sleep(0)
+        work._begin_next(over=True)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert await asyncio.wait_for(work.run(10, lambda: "done"), 10) == "done"
+
 
 class TestLongBodies:
     @pytest.fixture

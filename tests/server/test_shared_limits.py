@@ -1,0 +1,75 @@
+"""Small requests that cost the others: many texts, many events, many beginnings."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from helpers.echo_server import EchoServer, wait_for
+
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.types import OutputDelta
+from sglang_jax.server import callers
+from sglang_jax.server.callers import TokenBucket
+
+# -- Texts to tokenize -------------------------------------------------------------------------------------------------
+
+
+def test_one_request_has_so_many_texts_to_tokenize(server: EchoServer) -> None:
+    """A million held the event loop for hours: behind each text the counts of all before it were added up."""
+    response = server.http.post("/tokenize", json={"prompt": ["a"] * 1025})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "prompt")
+    assert "prompt has 1025 texts; the limit per request is 1024 (--max-completions-per-request)" in error["message"]
+    assert server.http.post("/tokenize", json={"prompt": ["a"] * 1024}).json()["count"] == [1] * 1024
+
+
+def test_nothing_is_tokenized_for_a_client_that_left(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = list[str](), list[str]()
+
+    async def encode(self: AsyncEngineClient, text: str, **_: Any) -> list[int]:
+        begun.append(text)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(text)
+        raise AssertionError
+
+    monkeypatch.setattr(AsyncEngineClient, "encode", encode)
+    connection = server.send("/tokenize", {"prompt": ["a", "b"]})
+    wait_for(lambda: begun == ["a"])
+    connection.close()
+    wait_for(lambda: ended == ["a"])
+    assert begun == ["a"]
+
+
+# -- Keys and health ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health", "/livez", "/readyz"])
+def test_health_may_be_asked_for_its_head_alone(server: EchoServer, path: str) -> None:
+    """Load balancers do so; two of the three answered 405."""
+    response = server.http.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
+def test_what_a_call_used_is_counted_in_time_that_does_not_grow_with_it() -> None:
+    """All completions so far were looked through for each new prompt."""
+
+    class Places(dict[tuple[int, int], int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all places are looked through")
+
+    bucket = TokenBucket(1_000_000, clock=lambda: 0.0)
+    usage = callers.Usage(bucket)
+    usage._taken = Places()
+    for number in range(3):
+        for index in range(2):
+            for tokens in (1, 4):
+                usage.add(number, output(index, prompt_tokens=10, completion_tokens=tokens))
+    assert bucket._level == 1_000_000 - 3 * (10 + 2 * 4)
+
+
+def output(index: int, **fields: int) -> OutputDelta:
+    return OutputDelta(index=index, text="", token_ids=[], cached_tokens=0, **fields)
