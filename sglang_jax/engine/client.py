@@ -85,11 +85,12 @@ class AsyncEngineClient:
                 try:
                     link.submit(outputs)
                     while deltas := await outputs.take():
-                        for delta in deltas:
-                            if not begun:
-                                self.links.check_first(delta)
-                                begun = True
-                            yield delta
+                        if not begun:
+                            self.links.check_first(deltas[0])
+                            begun = True
+                        deltas.reverse()
+                        while deltas:  # none is kept here while its reader is slow: it may be megabytes
+                            yield deltas.pop()
                     return
                 except (EngineDeadError, QueueFullError) as error:
                     self.links.failed(routed, error, begun=begun)

@@ -30,6 +30,10 @@ AT_A_TIME = 2
 """Completions of one request that are begun before the event loop turns, or one prompt's: each takes some time to
 check and to send."""
 
+LOGPROBS_AT_ONCE = 2**20
+"""Logprobs of prompts of one request that may wait at once, alternatives included: prompts with many are begun a few at
+a time. Each takes some twenty bytes until somebody writes it."""
+
 ENGINE_NAMES = {"request_id": "rid"}
 """The engine's names of fields, and what clients call them on every route."""
 
@@ -179,7 +183,8 @@ class Call:
         if len(prompts) > 1:
             most = FLIGHTS_PER_ROW * self._context.client.max_running_requests
             most_each = max(prompt.sampling.n for prompt in prompts)
-            at_once = min(len(prompts), max(1, most // most_each))
+            most_logprobs = max(map(_prompt_logprobs, prompts))
+            at_once = min(len(prompts), max(1, most // most_each), max(1, LOGPROBS_AT_ONCE // max(1, most_logprobs)))
             self._merged = MergedStreams(map(self._stream, prompts), at_once, max(1, AT_A_TIME // most_each))
         else:
             self._single = self._stream(prompts[0])
@@ -293,6 +298,13 @@ class MergedStreams:
                 pass
             finally:
                 await stream.close()
+
+
+def _prompt_logprobs(prompt: GenerateInput) -> int:
+    """How many are wanted of a prompt, alternatives included; of a text, how many there may be."""
+    if not prompt.return_logprob or prompt.logprob_start_len < 0:
+        return 0
+    return max(0, len(prompt.prompt) - prompt.logprob_start_len) * (1 + prompt.top_logprobs_num)
 
 
 def new_id(prefix: str) -> str:
