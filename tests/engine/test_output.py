@@ -483,3 +483,23 @@ def test_a_stream_that_is_given_up_keeps_no_logprobs_of_its_prompt() -> None:
     outputs.give_up(errors.UnreadError("unread"))
     assert outputs.prompt_logprobs is None
     assert outputs.unread_bytes == 0
+
+
+async def test_a_client_that_is_slow_to_come_back_leaves_nothing_with_the_engine() -> None:
+    """What it was given last was kept until it asked again: megabytes, if it was a prompt's logprobs."""
+    core = ScriptedCore()
+    client = core.client()
+    request = GenerateInput(prompt=[1, 2], stream=True, return_logprob=True, logprob_start_len=0)
+    stream = client.generate(request)
+    first = asyncio.create_task(anext(stream))
+    while not core.new:
+        await asyncio.sleep(0.001)
+    wire_id = core.new[0].id
+    ids, tokens = np.array([wire_id], np.int64).tobytes(), np.array([97], np.int32).tobytes()
+    prompt = [(wire_id, [logprob(1), logprob(2)])]
+    core.deliver(StepOutputs(ids=ids, tokens=tokens, prompt_logprobs=prompt, logprobs=[(wire_id, logprob(97))]))
+    kept = weakref.ref((await first).prompt_logprobs or [])
+    del first
+    assert kept() is None
+    await stream.aclose()
+    await client.close()

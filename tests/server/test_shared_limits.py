@@ -10,7 +10,7 @@ from helpers.echo_server import EchoServer, wait_for
 
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.types import OutputDelta
-from sglang_jax.server import callers
+from sglang_jax.server import callers, context
 from sglang_jax.server.callers import TokenBucket
 
 # -- Texts to tokenize -------------------------------------------------------------------------------------------------
@@ -42,6 +42,22 @@ def test_nothing_is_tokenized_for_a_client_that_left(server: EchoServer, monkeyp
     connection.close()
     wait_for(lambda: ended == ["a"])
     assert begun == ["a"]
+
+
+# -- Logprobs of prompts -----------------------------------------------------------------------------------------------
+
+
+def test_prompts_whose_logprobs_are_many_are_begun_a_few_at_a_time(
+    slow_server: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them waited in the front end at once, for the one that was written."""
+    monkeypatch.setattr(context, "LOGPROBS_AT_ONCE", 300)
+    body = {"input_ids": [[65] * 50] * 8, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    connection = slow_server.send("/generate", {**body, "sampling_params": {"max_new_tokens": 50}})
+    wait_for(lambda: slow_server.running() == 2)
+    assert [slow_server.running() for _ in range(10)] == [2] * 10
+    connection.close()
+    wait_for(lambda: slow_server.running() == 0)
 
 
 # -- Keys and health ---------------------------------------------------------------------------------------------------
