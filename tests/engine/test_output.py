@@ -500,6 +500,7 @@ async def test_a_client_that_is_slow_to_come_back_leaves_nothing_with_the_engine
     core.deliver(StepOutputs(ids=ids, tokens=tokens, prompt_logprobs=prompt, logprobs=[(wire_id, logprob(97))]))
     kept = weakref.ref((await first).prompt_logprobs or [])
     del first
+    await asyncio.sleep(0)  # the task's own turn ends
     assert kept() is None
     await stream.aclose()
     await client.close()
