@@ -40,11 +40,23 @@ class AsyncEngineClient:
         return self._tokenizer
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, most_tokens: int, param: str = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        most_tokens: int,
+        param: str = "prompt",
+        tenant: str = "",
+        flow: str = "",
     ) -> list[int]:
         """See `EngineClient.encode`."""
         return await self._reader.encode(
-            text, add_special_tokens=add_special_tokens, most_tokens=most_tokens, param=param
+            text,
+            add_special_tokens=add_special_tokens,
+            most_tokens=most_tokens,
+            param=param,
+            tenant=tenant,
+            flow=flow,
         )
 
     @property

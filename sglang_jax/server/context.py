@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
+from sglang_jax.engine.fair_threads import FairThreads
 from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
 from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, shown
 from sglang_jax.sampling import GenerationDefaults
@@ -56,9 +56,7 @@ class ServerContext:
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_engine: dict[str, Caller] = field(default_factory=dict)
     _logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
-    _templates: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="chat-template")
-    )
+    _templates: FairThreads = field(default_factory=lambda: FairThreads(1, "chat-template"))
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
@@ -73,9 +71,23 @@ class ServerContext:
                 param="model",
             )
 
-    async def render(self, work: Callable[[], Rendered]) -> Rendered:
-        """What `work` gives, which runs a chat template: in a thread, one at a time, as one process runs them all."""
-        return await asyncio.get_running_loop().run_in_executor(self._templates, work)
+    async def render(self, work: Callable[[], Rendered], *, size: int, request_id: str) -> Rendered:
+        """What `work` gives, which runs a chat template on about so many characters of a request: in a thread, one at a
+        time, as one process runs them all; in turns of callers and their requests."""
+        return await self._templates.run(work, size=size, tenant=current_caller().name, flow=request_id)
+
+    async def encode(
+        self, text: str, request_id: str, *, add_special_tokens: bool, most_tokens: int, param: str
+    ) -> list[int]:
+        """See `EngineClient.encode`; for this request of the caller's."""
+        return await self.client.encode(
+            text,
+            add_special_tokens=add_special_tokens,
+            most_tokens=most_tokens,
+            param=param,
+            tenant=current_caller().name,
+            flow=request_id,
+        )
 
     def check_size(self, prompts: int, completions: int, param: str) -> None:
         """Raises `ParameterError` for an HTTP request of more completions than one may have, before they are made."""

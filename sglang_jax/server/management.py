@@ -299,9 +299,11 @@ async def _tokenized(context: ServerContext, texts: list[str], *, special: bool)
     most_tokens = TOKENIZED_CONTEXTS * context.client.model_info.context_length
     written: list[msgspec.Raw] = []
     counts: list[int] = []
-    total = 0
+    total, request_id = 0, new_id("tokenize")
     for text in texts:
-        ids = await context.client.encode(text, add_special_tokens=special, most_tokens=most_tokens, param="prompt")
+        ids = await context.encode(
+            text, request_id, add_special_tokens=special, most_tokens=most_tokens, param="prompt"
+        )
         written.append(msgspec.Raw(msgspec.json.encode(ids)))  # a tenth of what the list takes
         counts.append(len(ids))
         total += len(ids)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from helpers.echo_server import EchoServer, wait_for
+from helpers.echo_server import EchoServer, serve_echo, wait_for
+from helpers.engine_fakes import ByteTokenizer
 
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.types import OutputDelta
@@ -42,6 +46,53 @@ def test_nothing_is_tokenized_for_a_client_that_left(server: EchoServer, monkeyp
     connection.close()
     wait_for(lambda: ended == ["a"])
     assert begun == ["a"]
+
+
+# -- Chats to render ---------------------------------------------------------------------------------------------------
+
+
+class GatedTemplate(ByteTokenizer):
+    """Renders nothing until it may; notes what was said in the chats that it began with."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.open = threading.Event()
+
+    def render_chat(self, messages: Sequence[dict[str, object]], **more: Any) -> str:
+        self.begun.append(str(messages[0]["content"]))
+        assert self.open.wait(20)
+        return super().render_chat(messages, **more)
+
+
+def test_chats_are_rendered_in_turns_and_not_for_clients_that_left() -> None:
+    """Whatever came before them was, in the order in which it came."""
+    template = GatedTemplate()
+    with serve_echo(load_tokenizer=lambda _: template) as server:
+
+        def say(content: str, more: int = 0) -> socket.socket:
+            messages = [{"role": "user", "content": content}] + [{"role": "user", "content": ""}] * more
+            waiting = server.await_(number_waiting(server))
+            connection = server.send("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+            if template.begun:
+                wait_for(lambda: server.await_(number_waiting(server)) == waiting + 1)
+            return connection
+
+        connections = [say("first")]
+        wait_for(lambda: template.begun == ["first"])
+        connections += [say("flood", 300), say("flood", 300), say("left"), say("chat")]
+        connections.pop(3).close()
+        wait_for(lambda: server.await_(number_waiting(server)) == 3)
+        template.open.set()
+        for connection in connections:
+            connection.settimeout(20)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            connection.close()
+    assert template.begun == ["first", "chat", "flood", "flood"]
+
+
+async def number_waiting(server: EchoServer) -> int:
+    turns = server.context._templates._turns
+    return sum(flow.waiting for tenant in turns._tenants.values() for flow in tenant.flows.values())
 
 
 # -- Logprobs of prompts -----------------------------------------------------------------------------------------------
