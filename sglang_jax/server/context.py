@@ -30,7 +30,7 @@ AT_A_TIME = 2
 """Completions of one request that are begun before the event loop turns, or one prompt's: each takes some time to
 check and to send."""
 
-LOGPROBS_AT_ONCE = 2**20
+LOGPROBS_AT_ONCE = 2**19
 """Logprobs of prompts of one request that may wait at once, alternatives included: prompts with many are begun a few at
 a time. Each takes some twenty bytes until somebody writes it."""
 

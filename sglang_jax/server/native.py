@@ -19,7 +19,14 @@ from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
 from sglang_jax.server.repeats import HeldRepeats, RepeatPace
-from sglang_jax.server.streaming import event, json_list_response, open_event_stream, until_disconnect, written
+from sglang_jax.server.streaming import (
+    event,
+    json_list,
+    json_list_response,
+    open_event_stream,
+    until_disconnect,
+    written,
+)
 
 END_OF_EVENT = b"\n\n"
 
@@ -59,10 +66,10 @@ class NativeFormat:
             meta["spec_accept_token_num"] = delta.drafts.right
         if prompt.return_logprob:
             positions = delta.prompt_logprobs or []
-            meta["input_token_logprobs"] = [self._entry(one) for one in positions]
+            meta["input_token_logprobs"] = json_list(positions, self._entry)
             meta["output_token_logprobs"] = [self._entry(one) for one in delta.logprobs]
             if prompt.top_logprobs_num:
-                meta["input_top_logprobs"] = [self._top(one) for one in positions]
+                meta["input_top_logprobs"] = json_list(positions, self._top)
                 meta["output_top_logprobs"] = [self._top(one) for one in delta.logprobs]
         return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
 

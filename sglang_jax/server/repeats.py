@@ -58,7 +58,7 @@ class RepeatedAnswer:
         self._in_order = [self._text, self._lists.setdefault("output_ids", bytearray())]
         self._text += _encoder.encode(answer["text"])[1:-1]
         meta = {
-            name: self._list(name, value) if isinstance(value, list) else value
+            name: self._list(name, value) if isinstance(value, (list, msgspec.Raw)) else value
             for name, value in answer["meta_info"].items()
         }
         self._write("output_ids", answer["output_ids"])
@@ -82,15 +82,17 @@ class RepeatedAnswer:
         for written in (self._text, *self._lists.values()):
             written.clear()
 
-    def _list(self, name: str, items: list[Any]) -> msgspec.Raw:
+    def _list(self, name: str, items: list[Any] | msgspec.Raw) -> msgspec.Raw:
         self._in_order.append(self._lists.setdefault(name, bytearray()))
         self._write(name, items)
         return _GAP_LIST
 
-    def _write(self, name: str, items: list[Any]) -> None:
+    def _write(self, name: str, items: list[Any] | msgspec.Raw) -> None:
         written = self._lists[name]
-        if items:
-            written += (b"," if written else b"") + _encoder.encode(items)[1:-1]
+        new = memoryview(items if isinstance(items, msgspec.Raw) else _encoder.encode(items))[1:-1]
+        if new:
+            written += b"," if written else b""
+            written += new
 
 
 class RepeatShare:
