@@ -52,10 +52,6 @@ SLICE_SECONDS = 0.001
 """Processor time that a slice is to take: 8 KiB of a body's smallest chunks take some 20 ms, and a request needs a
 dozen turns of the event loop until its first token. Slices of a connection become smaller until they take no more."""
 
-SLICE_PAUSE = 0.0002
-"""Seconds between two slices of a connection for each other one whose slices wait: about twice what one takes. A
-thousand bodies at once would make each turn of the event loop last as long as a slice of all of them."""
-
 OTHERS_SHARE = 5
 """So many times as long as a slice took that was slow to parse, its connection waits for the next one."""
 
@@ -87,11 +83,10 @@ def bounded_connections(limits: ConnectionLimits) -> type[H11Protocol]:
     idle: dict[BoundedConnection, None] = {}
     held = HeldAnswers()
     heads = Beginnings(MOST_OF_HEADS, "heads")
-    parsing: set[BoundedConnection] = set()
 
     class Connection(BoundedConnection):
         def __init__(self, *arguments: object, **options: object) -> None:
-            super().__init__(limits, idle, held, heads, parsing, *arguments, **options)
+            super().__init__(limits, idle, held, heads, *arguments, **options)
 
     return Connection
 
@@ -121,7 +116,6 @@ class BoundedConnection(H11Protocol):
         idle: dict[BoundedConnection, None],
         held: HeldAnswers,
         heads: Beginnings,
-        parsing: set[BoundedConnection],
         *arguments: object,
         **options: object,
     ) -> None:
@@ -130,7 +124,6 @@ class BoundedConnection(H11Protocol):
         self._idle = idle
         self._held = held
         self._heads = heads
-        self._all_parsing = parsing
         self._spare = False
         self._rest = bytearray()
         self._slice = SLICE
@@ -177,7 +170,6 @@ class BoundedConnection(H11Protocol):
         """Forgets the connection."""
         self._rest.clear()
         self._heads.hold(self, 0)
-        self._all_parsing.discard(self)
         self._idle.pop(self, None)
         self._end_head_timer()
         self._end_unread_timer()
@@ -213,7 +205,6 @@ class BoundedConnection(H11Protocol):
 
     def _parse_next(self) -> None:
         self._parsing = False
-        self._all_parsing.discard(self)
         if self.transport.is_closing() or not self._rest:  # nothing would be the connection's end for h11
             self._rest.clear()
             return
@@ -235,9 +226,7 @@ class BoundedConnection(H11Protocol):
         if self._rest:
             self._parsing = True
             self.transport.pause_reading()
-            pause = max(len(self._all_parsing) * SLICE_PAUSE, took * OTHERS_SHARE if took > SLICE_SECONDS / 2 else 0.0)
-            self._all_parsing.add(self)
-            self.loop.call_later(pause, self._parse)
+            self.loop.call_later(took * OTHERS_SHARE if took > SLICE_SECONDS / 2 else 0.0, self._parse)
         elif self._came <= SMALL_PIECE and self._in_part():
             self._await_piece()
         else:

@@ -15,8 +15,6 @@ from sglang_jax.server import connections
 from sglang_jax.server.connections import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
-    SLICE,
-    SLICE_PAUSE,
     SMALL_PIECE,
     WHOLE_PIECES,
     ConnectionLimits,
@@ -143,23 +141,3 @@ async def test_a_head_that_is_looked_at_behind_an_answered_request_is_waited_for
     await turns()
     assert b"".join(wire.sent).count(b"HTTP/1.1 200") == 2
     connection.connection_lost(None)
-
-
-async def test_slices_of_many_bodies_are_parsed_in_more_turns_than_those_of_one() -> None:
-    """Each turn of the event loop had a slice of all of them, so that others waited for seconds."""
-    kind = bounded_connections(LIMITS)
-    later = Later(asyncio.get_running_loop())
-    delays: list[list[float]] = []
-    opened = [connect(kind, echo)[0] for _ in range(6)]
-    for connection in opened:
-        connection.loop = later  # type: ignore[assignment]  # what of it is used
-        connection.data_received(BODY)
-        connection.data_received(b"a" * (2 * SLICE + 1))
-        delays.append([seconds for seconds, what, _ in later._waiting if getattr(what, "__name__", "") == "_parse"])
-    assert delays[-1] == pytest.approx([number * SLICE_PAUSE for number in range(6)])
-    while later.run(SOON):
-        await turns()
-    opened[0].data_received(b"a" * (2 * SLICE + 1))
-    assert later._waiting[-1][0] == 0.0  # nobody else waits
-    for connection in opened:
-        connection.connection_lost(None)
