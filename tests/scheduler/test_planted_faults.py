@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.mem_cache.full_kv import FullKV
-from sglang_jax.mem_cache.group import Group, WindowGroup
+from sglang_jax.mem_cache.group import FullGroup, Group, WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.ledger import RETIRED, OwnershipError, request_owners
@@ -295,6 +295,44 @@ def tell_one_group_of_a_removal(monkeypatch: pytest.MonkeyPatch) -> None:
         return parent
 
     monkeypatch.setattr(RadixTree, "_remove_leaf", remove_from_the_first)
+
+
+def tell_one_of_two_full_groups_of_a_removal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pool's pages are evictable for ever, and reached by nobody."""
+    tell_one_group_of_a_removal(monkeypatch)
+
+
+def tell_one_group_of_a_trim(monkeypatch: pytest.MonkeyPatch) -> None:
+    trim = RadixTree._trim_leaf
+
+    def trim_the_first(self: RadixTree, node: Node, pages: int) -> bool:
+        components, self.components = self.components, self.components[:1]
+        serves = trim(self, node, pages)
+        self.components = components
+        return serves
+
+    monkeypatch.setattr(RadixTree, "_trim_leaf", trim_the_first)
+
+
+def keep_what_one_group_granted_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `keep_what_one_group_granted`, of pages for several tokens a row."""
+    extend = KVCache.extend_rows
+
+    def extend_the_first(self: KVCache, rows: np.ndarray, lengths: np.ndarray, *, evict: bool = True) -> bool:
+        if extend(self, rows, lengths, evict=evict):
+            return True
+        first, row = self.groups[0], rows[:1]
+        column = -(-self.lengths.kv_allocated[row] // self.page_size)
+        if lengths[0] > self.lengths.kv_allocated[row[0]] and first.pool.num_free:
+            first.table.write(row, column, first.take(1, request_owners(row)))
+        return False
+
+    monkeypatch.setattr(KVCache, "extend_rows", extend_the_first)
+
+
+def budget_a_window_like_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is kept in a window's pool for all of an output: few rows run where many would."""
+    monkeypatch.setattr(WindowGroup, "output_need", FullGroup.output_need)
 
 
 def give_a_node_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,6 +631,10 @@ WINDOW_FAULTS = [
     cover_a_page_less,
     keep_what_one_group_granted,
     tell_one_group_of_a_removal,
+    tell_one_of_two_full_groups_of_a_removal,
+    tell_one_group_of_a_trim,
+    keep_what_one_group_granted_for_drafts,
+    budget_a_window_like_all,
     give_a_node_what_it_has,
     insert_the_uncommitted_tail,
     retire_in_one_group_alone,
@@ -699,6 +741,9 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "context": st.just(60),
     },
     keep_what_was_cut_off: NO_SHORTAGE,
+    keep_what_one_group_granted_for_drafts: MANY_DRAFTS,
+    tell_one_of_two_full_groups_of_a_removal: {"groups": st.just((None, None))},
+    budget_a_window_like_all: {"groups": st.just((None, 7)), "pages": st.just(64), "siblings": st.integers(4, 12)},
     doubt_no_window: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
     prove_what_no_sample_read: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
     prove_what_is_split_off: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5), (3,)]), **ROOM_FOR_ALL},
