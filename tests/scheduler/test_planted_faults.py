@@ -802,6 +802,12 @@ KINDS: dict[Callable[[pytest.MonkeyPatch], None], type[Simulation]] = {
 """Whose schedules meet a fault, where those of `Simulation` do not."""
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("plant", PLACES, ids=lambda plant: plant.__name__)
+def test_sizes_that_show_a_fault_show_none_without_it(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    simulate(SCHEDULES, known_fault=True, sizes=PLACES[plant], kind=KINDS.get(plant, Simulation))
+
+
 @pytest.mark.parametrize("policy", SchedulePolicy)
 def test_overtaking_without_end_is_caught_under_each_policy(
     policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch
@@ -821,3 +827,30 @@ def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatc
     sizes = sizes | PLACES.get(plant, {})
     with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):
         simulate(SCHEDULES, known_fault=True, sizes=sizes, kind=KINDS.get(plant, Simulation))
+
+
+def match_over_a_tombstone_unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `match_over_a_tombstone`, where covering pages that are gone is no fault either."""
+    match_over_a_tombstone(monkeypatch)
+
+    def cover(self: WindowKV, node: Node, count: int, *, session: bool = False) -> None:
+        while count > 0 and node.parent is not None:
+            value, here = self.held(node), min(count, node.length)
+            value.covers[here] = value.covers.get(here, 0) + 1
+            value.covered = max(value.covered, here)
+            count, node = count - here, node.parent
+
+    monkeypatch.setattr(WindowKV, "cover", cover)
+
+
+@pytest.mark.parametrize("plant", [reclaim_a_step_early, match_over_a_tombstone_unguarded], ids=lambda each: each.__name__)
+def test_outputs_tell_without_any_check_of_memory(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is gone changes what is sampled, though nobody looks at pages."""
+    plant(monkeypatch)
+    monkeypatch.setattr("helpers.watch.check_everything", lambda cache: None)
+    monkeypatch.setattr("helpers.watch.Watch._check_windows", lambda self: None)
+    monkeypatch.setattr("helpers.simulation.check_everything", lambda cache: None)
+    with pytest.raises(AssertionError, match=r"request \d+"):
+        simulate(SCHEDULES, known_fault=True, sizes=WINDOWS | NO_DRAFTS | {"reuse": st.just(True)})
