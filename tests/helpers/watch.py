@@ -202,9 +202,9 @@ class Watch:
         return all(self._fits_into(group, request, cached, decode_pages, pages) for group in cache.groups)
 
     def _fits_into(self, group: Group, request: Request, cached: int, decode_pages: int, pages: int) -> bool:
-        """Of a group with a window this counts all that prompts under way would take of a group without one, but for the
-        request's own: while it is computed, it holds a window and two steps' tokens. What is sampled takes no more than
-        the window and the page that is written, less what the row has. `cached`: pages of its prefix."""
+        """Of a group with a window, what prompts under way would take of a group without one; of the request's own
+        prompt at most a window and two steps' tokens; and of an output at most the window and the page that is written,
+        less what the row has. `cached`: pages of the request's prefix."""
         if isinstance(group, StateGroup):
             return group.available >= 1
         scheduler = self._scheduler

@@ -843,7 +843,9 @@ def match_over_a_tombstone_unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WindowKV, "cover", cover)
 
 
-@pytest.mark.parametrize("plant", [reclaim_a_step_early, match_over_a_tombstone_unguarded], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "plant", [reclaim_a_step_early, match_over_a_tombstone_unguarded], ids=lambda each: each.__name__
+)
 def test_outputs_tell_without_any_check_of_memory(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,12 @@ ROWS = 64
 def most_rows_at_once(*, siblings: int) -> int:
     """How many of 64 requests with outputs of 100 tokens run at once, where the window's pool has so many pages."""
     bench = Bench(
-        pages=2000, rows=ROWS, context=128, budget=256, more=((7, siblings),), options={"schedule_conservativeness": 2.0}
+        pages=2000,
+        rows=ROWS,
+        context=128,
+        budget=256,
+        more=((7, siblings),),
+        options={"schedule_conservativeness": 2.0},
     )
     for number in range(ROWS):
         sampling = SamplingParams(max_new_tokens=100, seed=number, ignore_eos=True)
