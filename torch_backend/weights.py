@@ -24,7 +24,7 @@ from sglang_jax.architectures.recurrent_shards import rows_of_device
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.reader import Array
 from torch_backend.layers.linear import Linear
-from torch_backend.layers.matrix import InBlocks
+from torch_backend.layers.matrix import HasMatrix, InBlocks
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
@@ -84,7 +84,7 @@ def load_weights(
         model.head.linear.weight = model.embedding.weight
     if not (pack and packs(model)):
         return None
-    blocks = {each.linear: found for each in kept if (found := each.read()) is not None}
+    blocks: dict[HasMatrix, InBlocks] = {each.linear: found for each in kept if (found := each.read()) is not None}
     form = PackedAndBlocks(blocks) if blocks else Packed()
     model.arrange(form)
     return form

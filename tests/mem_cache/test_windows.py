@@ -176,7 +176,7 @@ def test_a_lost_part_is_filled_and_others_pages_stay() -> None:
     """A request that runs depends on the keys of full attention; who computes the same prefix again, since its window
     is gone, gives the tree what that lacks, and nothing else moves."""
     cache = cache_of(window=9)
-    group, component = window_of(cache)
+    _, component = window_of(cache)
     runs = open_row(cache, PROMPT)
     compute(cache, runs, PROMPT)
     cache.cache_prefix(runs, int32_bytes(PROMPT), 40, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -742,6 +743,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     },
     keep_what_was_cut_off: NO_SHORTAGE,
     keep_what_one_group_granted_for_drafts: MANY_DRAFTS,
+    reach_no_further_than_whole_pages: NO_SHORTAGE | {"page_size": st.just(4), "groups": st.just((None, 7))},
     tell_one_of_two_full_groups_of_a_removal: {"groups": st.just((None, None))},
     budget_a_window_like_all: {"groups": st.just((None, 7)), "pages": st.just(64), "siblings": st.integers(4, 12)},
     doubt_no_window: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
@@ -825,8 +827,9 @@ def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatc
     sizes = WINDOWS if plant in WINDOW_FAULTS else STATES if plant in with_states else ONE_POOL
     sizes = sizes | (MANY_DRAFTS if plant in with_drafts else NO_DRAFTS)
     sizes = sizes | PLACES.get(plant, {})
-    with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):
+    with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)) as caught:
         simulate(SCHEDULES, known_fault=True, sizes=sizes, kind=KINDS.get(plant, Simulation))
+    assert caught.traceback[-1].path != Path(__file__), "the fault itself failed, and nobody noticed it"
 
 
 def match_over_a_tombstone_unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
