@@ -140,7 +140,7 @@ class CommonFields:
         """A window, or None where no sequence outgrows it, as it then changes nothing. Raises `CheckpointError` for one
         of 0 tokens."""
         if window == 0:
-            raise CheckpointError(f"{self.fields.file}: a sliding window of 0 tokens: a query sees itself at least")
+            raise CheckpointError(f"{self.fields.file}: the sliding window is 0 tokens, it must be at least 1")
         return None if window is None or window >= self.max_position else window
 
     def sliding_layers(self, every: int | None) -> list[bool]:

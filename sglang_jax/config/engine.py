@@ -323,8 +323,8 @@ class EngineConfig(BaseModel):
             where, secret = "SGLANG_JAX_GROUP_SECRET", given.strip()
         if len(secret) < MIN_GROUP_SECRET:
             raise ConfigError(
-                f"{where} holds {len(secret)} characters, a secret has at least {MIN_GROUP_SECRET}: "
-                "`openssl rand -hex 32` makes one"
+                f"{where} must have at least {MIN_GROUP_SECRET} characters, got {len(secret)}: "
+                "`openssl rand -hex 32` generates a secret"
             )
         return secret.encode()
 
@@ -336,5 +336,5 @@ class EngineConfig(BaseModel):
         """`cache_address` as a local folder. Raises `ConfigError` if it is none."""
         address = self.cache_address()
         if "://" in address:
-            raise ConfigError(f"the torch backend keeps what it compiles in a local folder, got {address}")
+            raise ConfigError(f"the torch backend needs a local folder for compiled programs, got {address}")
         return Path(address)

@@ -168,7 +168,7 @@ class AsyncEngineClient:
         request_id = uuid.uuid4().hex if request.request_id is None else request.request_id
         if request_id in self._requests:
             raise ParameterError(
-                f"request_id {shown(request_id)} belongs to a request that still runs", param="request_id"
+                f"request_id {shown(request_id)} belongs to a request that is still running", param="request_id"
             )
         routed = self._requests[request_id] = RoutedRequest(replace(request, request_id=request_id))
         return routed

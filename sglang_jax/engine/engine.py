@@ -332,8 +332,8 @@ class Engine:
     ) -> GenerateOutput | Iterator[GenerateOutput]:
         if not is_single(prompt):
             raise ParameterError(
-                "a turn of a session has one prompt, a text or a list of token ids; got a list of prompts, or an empty "
-                "one",
+                "a turn of a session must have one prompt, a text or a list of token ids; got several prompts or an "
+                "empty list",
                 param="prompt",
             )
         _, batch = self._batch(prompt, sampling, template)
@@ -382,7 +382,7 @@ def _sampling_of_each(
         return [complete_sampling({} if sampling is None else sampling, defaults)] * count
     if len(sampling) != count:
         raise ParameterError(
-            f"sampling_params must be one for all prompts or one for each: got {len(sampling)} for {count} prompts",
+            f"sampling_params must be one object, or a list with one per prompt: got {len(sampling)} for {count} prompts",
             param="sampling_params",
         )
     return [complete_sampling(params, defaults) for params in sampling]

@@ -56,7 +56,7 @@ class Grammar:
             self.text.encode()
         except UnicodeEncodeError as error:
             raise ParameterError(
-                f"{self.field} holds the lone surrogate U+{ord(self.text[error.start]):04X} at character {error.start}",
+                f"{self.field} contains the lone surrogate U+{ord(self.text[error.start]):04X} at character {error.start}",
                 param=self.field,
             ) from error
         if self.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE, GrammarKind.STRUCTURAL_TAG):

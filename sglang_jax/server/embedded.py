@@ -45,7 +45,7 @@ class EmbeddedServer:
     def check(self) -> None:
         """Raises `EngineDeadError` if the engine is gone; it does not come back, so restart the whole."""
         if not self._client.alive:
-            raise EngineDeadError("the engine is gone")
+            raise EngineDeadError("the engine has ended")
 
     async def close(self) -> None:
         """Ends the engine; requests in flight fail."""

@@ -123,7 +123,7 @@ def health_router(context: ServerContext) -> APIRouter:
         try:
             await asyncio.wait_for(context.collect(prompt.request_id or "", [prompt]), HEALTH_SECONDS)
         except TimeoutError as error:
-            raise UnavailableError(f"the engine gave no token within {HEALTH_SECONDS:g} s") from error
+            raise UnavailableError(f"the engine generated no token within {HEALTH_SECONDS:g} s") from error
         except RequestError as error:
             raise UnavailableError(f"the engine cannot generate: {error.message}", code=error.code) from error
         return {"status": "ok"}
@@ -135,7 +135,7 @@ def _why_not_alive(loads: list[ReplicaLoad]) -> str:
     if len(loads) == 1 and not loads[0].address:
         reason = f" ({loads[0].last_end})" if loads[0].last_end else ""
         if loads[0].state is ReplicaState.STOPPED:
-            return f"the engine is gone{reason}; restart the server"
+            return f"the engine has ended{reason}; restart the server"
         return f"the engine is being restarted{reason}; try again later"
     return "no replica serves: " + ", ".join(f"{load.index} is {load.state}" for load in loads)
 
@@ -191,7 +191,7 @@ def control_router(context: ServerContext) -> APIRouter:
     async def flush_cache() -> dict[str, object]:
         """Empties the prefix cache. While requests are running or queued it does nothing and returns 400."""
         if not await context.client.flush_cache():
-            raise CacheBusyError("the prefix cache cannot be emptied while requests run or wait; try again when idle")
+            raise CacheBusyError("the prefix cache cannot be cleared while requests are running or queued; try again when the server is idle")
         return {"success": True, "message": "the prefix cache is empty"}
 
     @router.post("/abort_request")
@@ -238,7 +238,7 @@ def profile_folder(root: str | None, within: str | None) -> str:
     parts = PurePosixPath(within).parts
     if not parts or within.startswith("/") or ".." in parts or "\0" in within:
         raise ParameterError(
-            f"output_dir must be a folder within --profile-dir, such as run-1, got {cut(within)!r}", param="output_dir"
+            f"output_dir must be a folder inside --profile-dir, such as run-1, got {cut(within)!r}", param="output_dir"
         )
     return f"{root.rstrip('/')}/{'/'.join(parts)}"
 
