@@ -44,8 +44,8 @@ def build(arguments: dict[str, Any]) -> Application:
     """The application for `serve run` and Ray Serve's config files. Arguments are server options, and:
 
     - `num_replicas`: a number, or `auto` to have Ray Serve add and remove replicas by load.
-    - `num_cpus`, `num_gpus`, `resources`: what a replica reserves; the default of `num_gpus` is `tp_size` if `device` is
-      `cuda`. On TPUs, use `resources={"TPU": chips}`.
+    - `num_cpus`, `num_gpus`, `resources`: what a replica reserves; the default of `num_gpus` is `tp_size` if `device`
+      is `cuda`. On TPUs, use `resources={"TPU": chips}`.
     """
     options = dict(arguments)
     num_replicas = options.pop("num_replicas", 1)

@@ -30,7 +30,9 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
     CPU without a word.
     """
     if wanted is Device.TPU:
-        raise ConfigError("--device tpu is not supported by the torch backend, which runs on cuda or cpu: choose --backend jax")
+        raise ConfigError(
+            "--device tpu is not supported by the torch backend, which runs on cuda or cpu: choose --backend jax"
+        )
     if wanted is Device.CPU:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -71,7 +73,9 @@ def _why_no_gpu() -> str:
     files = cuda_device_files()
     denied = [file for file in files if not os.access(file, os.R_OK | os.W_OK)]
     if files and len(denied) == len(files):
-        return f"this user may not open {denied[0]}. Run as a user with access, or give the container access to its GPUs"
+        return (
+            f"this user may not open {denied[0]}. Run as a user with access, or give the container access to its GPUs"
+        )
     driver = cuda_driver() or "unknown"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]

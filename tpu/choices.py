@@ -63,8 +63,7 @@ def choose(machine: Machine, model: ModelConfig, *, tp: int | None = None, repli
         page_size=PAGE_SIZE,
         mem_fraction_static=fraction,
         reasons=(
-            f"tp {chosen}: "
-            + ("as given" if tp else f"the most of {devices} devices that the model can use"),
+            f"tp {chosen}: " + ("as given" if tp else f"the most of {devices} devices that the model can use"),
             f"page size {PAGE_SIZE}: fills whole memory tiles",
             f"mem-fraction-static {fraction:g}: {weights / GIB:.1f} GiB of weights and up to "
             f"{(usable - weights) / GIB:.1f} GiB of KV pages on each device of {topology.chip.hbm / GIB:.1f} GiB",

@@ -99,7 +99,10 @@ def _whole_slice(environment: TpuEnvironment, metadata: Metadata, chip: Chip, co
     name = f"{chip.generation}:{environment.topology}" if environment.topology else None
     name = name or environment.accelerator_type or metadata("accelerator-type")
     if name is None:
-        raise ConfigError(f"found several nodes with {count} chips, but neither TPU_TOPOLOGY nor the metadata names the slice: set TPU_TOPOLOGY")
+        raise ConfigError(
+            f"found several nodes with {count} chips, but neither TPU_TOPOLOGY nor the metadata names the slice: set "
+            "TPU_TOPOLOGY"
+        )
     topology = parse_topology(name)
     if topology.chips != count or topology.chip is not chip:
         raise ConfigError(

@@ -192,7 +192,9 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
         f"Compiler {compiler}, ahead of time: nothing is run",
     ]
     if deployment.devices > topology.devices:
-        lines.append("Note     libtpu compiles for each core separately here; a real v4 chip is one device with both cores")
+        lines.append(
+            "Note     libtpu compiles for each core separately here; a real v4 chip is one device with both cores"
+        )
     return lines
 
 

@@ -80,7 +80,8 @@ estimate leaves out."""
     default=By.AUTO.value,
     show_default=True,
     type=click.Choice([way.value for way in By]),
-    help="device: time on this machine's TPU; schedule: the compiler's schedule for --chip; auto: device if there is a TPU",
+    help="device: time on this machine's TPU; schedule: the compiler's schedule for --chip; auto: device if there is "
+    "a TPU",
 )
 @click.option(
     "--chip",

@@ -164,7 +164,9 @@ def _plain_request(fields: Fields) -> tuple[str, Fields]:
         raise _LineError("missing_field", f"a line must have one of body, prompt and messages, got {which}")
     for name in ("method", "url"):
         if name in fields:
-            raise _LineError("malformed_request", f"{name} is only for lines with a body; {given[0]} determines the route")
+            raise _LineError(
+                "malformed_request", f"{name} is only for lines with a body; {given[0]} determines the route"
+            )
     return _PLAIN_FIELDS[given[0]], {name: value for name, value in fields.items() if name != "custom_id"}
 
 

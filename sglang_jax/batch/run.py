@@ -178,7 +178,10 @@ def _check_files(batch: BatchConfig) -> None:
     if len({batch.input_path.resolve(), batch.output_path.resolve(), batch.errors.resolve()}) < 3:
         raise BatchError("--input, --output and --error-file must be three different files")
     if FileFormat.of(batch.errors) is FileFormat.PARQUET:
-        raise BatchError(f"--error-file {batch.errors} is always written as JSON lines: choose a name that does not end in .parquet or .pq")
+        raise BatchError(
+            f"--error-file {batch.errors} is always written as JSON lines: choose a name that does not end in "
+            ".parquet or .pq"
+        )
 
 
 def body_defaults(batch: BatchConfig) -> dict[str, Raw]:

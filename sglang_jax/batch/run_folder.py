@@ -86,7 +86,9 @@ class RunFolder:
         if not path.exists():
             for file in written:
                 if file.exists() and file.stat().st_size:
-                    raise BatchError(f"{file} exists, but no run recorded in {self.path} wrote it: choose another --output")
+                    raise BatchError(
+                        f"{file} exists, but no run recorded in {self.path} wrote it: choose another --output"
+                    )
             self._write(path, manifest)
             return
         check_same(read_manifest(path.read_bytes(), path), manifest, self._output, self.path)

@@ -68,7 +68,9 @@ class RemoteFolder:
             raise CheckpointError(f"{shown(address)} is not a bucket address; give gs://BUCKET/PATH")
         self.bucket, self.folder = found[1], found[2].strip("/")
         if importlib.util.find_spec("gcsfs") is None:
-            raise CheckpointError(f"reading {self.address} needs gcsfs, which is not installed: {how_to_install('gcs')}")
+            raise CheckpointError(
+                f"reading {self.address} needs gcsfs, which is not installed: {how_to_install('gcs')}"
+            )
         import fsspec  # here: most checkpoints are files of this machine
 
         with _failures_of(self.address):
@@ -110,7 +112,8 @@ class RemoteFolder:
         small = {name: each for name, each in sorted(self.objects.items()) if name.endswith(_SMALL)}
         if (total := sum(each.size for each in small.values())) > _MOST_SMALL_BYTES:
             raise CheckpointError(
-                f"{self.address}: the files {' and '.join('*' + end for end in _SMALL)} have {total} bytes in total, the limit is "
+                f"{self.address}: the files {' and '.join('*' + end for end in _SMALL)} have {total} bytes in total, "
+                "the limit is "
                 f"{_MOST_SMALL_BYTES}; move files that do not belong to the model to another folder"
             )
         identity = hashlib.sha256(repr([self.address, *small.items()]).encode()).hexdigest()[:16]
@@ -129,7 +132,8 @@ class RemoteFolder:
                 _move(whole, target)
         except OSError as error:
             raise CheckpointError(
-                f"the files of {self.address} cannot be copied to {target}: {error}; choose another cache folder with XDG_CACHE_HOME"
+                f"the files of {self.address} cannot be copied to {target}: {error}; choose another cache folder "
+                "with XDG_CACHE_HOME"
             ) from error
         return target
 

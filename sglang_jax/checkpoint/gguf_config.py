@@ -149,7 +149,9 @@ def _refuse_unsupported(file: GgufFile, form: GgufForm) -> None:
     name = form.name
     experts = file.get(f"{name}.expert_count", int)
     if experts:
-        raise CheckpointError(f"{file.path}: mixtures of experts ({experts} experts) are not supported; use a dense model")
+        raise CheckpointError(
+            f"{file.path}: mixtures of experts ({experts} experts) are not supported; use a dense model"
+        )
     window = file.get(f"{name}.{_WINDOW}", int)
     context = file.require(f"{name}.context_length", int)
     if window and window < context and "sliding_window" not in form.fields:

@@ -125,9 +125,7 @@ def check_unread(fields: JsonFields) -> None:
         )
     unknown = [name for name in unread if not _is_harmless(name)]
     if unknown:
-        logger.warning(
-            "%s: ignoring unknown fields: %s", fields.file, cut(", ".join(sorted(unknown)))
-        )
+        logger.warning("%s: ignoring unknown fields: %s", fields.file, cut(", ".join(sorted(unknown))))
 
 
 _MEANINGS = {

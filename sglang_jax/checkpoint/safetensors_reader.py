@@ -134,7 +134,9 @@ class SafetensorsReader:
             if name not in self._tensors or self._tensors[name].file != file
         ]
         if absent:
-            raise CheckpointError(f"{folder / INDEX_FILE} names tensors that are missing from their files: {', '.join(absent)}")
+            raise CheckpointError(
+                f"{folder / INDEX_FILE} names tensors that are missing from their files: {', '.join(absent)}"
+            )
 
 
 def _weight_map(folder: Path, files: WeightFiles) -> dict[str, str] | None:

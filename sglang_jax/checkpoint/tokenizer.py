@@ -156,7 +156,8 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ParameterError(
-                f"text contains the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}", param="text"
+                f"text contains the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}",
+                param="text",
             ) from error
         try:
             return self._encode(text, add_special_tokens)
@@ -199,7 +200,9 @@ class Tokenizer:
                 ids += self._backend.encode(part, add_special_tokens=False).ids
             if not self._special_ids.intersection(ids):
                 return ids
-        raise ParameterError(f"the model cannot read {token!r} as text, because it is a control token", param="messages")
+        raise ParameterError(
+            f"the model cannot read {token!r} as text, because it is a control token", param="messages"
+        )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a text add nothing, and bytes that are not UTF-8 become U+FFFD."""

@@ -21,7 +21,7 @@ LEAST_ALIKE = 0.72
 
 
 def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The options, given at once or each by its name. Raises `ConfigError`."""
+    """The options, given as `config` or by name. Raises `ConfigError`."""
     if config is None:
         try:
             return EngineConfig(**_by_our_names(options))

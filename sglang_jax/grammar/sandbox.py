@@ -87,7 +87,8 @@ class Sandbox:
             if not connection.poll(PATIENCE_SECONDS):
                 self.close()
                 raise GrammarUnavailableError(
-                    f"{grammar.field} was not compiled within {PATIENCE_SECONDS:g} s, because the machine is busy; try again later",
+                    f"{grammar.field} was not compiled within {PATIENCE_SECONDS:g} s, because the machine is busy; "
+                    "try again later",
                     param=grammar.field,
                 )
             verdict = msgspec.msgpack.decode(connection.recv_bytes(), type=Verdict)

@@ -50,7 +50,8 @@ def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunne
     secret = config.group_secret()
     if not secret:
         logger.warning(
-            "The nodes have no shared secret: any machine that can connect to this one can join as a node. Give each node "
+            "The nodes have no shared secret: any machine that can connect to this one can join as a node. Give each "
+            "node "
             "the same --group-secret-file, unless the network is private"
         )
     listener = FollowerListener(_plain(config.dist_bind_host or _address(config)[0]), secret, ORDERS.form)

@@ -30,7 +30,9 @@ class Profiling:
         if steps is not None and steps < 1:
             raise ParameterError(f"num_steps must be at least 1, got {steps}", param="num_steps")
         if self._folder is not None:
-            raise ParameterError(f"a profile is already being recorded, in {self._folder}: stop it first (/stop_profile)")
+            raise ParameterError(
+                f"a profile is already being recorded, in {self._folder}: stop it first (/stop_profile)"
+            )
         if "://" not in folder:
             try:
                 Path(folder).mkdir(parents=True, exist_ok=True)

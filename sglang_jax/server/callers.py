@@ -183,7 +183,9 @@ class Callers:
             if key in by_key:
                 raise ConfigError(f"{by_key[key].name} and {caller.name} have the same key; each needs its own")
             if any(caller.name == other.name for other in by_key.values()):
-                raise ConfigError(f"a key in api_keys must not be named {caller.name}, like the option; choose another name")
+                raise ConfigError(
+                    f"a key in api_keys must not be named {caller.name}, like the option; choose another name"
+                )
             by_key[key] = caller
 
         admin_key, client_key = config.admin_key(), config.client_key()
@@ -231,7 +233,9 @@ def current_caller() -> Caller:
 async def require_admin() -> None:
     """What routes depend on that change the server's state or show what others do. Raises `AdminKeyError`."""
     if not current_caller().admin:
-        raise AdminKeyError("this route is for operators: send the --admin-api-key, or a key with admin: true in --api-keys")
+        raise AdminKeyError(
+            "this route is for operators: send the --admin-api-key, or a key with admin: true in --api-keys"
+        )
 
 
 def _caller(name: str, entry: KeyEntry) -> Caller:

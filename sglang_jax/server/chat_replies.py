@@ -151,7 +151,7 @@ class ReplyFormats:
         reason = (
             "this server was started without them (--tool-call-parser none)"
             if how is ToolCallParser.NONE
-            else "the format of tool calls cannot be detected from the chat template; start the server with --tool-call-parser"
+            else "the chat template does not show the format of tool calls; start the server with --tool-call-parser"
         )
         raise UnsupportedParameterError(f"tools cannot be called: {reason}", param="tools")
 

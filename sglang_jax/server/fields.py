@@ -198,7 +198,9 @@ class SessionParamsBody(Body):
                 )
         if not self.id:
             if self.rid:
-                raise ParameterError("session_params has a rid but no id; give the session's id", param="session_params.id")
+                raise ParameterError(
+                    "session_params has a rid but no id; give the session's id", param="session_params.id"
+                )
             return None
         return SessionTurnInput(self.id, self.rid or None, self.turn or None, self.opening)
 

@@ -191,7 +191,10 @@ def control_router(context: ServerContext) -> APIRouter:
     async def flush_cache() -> dict[str, object]:
         """Empties the prefix cache. While requests are running or queued it does nothing and returns 400."""
         if not await context.client.flush_cache():
-            raise CacheBusyError("the prefix cache cannot be cleared while requests are running or queued; try again when the server is idle")
+            raise CacheBusyError(
+                "the prefix cache cannot be cleared while requests are running or queued; try again when the server "
+                "is idle"
+            )
         return {"success": True, "message": "the prefix cache is empty"}
 
     @router.post("/abort_request")

@@ -89,7 +89,10 @@ class SchedulerCollector(Collector):
             "generation_tokens": (stats.generation_tokens, "Output tokens."),
             "cached_tokens": (stats.cached_tokens, "Prompt tokens found in the prefix cache."),
             "num_aborted_requests": (stats.num_aborted, "Requests aborted by their clients or by /abort_request."),
-            "num_retractions": (stats.num_retractions, "Times that a running request was retracted and lost its KV cache."),
+            "num_retractions": (
+                stats.num_retractions,
+                "Times that a running request was retracted and lost its KV cache.",
+            ),
             "num_evicted_pages": (stats.num_evicted_pages, "Pages of cached prefixes evicted for lack of room."),
             "num_session_pins_let_go": (
                 stats.num_pins_let_go,
@@ -107,8 +110,8 @@ class SchedulerCollector(Collector):
 class LatencyHistogram(Collector):
     """A histogram of seconds that one thread fills and reads.
 
-    prometheus_client's own takes two locks for each value and cannot count one value many times: for tokens that is
-    more than all else that a stream costs here.
+    prometheus_client's own histogram takes two locks for each value and cannot count one value several times: for each
+    token, that would cost more than the rest of a stream's work here.
     """
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], model_name: str) -> None:
@@ -120,7 +123,7 @@ class LatencyHistogram(Collector):
         self._sum = 0.0
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """So many values of this size."""
+        """Records `count` values of this size."""
         self._counts[bisect_left(self._bounds, seconds)] += count
         self._sum += seconds * count
 
@@ -149,7 +152,10 @@ class ServerMetrics:
             "num_requests", "Completed prompts; all completions of a prompt count once.", model_name
         )
         self.queue_time = self._histogram(
-            "queue_time_seconds", "Time from a completion's arrival at an engine until it gets a row.", LATENCY_BUCKETS, model_name
+            "queue_time_seconds",
+            "Time from a completion's arrival at an engine until it gets a row.",
+            LATENCY_BUCKETS,
+            model_name,
         )
         self.first_token = self._histogram(
             "time_to_first_token_seconds",
@@ -161,7 +167,10 @@ class ServerMetrics:
             "inter_token_latency_seconds", "Time between two tokens of a completion.", TOKEN_LATENCY_BUCKETS, model_name
         )
         self.end_to_end = self._histogram(
-            "e2e_request_latency_seconds", "Time from the request to the end of a completion.", LATENCY_BUCKETS, model_name
+            "e2e_request_latency_seconds",
+            "Time from the request to the end of a completion.",
+            LATENCY_BUCKETS,
+            model_name,
         )
 
     def timing(self, *, stream: bool) -> RequestTiming:
@@ -180,9 +189,9 @@ class ServerMetrics:
 class RequestTiming:
     """The clock of one prompt's completions.
 
-    Tokens of a stream are timed as they come. Those of a completion that comes whole are timed by the engine, which
-    tells when it sampled the first and the last: the time between them counts for each of the others alike. A server
-    behind this one (`--connect`) does not tell.
+    Streamed tokens are timed as they arrive. For a completion that is not streamed, the engine reports when it sampled
+    the first and the last token; the mean time between tokens counts once for each token after the first. A server
+    behind this one (`--connect`) does not report these times.
     """
 
     def __init__(self, metrics: ServerMetrics, *, stream: bool) -> None:
@@ -192,7 +201,7 @@ class RequestTiming:
         self._last: dict[int, float] = {}
 
     def output(self, delta: OutputDelta) -> None:
-        """What a completion gave: tokens, its end, or both."""
+        """Records new tokens of a completion, its end, or both."""
         now, metrics = time.monotonic(), self._metrics
         if delta.queue_seconds is not None:
             metrics.queue_time.observe(delta.queue_seconds)

@@ -197,7 +197,10 @@ def _read_choice(choice: Any, known: Mapping[str, Tool]) -> tuple[bool, Sequence
             return False, ()
         case "required":
             if not known:
-                raise ParameterError("tool_choice is required, but the request has no tools; add tools, or remove tool_choice", param="tool_choice")
+                raise ParameterError(
+                    "tool_choice is required, but the request has no tools; add tools, or remove tool_choice",
+                    param="tool_choice",
+                )
             return True, tuple(known)
         case {"type": "function", "function": {"name": str(name)}}:
             return True, (_offered(name, "tool_choice.function.name", known),)
@@ -223,7 +226,8 @@ def _read_choice(choice: Any, known: Mapping[str, Tool]) -> tuple[bool, Sequence
 def _offered(name: str, place: str, known: Mapping[str, Tool]) -> str:
     if name not in known:
         raise ParameterError(
-            f"{place} is {shown(name)}, which is not one of the tools: {', '.join(known) or 'there are none'}", param=place
+            f"{place} is {shown(name)}, which is not one of the tools: {', '.join(known) or 'there are none'}",
+            param=place,
         )
     return name
 

@@ -381,7 +381,8 @@ async def _check_tokenizer(http: httpx2.AsyncClient, address: str, tokenizer: Te
     theirs = response.json()["tokens"]
     if theirs != tokenizer.encode(PROBE):
         raise ConfigError(
-            f"{address} tokenizes text differently: --model-path or --tokenizer-path must name the model that this server serves"
+            f"{address} tokenizes text differently: --model-path or --tokenizer-path must name the model that this "
+            "server serves"
         )
 
 

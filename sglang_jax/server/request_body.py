@@ -84,7 +84,8 @@ class BodyLimit:
                     return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
         except TimeoutError as error:
             raise ClientTooSlowError(
-                f"{share.size} bytes of the body arrived in {asyncio.get_running_loop().time() - begin:.1f} s; the limit "
+                f"{share.size} bytes of the body arrived in {asyncio.get_running_loop().time() - begin:.1f} s; the "
+                "limit "
                 f"is {self._patience:g} s without data (--client-timeout), then {SLOWEST} bytes/s"
             ) from error
 

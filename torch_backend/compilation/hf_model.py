@@ -119,7 +119,9 @@ def _traced_attention(
     if strange:
         raise refused(kind, f"{where} has the arguments {', '.join(strange)}, which paged attention does not support")
     if query.shape[-1] != value.shape[-1]:
-        raise refused(kind, f"{where} has keys of size {query.shape[-1]} and values of size {value.shape[-1]}; they must be equal")
+        raise refused(
+            kind, f"{where} has keys of size {query.shape[-1]} and values of size {value.shape[-1]}; they must be equal"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     by_token = (each.transpose(1, 2) for each in (query, key, value))
     return attention(*by_token, s_aux, own["layer_idx"], scale, sliding_window, softcap), None

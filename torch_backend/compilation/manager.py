@@ -91,7 +91,8 @@ class PassManager:
         if few:
             raise ConfigError(
                 f"model_impl transformers: the pass {few[0].name.value} found {few[0].found} matches in "
-                f"{program.model_type}, but its modules imply {few[0].expected}: this release of transformers implements "
+                f"{program.model_type}, but its modules imply {few[0].expected}: this release of transformers "
+                "implements "
                 "the model differently. Leave the pass out of --compile-passes to serve the model without it, slower"
             )
         return tuple(counts)

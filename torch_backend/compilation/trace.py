@@ -114,7 +114,9 @@ def _check_guards(shapes: ShapeEnv, kind: str) -> None:
         for count in _TRIED_TOKENS:
             found = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, count))
             if found is sympy.false:
-                raise refused(kind, f"its code takes another path if {sympy.Not(guard.expr)}, for example with {count} tokens")
+                raise refused(
+                    kind, f"its code takes another path if {sympy.Not(guard.expr)}, for example with {count} tokens"
+                )
 
 
 def _cut(

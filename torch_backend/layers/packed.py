@@ -69,6 +69,10 @@ def packing_works(dtype: torch.dtype) -> bool:
     for found, expected in pairs:
         allowed = 4 * torch.finfo(dtype).eps * (1 + expected.abs().max())
         if found.dtype != dtype or not bool((found.double() - expected).abs().max() <= allowed):
-            logger.warning("Matrices of %s are not packed: torch %s computes wrong products with packed ones", dtype, torch.__version__)
+            logger.warning(
+                "Matrices of %s are not packed: torch %s computes wrong products with packed ones",
+                dtype,
+                torch.__version__,
+            )
             return False
     return True

@@ -46,7 +46,10 @@ class RequestFiles(FileBasedDatasource):  # type: ignore[misc]  # Ray has no typ
         super().__init__(list(paths))
         formats = {FileFormat.of(PurePosixPath(path)) for path in self._paths()}
         if len(formats) > 1:
-            raise ValueError("all input files must have the same format, got Parquet (by its name) and JSON lines; run each format separately")
+            raise ValueError(
+                "all input files must have the same format, got Parquet (by its name) and JSON lines; run each "
+                "format separately"
+            )
         self._file_format = formats.pop()
         self._number_of = {path: number for number, path in enumerate(sorted(self._paths()))}
 

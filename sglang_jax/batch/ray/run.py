@@ -81,9 +81,14 @@ def run_ray_batch(batch: BatchConfig, options: RayOptions, engine: EngineConfig,
 
 def _refuse(batch: BatchConfig, engine: EngineConfig) -> None:
     if batch.ordered:
-        raise BatchError("--ordered is not supported with --engine ray, which writes many files: sort the responses by id")
+        raise BatchError(
+            "--ordered is not supported with --engine ray, which writes many files: sort the responses by id"
+        )
     if batch.error_file is not None:
-        raise BatchError(f"--error-file is not supported with --engine ray: failed lines are in files named *{ERRORS_ENDING} in --output")
+        raise BatchError(
+            f"--error-file is not supported with --engine ray: failed lines are in files named *{ERRORS_ENDING} in "
+            "--output"
+        )
     if engine.dp_size > 1:
         raise BatchError(f"--dp-size ({engine.dp_size}) is for one machine: with --engine ray, use --min-replicas")
 
@@ -179,7 +184,9 @@ class _OutputFolder:
                 check_same(read_manifest(file.readall(), path), manifest, self._location, self._run)
             return self._exists(self._whole)
         if self._listed():
-            raise BatchError(f"{self._location} has files that no run recorded in {self._run} wrote: choose another --output")
+            raise BatchError(
+                f"{self._location} has files that no run recorded in {self._run} wrote: choose another --output"
+            )
         self._write(path, msgspec.json.format(msgspec.json.encode(manifest)))
         return False
 

@@ -35,7 +35,9 @@ class Question(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Question:
         if self.answer >= len(self.choices):
-            raise ValueError(f"answer must be the index of a choice, from 0 to {len(self.choices) - 1}, got {self.answer}")
+            raise ValueError(
+                f"answer must be the index of a choice, from 0 to {len(self.choices) - 1}, got {self.answer}"
+            )
         if not all(self.choices):
             raise ValueError("a choice is empty")
         return self

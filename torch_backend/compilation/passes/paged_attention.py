@@ -32,7 +32,9 @@ def page_attention(program: Program) -> int:
     for node in calls(graph, ATTENTION):
         query, key, values, sinks, layer, *numbers = _arguments(node)
         if layer in program.sites:
-            raise refused(program.model_type, f"layer {layer} computes attention twice; only one attention per layer is supported")
+            raise refused(
+                program.model_type, f"layer {layer} computes attention twice; only one attention per layer is supported"
+            )
         learnt = weight_of(sinks)
         if sinks is not None and learnt is None:
             raise refused(program.model_type, f"layer {layer} has sinks that are not a weight: {sinks}")
