@@ -90,8 +90,8 @@ class CommonFields:
         rotated = rope.rotated_numbers(common.head_dim)
         if rotated % 2 or not rotated:
             raise CheckpointError(
-                f"{fields.file}: {rotated} of the {common.head_dim} numbers of a head rotate, by a "
-                f"partial_rotary_factor of {rope.rotated:g}; they must be pairs, and one at least"
+                f"{fields.file}: partial_rotary_factor {rope.rotated:g} rotates {rotated} of the {common.head_dim} "
+                "numbers of a head; it must be an even number, at least 2"
             )
         return common
 

@@ -140,7 +140,7 @@ def check_repeated(
     if count > MOST_REPEATED:
         raise ParameterError(
             f"{param} would repeat {count} characters of the request in n completions; the limit of "
-            f"one answer is {MOST_REPEATED}",
+            f"one response is {MOST_REPEATED}",
             param=param,
         )
 

@@ -75,7 +75,7 @@ def test_roles_that_a_template_knows(tmp_path: Path, template: str, roles: list[
             tokenizer.check_roles(["user", "assistant", other])
         assert caught.value.param == "messages[2].role"
         assert caught.value.message == (
-            f"messages[2].role is {other!r}, which the model's chat template does not know; it knows "
+            f"messages[2].role is {other!r}, which the model's chat template does not support; supported: "
             + ", ".join(roles)
         )
 

@@ -283,7 +283,7 @@ def test_the_nodes_secret_is_that_of_the_file_or_of_the_environment(
     config = EngineConfig(group_secret_file=file)
     assert config.group_secret() == b"of the file, which wins"
     file.write_text("\n")
-    with pytest.raises(ConfigError, match=r"group_secret_file .*secret holds 0 characters, a secret has at least 16"):
+    with pytest.raises(ConfigError, match=r"group_secret_file .*secret must have at least 16 characters, got 0"):
         config.group_secret()
     file.unlink()
     with pytest.raises(ConfigError, match="secret cannot be read"):

@@ -22,7 +22,7 @@ def test_the_cpu_is_there(wanted: Device) -> None:
 
 
 def test_a_missing_device_is_an_error_that_names_what_is_there() -> None:
-    with pytest.raises(ConfigError, match="device tpu was asked for, but JAX sees only: cpu"):
+    with pytest.raises(ConfigError, match="device tpu was given, but JAX sees only: cpu"):
         select_device(Device.TPU)
 
 

@@ -126,9 +126,9 @@ def test_keys_and_values_of_8_bits_take_a_byte_each(folder: Path, kv_cache_dtype
 
 
 def test_options_that_cannot_be_met_are_refused_before_weights_are_read(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="context_length 600 is beyond the 512 positions"):
+    with pytest.raises(ConfigError, match="context_length 600 exceeds the model's maximum of 512 positions"):
         make_runner(options(folder, context_length=600))
-    with pytest.raises(ConfigError, match="device tpu was asked for, but JAX sees only: cpu"):
+    with pytest.raises(ConfigError, match="device tpu was given, but JAX sees only: cpu"):
         make_runner(options(folder, device=Device.TPU))
     with pytest.raises(ConfigError, match="max_total_tokens 10000000000 needs"):
         make_runner(options(folder, max_total_tokens=10**10))

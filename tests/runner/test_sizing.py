@@ -60,7 +60,7 @@ def test_a_step_of_a_gpu_has_as_many_prompt_tokens_as_its_memory_suggests(gib: i
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="context_length 9000 is beyond the 8192 positions"):
+    with pytest.raises(ConfigError, match="context_length 9000 exceeds the model's maximum of 8192 positions"):
         choose_sizes(EngineConfig(context_length=9000), 8192, CPU)
 
 

@@ -370,7 +370,7 @@ def test_a_server_before_another_says_whose_requests_are(tmp_path: Path) -> None
         ("a:70000", "got 'a:70000' in it"),
         ("a:1,a:1", "names a server twice"),
         ("local,a:1,local", "names a server twice"),
-        ("local", "names no other server: local"),
+        ("local", "has no other server: local"),
     ],
 )
 def test_addresses_that_cannot_be_read(text: str, words: str) -> None:

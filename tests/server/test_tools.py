@@ -227,7 +227,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0].type", "must be function"),
     ({"tools": [tool(name="a b")]}, "tools[0].function.name", "got 'a b'"),
     ({"tools": [tool(name="")]}, "tools[0].function.name", "got ''"),
-    ({"tools": [NOW, NOW]}, "tools[1].function.name", "as another tool's is"),
+    ({"tools": [NOW, NOW]}, "tools[1].function.name", "which another tool already has"),
     ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters", "dict"),
     ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters.type", "must be object"),
     (with_schema({"type": "intger"}), f"{AT}.type", "got 'intger'"),
@@ -239,7 +239,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(description="x" * 140_000)]}, "tools", "the limit is 131072"),
     ({"tools": [NOW], "tool_choice": "always"}, "tool_choice", "got 'always'"),
     ({"tools": [NOW], "tool_choice": FORCED}, "tool_choice.function.name", "none of the tools: now"),
-    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tool_choice": "required"}, "tool_choice", "the request has no tools"),
     (
         {"tools": [NOW], "tool_choice": "required", "regex": "a"},
         "regex",

@@ -140,7 +140,7 @@ def test_kernels_that_compute_wrongly_are_not_believed(
         return tuple(part * wrong for part in found) if isinstance(found, tuple) else found * wrong
 
     monkeypatch.setattr(kernels, method, scaled)
-    with pytest.raises(CpuKernelsError, match=rf"wrong on this machine \({what}\)"):
+    with pytest.raises(CpuKernelsError, match=rf"wrong results on this machine \({what}\)"):
         make_cpu_kernels(FORM, folder)
 
 
@@ -154,7 +154,7 @@ def test_a_torch_without_openmp_runs_them_on_one_thread(
             make_cpu_kernels(FORM, folder)
     finally:
         team.openmp_parallel.cache_clear()
-    assert caplog.messages[0] == "CPU kernels run on one thread: this torch is built without OpenMP"
+    assert caplog.messages[0] == "CPU kernels run on one thread: this torch was built without OpenMP"
     assert len([message for message in caplog.messages if "one thread" in message]) == 1
 
 

@@ -92,8 +92,8 @@ def _kinds(fields: JsonFields) -> list[str]:
     kinds = [_SPELLINGS[one] for one in found]
     if _EXPERTS in kinds:
         raise CheckpointError(
-            f"{fields.file}: layer {kinds.index(_EXPERTS)} has experts: of Nemotron-H only dense models are supported, "
-            "which have none"
+            f"{fields.file}: layer {kinds.index(_EXPERTS)} has experts; only dense Nemotron-H models are supported, "
+            "without experts"
         )
     return kinds
 

@@ -47,7 +47,7 @@ class RequestFiles(FileBasedDatasource):  # type: ignore[misc]  # Ray has no typ
         formats = {FileFormat.of(PurePosixPath(path)) for path in self._paths()}
         if len(formats) > 1:
             raise ValueError(
-                "all input files must have the same format, got Parquet (by its name) and JSON lines; run each "
+                "all input files must have the same format, but by their names only some are Parquet; run each "
                 "format separately"
             )
         self._file_format = formats.pop()
