@@ -115,7 +115,7 @@ class Journal:
             for number, _, _ in recover(path, number_of):
                 if not self._written.add(number):
                     raise BatchError(
-                        f"{path} is a second response to line {number + 1} of the input; remove one of them"
+                        f"{path} has a second response to line {number + 1} of the input; remove one of them"
                     )
                 self.num_errors += path == errors
         self._files = {Kind.OUTPUT: AppendFile(output), Kind.ERROR: AppendFile(errors)}

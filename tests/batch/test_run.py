@@ -97,7 +97,7 @@ def test_lines_that_score_a_prompt_and_lines_whose_role_nobody_knows(run: Run, t
     assert answer["response"]["body"]["usage"]["completion_tokens"] == 0
     [refused] = read(tmp_path / "out.jsonl.errors.jsonl")
     assert refused["response"]["body"]["error"]["param"] == "messages[1].role"
-    assert "it knows system, developer, user" in refused["error"]["message"]
+    assert "supported: system, developer, user" in refused["error"]["message"]
 
 
 def test_what_fails_is_in_the_error_file_and_stops_nobody(

@@ -59,7 +59,7 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, max_shard_size="100KB")
     (folder / "model-00002-of-00006.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"files that are not there: model-00002-of-00006\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"files that do not exist: model-00002-of-00006\.safetensors"):
         open_checkpoint(str(folder))
 
 

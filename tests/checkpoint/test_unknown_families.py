@@ -60,7 +60,10 @@ def test_fields_that_no_family_has_are_named(model_type: str, class_name: str, t
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForCausalLM, of the same model_type, is; supported"),
+        (
+            {"architectures": ["LlamaForTokenClassification"]},
+            "LlamaForCausalLM, with the same model_type, is supported; supported",
+        ),
         ({"architectures": None, "model_type": "crow"}, "architecture crow is not supported; supported: "),
         ({"architectures": None, "model_type": None}, "neither architectures nor model_type given"),
         ({"per_layer_config": {"2": {"head_dim": 8}}}, "per_layer_config is {'2': {'head_dim': 8}}, which llama does"),

@@ -312,7 +312,7 @@ def test_there_are_at_most_so_many_sessions_and_one_of_a_name() -> None:
     with pytest.raises(ParameterError, match="'a' is open already"):
         Talk(bench, "a")
     Talk(bench, "b")
-    with pytest.raises(SessionLimitError, match="2 are open"):
+    with pytest.raises(SessionLimitError, match="2 sessions are open"):
         Talk(bench, "c")
     bench.scheduler.sessions.close("a", "me")
     Talk(bench, "c")
