@@ -238,19 +238,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [NOW] * 129}, "tools", "at most 128 tools (--max-tools-per-request), got 129"),
     ({"tools": [tool(description="x" * 140_000)]}, "tools", "the limit is 131072"),
     ({"tools": [NOW], "tool_choice": "always"}, "tool_choice", "got 'always'"),
-    ({"tools": [NOW], "tool_choice": FORCED}, "tool_choice.function.name", "none of the tools: now"),
+    ({"tools": [NOW], "tool_choice": FORCED}, "tool_choice.function.name", "not one of the tools: now"),
     ({"tool_choice": "required"}, "tool_choice", "the request has no tools"),
     (
         {"tools": [NOW], "tool_choice": "required", "regex": "a"},
         "regex",
-        "and regex another answer",
+        "and regex another format",
     ),
     ({"tools": "now"}, "tools", "list"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "clients cannot set"),
     ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs", "'eos_token'"),
     ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "'a b'"),
     ({"chat_template_kwargs": {f"v{i}": i for i in range(33)}}, "chat_template_kwargs", "at most 32"),
-    ({"include_reasoning": False, "separate_reasoning": False}, "include_reasoning", "cannot both be given"),
+    ({"include_reasoning": False, "separate_reasoning": False}, "include_reasoning", "give only one of them"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "chat template"),
 ]
 

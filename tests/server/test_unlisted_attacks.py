@@ -224,7 +224,7 @@ def test_prompts_that_are_echoed_have_a_length_with_all_their_repetitions(server
         for stream in (False, True):
             error = refused(server, "/v1/completions", json.dumps({**body, "n": 11, "stream": stream}).encode())
             assert error["param"] == "echo"
-            assert "asks for 11000 characters" in error["message"]
+            assert "would repeat 11000 characters" in error["message"]
             assert f"the limit of one response is {small}" in error["message"]
         assert server.http.post("/v1/completions", json={**body, "n": 11, "echo": False}).status_code == 200
 
