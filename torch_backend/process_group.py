@@ -54,7 +54,7 @@ def _symmetric_sums(
 ) -> SymmetricSums | None:
     """What adds up in the GPUs' own memory, on all ranks or on none; the log says which, and why."""
     if not wanted:
-        logger.info("Sums over ranks: NCCL (--disable-custom-all-reduce)")
+        logger.info("Sums over ranks: NCCL, because of --disable-custom-all-reduce")
         return None
     try:
         sums = SymmetricSums.meet(group_name, parallel.size, device, lambda yes: parallel.least(int(yes)) == 1)

@@ -223,8 +223,8 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            ({"dtype": torch.float16, "kv_dtype": torch.float16}, "not with torch.float16"),
-            ({"kv_dtype": torch.float8_e4m3fn}, "not with torch.float32, torch.float8_e4m3fn"),
+            ({"dtype": torch.float16, "kv_dtype": torch.float16}, "not torch.float16"),
+            ({"kv_dtype": torch.float8_e4m3fn}, "not torch.float32, torch.float8_e4m3fn"),
             ({"heads": (HeadForm(33, 2),)}, "float32 and 33$"),
         ],
         ids=["float16", "float8 pages", "odd heads"],

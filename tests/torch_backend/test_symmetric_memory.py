@@ -176,7 +176,7 @@ class Alone:
             True,
             "NCCL, because the GPUs cannot read each other's memory: rendezvous is not",
         ),
-        (StandIn(), False, "Sums over ranks: NCCL (--disable-custom-all-reduce)"),
+        (StandIn(), False, "Sums over ranks: NCCL, because of --disable-custom-all-reduce"),
     ],
 )
 def test_the_log_says_who_adds_up_and_why(

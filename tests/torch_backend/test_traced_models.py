@@ -252,7 +252,7 @@ def test_tensors_are_found_under_older_names_and_no_others_are_taken() -> None:
     weights = CheckpointWeights.of(model, Tensors(shapes | old))
     assert weights.names["lm_head.weight"] == "embed_out.weight"
     assert weights.names["gpt_neox.embed_in.weight"] == "embed_in.weight"
-    with pytest.raises(CheckpointError, match=r"tensors that the model does not: layers\.7\.mlp\.bias$"):
+    with pytest.raises(CheckpointError, match=r"tensors that the model does not have: layers\.7\.mlp\.bias$"):
         CheckpointWeights.of(model, Tensors(shapes | {"layers.7.mlp.bias": (3,)}))
     with pytest.raises(CheckpointError, match=r"embed_in\.weight is \(2, 3\) in the checkpoint, but \(128, "):
         CheckpointWeights.of(model, Tensors(shapes | {"embed_in.weight": (2, 3)}))
@@ -317,7 +317,7 @@ def test_code_that_depends_on_the_number_of_tokens_is_refused() -> None:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"model_type": "mamba"}, "num_attention_heads is missing"),
         ({"model_type": "qwen3_next"}, "layer_types has linear_attention; model_impl transformers serves"),
-        ({"model_type": "gpt2", "n_embd": 36}, "heads of 3 numbers"),
+        ({"model_type": "gpt2", "n_embd": 36}, "head_dim is 3, it must be even"),
         ({"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
         ({"model_type": "gpt2", "n_embd": 100}, "hidden_size 100 is not a multiple of num_attention_heads 12"),
     ],

@@ -67,7 +67,7 @@ def trace(model: PreTrainedModel) -> Program:
         with torch.no_grad():
             traced = make_fx(run, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
     except _DEPENDS_ON_DATA as error:
-        raise refused(kind, f"its operations depend on data: {_first_line(error)}{_place(error)}") from error
+        raise refused(kind, f"its computation depends on data: {_first_line(error)}{_place(error)}") from error
     except ConfigError:
         raise  # what attention refused while it was traced
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, LookupError) as error:
