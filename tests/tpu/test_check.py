@@ -281,7 +281,7 @@ def test_a_kernel_too_large_for_vector_memory(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--topology", "h100:8"), "topology 'h100:8' is not known"),
+        (("--topology", "h100:8"), "unknown topology 'h100:8'"),
         (("--topology", "v6e-1", "--page-size", "48"), "--page-size must be a power of two"),
         (("--topology", "v6e-1", "--all", "--quick"), "give only one of --all and --quick"),
         (("--topology", "v6e-1", "--mem-fraction-static", "1.5"), "--mem-fraction-static: Input should be less than 1"),
