@@ -146,7 +146,7 @@ def test_a_tpu_that_the_kernels_do_not_know_is_refused_at_the_start(folder: Path
     assert choose_attention(options(folder), TpuDevice("TPU v6 lite")) is AttentionImplementation.PALLAS_CHECKED
     quick = options(folder, debug_memory=False)
     assert choose_attention(quick, TpuDevice("TPU v6 lite")) is AttentionImplementation.PALLAS
-    with pytest.raises(ConfigError, match=r"know TPU v4, .*, and the device is 'TPU v99': choose .* xla"):
+    with pytest.raises(ConfigError, match=r"support TPU v4, .*, and the device is 'TPU v99': choose .* xla"):
         choose_attention(options(folder), TpuDevice("TPU v99"))
     by_xla = options(folder, attention_backend=AttentionBackend.XLA)
     assert choose_attention(by_xla, TpuDevice("TPU v99")) is AttentionImplementation.XLA
