@@ -52,7 +52,7 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def run(*, config: Path | None, **parameters: Any) -> Any:
-            file_values = {} if config is None else _read_config_file(config, list(owners))
+            file_values = {} if config is None else read_config_file(config, list(owners))
             given: dict[str, dict[str, Any]] = {keyword: {} for keyword in models}
             for field, keyword in owners.items():
                 value = parameters.pop(field)
@@ -221,7 +221,7 @@ def _default_text(field: FieldInfo) -> str:
     return f"  [default: {field.default}]"
 
 
-def _read_config_file(path: Path, known: list[str]) -> dict[str, Any]:
+def read_config_file(path: Path, known: list[str]) -> dict[str, Any]:
     """The file's values by field name. JSON is read as the YAML that it is."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
