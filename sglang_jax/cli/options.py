@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 import types
@@ -22,7 +21,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sglang_jax.config import PASS_SUMMARIES, Choice, EngineConfig
-from sglang_jax.spellings import ALIASES, NEEDLESS, OTHER_SHORT_FLAGS, REFUSED, SHORT_FLAGS, OtherFlag, canonical
+from sglang_jax.config.suggestions import did_you_mean, value_not_implemented
+from sglang_jax.spellings import (
+    ALIASES,
+    NEEDLESS,
+    OTHER_SHORT_FLAGS,
+    REFUSED,
+    SHORT_FLAGS,
+    OtherFlag,
+    canonical,
+)
+from sglang_jax.value_spellings import refused_value
 
 Command = Callable[..., Any]
 Config = TypeVar("Config", bound=EngineConfig)
@@ -190,6 +199,10 @@ class _ChoiceType(click.Choice[str]):
         try:
             return self._kind(value).value
         except ValueError:
+            note = refused_value(self._kind.__name__, str(value))
+            if note is not None:
+                name = "" if param is None else f"{param.opts[0]} "
+                raise click.UsageError(f"{name}{value} is {note}; choose from {', '.join(self.choices)}") from None
             return super().convert(value, param, ctx)
 
 
@@ -237,9 +250,8 @@ def read_config_file(path: Path, known: list[str]) -> dict[str, Any]:
         field = name if name in known else canonical(name)
         if field not in known:
             _explain_key(path, name)
-            near = difflib.get_close_matches(field, known, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise click.UsageError(f"--config {path} has an unknown option {key!r}{hint}")
+            meant = did_you_mean(field, known, others=[*NEEDLESS, *REFUSED])
+            raise click.UsageError(f"--config {path} has an unknown option {key!r}" + (f"; {meant}" if meant else ""))
         if field in values:
             raise click.UsageError(f"--config {path} sets {field} twice")
         values[field] = value
@@ -270,6 +282,8 @@ def _error_line(problem: Any, model: type[BaseModel], config: Path | None, from_
     if problem["type"] == "missing":
         return f"Missing option {flag_name(field)}"
     where = f"{field} in {config}" if field in from_file else flag_name(field)
+    if (note := value_not_implemented(model, field, problem["input"])) is not None:
+        return f"{where}: {problem['input']} is {note}; must be {message.removeprefix('Input should be ')}"
     if message.startswith("Input should be "):
         return f"{where} must be {message.removeprefix('Input should be ')}, got {problem['input']!r}"
     return f"Invalid value for {where}: {problem['input']!r}: {message[0].lower()}{message[1:]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,14 +9,12 @@ import numpy as np
 from pydantic import ValidationError
 
 from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.config.suggestions import did_you_mean, value_not_implemented
 from sglang_jax.engine.items import Prompt, RequestOptions
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.spellings import NEEDLESS, REFUSED, SAMPLING_FIELDS, canonical
-
-LEAST_ALIKE = 0.72
-"""Of a name that is suggested in place of another, by `difflib`: a letter or two apart, or a word shorter."""
 
 
 def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -39,7 +36,10 @@ def _problem(found: Any) -> str:
     if not found["loc"]:
         return str(found["msg"]).removeprefix("Value error, ")
     where, message = ".".join(map(str, found["loc"])), str(found["msg"]).removeprefix("Value error, ")
-    return f"{where}: {message[:1].lower()}{message[1:]}, got {found['input']!r}"
+    message = f"{message[:1].lower()}{message[1:]}"
+    if (note := value_not_implemented(EngineConfig, where, found["input"])) is not None:
+        return f"{where} {found['input']} is {note}; {message}"
+    return f"{where}: {message}, got {found['input']!r}"
 
 
 def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
             if sampling in SamplingParams.__dataclass_fields__:
                 call = f"generate(..., SamplingParams({sampling}=...))"
                 raise ConfigError(f"{name} is a sampling parameter, not an engine option: {call}")
-            near = difflib.get_close_matches(name, EngineConfig.model_fields, n=3, cutoff=LEAST_ALIKE)
-            raise ConfigError(f"there is no option {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+            meant = did_you_mean(name, EngineConfig.model_fields, others=[*NEEDLESS, *REFUSED])
+            raise ConfigError(f"there is no option {name!r}" + (f"; {meant}" if meant else ""))
         if field in fields:
             raise ConfigError(f"{field} is given twice, once as {name}")
         fields[field] = value

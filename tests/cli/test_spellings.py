@@ -28,7 +28,8 @@ from sglang_jax.config import (
 from sglang_jax.engine.items import complete_sampling
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.sampling import GenerationDefaults
-from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SAMPLING_ELSEWHERE, SAMPLING_FIELDS, SHORT_FLAGS, VALUES
+from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SAMPLING_ELSEWHERE, SAMPLING_FIELDS, SHORT_FLAGS
+from sglang_jax.value_spellings import REFUSED_VALUES, VALUES
 
 OTHER_NAMES = [(alias, field) for field, aliases in ALIASES.items() for alias in aliases]
 VALUE_OF = {
@@ -45,6 +46,8 @@ VALUE_OF = {
     "disable_radix_cache": True,
     "disable_cuda_graph": True,
     "skip_warmup": True,
+    "mamba_ssm_dtype": "bfloat16",
+    "speculative_num_draft_tokens": 3,
 }
 
 
@@ -95,9 +98,10 @@ def test_no_name_stands_for_two_things() -> None:
 
 
 def test_every_flag_that_an_explanation_names_exists() -> None:
-    for other in (*NEEDLESS.values(), *REFUSED.values()):
-        for flag in re.findall(r"--([a-z-]+)", other.note):
-            assert flag.replace("-", "_") in ServerConfig.model_fields, other.note
+    values = [note for refused in REFUSED_VALUES.values() for note in refused.values()]
+    for note in (*(other.note for other in (*NEEDLESS.values(), *REFUSED.values())), *values):
+        for flag in re.findall(r"--([a-z-]+)", note):
+            assert flag.replace("-", "_") in ServerConfig.model_fields, note
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -161,6 +165,88 @@ def test_a_model_may_be_given_without_a_flag_but_not_twice(
 def test_a_misspelt_flag_is_not_answered_by_what_is_not_implemented(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "--tp-sze", "2") == "Error: No such option '--tp-sze'. Did you mean '--tp-size'?\n"
     assert "Invalid value for '--tp-size'" in refusal(capsys, "--tensor_parallel_size", "two")
+
+
+@pytest.mark.parametrize(
+    ("flag", "nearest"),
+    [
+        ("--enable-prefix-cachin", "--enable-prefix-caching"),
+        ("--enable_metric", "--enable-metrics"),
+        ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
+        ("--max-lora", "--max-loras"),
+        ("--dist-backends", "--dist-backend"),
+    ],
+)
+def test_a_misspelt_flag_of_others_is_answered_by_what_became_of_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, nearest: str
+) -> None:
+    name = nearest.strip("-").replace("-", "_")
+    became = f"has no effect: {NEEDLESS[name].note}" if name in NEEDLESS else f"is {REFUSED[name].note}"
+    message = refusal(capsys, flag, "2")
+    assert message == f"Error: No such option '{flag.replace('_', '-')}'. Did you mean '{nearest}'? That {became}\n"
+    field = flag.strip("-").replace("-", "_")
+    with pytest.raises(ConfigError) as caught:
+        Engine(**{field: 2})
+    assert str(caught.value) == f"there is no option {field!r}; did you mean {name}? That {became}"
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({field: 2}))
+    assert refusal(capsys, "--config", str(file)).endswith(
+        f"has an unknown option {field!r}; did you mean {name}? That {became}\n"
+    )
+
+
+@pytest.mark.parametrize("flag", ["--enable-radix-cache", "--radix-cache", "--no-disable-radix-cache", "--cuda-graph"])
+def test_the_opposite_is_never_suggested(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert "disable" not in refusal(capsys, flag).partition("Did you mean")[2]
+    with pytest.raises(ConfigError) as caught:
+        Engine(**{flag.strip("-").replace("-", "_"): True})
+    assert "disable" not in str(caught.value).partition("did you mean")[2]
+
+
+def test_a_command_without_an_engine_explains_no_options_of_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "x", ["bench", "serving", "--enable-metric"]) == 2
+    assert capsys.readouterr().err == "Error: No such option '--enable-metric'.\n"
+
+
+REFUSED_OF_SERVERS = [
+    (field, value, note)
+    for field, info in ServerConfig.model_fields.items()
+    if isinstance(info.annotation, type)
+    for value, note in REFUSED_VALUES.get(info.annotation.__name__, {}).items()
+]
+
+
+@pytest.mark.parametrize(("field", "value", "note"), REFUSED_OF_SERVERS)
+def test_a_value_that_is_not_implemented_says_so_before_the_list(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str, value: str, note: str
+) -> None:
+    kind = ServerConfig.model_fields[field].annotation
+    assert kind is not None
+    spelling = value.upper().replace("_", "-")
+    known = [member.value for member in kind]
+    message = refusal(capsys, flag_name(field), spelling)
+    assert message == f"Error: {flag_name(field)} {spelling} is {note}; choose from {', '.join(known)}\n"
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({field: spelling}))
+    assert f"{field} in {file}: {spelling} is {note}; must be '{known[0]}'" in refusal(capsys, "--config", str(file))
+    if field in EngineConfig.model_fields:
+        with pytest.raises(ConfigError) as caught:
+            Engine(**{field: spelling})
+        assert str(caught.value).startswith(f"{field} {spelling} is {note}; input should be '{known[0]}'")
+
+
+def test_values_that_are_refused_are_none_of_ours() -> None:
+    enums = {enum.__name__: enum for enum in Choice.__subclasses__()}
+    for name, refused in REFUSED_VALUES.items():
+        for value in refused:
+            with pytest.raises(ValueError, match="is not a valid"):
+                enums[name](value)
+
+
+def test_a_benchmark_explains_values_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "x", ["bench", "serving", "--backend", "tgi"]) == 2
+    note = REFUSED_VALUES["Api"]["tgi"]
+    assert capsys.readouterr().err == f"Error: --backend tgi is {note}; choose from sglang, openai, openai-chat\n"
 
 
 def test_names_that_share_some_letters_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,6 +375,13 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
     for spellings in VALUES.values():
         for spelling, value in spellings.items():
             assert any(row[1:] == [f"`{spelling}`", f"`{value}`"] for row in rows)
+    section = page.partition("## Values that are refused\n")[2].partition("\n## ")[0]
+    listed = {
+        (value, reason)
+        for values, reason in re.findall(r"^\| [^|]+ \| (`.*`) \| (.*) \|$", section, re.MULTILINE)
+        for value in re.findall(r"`([^`]+)`", values)
+    }
+    assert listed == {item for refused in REFUSED_VALUES.values() for item in refused.items()}
     for name, ours in SAMPLING_FIELDS.items():
         assert [f"`{name}`", f"`{ours}`"] in rows
     flags = {row[0].strip("`") for row in rows if row[0].startswith("`--") and row[0].count("`") == 2}
