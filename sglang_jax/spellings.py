@@ -29,6 +29,16 @@ ALIASES: Mapping[str, Sequence[str]] = {
 }
 """Field of a configuration to further names for it that mean the same."""
 
+OTHER_ALIASES: Mapping[str, Sequence[str]] = {
+    "backend": ("endpoint",),
+    "model_path": ("model",),
+    "output_details": ("save_detailed",),
+    "output_file": ("result_filename",),
+    "random_input_len": ("input_len", "random_input"),
+    "random_output_len": ("output_len", "random_output"),
+}
+"""The same for fields of what is no engine: a benchmark's load and workload, `convert`."""
+
 SHORT_FLAGS: Mapping[str, str] = {"tp_size": "-tp", "dp_size": "-dp"}
 """Field to a flag with one dash."""
 
@@ -348,6 +358,14 @@ REFUSED: Mapping[str, OtherFlag] = {
 }
 """Options for what this engine has not got."""
 
+BENCHMARK_REFUSED: Mapping[str, OtherFlag] = {
+    "metric_percentiles": OtherFlag("not available: mean, median, p90, p95 and p99 are printed", takes_value=True),
+    "percentile_metrics": OtherFlag("not available: all metrics are printed", takes_value=True),
+    "result_dir": OtherFlag("not available: use --output-file FILE", takes_value=True),
+    "save_result": OtherFlag("not available: use --output-file FILE, which appends a line of JSON"),
+}
+"""The same for options of benchmarks that measure a server."""
+
 SAMPLING_FIELDS: Mapping[str, str] = {
     "include_stop_str_in_output": "include_stop",
     "max_completion_tokens": "max_new_tokens",
@@ -380,7 +398,7 @@ SAMPLING_ELSEWHERE: Mapping[str, str] = {
 
 
 def canonical(name: str) -> str:
-    """The field that `name` is another name of, or `name` itself."""
+    """The field of an engine that `name` is another name of, or `name` itself."""
     return _FIELD_OF.get(name, name)
 
 

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "Api": {
+        "/generate": "sglang",
+        "/v1/chat/completions": "openai_chat",
+        "/v1/completions": "openai",
         "sglang_native": "sglang",
         "sglang_oai": "openai",
         "sglang_oai_chat": "openai_chat",

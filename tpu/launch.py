@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
-from sglang_jax.cli.options import flag_name, read_config_file, with_dashes
+from sglang_jax.cli.options import flag_name, one_model, option_by_all_names, read_config_file, with_dashes
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import LoadFormat, ServerConfig, TpuEnvironment
 from sglang_jax.engine.placement import Placement, alone_in_a_slice
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.local_hosts import is_loopback
-from sglang_jax.spellings import ALIASES, SHORT_FLAGS
+from sglang_jax.spellings import ALIASES
 from tpu.choices import MEETING_PORT, Choices, choose
 from tpu.machine import Machine, detect_machine
 
@@ -30,20 +29,17 @@ _PORT = 30000
 def _take_defaults(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
     """What a `--config` file says of the options below holds unless a flag says otherwise."""
     if file is not None:
-        context.default_map = read_config_file(file, list(ServerConfig.model_fields))
+        field_of = {alias: field for field, aliases in ALIASES.items() for alias in aliases}
+        context.default_map = read_config_file(file, list(ServerConfig.model_fields), field_of)
     return file
 
 
-def _option(field: str, **attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An option by all the names that the server has for it: one that only the server knew would not be planned for."""
-    short = [SHORT_FLAGS[field]] if field in SHORT_FLAGS else []
-    return click.option(flag_name(field), *short, *map(flag_name, ALIASES.get(field, ())), field, **attributes)
-
-
 @click.command(context_settings={"ignore_unknown_options": True})
-@_option("model_path", help="a folder, a .gguf file, a hub id, or demo; also without a flag  [default: demo]")
-@_option("tp_size", type=click.IntRange(min=1), help="devices per replica; default: all")
-@_option(
+@option_by_all_names(
+    "model_path", help="a folder, a .gguf file, a hub id, or demo; also without a flag  [default: demo]"
+)
+@option_by_all_names("tp_size", type=click.IntRange(min=1), help="devices per replica; default: all")
+@option_by_all_names(
     "dp_size",
     type=click.IntRange(min=1),
     help="number of replicas on the slice; with several nodes, a multiple of their number  [default: 1]",
@@ -77,11 +73,8 @@ def launch(
     server_options: Sequence[str],
 ) -> int:
     """Start the server for MODEL with options that suit this TPU. Server options that follow take precedence."""
-    positional = model_among(server_options)
     by_flag = context.get_parameter_source("model_path") is click.core.ParameterSource.COMMANDLINE
-    if positional is not None and by_flag and positional != model_path:
-        raise click.UsageError(f"two models are given: {positional} and --model-path {model_path}")
-    model = positional or model_path or "demo"
+    model = one_model(model_among(server_options), model_path if by_flag else None) or model_path or "demo"
     machine = detect_machine(TpuEnvironment())
     choices = choose(machine, open_checkpoint(model, LoadFormat.DUMMY).config, tp=tp_size, replicas=dp_size or 1)
     arguments = [] if config is None else ["--config", str(config)]

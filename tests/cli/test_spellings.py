@@ -11,7 +11,10 @@ import click
 import pytest
 
 import sglang_jax
+import tpu.check
 from sglang_jax import Engine, SamplingParams
+from sglang_jax.cli.bench.commands import LoadConfig
+from sglang_jax.cli.bench.workloads import WorkloadConfig
 from sglang_jax.cli.main import cli, run, with_dashes
 from sglang_jax.cli.options import flag_name, options_of
 from sglang_jax.cli.serve import serve
@@ -28,8 +31,18 @@ from sglang_jax.config import (
 from sglang_jax.engine.items import complete_sampling
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.sampling import GenerationDefaults
-from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SAMPLING_ELSEWHERE, SAMPLING_FIELDS, SHORT_FLAGS
+from sglang_jax.spellings import (
+    ALIASES,
+    BENCHMARK_REFUSED,
+    NEEDLESS,
+    OTHER_ALIASES,
+    REFUSED,
+    SAMPLING_ELSEWHERE,
+    SAMPLING_FIELDS,
+    SHORT_FLAGS,
+)
 from sglang_jax.value_spellings import REFUSED_VALUES, VALUES
+from tpu.figures import Request
 
 OTHER_NAMES = [(alias, field) for field, aliases in ALIASES.items() for alias in aliases]
 VALUE_OF = {
@@ -299,8 +312,92 @@ def test_check_is_that_of_tpus(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert told.startswith("Usage: sglang-jax check [OPTIONS]")
     assert "--topology" in told
-    assert run(cli, "x", ["check", "--model", "demo"]) == 2
-    assert capsys.readouterr().err == "Error: Missing option '--topology'.\n"
+    for model in (["--model", "demo"], ["--model-path", "demo"], ["demo"]):
+        assert run(cli, "x", ["check", *model]) == 2
+        assert capsys.readouterr().err == "Error: Missing option '--topology'.\n"
+    assert run(cli, "x", ["check", "--topology", "v6e-1"]) == 2
+    assert "Error: no model is given: name one" in capsys.readouterr().err
+    assert run(cli, "x", ["check", "--topology", "v6e-1", "one", "--model", "two"]) == 2
+    assert capsys.readouterr().err == "Error: two models are given: one and --model-path two\n"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--tp", "2"], ["-tp", "2"], ["--tensor-parallel-size", "2"], ["--max-model-len", "64"], ["--block-size", "8"]],
+)
+def test_check_knows_other_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    def refuse(request: Request) -> list[object]:
+        asked.append(request.options)
+        return []
+
+    asked: list[EngineConfig] = []
+    monkeypatch.setattr(tpu.check, "require_compiler", lambda: None)
+    monkeypatch.setattr(tpu.check, "compile_in_child", refuse)
+    assert run(cli, "x", ["check", "qwen3-8b", "--topology", "v6e-4", *flags]) == 2
+    assert capsys.readouterr().err == "Error: the compiling process said nothing\n"
+    fields = {**dict(OTHER_NAMES), "tp_size": "tp_size"}
+    field = fields[flags[0].strip("-").replace("-", "_")]
+    assert (asked[0].model_path, getattr(asked[0], field)) == ("qwen3-8b", int(flags[1]))
+
+
+@pytest.mark.parametrize(
+    ("command", "needed", "called"),
+    [
+        (["batch"], ["--input", "i", "--output", "o"], "sglang_jax.batch.run.run_batch"),
+        (["bench", "offline"], [], "sglang_jax.cli.bench.commands.start_engine"),
+        (["bench", "accuracy"], ["--task", "t"], "sglang_jax.cli.bench.accuracy.start_engine"),
+    ],
+)
+def test_commands_take_a_model_without_a_flag(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    needed: list[str],
+    called: str,
+) -> None:
+    def start(*configs: EngineConfig) -> int:
+        raise ConfigError(f"started {configs[-1].model_path}")
+
+    monkeypatch.setattr(called, start)
+    monkeypatch.setattr("sglang_jax.cli.bench.accuracy.read_task", lambda path: [])
+    for model in (["some/model"], ["--model", "some/model"], ["some/model", "--model-path", "some/model"]):
+        assert run(cli, "x", [*command, *needed, *model]) == 2
+        assert capsys.readouterr().err == "Error: started some/model\n"
+    assert run(cli, "x", [*command, *needed, "one", "--model", "two"]) == 2
+    assert capsys.readouterr().err == "Error: two models are given: one and --model-path two\n"
+
+
+def test_benchmarks_of_servers_take_the_words_of_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def measure(load: LoadConfig, workload: WorkloadConfig, pairs: object) -> None:
+        raise ConfigError(f"{load.backend} {load.output_file} {workload.random_input_len} {workload.random_output_len}")
+
+    monkeypatch.setattr("sglang_jax.cli.bench.commands._measure", measure)
+    for endpoint, api in (
+        ("/v1/completions", "openai"),
+        ("/v1/chat/completions", "openai-chat"),
+        ("/generate", "sglang"),
+    ):
+        for lengths in (["--input-len", "3", "--output-len", "4"], ["--random-input", "3", "--random-output", "4"]):
+            words = ["--endpoint", endpoint, "--result-filename", "f", *lengths]
+            assert run(cli, "x", ["bench", "serving", *words]) == 2
+            assert capsys.readouterr().err == f"Error: {api} f 3 4\n"
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"endpoint": "/v1/completions", "input_len": 3}))
+    assert run(cli, "x", ["bench", "serving", "--config", str(file)]) == 2
+    assert capsys.readouterr().err == "Error: openai None 3 64\n"
+
+
+@pytest.mark.parametrize("name", BENCHMARK_REFUSED)
+def test_options_of_other_benchmarks_are_explained(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    value = ["x"] if BENCHMARK_REFUSED[name].takes_value else []
+    assert run(cli, "x", ["bench", "serving", flag_name(name), *value]) == 2
+    assert capsys.readouterr().err == f"Error: {flag_name(name)} is {BENCHMARK_REFUSED[name].note}\n"
+    for flag in re.findall(r"--([a-z-]+)", BENCHMARK_REFUSED[name].note):
+        assert flag.replace("-", "_") in LoadConfig.model_fields
     assert run(cli, "x", ["--help"]) == 0
     assert "check " in capsys.readouterr().out
 
@@ -375,6 +472,16 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
     for spellings in VALUES.values():
         for spelling, value in spellings.items():
             assert any(row[1:] == [f"`{spelling}`", f"`{value}`"] for row in rows)
+    benchmarks = page.partition("## Flags of benchmarks\n")[2].partition("\n## ")[0]
+    told = dict(re.findall(r"^\| (`--[^|]*`) \| (.*) \|$", benchmarks, re.MULTILINE))
+    assert told == {
+        **{
+            ", ".join(f"`{flag_name(alias)}`" for alias in aliases): f"`{flag_name(field)}`"
+            for field, aliases in OTHER_ALIASES.items()
+            if field != "model_path"
+        },
+        **{f"`{flag_name(name)}`": other.note for name, other in BENCHMARK_REFUSED.items()},
+    }
     section = page.partition("## Values that are refused\n")[2].partition("\n## ")[0]
     listed = {
         (value, reason)
@@ -385,8 +492,9 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
     for name, ours in SAMPLING_FIELDS.items():
         assert [f"`{name}`", f"`{ours}`"] in rows
     flags = {row[0].strip("`") for row in rows if row[0].startswith("`--") and row[0].count("`") == 2}
-    known = {flag_name(name) for name in (*NEEDLESS, *REFUSED, *ServerConfig.model_fields)}
-    assert flags <= known | {flag_name(alias) for alias, _ in OTHER_NAMES}
+    known = {flag_name(name) for name in (*NEEDLESS, *REFUSED, *ServerConfig.model_fields, *BENCHMARK_REFUSED)}
+    others = [alias for aliases in OTHER_ALIASES.values() for alias in aliases]
+    assert flags <= known | {flag_name(alias) for alias in (*(alias for alias, _ in OTHER_NAMES), *others)}
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,13 @@ from sglang_jax.cli.bench.metrics import (
 )
 from sglang_jax.cli.bench.sharegpt import Pair, read_pairs, sample_pairs
 from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, longest_context, make_workload
-from sglang_jax.cli.options import options_of
+from sglang_jax.cli.options import options_of, refused_options, with_model
 from sglang_jax.cli.starting import start_engine
 from sglang_jax.config import EngineConfig, PositiveInt
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.sampling import SamplingParams
+from sglang_jax.spellings import BENCHMARK_REFUSED
 
 if TYPE_CHECKING:
     from sglang_jax.checkpoint.tokenizer import Tokenizer
@@ -89,6 +90,7 @@ class LoadConfig(BaseModel):
 
 
 @click.command()
+@refused_options(BENCHMARK_REFUSED)
 @options_of(load=LoadConfig, workload=WorkloadConfig)
 def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
     """Measure latency and throughput of a running server under load."""
@@ -250,9 +252,11 @@ class Totals:
 
 
 @click.command()
+@click.argument("model", required=False)
 @options_of(engine=EngineConfig, workload=WorkloadConfig, offline=OfflineConfig)
-def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: OfflineConfig) -> int:
-    """Measure the throughput of an engine without a server."""
+def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: OfflineConfig, model: str | None) -> int:
+    """Measure the throughput of MODEL (as for --model-path) without a server."""
+    engine = with_model(engine, model)
     pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
     with start_engine(engine) as running:
         if pairs is None:
