@@ -70,15 +70,12 @@ def interpreter(version: str) -> str | None:
     for candidate in (f"python{version}", *map(str, of_pyenv)):
         try:
             asked = subprocess.run(
-                [candidate, "-c", "import sys; print(sys.executable, sys.version.rpartition('.')[0])"],
-                capture_output=True,
-                text=True,
+                [candidate, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True
             )
-        except (FileNotFoundError, PermissionError):
+        except FileNotFoundError:
             continue
-        executable, _, version_said = asked.stdout.strip().partition(" ")
-        if asked.returncode == 0 and version_said.startswith(version):
-            return executable
+        if asked.returncode == 0:
+            return asked.stdout.strip()
     return None
 
 
