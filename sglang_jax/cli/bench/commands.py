@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 import httpx2
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 WARMUP_SEED_OFFSET = 1_000_003
 """Warm-up prompts come from another seed, so that none of them is in the cache when the measured ones come."""
+
+SECONDS_BETWEEN_LINES = 10.0
+"""Of progress, where there is no terminal."""
 
 WARMUP_TOKENS = 32
 """Prompt and output of a warm-up request, where the measured prompts come from a file."""
@@ -129,7 +133,7 @@ async def _measure(
         if load.flush_cache:
             await call(client, "POST", "/flush_cache")
         requests = sum(len(conversation.turns) for conversation in conversations)
-        with tqdm(total=requests, unit="req", disable=load.disable_tqdm) as bar:
+        with LoadProgress(requests, bar=not load.disable_tqdm and sys.stderr.isatty()) as progress:
             return await run_load(
                 client,
                 target,
@@ -137,8 +141,34 @@ async def _measure(
                 request_rate=load.request_rate,
                 max_concurrency=load.max_concurrency,
                 seed=workload.seed,
-                on_done=lambda record: bar.update(),
+                on_done=lambda record: progress.update(),
             )
+
+
+class LoadProgress:
+    """How many requests have finished: a bar (`bar`), or a line every few seconds."""
+
+    def __init__(self, total: int, *, bar: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._total, self._done = total, 0
+        self._bar = tqdm(total=total, unit="req") if bar else None
+        self._clock = clock
+        self._told = clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self) -> None:
+        """One more has finished."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+        elif self._clock() - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = self._clock()
+            click.echo(f"{self._done} of {self._total} requests finished", err=True)
 
 
 async def _vocab_size(client: httpx2.AsyncClient, load: LoadConfig) -> int:
