@@ -283,21 +283,17 @@ def read_config_file(path: Path, known: list[str], field_of: Mapping[str, str]) 
         name = str(key).replace("-", "_")
         field = name if name in known else field_of.get(name, name)
         if field not in known:
-            _explain_key(path, name)
+            if name in REFUSED:
+                raise click.UsageError(f"--config {path}: {name} is {REFUSED[name].note}")
+            if name in NEEDLESS:
+                _note(f"--config {path}: {name}", NEEDLESS[name])
+                continue
             meant = did_you_mean(field, known, others=[*NEEDLESS, *REFUSED])
             raise click.UsageError(f"--config {path} has an unknown option {key!r}" + (f"; {meant}" if meant else ""))
         if field in values:
             raise click.UsageError(f"--config {path} sets {field} twice")
         values[field] = value
     return values
-
-
-def _explain_key(config_file: Path, name: str) -> None:
-    """A key that other engines know; does nothing for one that nobody does."""
-    if name in REFUSED:
-        raise click.UsageError(f"--config {config_file}: {name} is {REFUSED[name].note}")
-    if name in NEEDLESS:
-        raise click.UsageError(f"--config {config_file}: leave {name} out: {NEEDLESS[name].note}")
 
 
 def _build(model: type[BaseModel], values: dict[str, Any], config: Path | None, from_file: set[str]) -> BaseModel:

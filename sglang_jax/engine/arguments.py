@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.spellings import NEEDLESS, REFUSED, SAMPLING_FIELDS, canonical
+
+_CALLER_OF_ENGINE = 4
+"""Frames from a warning here to the line that makes an `Engine`."""
 
 
 def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -43,8 +47,8 @@ def _problem(found: Any) -> str:
 
 
 def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by the names of fields. Raises `ConfigError` for two names of one field, for what is not implemented,
-    and for names that nobody knows."""
+    """The options by the names of fields. Warns of those without effect. Raises `ConfigError` for two names of one
+    field, for what is not implemented, and for names that nobody knows."""
     fields: dict[str, Any] = {}
     for name, value in options.items():
         if name in REFUSED:
@@ -52,7 +56,8 @@ def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
         field = name if name in EngineConfig.model_fields else canonical(name)
         if field not in EngineConfig.model_fields:
             if name in NEEDLESS:
-                raise ConfigError(f"leave {name} out: {NEEDLESS[name].note}")
+                warnings.warn(f"{name} has no effect: {NEEDLESS[name].note}", stacklevel=_CALLER_OF_ENGINE)
+                continue
             if name in ServerConfig.model_fields:
                 raise ConfigError(f"{name} is a server option, and Engine starts no server")
             sampling = SAMPLING_FIELDS.get(name, name)

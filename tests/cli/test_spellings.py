@@ -132,10 +132,16 @@ def test_what_is_not_implemented_says_so_by_flag_file_and_keyword(
 
 
 @pytest.mark.parametrize("name", NEEDLESS)
-def test_what_is_so_anyway_is_accepted_with_a_note(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_what_is_so_anyway_is_accepted_with_a_note(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
     value = ["auto"] if NEEDLESS[name].takes_value else []
     assert parse(flag_name(name), *value) == ServerConfig()
     assert capsys.readouterr().err == f"{flag_name(name)} has no effect: {NEEDLESS[name].note}\n"
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({name: "auto"}))
+    assert parse("--config", str(file)) == ServerConfig()
+    assert capsys.readouterr().err == f"--config {file}: {name} has no effect: {NEEDLESS[name].note}\n"
 
 
 @pytest.mark.parametrize(
@@ -412,8 +418,12 @@ def test_an_engine_takes_the_names_too() -> None:
         Engine(tp_size=1, tp=2)
     with pytest.raises(ConfigError, match="there is no option 'page_sise'; did you mean page_size"):
         Engine(page_sise=1)
-    with pytest.raises(ConfigError, match="leave enable_metrics out: /metrics is always on"):
-        Engine(enable_metrics=True)
+    with (
+        pytest.warns(UserWarning, match="^enable_metrics has no effect: /metrics is always on$") as warned,
+        pytest.raises(ConfigError, match=r"^some/model 1$"),
+    ):
+        Engine(model="some/model", enable_metrics=True, launch=no_launch)
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 @pytest.mark.parametrize(("name", "ours"), SAMPLING_FIELDS.items())
