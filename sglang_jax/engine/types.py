@@ -115,7 +115,8 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
     - `completion_tokens`: output tokens so far, these included.
     - `prompt_logprobs`: only in the completion's first delta, if they were asked for.
-    - `queue_seconds`: only in the first delta: how long it waited for a row. None from a server elsewhere.
+    - `queue_seconds`: only in the first delta: how long it waited for a row. None from a server elsewhere that
+      does not tell.
     - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; only in the last delta, where
       the engine tells.
     - `drafts`: in the last delta of one that the engine ended, if it guesses tokens.
