@@ -32,7 +32,7 @@ class SessionOptions:
 @dataclass(frozen=True, slots=True)
 class SessionTurnInput:
     """A prompt is the next turn of the session `session_id`. `after`: the `request_id` of the turn that it follows, the
-    session's last; None if that goes without saying. `name`: what the turn is called, if not by its `request_id`.
+    session's last; None for the last one. `name`: what the turn is called, if not by its `request_id`.
     `opening`: the token that begins a conversation, and is left out behind other turns; -1 for none, None for what the
     tokenizer puts before texts."""
 

@@ -35,7 +35,9 @@ class Question(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Question:
         if self.answer >= len(self.choices):
-            raise ValueError(f"answer {self.answer} is none of {len(self.choices)} choices, which count from 0")
+            raise ValueError(
+                f"answer must be from 0 to {len(self.choices) - 1}, the number of a choice, got {self.answer}"
+            )
         if not all(self.choices):
             raise ValueError("a choice is empty")
         return self
