@@ -14,7 +14,7 @@ from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name, one_model, option_by_all_names, read_config_file, with_dashes
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import LoadFormat, ServerConfig, TpuEnvironment
-from sglang_jax.engine.placement import Placement, alone_in_a_slice
+from sglang_jax.engine.placement import Placement, separate_slice
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.local_hosts import is_loopback
 from sglang_jax.spellings import ALIASES
@@ -161,7 +161,7 @@ def own_placement(machine: Machine, choices: Choices) -> Placement | None:
     """What shows a node of several its own chips alone, where one replica has them all; several see to that themselves,
     and for others there is nothing to say."""
     nodes = len(machine.nodes)
-    return alone_in_a_slice(machine.topology.chips // nodes) if nodes > 1 and choices.replicas == nodes else None
+    return separate_slice(machine.topology.chips // nodes) if nodes > 1 and choices.replicas == nodes else None
 
 
 if __name__ == "__main__":

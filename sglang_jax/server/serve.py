@@ -21,7 +21,7 @@ from sglang_jax import logs
 from sglang_jax.about import documentation, version
 from sglang_jax.config import LogFormat, LogLevel, ServerConfig
 from sglang_jax.engine.allocator import FreeMemory, limit_free_memory
-from sglang_jax.engine.collector import heap_left_alone
+from sglang_jax.engine.collector import frozen_heap
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
@@ -169,7 +169,7 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
         uvicorn_config = http_config(context)
         url = _url(config.host, listener.getsockname()[1])
         server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
-        with heap_left_alone():
+        with frozen_heap():
             await server.serve(sockets=[listener])
         status = 1 if client.gone else 0
     finally:

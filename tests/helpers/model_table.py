@@ -24,7 +24,7 @@ from sglang_jax.architectures.model_config import ModelConfig  # noqa: E402
 from sglang_jax.architectures.registry import Family, known_families  # noqa: E402
 from sglang_jax.config import EngineConfig, KVCacheDtype, SpeculativeAlgorithm  # noqa: E402
 from sglang_jax.errors import ConfigError  # noqa: E402
-from sglang_jax.runner.sizing import refuse_beside_states, refuse_drafts_beside_states  # noqa: E402
+from sglang_jax.runner.sizing import refuse_drafts_with_states, refuse_with_states  # noqa: E402
 
 PAGE = ROOT / "docs/models.md"
 HEAD = """| Class | Cache | GGUF | 8-bit KV | N-grams | Draft model |
@@ -53,9 +53,9 @@ def row(family: Family) -> list[str]:
         f"`{family.class_name}`",
         ", ".join(kinds_of_cache(model)),
         "" if family.gguf is None else f"`{family.gguf.name}`",
-        answer(refuse_beside_states, EngineConfig(kv_cache_dtype=KVCacheDtype.INT8), model),
-        answer(lambda *given: refuse_drafts_beside_states(*given, "TPUs"), ngram, model).replace("no", "not on TPUs"),
-        answer(refuse_beside_states, EngineConfig(speculative_algorithm=SpeculativeAlgorithm.DRAFT), model),
+        answer(refuse_with_states, EngineConfig(kv_cache_dtype=KVCacheDtype.INT8), model),
+        answer(lambda *given: refuse_drafts_with_states(*given, "TPUs"), ngram, model).replace("no", "not on TPUs"),
+        answer(refuse_with_states, EngineConfig(speculative_algorithm=SpeculativeAlgorithm.DRAFT), model),
     ]
 
 
