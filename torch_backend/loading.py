@@ -26,7 +26,7 @@ from sglang_jax.runner.sizing import (
     describe_pools,
     pages_in_memory,
     pool_specs,
-    refuse_beside_states,
+    refuse_with_states,
 )
 from torch_backend.batch import ForwardBatch
 from torch_backend.block_weights import KeptMatrix, matrices_to_keep, measure_forms
@@ -122,7 +122,7 @@ def _load_on(
     """Builds model, pages and runner; runs on `stream`."""
     dtype = select_dtype(config.dtype, device)
     kv_form = kv_form_of(config, dtype)
-    refuse_beside_states(config, checkpoint.config)
+    refuse_with_states(config, checkpoint.config)
     state_dtypes = StateDtypes(dtype, _STATE_DTYPES[config.mamba_ssm_dtype])
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
     guessing = open_draft(config, checkpoint)
@@ -176,7 +176,7 @@ def _load_on(
         max_context=sizes.max_context,
         vocab_size=checkpoint.config.vocab_size,
         max_samples=config.max_samples,
-        drafts_beside_prompts=False,
+        drafts_with_prompts=False,
         max_drafts=sizes.draft_slots if checkpoint.config.keeps_states else None,
         prompt_tokens=sizes.prompt_tokens,
     )

@@ -123,7 +123,8 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
     - `completion_tokens`: output tokens so far, these included.
     - `prompt_logprobs`: only in the completion's first delta, if requested.
-    - `queue_seconds`: only in the first delta: seconds until it got a row. None from a remote server.
+    - `queue_seconds`: only in the first delta: seconds until it got a row. None from a remote server that
+      does not report it.
     - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; only in the last delta, and only
       if the engine reports it.
     - `drafts`: in the last delta of a completion that the engine ended, if it guesses tokens.

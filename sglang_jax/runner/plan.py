@@ -72,7 +72,7 @@ class RunnerSpec:
     - `mixed_shapes`: (tokens, rows) of the programs for steps with chunks, smallest first; a step costs as much as the
       first one that it fits in. Empty for a runner without padding.
     - `max_samples`: maximum tokens that a row samples in one step; above 1 for a runner with drafts.
-    - `drafts_beside_prompts`: a step may have both drafts and chunks. If False, decode rows plus drafts of a step are
+    - `drafts_with_prompts`: a step may have both drafts and chunks. If False, decode rows plus drafts of a step are
       at most `max_rows`.
     - `max_drafts`: maximum drafts of one step, in all rows; None if only the other limits apply.
     - `prompt_tokens`: default of the maximum prompt tokens per step.
@@ -85,7 +85,7 @@ class RunnerSpec:
     vocab_size: int
     mixed_shapes: tuple[tuple[int, int], ...] = ()
     max_samples: int = 1
-    drafts_beside_prompts: bool = True
+    drafts_with_prompts: bool = True
     max_drafts: int | None = None
     prompt_tokens: int = 512
 

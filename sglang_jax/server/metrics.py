@@ -191,7 +191,7 @@ class RequestTiming:
 
     Streamed tokens are timed as they arrive. For a completion that is not streamed, the engine reports when it sampled
     the first and the last token; the mean time between tokens counts once for each token after the first. A server
-    behind this one (`--connect`) does not report these times.
+    behind this one (`--connect`) reports these times only to operators' keys.
     """
 
     def __init__(self, metrics: ServerMetrics, *, stream: bool) -> None:
