@@ -26,7 +26,7 @@ from sglang_jax.runner.sizing import (
     describe_pools,
     pages_in_memory,
     pool_specs,
-    refuse_beside_states,
+    refuse_with_states,
 )
 from torch_backend.batch import ForwardBatch
 from torch_backend.block_weights import KeptMatrix, matrices_to_keep, measure_forms
@@ -104,7 +104,7 @@ def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:
             return KVForm(torch.int8, torch.int8)
         case KVCacheDtype.FLOAT8_E4M3 if integers:
             raise ConfigError(
-                "attention_backend sage keeps keys in int8, so that kv_cache_dtype must be auto or int8, got fp8_e4m3"
+                "attention_backend sage stores keys in int8: kv_cache_dtype must be auto or int8, got fp8_e4m3"
             )
         case KVCacheDtype.FLOAT8_E4M3:
             return KVForm(torch.float8_e4m3fn, torch.float8_e4m3fn)
@@ -122,7 +122,7 @@ def _load_on(
     """Builds model, pages and runner; runs on `stream`."""
     dtype = select_dtype(config.dtype, device)
     kv_form = kv_form_of(config, dtype)
-    refuse_beside_states(config, checkpoint.config)
+    refuse_with_states(config, checkpoint.config)
     state_dtypes = StateDtypes(dtype, _STATE_DTYPES[config.mamba_ssm_dtype])
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
     guessing = open_draft(config, checkpoint)
@@ -153,7 +153,7 @@ def _load_on(
         if means is None:
             give_key_means(built.model, kv, checkpoint.config, dtype=dtype, max_context=sizes.max_context)
         else:
-            logger.info("The means of keys are the checkpoint's")
+            logger.info("Using the checkpoint's means of keys")
             write_key_means(means, kv, checkpoint.config, shard)
     drafting = None
     if draft is not None:
@@ -176,7 +176,7 @@ def _load_on(
         max_context=sizes.max_context,
         vocab_size=checkpoint.config.vocab_size,
         max_samples=config.max_samples,
-        drafts_beside_prompts=False,
+        drafts_with_prompts=False,
         max_drafts=sizes.draft_slots if checkpoint.config.keeps_states else None,
         prompt_tokens=sizes.prompt_tokens,
     )
@@ -339,9 +339,9 @@ def _mixed_buckets(
     """Sizes of steps with prompts to capture, of at most `most_rows` decode rows."""
     reason = None
     if model.keeps_states and kernels.states.reads_lengths:
-        reason = "layers that keep a recurrent state read lengths on the host"
+        reason = "layers with a recurrent state read lengths on the host"
     elif config.max_samples > 1:
-        reason = f"not with speculative_algorithm {config.speculative_algorithm.value}"
+        reason = f"not supported with speculative_algorithm {config.speculative_algorithm.value}"
     if reason is not None:
         logger.info("Steps with prompts are not captured: %s", reason)
         return ()

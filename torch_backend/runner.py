@@ -298,7 +298,7 @@ class TorchRunner:
 
     def stop_profile(self) -> None:
         """See `Runner`."""
-        assert self._profile is not None, "no profile is taken"
+        assert self._profile is not None, "no profile is being recorded"
         profile, self._profile = self._profile, None
         self._stream.submit(profile.stop).wait()
 
@@ -395,7 +395,7 @@ class TorchRunner:
         hidden = self._forward(inputs)
         if self._rows.drafted is not None and layout.tokens:
             starts = inputs.kv_lens - inputs.query_starts.diff()
-            self._rows.drafted.computed_beside(inputs.rows.long(), starts, inputs.kv_lens, layout.num_decode)
+            self._rows.drafted.computed_with(inputs.rows.long(), starts, inputs.kv_lens, layout.num_decode)
         return inputs, hidden
 
     def _settle_drafts(self, unfolded: Unfolded, inputs: StepInputs) -> None:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
+from sglang_jax.cli.options import one_model, option_by_all_names
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
 from tpu.alternatives import what_would_fit
@@ -27,22 +28,25 @@ DOES_NOT_FIT = 1
 
 
 @click.command()
-@click.option(
-    "--model",
-    required=True,
-    help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a built-in shape: {', '.join(SHAPES)}",
+@click.argument("model", required=False)
+@option_by_all_names(
+    "model_path",
+    help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a built-in shape: {', '.join(SHAPES)}; "
+    "also without a flag",
 )
 @click.option("--topology", required=True, help="TPU slice, such as v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1")
-@click.option(
-    "--tp", "--tp-size", "tp", default=1, show_default=True, type=click.IntRange(min=1), help="devices per replica"
+@option_by_all_names("tp_size", default=1, show_default=True, type=click.IntRange(min=1), help="devices per replica")
+@option_by_all_names(
+    "context_length", type=click.IntRange(min=1), help="maximum tokens of a request; default: the model's"
 )
-@click.option("--context-length", type=click.IntRange(min=1), help="maximum tokens of a request; default: the model's")
-@click.option(
-    "--page-size", default=PAGE_SIZE, show_default=True, type=click.IntRange(min=1), help="tokens per KV cache page"
+@option_by_all_names(
+    "page_size", default=PAGE_SIZE, show_default=True, type=click.IntRange(min=1), help="tokens per KV cache page"
 )
-@click.option("--max-running-requests", type=click.IntRange(min=1), help="maximum concurrent requests  [default: 256]")
-@click.option(
-    "--chunked-prefill-size", type=click.IntRange(min=1), help="maximum prompt tokens per step  [default: 512]"
+@option_by_all_names(
+    "max_running_requests", type=click.IntRange(min=1), help="maximum concurrent requests  [default: 256]"
+)
+@option_by_all_names(
+    "chunked_prefill_size", type=click.IntRange(min=1), help="maximum prompt tokens per step  [default: 512]"
 )
 @click.option(
     "--dtype",
@@ -80,29 +84,33 @@ DOES_NOT_FIT = 1
 @click.option(
     "--write-cache",
     "compilation_cache_dir",
-    help="keep the compiled programs in this folder (or gs://...), for a server's --compilation-cache-dir",
+    help="folder (or gs://...) to write compiled programs to, for a server's --compilation-cache-dir",
 )
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write the results to a JSON file"
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write the results to"
 )
 def check(
     *,
-    model: str,
+    model: str | None,
+    model_path: str | None,
     topology: str,
-    tp: int,
+    tp_size: int,
     everything: bool,
     quick: bool,
     json_file: Path | None,
     roofline_context: int | None,
     **given: object,
 ) -> int:
-    """Compile the programs that would serve a model on a TPU slice, and report whether they fit.
+    """Compile the programs that would serve MODEL on a TPU slice, and report whether they fit.
 
     Needs jax and libtpu, but no TPU. The exit status is 0 if everything fits, 1 if something does not compile or fit.
     """
+    model, tp = one_model(model, model_path), tp_size
+    if model is None:
+        raise click.UsageError("no model is given: name one, as in `check qwen3-8b --topology v6e-1`")
     require_compiler()
     if everything and quick:
-        raise click.UsageError("--all and --quick exclude each other")
+        raise click.UsageError("give only one of --all and --quick")
     slice_ = parse_topology(topology)
     given = {name: value for name, value in given.items() if value is not None}
     request = Request(
@@ -135,11 +143,11 @@ def check(
         if deployment is not None:
             _show_progress(deployment, len(programs) + len(failures))
     if deployment is None:
-        raise ConfigError("the compiling process said nothing")
+        raise ConfigError("the compiling process ended without a result")
     report = Report(model, slice_, tp, deployment, programs, failures, notices, roofline_context)
     click.echo("\n".join(render(report)))
     if request.options.compilation_cache_dir is not None:
-        click.echo(f"The compiled programs are kept in {request.options.compilation_cache_dir}", err=True)
+        click.echo(f"The compiled programs are in {request.options.compilation_cache_dir}", err=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     return 0 if report.problem is None else DOES_NOT_FIT

@@ -14,7 +14,7 @@ from sglang_jax.config.keys import one_key
 
 
 class ServerConfig(EngineConfig):
-    """An engine behind HTTP."""
+    """Options of a server: those of its engine, and those of HTTP."""
 
     max_queued_requests: PositiveInt | None = Field(
         4096, description="maximum queued completions; more are refused with 503"
@@ -37,7 +37,8 @@ class ServerConfig(EngineConfig):
         description="maximum seconds to wait for running requests at shutdown",
     )
     api_key: str | None = Field(
-        None, description="bearer token required by every route except health; also read from SGLANG_JAX_API_KEY"
+        None,
+        description="bearer token required by every route except health and /docs; also read from SGLANG_JAX_API_KEY",
     )
     api_key_file: Path | None = Field(None, description="file with the API key, so that process lists do not show it")
     api_keys: Path | None = Field(None, description="YAML or JSON file of named keys with limits: see docs/security.md")
@@ -90,7 +91,7 @@ class ServerConfig(EngineConfig):
         return one_key("api_key", self.api_key, self.api_key_file, Environment().api_key)
 
     def admin_key(self) -> str | None:
-        """The key that operators send, likewise."""
+        """The key that operators send, if there is one. Raises `ConfigError` like `one_key`."""
         return one_key("admin_api_key", self.admin_api_key, self.admin_api_key_file, Environment().admin_api_key)
 
     @field_validator("allowed_origins")

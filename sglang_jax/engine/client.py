@@ -93,19 +93,19 @@ class AsyncEngineClient:
             while (link := await self.links.choose(routed)) is not None:
                 outputs = self._outputs(routed.request)
                 routed.link, routed.outputs = link, outputs
-                begun = False
+                partly_read = False
                 try:
                     link.submit(outputs)
                     while deltas := await outputs.take():
-                        if not begun:
+                        if not partly_read:
                             self.links.check_first(deltas[0])
-                            begun = True
+                            partly_read = True
                         deltas.reverse()
                         while deltas:  # none is kept here while its reader is slow: it may be megabytes
                             yield deltas.pop()
                     return
                 except (EngineDeadError, QueueFullError) as error:
-                    self.links.failed(routed, error, begun=begun)
+                    self.links.failed(routed, error, partly_read=partly_read)
                 finally:
                     routed.link = routed.outputs = None
                     link.release(outputs)
@@ -181,7 +181,7 @@ class AsyncEngineClient:
         request_id = uuid.uuid4().hex if request.request_id is None else request.request_id
         if request_id in self._requests:
             raise ParameterError(
-                f"request_id {shown(request_id)} belongs to a request that still runs", param="request_id"
+                f"request_id {shown(request_id)} belongs to a request that is still running", param="request_id"
             )
         routed = self._requests[request_id] = RoutedRequest(replace(request, request_id=request_id))
         return routed

@@ -91,7 +91,7 @@ class PromptReader:
                 return encode()  # which says where in the whole text it is
             if counted - CUT_TOKENS * (start // LARGE_TEXT) > most_tokens:
                 raise PromptTooLongError(
-                    f"{param} has more than {most_tokens} tokens, which are the limit: the first "
+                    f"{param} has more than {most_tokens} tokens, the limit: the first "
                     f"{min(start + LARGE_TEXT, len(text))} of its {len(text)} characters have about {counted}",
                     param=param,
                 )

@@ -47,7 +47,7 @@ STATE_SECONDS = 10.0
 class Router:
     """`Links` of replicas; one engine that is kept running is the only one. All methods run on one event loop.
 
-    A request that a replica had not begun when it was lost goes to another one, or to the same once it is started
+    A request that a replica had not started when it was lost goes to another one, or to the same once it is started
     again. One that a full queue refused goes to another one. One that ran fails, with `ReplicaLostError` if there are
     others. While no replica serves, but one is being started, requests wait.
 
@@ -152,7 +152,7 @@ class Router:
         home = self._home(turn.session_id)
         if home is None:
             raise SessionNotFoundError(
-                f"there is no session {shown(turn.session_id)}: its replica is down, and its sessions are lost; "
+                f"there is no session {shown(turn.session_id)}: its replica was lost with all its sessions; "
                 "open a new one",
                 param="session_params.id",
             )
@@ -174,8 +174,8 @@ class Router:
         home = self._home(session_id)
         if home is None:
             raise ReplicaLostError(
-                f"session {shown(session_id)} belongs on a replica that is down at the moment; try again later, or "
-                "open one without an id"
+                f"session {shown(session_id)} belongs to a replica that is down; try again later, or "
+                "open a session without an id"
             )
         await home.client.open_session(dataclasses.replace(options, session_id=session_id))
         return session_id
@@ -206,24 +206,24 @@ class Router:
         if delta.finish is not None and isinstance(delta.finish.error, QueueFullError):
             raise delta.finish.error
 
-    def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, begun: bool) -> None:
+    def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, partly_read: bool) -> None:
         """See `Links.failed`."""
         if isinstance(error, QueueFullError):
             routed.full.add(routed.index)
-            if begun:
+            if partly_read:
                 raise error
             return
         routed.lost += 1
-        if begun or error.started or routed.lost > (MAX_REROUTES if error.started is False else 1):
+        if partly_read or error.started or routed.lost > (MAX_REROUTES if error.started is False else 1):
             raise self._as_told(routed, error) from error
         logger.info("Rerouted a request that replica %d had not started", routed.index)
 
     def _as_told(self, routed: RoutedRequest, error: EngineDeadError) -> EngineDeadError:
         """What the client of a request is told that was lost. Where there are others, it may be sent again at once."""
         if self._alone:
-            return EngineDeadError(f"{error.message}; it had the request", started=True)
+            return EngineDeadError(f"{error.message}; it was running the request", started=True)
         return ReplicaLostError(
-            f"replica {routed.index} was lost while it had the request ({error.message}); send it again", started=True
+            f"replica {routed.index} was lost while it ran the request ({error.message}); send it again", started=True
         )
 
     def wake(self) -> None:

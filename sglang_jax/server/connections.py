@@ -162,7 +162,7 @@ class BoundedConnection(H11Protocol):
 
     def _too_many(self) -> RequestError:
         return TooManyConnectionsError(
-            f"{len(self.connections)} connections are open and at work; the limit is "
+            f"{len(self.connections)} connections are open and busy; the limit is "
             f"{self._limits.max_connections} (--max-connections). Try again later"
         )
 

@@ -141,11 +141,11 @@ class ServerContext:
     def enter(self, request_id: str, prompts: Sequence[GenerateInput], caller: Caller) -> None:
         """Notes a request as in flight. Raises `ShuttingDownError`, and `ParameterError` for an id that is taken."""
         if self.draining:
-            raise ShuttingDownError("the server is shutting down and takes no new requests")
+            raise ShuttingDownError("the server is shutting down and accepts no new requests")
         ids = tuple(prompt.request_id or "" for prompt in prompts)
         taken = [name for name in {request_id, *ids} if name in self.in_flight or name in self.in_engine]
         if taken or len(set(ids)) < len(ids):
-            which = shown(taken[0]) if taken else "one that is given twice"
+            which = shown(taken[0]) if taken else "a duplicate in the list"
             raise ParameterError(f"rid must be unique among the requests in flight, got {which}", param="rid")
         self.in_flight[request_id] = ids
         self.in_engine.update(dict.fromkeys(ids, caller))

@@ -39,15 +39,15 @@ class HeldLogprobs:
             self.count += more
             if mine > MOST_LOGPROBS:
                 raise ParameterError(
-                    f"top_logprobs_num asks for more than {MOST_LOGPROBS} logprobs, which are the limit of one answer: "
-                    "of all its prompts and outputs, alternatives included. Send fewer prompts at a time, or let it "
+                    f"the request asks for more than {MOST_LOGPROBS} logprobs, the limit of one response, counting "
+                    "alternatives of all prompts and outputs. Send fewer prompts per request, or set "
                     "stream",
                     param="top_logprobs_num",
                 )
             if self.count > MOST_OF_ALL and mine > FEW:
                 raise BusyError(
-                    f"the answers in the making hold {self.count} logprobs; the limit is {MOST_OF_ALL}. Try again "
-                    "later, or let it stream"
+                    f"responses in preparation hold {self.count} logprobs; the limit is {MOST_OF_ALL}. Try again "
+                    "later, or set stream"
                 )
 
         try:

@@ -95,7 +95,7 @@ def parse(body: bytes) -> Any:
             escape = f"\\u{ord(error.object[error.start]):04x}"
             text = body.decode()
             place = text.lower().find(escape)
-            raise json.JSONDecodeError(f"a string holds half a surrogate pair, {escape}", text, place) from error
+            raise json.JSONDecodeError(f"a string contains the lone surrogate {escape}", text, place) from error
     return value
 
 

@@ -103,7 +103,8 @@ class BodyLimit:
                     raise share.refusal
         except TimeoutError as error:
             raise ClientTooSlowError(
-                f"{share.size} bytes of the body came in {asyncio.get_running_loop().time() - begin:.1f} s; the limit "
+                f"{share.size} bytes of the body arrived in {asyncio.get_running_loop().time() - begin:.1f} s; the "
+                "limit "
                 f"is {self._patience:g} s without data (--client-timeout), then {SLOWEST} bytes/s"
             ) from error
         finally:

@@ -13,7 +13,7 @@ import pytest
 from helpers.streaming_server import VOCAB_SIZE, FakeServer, serve_in_thread
 
 from sglang_jax.cli.bench import metrics
-from sglang_jax.cli.bench.commands import LoadConfig, bench_serving
+from sglang_jax.cli.bench.commands import LoadConfig, LoadProgress, bench_serving
 from sglang_jax.cli.bench.load import arrival_times
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name
@@ -65,6 +65,20 @@ def test_native_route_measures_what_the_server_does(tmp_path: Path, capsys: pyte
     assert "inter-token latency" in printed
 
 
+def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter([0.0, 4.0, 11.0, 11.0, 12.0, 22.0, 22.0])
+    with LoadProgress(4, bar=False, clock=lambda: next(seconds)) as progress:
+        for _ in range(4):
+            progress.update()
+    assert capsys.readouterr().err == "2 of 4 requests finished\n4 of 4 requests finished\n"
+
+
+def test_no_bar_is_drawn_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with served() as fake:
+        assert run(bench_serving, "bench_serving", ["--port", str(fake.port), *SMALL]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_tokens_that_come_together_are_told_apart(tmp_path: Path) -> None:
     # Many chunks: those that come while this process is held up are seen at once, and must be few of them.
     long = ["--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "40"]
@@ -102,7 +116,7 @@ def test_intervals_are_left_out_where_the_server_hides_counts(
     assert line["requests_with_itl"] == 0
     assert "mean_itl_ms" not in line
     assert "mean_chunk_gap_ms" in line
-    assert "of 0 of 6 requests" in capsys.readouterr().out
+    assert "covers 0 of 6 requests" in capsys.readouterr().out
 
 
 TURNS = ["--dataset-name", "multi-turn", "--multi-turn-num-turns", "3", "--num-prompts", "2"]

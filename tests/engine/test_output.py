@@ -131,7 +131,7 @@ async def test_streams_that_nobody_reads_have_a_size_together(monkeypatch: pytes
     for _ in range(12):
         step({unread: 100, little: 10})
     assert core.aborted == [unread]
-    with pytest.raises(errors.UnreadError, match=r"of this stream wait to be read.*the limit of all is 100000"):
+    with pytest.raises(errors.UnreadError, match=r"of this stream are unread.*the limit for all is 100000"):
         await anext(streams[0])
     assert (await anext(streams[1])).token_ids == [97] * 120
     core.deliver(

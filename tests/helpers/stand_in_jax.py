@@ -79,7 +79,7 @@ def stand_in_runner(
         max_context,
         len(weights[0]),
         max_samples=max_samples,
-        drafts_beside_prompts=draft is None,
+        drafts_with_prompts=draft is None,
     )
     kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(models * LAYERS)]
     if draft is not None:

@@ -121,7 +121,7 @@ class StandInSubject:
 
     def runner(self, spec: RunnerSpec) -> Runner:
         """A runner of at most 6 rows, 64 tokens a step, 26 pages and a context of 60."""
-        spec = replace(spec, max_samples=self.max_samples, drafts_beside_prompts=False)
+        spec = replace(spec, max_samples=self.max_samples, drafts_with_prompts=False)
         return Narrowed(self._runners[spec.pools[0].page_size], spec, self._count)
 
     def _count(self, result: StepResult) -> None:

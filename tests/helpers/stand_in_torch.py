@@ -79,7 +79,7 @@ def stand_in_runner(
         max_context,
         len(weights[0]),
         max_samples=max_samples,
-        drafts_beside_prompts=draft is None,
+        drafts_with_prompts=draft is None,
     )
     guessing = None if draft is None else DraftPart(model(draft, num_pages, page_size), first_group=1)
     paged = model(weights, num_pages, page_size, window)

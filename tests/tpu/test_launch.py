@@ -6,10 +6,11 @@ import shlex
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx2
 import pytest
 from click.testing import CliRunner
@@ -18,8 +19,10 @@ from helpers.small_configs import small_config
 
 import sglang_jax.server.serve
 import tpu.launch
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.cli.main import run
 from sglang_jax.cli.serve import serve
-from sglang_jax.config import ServerConfig, TpuEnvironment
+from sglang_jax.config import LoadFormat, ServerConfig, TpuEnvironment
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.remote_replicas import read_addresses
 from tpu.choices import Choices, choose, weight_bytes
@@ -83,7 +86,7 @@ def test_the_environment_of_gke_wins(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_slice_that_is_not_its_nodes_is_refused(tmp_path: Path) -> None:
     attributes = {"accelerator-type": "v6e-16", "worker-network-endpoints": "10.0.0.1,10.0.0.2"}
-    with pytest.raises(ConfigError, match=r"v6e-16, with 16 v6e chips; its nodes have 8 v6e chips"):
+    with pytest.raises(ConfigError, match=r"v6e-16, with 16 v6e chips, but its nodes have 8 v6e chips"):
         detect_machine(NO_ENVIRONMENT, attributes.get, pci_bus(tmp_path, V6E, 4))
 
 
@@ -111,7 +114,7 @@ def test_weights_beyond_the_memory_are_refused() -> None:
 
 
 def test_nodes_that_would_stand_idle_are_refused() -> None:
-    with pytest.raises(ConfigError, match="can be spread over 4"):
+    with pytest.raises(ConfigError, match="the model can use 4"):
         choose(machine_of("v6e:4x4", nodes=4), small_config(vocab_size=96))
 
 
@@ -155,11 +158,11 @@ def test_replicas_divide_the_slice(machine: Machine, replicas: int, tp: int) -> 
 @pytest.mark.parametrize(
     ("machine", "options", "words"),
     [
-        (V6E_16, {"replicas": 2}, "has 4 nodes, and each replica lies on one .* a multiple of 4, got 2"),
+        (V6E_16, {"replicas": 2}, "has 4 nodes, and each replica runs on one .* a multiple of 4, got 2"),
         (V6E_16, {"replicas": 12}, "16 devices of v6e:4x4 cannot be divided among 12 replicas"),
         (machine_of("v6e:2x2"), {"replicas": 3}, "4 devices of v6e:2x2 cannot be divided among 3 replicas"),
         (V6E_16, {"replicas": 4, "tp": 8}, "--tp-size 8 is more than the 4 devices of each of 4 replicas"),
-        (V6E_16, {"tp": 4}, "choose a smaller slice, or --dp-size 4, a replica on each node"),
+        (V6E_16, {"tp": 4}, "choose a smaller slice, or --dp-size 4, one replica per node"),
     ],
 )
 def test_slices_that_cannot_be_divided_so_are_refused(machine: Machine, options: dict[str, int], words: str) -> None:
@@ -199,6 +202,83 @@ def test_the_same_command_starts_a_replica_on_each_node_and_node_0_finds_them(
         assert config.connect is not None
         assert read_addresses(config.connect) == (["10.0.0.1:30000", "10.0.0.2:30000", "10.0.0.3:30000"], True)
         assert config.host == "127.0.0.1"
+
+
+def model_tp_and_replicas(monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[str, int | None, int]:
+    """What the slice is divided for."""
+    opened: list[str] = []
+    asked: list[dict[str, int]] = []
+
+    def open_one(model: str, load_format: LoadFormat) -> OpenedConfig:
+        opened.append(model)
+        return OpenedConfig(small_config())
+
+    def choose_for(machine: Machine, model: ModelConfig, **wanted: int) -> Choices:
+        asked.append(wanted)
+        return choose(machine, model, **wanted)
+
+    monkeypatch.setattr(tpu.launch, "open_checkpoint", open_one)
+    monkeypatch.setattr(tpu.launch, "choose", choose_for)
+    config = config_of(monkeypatch, dry_run(monkeypatch, machine_of("v6e:2x2"), *options)[3:])
+    assert config.model_path == opened[0]
+    assert config.tp_size * config.dp_size <= 4
+    return opened[0], asked[0]["tp"], asked[0]["replicas"]
+
+
+@dataclass(frozen=True)
+class OpenedConfig:
+    config: ModelConfig
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model-path", "some/model"],
+        ["--model", "some/model"],
+        ["--model=some/model"],
+        ["some/model"],
+        ["some/model", "--page-size", "128"],
+        ["--page-size", "128", "--served-model-name", "x", "some/model", "--port", "1"],
+        ["some/model", "--model-path", "some/model"],
+    ],
+)
+def test_the_slice_is_divided_for_the_model_that_is_served(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    assert model_tp_and_replicas(monkeypatch, *words)[0] == "some/model"
+
+
+@pytest.mark.parametrize("flag", ["--tp-size", "--tp", "-tp", "--tensor-parallel-size"])
+def test_a_tp_size_by_any_name_is_planned_for(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    assert model_tp_and_replicas(monkeypatch, flag, "1") == ("demo", 1, 1)
+
+
+@pytest.mark.parametrize("flag", ["--dp-size", "--dp", "-dp", "--data-parallel-size"])
+def test_replicas_by_any_name_are_planned_for(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    assert model_tp_and_replicas(monkeypatch, flag, "2", "--tp-size", "1") == ("demo", 1, 2)
+
+
+def test_a_file_of_options_is_planned_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("model: some/model\ntp: 1\ndata-parallel-size: 4\npage-size: 128\nport: 31000\n")
+    given = ["--config", str(file)]
+    assert model_tp_and_replicas(monkeypatch, *given) == ("some/model", 1, 4)
+    assert model_tp_and_replicas(monkeypatch, *given, "other/model", "--dp", "2") == ("other/model", 1, 2)
+    monkeypatch.setattr(tpu.launch, "open_checkpoint", lambda model, load_format: OpenedConfig(small_config()))
+    command = dry_run(monkeypatch, V6E_16, *given)
+    config = config_of(monkeypatch, command[command.index("python") + 3 :])
+    assert (config.page_size, config.port, config.dp_size, config.mem_fraction_static) == (128, 31000, 1, 0.9)
+
+
+def test_two_models_are_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(click.UsageError, match="two models are given: one and --model-path two"):
+        dry_run(monkeypatch, machine_of("v6e:1x1"), "one", "--model", "two")
+
+
+def test_an_option_that_no_server_has_is_refused_before_a_model_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tpu.launch, "open_checkpoint", None)
+    assert run(launch, "launch", ["--page-sze", "128"]) == 2
+    assert capsys.readouterr().err == "Error: No such option '--page-sze'. Did you mean '--page-size'?\n"
 
 
 def config_of(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> ServerConfig:
