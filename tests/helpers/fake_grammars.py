@@ -85,6 +85,7 @@ class FakeMatcher:
 @dataclass(frozen=True)
 class FakeGrammar:
     key: int
+    spoiled: bool = False
 
     def matcher(self) -> FakeMatcher:
         return FakeMatcher(self.key, late=self.key % 2 == 0)
