@@ -45,8 +45,8 @@ Call = OpenSession | CloseSession | FlushCache | GetState | GetCacheReport | Sta
 
 MOST_UNREAD_BYTES = 32 * 2**20
 UNREAD_SECONDS = 0.1
-"""Most memory of all streams that waits for their readers, about, and how often it is looked at. A reader that is only
-slow has room for hundreds of thousands of tokens."""
+"""Most memory of all streams that waits for their readers, about, unless the options say otherwise, and how often it is
+looked at. A reader that is only slow has room for hundreds of thousands of tokens."""
 
 STOP_SECONDS = 5.0
 """How long a core that was told to stop at once may take."""
@@ -88,7 +88,7 @@ class CoreLink:
     A core that hangs is lost like one that died: it is killed, once it had a moment to say where it hangs.
 
     **Arguments:** `resources` is closed once the core has ended; `watchdog_timeout`: see `EngineConfig`, None if the
-    core is not watched.
+    core is not watched; `max_unread_bytes`: likewise.
     """
 
     def __init__(
@@ -98,7 +98,9 @@ class CoreLink:
         ready: Ready,
         resources: contextlib.ExitStack,
         watchdog_timeout: float | None = None,
+        max_unread_bytes: int = MOST_UNREAD_BYTES,
     ) -> None:
+        self._max_unread_bytes = max_unread_bytes
         self._channel = channel
         self._core = core
         self._ready = ready
@@ -352,7 +354,7 @@ class CoreLink:
         self._unread_at = now + UNREAD_SECONDS
         waiting = {outputs: outputs.unread_bytes for outputs in self._requests}
         total = sum(waiting.values())
-        while total > MOST_UNREAD_BYTES:
+        while total > self._max_unread_bytes:
             outputs = max(waiting, key=waiting.__getitem__)
             size = waiting.pop(outputs)
             logger.warning(
@@ -364,7 +366,7 @@ class CoreLink:
             outputs.give_up(
                 UnreadError(
                     f"{size} bytes of this stream wait to be read, and {total} of all streams; the limit of all is "
-                    f"{MOST_UNREAD_BYTES}. Read streams as they come"
+                    f"{self._max_unread_bytes} (--max-unread-bytes). Read streams as they come"
                 )
             )
             total -= size

@@ -139,7 +139,9 @@ async def _launch(
             raise
         if folder is not None:
             folder.cleanup()  # they are connected: nobody needs a path any more
-        return CoreLink(channel, core, ready, resources.pop_all(), config.watchdog_timeout), result
+        return CoreLink(
+            channel, core, ready, resources.pop_all(), config.watchdog_timeout, config.max_unread_bytes
+        ), result
 
 
 async def _until_over(core: CoreHandle) -> None:

@@ -16,8 +16,9 @@ MAX_LOGIT_BIAS = 320
 MAX_STOP_TOKEN_IDS = 16
 """Most token ids that may end one request, the model's own end-of-sequence ids included."""
 
-MAX_STOP_CHARACTERS = 4096
-"""Most characters of one request's stop strings together: what is held back and searched at each token."""
+MAX_STOP_CHARACTERS = 65_536
+"""Most characters of one request's stop strings together, whatever a server allows: what is held back and searched at
+each token."""
 
 MAX_TOP_LOGPROBS = 20
 """Most alternatives reported per position."""

@@ -36,6 +36,7 @@ def create_app(context: ServerContext) -> FastAPI:
     runs on."""
     app = FastAPI(title="sglang-jax")
     app.state.long_work = LongWork()
+    app.state.max_json_depth = context.config.max_json_depth
     install_error_handlers(app)
     for router in (
         native_router(context),

@@ -105,10 +105,9 @@ async def test_others_have_a_turn_between_pieces() -> None:
 
 async def test_streams_that_nobody_reads_have_a_size_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one for which most waits is ended; the others go on. What does not stream waits for its end."""
-    monkeypatch.setattr(core_link, "MOST_UNREAD_BYTES", 100_000)
     monkeypatch.setattr(core_link, "UNREAD_SECONDS", 0.0)
     core = ScriptedCore()
-    client = core.client()
+    client = core.client(max_unread_bytes=100_000)
     sampling = SamplingParams(max_new_tokens=4000)
     names = ("unread", "little", "whole")
     streams = [
