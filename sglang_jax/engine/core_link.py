@@ -379,7 +379,10 @@ class CoreLink:
                 completions[started.id].cached_tokens = started.cached_tokens
                 completions[started.id].queue_seconds = started.queue_seconds
                 completions[started.id].prompt_tokens = started.prompt_tokens or completions[started.id].prompt_tokens
-                completions[started.id].outputs.started = True
+                completions[started.id].begin(guesses=started.guesses)
+        for wire_id, drafts, right in np.frombuffer(step.drafts, "<i8").reshape(-1, 3).tolist():
+            if wire_id in completions:
+                completions[wire_id].note_drafts(drafts, right)
         for wire_id, entries in step.prompt_logprobs:
             if wire_id in completions:
                 completions[wire_id].add_prompt_logprobs(entries)

@@ -79,11 +79,12 @@ def test_unread_output_is_the_operators(server: EchoServer) -> None:
 
 def test_the_time_of_templates_is_the_operators(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path)
-    endless = "{% for a in messages %}" + "{% for b in range(99999) %}" * 4 + "{% endfor %}" * 5
+    endless = "{% for b in range(99999) %}" * 4 + "{% endfor %}" * 4
+    endless = "{% if messages[0].content == 'stuck' %}" + endless + "{% endif %}"
     config = ServerConfig(model_path=str(folder), chat_template=endless, template_timeout=0.1)
     tokenizer = load_text_tokenizer(config)
     with pytest.raises(RequestError, match=r"computed for more than 0\.1 s"):
-        tokenizer.render_chat([{"role": "user", "content": "a"}])
+        tokenizer.render_chat([{"role": "user", "content": "stuck"}])
 
 
 def test_no_flag_allows_what_requests_are_refused_for_anyway() -> None:
