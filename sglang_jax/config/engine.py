@@ -256,7 +256,8 @@ class EngineConfig(BaseModel):
         3600.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="maximum seconds for an engine process to start, including loading and compilation",
+        description="maximum seconds for an engine process to start, including loading and compilation, and for the "
+        "compilation of one program later",
     )
     max_engine_restarts: int = Field(
         5,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from typing import Protocol
 
@@ -88,7 +89,7 @@ class CoreLink:
     A core that hangs is lost like one that died: it is killed, once it had a moment to say where it hangs.
 
     **Arguments:** `resources` is closed once the core has ended; `watchdog_timeout`: see `EngineConfig`, None if the
-    core is not watched; `max_unread_bytes`: likewise.
+    core is not watched; `max_unread_bytes`: likewise; `build_timeout`: see `Watchdog`.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class CoreLink:
         resources: contextlib.ExitStack,
         watchdog_timeout: float | None = None,
         max_unread_bytes: int = MOST_UNREAD_BYTES,
+        build_timeout: float = math.inf,
     ) -> None:
         self._max_unread_bytes = max_unread_bytes
         self._channel = channel
@@ -116,7 +118,7 @@ class CoreLink:
         self._unread_at = 0.0
         self._watchdog: Watchdog | None = None
         if watchdog_timeout is not None and core.pulse is not None:
-            self._watchdog = Watchdog(core.pulse, watchdog_timeout, self._waits, self._on_hang)
+            self._watchdog = Watchdog(core.pulse, watchdog_timeout, self._waits, self._on_hang, build_timeout)
         core.ended.add_done_callback(self._on_core_ended)
         channel.start(self._receive)
 
