@@ -40,6 +40,8 @@ MOST_HELD_SECONDS = 60.0
 _LOOK_SECONDS = 0.02
 """How often a thread looks whether some have gone."""
 
+FlowKey = tuple[str, str]
+
 _THREAD_STACK_BYTES = 8 * STACK_BYTES
 
 
@@ -72,24 +74,31 @@ class Compilation:
 
 
 class Queue:
-    """Grammars that wait for a thread. Whoever's have taken least of the threads' time comes next, and of one's own the
-    first: who brings many that are slow keeps nobody else from theirs."""
+    """Grammars that wait for a thread, by tenant and client request. The tenant whose have taken least of the threads'
+    time comes next, of its requests the one whose have, and of one's own the first: who brings many that are slow keeps
+    nobody else from theirs."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[Compilation]] = {}
+        self._waiting: dict[str, dict[str, deque[Compilation]]] = {}
         self._taken: dict[str, float] = {}
-        self._running = 0
+        self._taken_by_flow: dict[FlowKey, float] = {}
+        self._running: list[FlowKey] = []
         self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, compilation: Compilation, whose: str) -> None:
+    def put(self, compilation: Compilation, whose: FlowKey) -> None:
         """Who comes anew has had as much as the one who has had least."""
+        tenant, flow = whose
         with self._changed:
-            self._taken.setdefault(whose, min(self._taken.values(), default=0.0))
-            self._waiting.setdefault(whose, deque()).append(compilation)
+            self._taken.setdefault(tenant, min(self._taken.values(), default=0.0))
+            flows = self._waiting.setdefault(tenant, {})
+            others = [self._taken_by_flow[tenant, other] for other in flows]
+            others += [self._taken_by_flow[other] for other in self._running if other[0] == tenant]
+            self._taken_by_flow.setdefault(whose, min(others, default=0.0))
+            flows.setdefault(flow, deque()).append(compilation)
             self._changed.notify()
 
-    def get(self) -> tuple[Compilation, str] | None:
+    def get(self) -> tuple[Compilation, FlowKey] | None:
         """Waits for the next one, and tells whose it is; None once the queue is closed and empty. `done` is to be
         called afterwards."""
         with self._changed:
@@ -97,28 +106,33 @@ class Queue:
                 if self._closed:
                     return None
                 self._changed.wait()
-            whose = min(self._waiting, key=self._taken.__getitem__)
-            compilation = self._waiting[whose].popleft()
-            self._drop_empty(whose)
-            self._running += 1
+            tenant = min(self._waiting, key=self._taken.__getitem__)
+            flow = min(self._waiting[tenant], key=lambda one: self._taken_by_flow[tenant, one])
+            whose = tenant, flow
+            compilation = self._waiting[tenant][flow].popleft()
+            self._running.append(whose)
+            self._forget_if_done(whose)
             return compilation, whose
 
-    def done(self, whose: str, seconds: float) -> None:
+    def done(self, whose: FlowKey, seconds: float) -> None:
         """What was got took so long."""
         with self._changed:
-            self._running -= 1
-            self._taken[whose] += seconds
+            self._running.remove(whose)
+            self._taken[whose[0]] += seconds
+            self._taken_by_flow[whose] += seconds
+            self._forget_if_done(whose)
             if not self._running and not self._waiting:
                 self._taken.clear()
 
     def withdraw(self, compilation: Compilation) -> bool:
         """Takes one out; False if a thread has it."""
         with self._changed:
-            for whose, waiting in self._waiting.items():
-                if compilation in waiting:
-                    waiting.remove(compilation)
-                    self._drop_empty(whose)
-                    return True
+            for tenant, flows in self._waiting.items():
+                for flow, waiting in flows.items():
+                    if compilation in waiting:
+                        waiting.remove(compilation)
+                        self._forget_if_done((tenant, flow))
+                        return True
             return False
 
     def close(self) -> None:
@@ -127,9 +141,16 @@ class Queue:
             self._closed = True
             self._changed.notify_all()
 
-    def _drop_empty(self, whose: str) -> None:
-        if not self._waiting[whose]:
-            del self._waiting[whose]
+    def _forget_if_done(self, whose: FlowKey) -> None:
+        """There are ever new requests: what they have taken is known as long as something of theirs waits or runs."""
+        tenant, flow = whose
+        flows = self._waiting.get(tenant, {})
+        if flow in flows and not flows[flow]:
+            del flows[flow]
+            if not flows:
+                del self._waiting[tenant]
+        if flow not in flows and whose not in self._running:
+            del self._taken_by_flow[whose]
 
 
 class Held:
@@ -177,9 +198,9 @@ class GrammarCompiler:
         self._threads = threads
         self._started = False
 
-    def start(self, grammar: Grammar, whose: str = "") -> Compilation:
+    def start(self, grammar: Grammar, whose: FlowKey = ("", "")) -> Compilation:
         """The compilation of a grammar, which may be over, or under way for somebody else. Who waits for it no longer
-        calls `leave`, unless it is settled."""
+        calls `leave`, unless it is settled. `whose`: tenant and client request."""
         found = self._known.get(grammar.content)
         if found is not None and not found.failed and not (found.grammar is not None and found.grammar.spoiled):
             self._known.move_to_end(grammar.content)

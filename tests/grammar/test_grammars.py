@@ -20,7 +20,7 @@ from llguidance import LLParserLimits
 
 from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.errors import GrammarError, GrammarUnavailableError, ParameterError
-from sglang_jax.grammar.compiler import MOST_BUILT, MOST_CACHED_CHARACTERS, Compilation, GrammarCompiler
+from sglang_jax.grammar.compiler import MOST_BUILT, MOST_CACHED_CHARACTERS, Compilation, GrammarCompiler, Queue
 from sglang_jax.grammar.interface import CompiledGrammar, Matcher, Progress
 from sglang_jax.grammar.lark import json_rule
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
@@ -507,20 +507,48 @@ class Held(Quick):
         return super().try_out(grammar)
 
 
-def test_who_brings_many_slow_grammars_keeps_nobody_else_from_theirs(backend: LlguidanceBackend) -> None:
+@pytest.mark.parametrize(
+    ("many", "few"), [(("many", "1"), ("few", "1")), (("", "many"), ("", "few"))], ids=["tenants", "requests"]
+)
+def test_who_brings_many_slow_grammars_keeps_nobody_else_from_theirs(
+    backend: LlguidanceBackend, many: tuple[str, str], few: tuple[str, str]
+) -> None:
     tried: list[str] = []
     held, now = Held(tried), [0.0]
     compiler = GrammarCompiler(backend, trier=lambda: held, threads=1, clock=lambda: now[0])
-    many = [compiler.start(Grammar(GrammarKind.REGEX, f"slow{number}", "regex"), "many") for number in range(4)]
-    while many[0].begun is None:
+    slow = [compiler.start(Grammar(GrammarKind.REGEX, f"slow{number}", "regex"), many) for number in range(4)]
+    while slow[0].begun is None:
         time.sleep(0.001)
-    few = [compiler.start(Grammar(GrammarKind.REGEX, f"quick{number}", "regex"), "few") for number in range(2)]
+    quick = [compiler.start(Grammar(GrammarKind.REGEX, f"quick{number}", "regex"), few) for number in range(2)]
     now[0] = 10.0  # for so long the first one has taken up the thread
     held.begin.release(6)
-    for compilation in (*many, *few):
+    for compilation in (*slow, *quick):
         settle(compiler, compilation)
     assert tried == ["slow0", "quick0", "quick1", "slow1", "slow2", "slow3"]
     compiler.close()
+
+
+def test_turns_of_requests_that_have_ended_are_forgotten() -> None:
+    """There are ever new ones."""
+    queue = Queue()
+    waiting = [Compilation(Grammar(GrammarKind.REGEX, str(number))) for number in range(40)]
+    for number, compilation in enumerate(waiting):
+        queue.put(compilation, ("", str(number // 4)))
+    queue.put(Compilation(Grammar(GrammarKind.REGEX, "x")), ("other", "0"))
+    for compilation in waiting[::3]:
+        assert queue.withdraw(compilation)
+        assert not queue.withdraw(compilation)
+    seen = []
+    while queue._waiting:
+        got = queue.get()
+        assert got is not None
+        seen.append(got[1])
+        queue.done(got[1], 1.0)
+        assert len(queue._taken_by_flow) <= 11
+    assert len(seen) == 40 + 1 - 14
+    assert ("other", "0") in seen[:2]
+    assert not queue._taken_by_flow
+    assert not queue._taken
 
 
 def test_what_nobody_waits_for_is_not_compiled(backend: LlguidanceBackend) -> None:
