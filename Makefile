@@ -17,8 +17,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 BY_HASH := $(PIP_INSTALL) --no-deps --require-hashes
 APART = --upgrade --target $(VENV)/libtpu
 INSTALL_LOCKED = $(BY_HASH) --requirement requirements/dev.lock && $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
-# What this project was called before: in an environment of that time both names would be installed.
-OLD_NAME := $(BIN)/python -m pip uninstall --quiet --yes sglang-jax 2>/dev/null || true
+# What this project was called before: in an environment of that time both names would be installed. Another project has
+# that name on PyPI, without entry points for backends: that one stays.
+IS_OURS := import sys; from importlib.metadata import entry_points as all; \
+	sys.exit("sglang-jax" not in [each.dist.name for each in all(group="sglang_jax.backends") if each.dist])
+OLD_NAME := if $(BIN)/python -c '$(IS_OURS)'; then $(BIN)/python -m pip uninstall --quiet --yes sglang-jax; fi
 UV_COMPILE := $(VENV)/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-header --no-annotate
 

@@ -1,4 +1,4 @@
-"""What one waits for: the first token of `generate`, and a server that takes requests.
+"""What one waits for: the first token of `generate` and of `chat`, and a server that takes requests.
 
     python benchmarks/start.py [--turns 3] [--port 30119] [--json FILE]
 
@@ -21,16 +21,24 @@ from pathlib import Path
 from machine import report
 
 COMMAND = [sys.executable, "-m", "sglang_jax"]
-GENERATE = [*COMMAND, "generate", "--max-new-tokens", "1", "What is the capital of France?"]
+QUESTION = "What is the capital of France?"
+GENERATE = [*COMMAND, "generate", "--max-new-tokens", "1", QUESTION]
+CHAT = [*COMMAND, "chat", "--max-new-tokens", "1"]
 SERVE = [*COMMAND, "serve", "--port"]
 
 
 def turn(command: list[str]) -> tuple[float, float]:
-    """Seconds until the command prints something, and of the processors until it has ended, as it is told to then.
-    Raises `RuntimeError` if it prints nothing."""
+    """Seconds until the command, which may read a question, prints something, and of the processors until it has ended,
+    as it is told to then. Raises `RuntimeError` if it prints nothing."""
     before, start = os.times(), time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
+        if command == CHAT:
+            process.stdin.write(f"{QUESTION}\n")
+        process.stdin.close()
         said = process.stdout.read(1)
         seconds = time.perf_counter() - start
         process.send_signal(signal.SIGINT)
@@ -47,7 +55,11 @@ def main() -> None:
     parser.add_argument("--port", default="30119", help="of the server")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
-    commands = {"first token of generate": GENERATE, "server ready": [*SERVE, options.port]}
+    commands = {
+        "first token of generate": GENERATE,
+        "first token of chat": CHAT,
+        "server ready": [*SERVE, options.port],
+    }
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for number in range(options.turns + 1):
         for name, command in commands.items():

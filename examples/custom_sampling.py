@@ -24,7 +24,7 @@ def main() -> None:
         output = engine.generate(PROMPT, WAYS["greedy"], return_logprob=True, top_logprobs_num=2)
         for entry in output.logprobs[:5]:
             others = ", ".join(f"{engine.decode([token])!r} {logprob:.2f}" for logprob, token in entry.top)
-            print(f"{engine.decode([entry.token_id])!r} {entry.logprob:.2f} (likeliest: {others})")
+            print(f"{engine.decode([entry.token_id])!r} {entry.logprob:.2f} (most likely: {others})")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def main(model: str = "demo", replicas: str = "2", port: str = "8000") -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     serve.run(build({"model_path": model, "num_replicas": replicas}))
     told_to_stop = threading.Event()
-    # Said here, as a process that a script starts in the background is told of no Ctrl-C by itself.
+    # Said here, as a process that a script starts in the background gets no Ctrl-C by itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told_to_stop.set())
     print(f"Ready: {replicas} replicas of {model} at http://127.0.0.1:{port}", flush=True)

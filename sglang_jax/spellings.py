@@ -1,5 +1,5 @@
-"""Names and values of other engines' options: aliases, options that have no effect, and options that are refused with a
-reason.
+"""Names of other engines' options: aliases, options that have no effect, and options that are refused with a reason.
+Their values are in `value_spellings`.
 
 Flags, keys of a configuration file and keyword arguments of `Engine` are all looked up here, by their names with
 underscores. `docs/migration.md` shows the same tables; a test compares them.
@@ -15,17 +15,29 @@ ALIASES: Mapping[str, Sequence[str]] = {
     "tokenizer_path": ("tokenizer",),
     "tp_size": ("tp", "tensor_parallel_size"),
     "dp_size": ("dp", "data_parallel_size"),
-    "context_length": ("max_model_len",),
-    "max_running_requests": ("max_num_seqs",),
+    "context_length": ("max_model_len", "max_seq_len"),
+    "max_running_requests": ("max_num_seqs", "max_batch_size"),
     "chunked_prefill_size": ("max_num_batched_tokens",),
     "page_size": ("block_size",),
     "schedule_policy": ("scheduling_policy",),
     "disable_radix_cache": ("no_enable_prefix_caching",),
     "disable_cuda_graph": ("enforce_eager",),
     "random_seed": ("seed",),
-    "skip_warmup": ("skip_server_warmup",),
+    "skip_warmup": ("skip_server_warmup", "disable_precompile"),
+    "mamba_ssm_dtype": ("mamba_ssm_cache_dtype",),
+    "speculative_num_draft_tokens": ("num_speculative_tokens",),
 }
 """Field of a configuration to further names for it that mean the same."""
+
+OTHER_ALIASES: Mapping[str, Sequence[str]] = {
+    "backend": ("endpoint",),
+    "model_path": ("model",),
+    "output_details": ("save_detailed",),
+    "output_file": ("result_filename",),
+    "random_input_len": ("input_len", "random_input"),
+    "random_output_len": ("output_len", "random_output"),
+}
+"""The same for fields of what is no engine: a benchmark's load and workload, `convert`."""
 
 SHORT_FLAGS: Mapping[str, str] = {"tp_size": "-tp", "dp_size": "-dp"}
 """Field to a flag with one dash."""
@@ -42,39 +54,6 @@ COMMANDS: Mapping[str, str] = {
     "throughput": "offline",
 }
 """Subcommand of other engines to its name here; `serve` is one of `bench`."""
-
-VALUES: Mapping[str, Mapping[str, str]] = {
-    "Api": {
-        "sglang_oai": "openai",
-        "sglang_oai_chat": "openai_chat",
-        "vllm": "openai",
-        "vllm_chat": "openai_chat",
-    },
-    "Dataset": {"random": "random_ids"},
-    "Dtype": {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"},
-    "KVCacheDtype": {"fp8": "fp8_e4m3", "float8_e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"},
-    "ModelImpl": {"auto": "native", "sglang": "native", "vllm": "native", "hf": "transformers"},
-    "MambaDtype": {"bf16": "bfloat16", "float": "float32", "fp32": "float32"},
-    "Device": {"gpu": "cuda"},
-    "GrammarLibrary": {"auto": "llguidance", "guidance": "llguidance"},
-    "LoadBalanceMethod": {"auto": "cache_aware", "shortest_queue": "least_loaded", "total_requests": "least_loaded"},
-    "LogLevel": {"warn": "warning", "critical": "error", "trace": "debug"},
-    "AttentionBackend": {"torch_native": "native"},
-    "ToolCallParser": {
-        "qwen": "hermes",
-        "qwen25": "hermes",
-        "qwen2.5": "hermes",
-        "qwen3_xml": "qwen3_coder",
-        "llama3_json": "llama3",
-        "deepseekv3": "deepseek",
-        "deepseek_v3": "deepseek",
-        "deepseekv31": "deepseek",
-        "deepseek_v31": "deepseek",
-        "openai": "gpt_oss",
-    },
-    "ReasoningParser": {"qwen3_thinking": "deepseek_r1", "openai_gptoss": "gpt_oss"},
-}
-"""Enum to further spellings of its values, in lower case and with underscores, as the values are here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +97,7 @@ NEEDLESS: Mapping[str, OtherFlag] = {
     "max_log_len": OtherFlag("requests are never logged", takes_value=True),
     "nccl_port": OtherFlag("a free port is chosen", takes_value=True),
     "no_enable_log_requests": OtherFlag("requests are never logged"),
+    "prefix_caching_hash_algo": OtherFlag("cached prefixes are compared token by token", takes_value=True),
     "sampling_backend": OtherFlag("each backend has one sampler", takes_value=True),
     "sleep_on_idle": OtherFlag("an idle engine always sleeps"),
     "tokenizer_mode": OtherFlag("tokenizers are always of the fast kind", takes_value=True),
@@ -182,6 +162,7 @@ REFUSED: Mapping[str, OtherFlag] = {
     "convert": OtherFlag(_TEXT, takes_value=True),
     "cpu_offload_gb": OtherFlag(_MEMORY, takes_value=True),
     "crash_dump_folder": OtherFlag("not available: errors and stacks are in the log", takes_value=True),
+    "ctx_size": OtherFlag("not available: use --context-length, the maximum tokens of each request", takes_value=True),
     "cuda_graph_bs": OtherFlag(_GRAPHS, takes_value=True),
     "cudagraph_capture_sizes": OtherFlag(_GRAPHS, takes_value=True),
     "data_parallel_address": OtherFlag(_SERVERS, takes_value=True),
@@ -194,6 +175,8 @@ REFUSED: Mapping[str, OtherFlag] = {
     "deepep_mode": OtherFlag(_EXPERTS, takes_value=True),
     "default_chat_template_kwargs": OtherFlag("not available: set chat_template_kwargs in requests", takes_value=True),
     "disable_cuda_graph_padding": OtherFlag(_GRAPHS),
+    "disable_fastapi_docs": OtherFlag("not available: /docs is always there and lists routes only"),
+    "disable_frontend_multiprocessing": OtherFlag("not implemented: each engine runs in a separate process"),
     "disable_hybrid_swa_memory": OtherFlag(
         "not available: --swa-full-tokens-ratio sizes the KV cache of sliding-window layers"
     ),
@@ -204,6 +187,7 @@ REFUSED: Mapping[str, OtherFlag] = {
     "disaggregation_ib_device": OtherFlag(_ONE_ENGINE, takes_value=True),
     "disaggregation_mode": OtherFlag(_ONE_ENGINE, takes_value=True),
     "disaggregation_transfer_backend": OtherFlag(_ONE_ENGINE, takes_value=True),
+    "dist_backend": OtherFlag(_COLLECTIVES, takes_value=True),
     "dist_timeout": OtherFlag("not available: use --engine-start-timeout and --watchdog-timeout", takes_value=True),
     "distributed_executor_backend": OtherFlag(
         "not available: ranks are always separate processes; use --tp-size and --nnodes", takes_value=True
@@ -247,8 +231,8 @@ REFUSED: Mapping[str, OtherFlag] = {
     "generation_config": OtherFlag(_RECOMMENDED, takes_value=True),
     "gpu_id_step": OtherFlag(_GPUS, takes_value=True),
     "gpu_memory_utilization": OtherFlag(
-        "not available: use --mem-fraction-static, the fraction of free memory for weights and KV cache; it does not "
-        "include activations, so start with a value 0.05 lower",
+        "not available: use --mem-fraction-static, the fraction of free memory for weights and KV cache; vLLM's is a "
+        "fraction of total memory and includes activations, so start with a value 0.05 lower",
         takes_value=True,
     ),
     "grpc_mode": OtherFlag("not implemented: the server speaks HTTP only"),
@@ -276,6 +260,7 @@ REFUSED: Mapping[str, OtherFlag] = {
     "log_level_http": OtherFlag("not available: --log-level applies to the whole server", takes_value=True),
     "log_requests": OtherFlag(_ACCESS_LOG),
     "log_requests_level": OtherFlag(_ACCESS_LOG, takes_value=True),
+    "logits_processors": OtherFlag("not implemented: requests have logit_bias and grammars", takes_value=True),
     "logprobs_mode": OtherFlag("not available: logprobs are always those of the raw logits", takes_value=True),
     "long_prefill_token_threshold": OtherFlag(_PARTIAL, takes_value=True),
     "lora_backend": OtherFlag(_LORA, takes_value=True),
@@ -310,6 +295,7 @@ REFUSED: Mapping[str, OtherFlag] = {
     "no_enable_chunked_prefill": OtherFlag("not implemented: set --chunked-prefill-size to --context-length instead"),
     "num_continuous_decode_steps": OtherFlag(_STEPS, takes_value=True),
     "num_gpu_blocks_override": OtherFlag("not available: use --max-total-tokens, in tokens", takes_value=True),
+    "num_gpus": OtherFlag("not available: use --tp-size, or --dp-size for replicas", takes_value=True),
     "num_scheduler_steps": OtherFlag(_STEPS, takes_value=True),
     "oltp_traces_endpoint": OtherFlag(_TRACES, takes_value=True),
     "otlp_traces_endpoint": OtherFlag(_TRACES, takes_value=True),
@@ -348,6 +334,9 @@ REFUSED: Mapping[str, OtherFlag] = {
         "not available: download the revision and give its folder", takes_value=True
     ),
     "speculative_eagle_topk": OtherFlag(_GUESSES, takes_value=True),
+    "speculative_model": OtherFlag(
+        "not available: use --speculative-algorithm draft and --speculative-draft-model-path", takes_value=True
+    ),
     "speculative_num_steps": OtherFlag(_GUESSES, takes_value=True),
     "ssl_ca_certs": OtherFlag(_TLS, takes_value=True),
     "ssl_cert_reqs": OtherFlag(_TLS, takes_value=True),
@@ -368,6 +357,14 @@ REFUSED: Mapping[str, OtherFlag] = {
     "warmups": OtherFlag("not available: all programs are warmed up; --skip-warmup turns it off", takes_value=True),
 }
 """Options for what this engine has not got."""
+
+BENCHMARK_REFUSED: Mapping[str, OtherFlag] = {
+    "metric_percentiles": OtherFlag("not available: mean, median, p90, p95 and p99 are printed", takes_value=True),
+    "percentile_metrics": OtherFlag("not available: all metrics are printed", takes_value=True),
+    "result_dir": OtherFlag("not available: use --output-file FILE", takes_value=True),
+    "save_result": OtherFlag("not available: use --output-file FILE, which appends a line of JSON"),
+}
+"""The same for options of benchmarks that measure a server."""
 
 SAMPLING_FIELDS: Mapping[str, str] = {
     "include_stop_str_in_output": "include_stop",
@@ -401,15 +398,8 @@ SAMPLING_ELSEWHERE: Mapping[str, str] = {
 
 
 def canonical(name: str) -> str:
-    """The field that `name` is another name of, or `name` itself."""
+    """The field of an engine that `name` is another name of, or `name` itself."""
     return _FIELD_OF.get(name, name)
-
-
-def value_named(enum: str, value: str) -> str:
-    """The value of the enum `enum` that `value` stands for: case does not count, nor whether it has dashes or
-    underscores."""
-    plain = value.lower().replace("-", "_")
-    return VALUES.get(enum, {}).get(plain, plain)
 
 
 _FIELD_OF = {alias: field for field, aliases in ALIASES.items() for alias in aliases}

@@ -63,14 +63,25 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def interpreter(version: str) -> str | None:
-    """Its path, or None if this machine has no such Python."""
-    try:
-        asked = subprocess.run(
-            [f"python{version}", "-c", "import sys; print(sys.executable)"], capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return None
-    return asked.stdout.strip() if asked.returncode == 0 else None
+    """Its path, or None if this machine has no such Python: that on the PATH, or one of pyenv's, whose name on the PATH
+    runs only if pyenv was told to use it."""
+    installed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    of_pyenv = sorted(installed.glob(f"{version}.*/bin/python"), key=release_of, reverse=True)
+    for candidate in (f"python{version}", *map(str, of_pyenv)):
+        try:
+            asked = subprocess.run(
+                [candidate, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True
+            )
+        except FileNotFoundError:
+            continue
+        if asked.returncode == 0:
+            return asked.stdout.strip()
+    return None
+
+
+def release_of(python: Path) -> tuple[int, ...]:
+    """The numbers in the name of pyenv's folder."""
+    return tuple(map(int, re.findall(r"\d+", python.parts[-3])))
 
 
 def ask(url: str) -> str:
@@ -152,11 +163,9 @@ def main() -> None:
     wanted = sys.argv[1:] or [*PYTHONS, *IMAGES]
     versions = [each for each in wanted if each not in IMAGES]
     found = {version: python for version in versions if (python := interpreter(version))}
-    if versions and not found:
-        sys.exit(f"this machine has none of the Pythons {', '.join(versions)}")
-    for version in versions:
-        if version not in found:
-            print(f"this machine has no Python {version}: not tried")
+    missing = [version for version in versions if version not in found]
+    if missing:
+        sys.exit(f"this machine has no Python {', '.join(missing)}: install it, or name those to try with ARGS")
     with tempfile.TemporaryDirectory(prefix="package-") as temporary:
         trials: list[tuple[str, Callable[[Path], str]]] = []
         if found:

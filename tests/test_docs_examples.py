@@ -116,7 +116,7 @@ def test_custom_sampling(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "greedy: 'Once upon a time there w'"
     assert len(lines) == 4 + 5
-    assert lines[4] == "'O' -7.90 (likeliest: 'O' -7.90, 'P' -8.00)"
+    assert lines[4] == "'O' -7.90 (most likely: 'O' -7.90, 'P' -8.00)"
 
 
 @pytest.mark.usefixtures("echo_engine")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pkgutil
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +95,30 @@ def test_the_site_has_every_page() -> None:
     assert sorted(listed) == sorted(
         {"readme.md", "changelog.md", *(page.name for page in (ROOT / "docs").glob("*.md"))}
     )
+
+
+def test_the_reference_shows_what_is_there() -> None:
+    for name in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE):
+        assert pkgutil.resolve_name(name).__doc__, name
+
+
+@pytest.mark.slow
+def test_the_site_is_built(tmp_path: Path) -> None:
+    """As by `make docs`, where that or somebody else has installed the extra `docs`."""
+    installed = shutil.which("mkdocs", path=os.pathsep.join([f"{sys.prefix}/docs/bin", f"{sys.prefix}/bin"]))
+    if installed is None:
+        pytest.skip("mkdocs is not installed: `make docs` installs it")
+    built = subprocess.run(
+        [installed, "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert built.returncode == 0, built.stderr
+    [reference] = tmp_path.glob("*/reference.html")
+    assert "SamplingParams" in reference.read_text()
 
 
 def test_the_plot_shows_what_the_page_of_figures_says() -> None:

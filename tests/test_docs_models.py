@@ -33,6 +33,13 @@ def test_every_family_has_a_command() -> None:
         assert any("sglang-jax serve" in section for section in named), family.class_name
 
 
+def test_the_table_is_what_the_code_refuses() -> None:
+    """`python tests/helpers/model_table.py` writes it."""
+    from helpers.model_table import model_table, table_of  # here: it imports transformers
+
+    assert table_of((DOCS / "models.md").read_text()) == model_table()
+
+
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_are_read(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Up to where the server would start."""

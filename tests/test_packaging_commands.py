@@ -63,6 +63,33 @@ def test_the_second_start_installs_nothing(tmp_path: Path) -> None:
     assert result.stdout.strip() == f"{tmp_path}/bin/python -m sglang_jax.launch_server"
 
 
+@pytest.mark.parametrize(
+    ("entry_points", "removed"),
+    [
+        ("[sglang_jax.backends]\njax = sglang_jax.jax_runner.entry:load\n", True),
+        ("[console_scripts]\nx = y:z\n", False),
+    ],
+)
+def test_the_project_of_that_name_on_pypi_stays(tmp_path: Path, entry_points: str, removed: bool) -> None:
+    """This project had its name once, and is removed under it."""
+    metadata = tmp_path / "site/sglang_jax-0.0.1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-jax\nVersion: 0.0.1\n")
+    (metadata / "entry_points.txt").write_text(entry_points)
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"""#!/bin/sh
+if [ "$1" = -c ]; then PYTHONPATH={tmp_path}/site exec {sys.executable} "$@"; fi
+echo "$@" >> {tmp_path}/ran
+""")
+    python.chmod(0o755)
+    told = make("-n", "serve", f"VENV={tmp_path}/venv").stdout.splitlines()
+    [uninstalling] = [line for line in told if "uninstall" in line]
+    assert subprocess.run(["sh", "-c", uninstalling], check=False).returncode == 0
+    ran = (tmp_path / "ran").read_text() if (tmp_path / "ran").exists() else ""
+    assert ran == ("-m pip uninstall --quiet --yes sglang-jax\n" if removed else "")
+
+
 def test_a_changed_project_is_installed_again(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").touch()

@@ -13,10 +13,9 @@ import torch
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, BlockParameters, BlockReader, Blocks
-from torch_backend.layers.by_rows import ByRows, set_limits
-from torch_backend.layers.feed_forward import FeedForward
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix import InBlocks
+from torch_backend.layers.weight_format import PackedAndBlocks
 from torch_backend.models.transformer import Transformer
 from torch_backend.weights import ParameterPart, packs, sources
 
@@ -56,11 +55,12 @@ class KeptMatrix:
         """Bytes that its blocks take; known before they are read."""
         return self.linear.weight.numel() // BLOCK * self.form.block_bytes
 
-    def read(self) -> None:
-        """Gives the layer its blocks, but for scales so large that eight of one are no float16."""
+    def read(self) -> InBlocks | None:
+        """The layer's blocks; None if eight times some scale overflows float16."""
         blocks = Blocks.stacked([self.parameters.read(part.name, part.index) for part in self.parts])
-        if blocks.least is None or bool(np.isfinite(blocks.least).all()):
-            self.linear.blocks = self.matrices.matrix(blocks, self.linear.bias)
+        if blocks.least is not None and not bool(np.isfinite(blocks.least).all()):
+            return None
+        return self.matrices.matrix(blocks, self.linear.bias)
 
 
 def matrices_to_keep(
@@ -96,16 +96,10 @@ def _common_format(linear: Linear, parts: list[ParameterPart], parameters: Block
     return found.pop()
 
 
-def measure_forms(model: Transformer) -> None:
+def measure_forms(weights: PackedAndBlocks) -> None:
     """Finds out for how many rows blocks are quicker than packed matrices; says so in the log. Belongs on the thread
     that runs the model."""
-    products: list[ByRows] = []
-    for module in model.modules():
-        if isinstance(module, Linear | FeedForward) and module.by_rows is not None:
-            products.append(module.by_rows)
-    if not products:
-        return
-    found = {f"{form.outputs}x{form.inputs}": limit for form, limit in set_limits(products).items()}
+    found = {f"{form.outputs}x{form.inputs}": limit for form, limit in weights.measure().items()}
     logger.info(
         "Quantised matrices are used in steps of at most these numbers of rows: %s",
         ", ".join(f"{shape} {limit}" for shape, limit in found.items()),

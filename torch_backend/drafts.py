@@ -111,7 +111,7 @@ class DraftedTokens:
             torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
-    def computed_beside(self, rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, num_decode: int) -> None:
+    def computed_with(self, rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, num_decode: int) -> None:
         """The draft model has computed tokens `[starts, ends)` of `rows`, all `[R]`. Before chunks, which are not among
         the first `num_decode`, nothing is missed; what stands behind missed ones is computed again."""
         before = self.lengths[rows]

@@ -26,7 +26,7 @@ from sglang_jax.runner.sizing import (
     describe_pools,
     pages_in_memory,
     pool_specs,
-    refuse_beside_states,
+    refuse_with_states,
 )
 from torch_backend.batch import ForwardBatch
 from torch_backend.block_weights import KeptMatrix, matrices_to_keep, measure_forms
@@ -37,6 +37,7 @@ from torch_backend.kernel_choice import Kernels, choose_kernels
 from torch_backend.key_means import give_key_means, write_key_means
 from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
 from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.weight_format import PackedAndBlocks
 from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import DraftPart, TorchRunner
@@ -121,7 +122,7 @@ def _load_on(
     """Builds model, pages and runner; runs on `stream`."""
     dtype = select_dtype(config.dtype, device)
     kv_form = kv_form_of(config, dtype)
-    refuse_beside_states(config, checkpoint.config)
+    refuse_with_states(config, checkpoint.config)
     state_dtypes = StateDtypes(dtype, _STATE_DTYPES[config.mamba_ssm_dtype])
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
     guessing = open_draft(config, checkpoint)
@@ -175,7 +176,7 @@ def _load_on(
         max_context=sizes.max_context,
         vocab_size=checkpoint.config.vocab_size,
         max_samples=config.max_samples,
-        drafts_beside_prompts=False,
+        drafts_with_prompts=False,
         max_drafts=sizes.draft_slots if checkpoint.config.keeps_states else None,
         prompt_tokens=sizes.prompt_tokens,
     )
@@ -239,7 +240,8 @@ class _BuiltDraft:
 def _build_draft(
     found: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: Kernels, parallel: TensorParallel
 ) -> _BuiltDraft:
-    if found.reader is None:
+    reader = found.reader
+    if reader is None:
         raise CheckpointError(
             f"{found.source.address} is an Orbax checkpoint, which only the JAX backend restores: choose "
             "--backend jax, or give the checkpoint that it was converted from"
@@ -252,7 +254,10 @@ def _build_draft(
         attention=kernels.attention,
         parallel=parallel,
     )
-    load = partial(load_weights, model, found.reader, found.config)
+
+    def load() -> None:
+        load_weights(model, reader, found.config)
+
     return _BuiltDraft(found.config, ModelShard.of(found.config, parallel.rank, parallel.size), model, load)
 
 
@@ -296,9 +301,10 @@ def _build(
     kept = _blocks_to_keep(config, checkpoint, model, device, kernels)
 
     def load() -> None:
-        load_weights(model, reader, checkpoint.config, kept=kept)
-        with torch.inference_mode():
-            measure_forms(model)
+        form = load_weights(model, reader, checkpoint.config, kept=kept)
+        if isinstance(form, PackedAndBlocks):
+            with torch.inference_mode():
+                measure_forms(form)
 
     return _Built(model, weight_bytes(model, kept), load)
 

@@ -395,7 +395,7 @@ class TorchRunner:
         hidden = self._forward(inputs)
         if self._rows.drafted is not None and layout.tokens:
             starts = inputs.kv_lens - inputs.query_starts.diff()
-            self._rows.drafted.computed_beside(inputs.rows.long(), starts, inputs.kv_lens, layout.num_decode)
+            self._rows.drafted.computed_with(inputs.rows.long(), starts, inputs.kv_lens, layout.num_decode)
         return inputs, hidden
 
     def _settle_drafts(self, unfolded: Unfolded, inputs: StepInputs) -> None:

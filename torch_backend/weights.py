@@ -23,9 +23,12 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.recurrent_shards import rows_of_device
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.reader import Array
+from torch_backend.layers.linear import Linear
+from torch_backend.layers.matrix import HasMatrix, InBlocks
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.weight_format import Packed, PackedAndBlocks, WeightFormat
 from torch_backend.models.transformer import Transformer
 
 
@@ -45,8 +48,13 @@ class KeptBlocks(Protocol):
         """Bytes that this takes; known before."""
         ...
 
-    def read(self) -> None:
-        """Reads the matrix; its bias has been read."""
+    @property
+    def linear(self) -> Linear:
+        """Whose matrix it is."""
+        ...
+
+    def read(self) -> InBlocks | None:
+        """Reads the matrix, whose bias has been read; None if it cannot be kept so."""
         ...
 
 
@@ -57,12 +65,12 @@ def load_weights(
     *,
     pack: bool = True,
     kept: Sequence[KeptBlocks] = (),
-) -> None:
+) -> WeightFormat | None:
     """Gives every parameter of `model` its value, of the model's dtype, on its device.
 
     At any time the host holds no more than one parameter beside those of a model on the host. On a CPU, matrices are
-    then packed (see `Transformer.pack`) where torch can do it, unless `pack` is false. `kept` matrices are packed and
-    in the blocks of the checkpoint beside that.
+    then packed (see `Transformer.arrange`) where torch can do it, unless `pack` is false; `kept` matrices are held both
+    packed and in the blocks of the checkpoint. Returns the format, None where matrices stay plain.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
@@ -74,10 +82,12 @@ def load_weights(
         setattr(module, name, nn.Parameter(value, requires_grad=False))
     if model.tied:
         model.head.linear.weight = model.embedding.weight
-    for each in kept:
-        each.read()
-    if pack and packs(model):
-        model.pack()
+    if not (pack and packs(model)):
+        return None
+    blocks: dict[HasMatrix, InBlocks] = {each.linear: found for each in kept if (found := each.read()) is not None}
+    form = PackedAndBlocks(blocks) if blocks else Packed()
+    model.arrange(form)
+    return form
 
 
 def weight_bytes(model: Transformer, kept: Sequence[KeptBlocks] = ()) -> int:

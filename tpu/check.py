@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
+from sglang_jax.cli.options import one_model, option_by_all_names
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
 from tpu.alternatives import what_would_fit
@@ -27,22 +28,25 @@ DOES_NOT_FIT = 1
 
 
 @click.command()
-@click.option(
-    "--model",
-    required=True,
-    help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a built-in shape: {', '.join(SHAPES)}",
+@click.argument("model", required=False)
+@option_by_all_names(
+    "model_path",
+    help=f"a folder (config.json is enough), a .gguf file, demo, a hub id, or a built-in shape: {', '.join(SHAPES)}; "
+    "also without a flag",
 )
 @click.option("--topology", required=True, help="TPU slice, such as v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1")
-@click.option(
-    "--tp", "--tp-size", "tp", default=1, show_default=True, type=click.IntRange(min=1), help="devices per replica"
+@option_by_all_names("tp_size", default=1, show_default=True, type=click.IntRange(min=1), help="devices per replica")
+@option_by_all_names(
+    "context_length", type=click.IntRange(min=1), help="maximum tokens of a request; default: the model's"
 )
-@click.option("--context-length", type=click.IntRange(min=1), help="maximum tokens of a request; default: the model's")
-@click.option(
-    "--page-size", default=PAGE_SIZE, show_default=True, type=click.IntRange(min=1), help="tokens per KV cache page"
+@option_by_all_names(
+    "page_size", default=PAGE_SIZE, show_default=True, type=click.IntRange(min=1), help="tokens per KV cache page"
 )
-@click.option("--max-running-requests", type=click.IntRange(min=1), help="maximum concurrent requests  [default: 256]")
-@click.option(
-    "--chunked-prefill-size", type=click.IntRange(min=1), help="maximum prompt tokens per step  [default: 512]"
+@option_by_all_names(
+    "max_running_requests", type=click.IntRange(min=1), help="maximum concurrent requests  [default: 256]"
+)
+@option_by_all_names(
+    "chunked_prefill_size", type=click.IntRange(min=1), help="maximum prompt tokens per step  [default: 512]"
 )
 @click.option(
     "--dtype",
@@ -87,19 +91,23 @@ DOES_NOT_FIT = 1
 )
 def check(
     *,
-    model: str,
+    model: str | None,
+    model_path: str | None,
     topology: str,
-    tp: int,
+    tp_size: int,
     everything: bool,
     quick: bool,
     json_file: Path | None,
     roofline_context: int | None,
     **given: object,
 ) -> int:
-    """Compile the programs that would serve a model on a TPU slice, and report whether they fit.
+    """Compile the programs that would serve MODEL on a TPU slice, and report whether they fit.
 
     Needs jax and libtpu, but no TPU. The exit status is 0 if everything fits, 1 if something does not compile or fit.
     """
+    model, tp = one_model(model, model_path), tp_size
+    if model is None:
+        raise click.UsageError("no model is given: name one, as in `check qwen3-8b --topology v6e-1`")
     require_compiler()
     if everything and quick:
         raise click.UsageError("--all and --quick exclude each other")

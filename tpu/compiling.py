@@ -38,7 +38,7 @@ from sglang_jax.jax_runner.programs import Executable
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
-from sglang_jax.runner.sizing import choose_sizes, describe_pools, refuse_beside_states, refuse_drafts_beside_states
+from sglang_jax.runner.sizing import choose_sizes, describe_pools, refuse_drafts_with_states, refuse_with_states
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
 from tpu.figures import Deployment, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
@@ -107,11 +107,11 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
             "speculative_algorithm draft: tpu.check cannot tell yet what a draft model takes and costs; check each of "
             "the two models without"
         )
-    refuse_beside_states(options, request.model)
+    refuse_with_states(options, request.model)
     parallel = TensorParallel.of(request.model, options.tp_size)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])
-    refuse_drafts_beside_states(options, request.model, "TPUs")
+    refuse_drafts_with_states(options, request.model, "TPUs")
     kv_dtype = kv_dtype_of(options, dtype)
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM, kv_dtype=kv_dtype)
     # libtpu as a compiler alone has the cores of a v4 chip apart, each with half of the memory.

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from pathlib import Path
 
 import click
 
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
+from sglang_jax.cli.options import flag_name, one_model, option_by_all_names, read_config_file, with_dashes
 from sglang_jax.cli.serve import serve
-from sglang_jax.config import LoadFormat, TpuEnvironment
-from sglang_jax.engine.placement import Placement, alone_in_a_slice
+from sglang_jax.config import LoadFormat, ServerConfig, TpuEnvironment
+from sglang_jax.engine.placement import Placement, separate_slice
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.local_hosts import is_loopback
+from sglang_jax.spellings import ALIASES
 from tpu.choices import MEETING_PORT, Choices, choose
 from tpu.machine import Machine, detect_machine
 
@@ -23,39 +26,60 @@ _PORT = 30000
 """The server's own default."""
 
 
+def _take_defaults(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
+    """What a `--config` file says of the options below holds unless a flag says otherwise."""
+    if file is not None:
+        field_of = {alias: field for field, aliases in ALIASES.items() for alias in aliases}
+        context.default_map = read_config_file(file, list(ServerConfig.model_fields), field_of)
+    return file
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--model-path", default="demo", show_default=True, help="a folder, a .gguf file, a hub id, or demo")
-@click.option("--tp-size", type=click.IntRange(min=1), help="devices per replica; default: all")
-@click.option(
-    "--dp-size",
+@option_by_all_names(
+    "model_path", help="a folder, a .gguf file, a hub id, or demo; also without a flag  [default: demo]"
+)
+@option_by_all_names("tp_size", type=click.IntRange(min=1), help="devices per replica; default: all")
+@option_by_all_names(
+    "dp_size",
     type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="number of replicas on the slice; with several nodes, a multiple of their number",
+    help="number of replicas on the slice; with several nodes, a multiple of their number  [default: 1]",
 )
 @click.option(
     "--host",
     help="address to listen on; default: the server's default, or a node's own address with replicas on several nodes",
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=None, help="port to listen on; default: 30000")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    is_eager=True,
+    callback=_take_defaults,
+    metavar="FILE",
+    help="YAML or JSON file of server options; flags win over it",
+)
 @click.option("--dry-run", is_flag=True, help="print the server's command and exit")
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
 def launch(
+    context: click.Context,
     *,
-    model_path: str,
+    model_path: str | None,
     tp_size: int | None,
-    dp_size: int,
+    dp_size: int | None,
     host: str | None,
     port: int | None,
+    config: Path | None,
     dry_run: bool,
     server_options: Sequence[str],
 ) -> int:
-    """Start the server with options that suit this TPU. Server options that follow take precedence."""
+    """Start the server for MODEL with options that suit this TPU. Server options that follow take precedence."""
+    by_flag = context.get_parameter_source("model_path") is click.core.ParameterSource.COMMANDLINE
+    model = one_model(model_among(server_options), model_path if by_flag else None) or model_path or "demo"
     machine = detect_machine(TpuEnvironment())
-    config = open_checkpoint(model_path, LoadFormat.DUMMY).config
-    choices = choose(machine, config, tp=tp_size, replicas=dp_size)
-    listening = listening_arguments(machine, choices, host, port)
-    arguments = [*server_arguments(machine, choices, model_path), *listening, *server_options]
+    choices = choose(machine, open_checkpoint(model, LoadFormat.DUMMY).config, tp=tp_size, replicas=dp_size or 1)
+    arguments = [] if config is None else ["--config", str(config)]
+    arguments += server_arguments(machine, choices, model, from_file=context.default_map or ())
+    arguments += [*listening_arguments(machine, choices, host, port), *server_options]
     where = f", node {machine.worker} of {len(machine.nodes)}" if machine.nodes else ""
     click.echo(
         f"{machine.topology} ({machine.topology.chips} chips, {machine.topology.devices} devices){where}", err=True
@@ -74,14 +98,31 @@ def launch(
     return run(serve, "python -m tpu.launch", arguments)
 
 
-def server_arguments(machine: Machine, choices: Choices, model_path: str) -> list[str]:
-    """Flags of the server for one node of a slice, but for where it listens."""
-    arguments = ["--model-path", model_path, "--backend", "jax", "--device", "tpu"]
-    arguments += ["--tp-size", str(choices.tp), "--page-size", str(choices.page_size)]
-    arguments += ["--mem-fraction-static", f"{choices.mem_fraction_static:g}"]
-    on_each = choices.replicas // max(len(machine.nodes), 1)
-    if on_each > 1:
-        arguments += ["--dp-size", str(on_each)]
+def model_among(server_options: Sequence[str]) -> str | None:
+    """The model that is named without a flag among options of the server, which only its own parser can tell from
+    their values. Raises `click.UsageError` for an option that the server has not got."""
+    context = click.Context(serve, token_normalize_func=with_dashes)
+    values, _, _ = serve.make_parser(context).parse_args(args=list(server_options))
+    model = values["model"]
+    return model if isinstance(model, str) else None
+
+
+def server_arguments(machine: Machine, choices: Choices, model: str, *, from_file: Container[str] = ()) -> list[str]:
+    """Flags of the server for one node of a slice, but for where it listens. What a `--config` file sets (`from_file`)
+    stays as it is there, unless the slice is divided by it."""
+    arguments = ["--model-path", model]
+    chosen = {
+        "backend": "jax",
+        "device": "tpu",
+        "tp_size": str(choices.tp),
+        "page_size": str(choices.page_size),
+        "mem_fraction_static": f"{choices.mem_fraction_static:g}",
+    }
+    for field, value in chosen.items():
+        if field not in from_file:
+            arguments += [flag_name(field), value]
+    if choices.replicas > 1:
+        arguments += ["--dp-size", str(choices.replicas // max(len(machine.nodes), 1))]
     return arguments + (node_arguments(machine) if choices.replicas == 1 else [])
 
 
@@ -120,7 +161,7 @@ def own_placement(machine: Machine, choices: Choices) -> Placement | None:
     """What shows a node of several its own chips alone, where one replica has them all; several see to that themselves,
     and for others there is nothing to say."""
     nodes = len(machine.nodes)
-    return alone_in_a_slice(machine.topology.chips // nodes) if nodes > 1 and choices.replicas == nodes else None
+    return separate_slice(machine.topology.chips // nodes) if nodes > 1 and choices.replicas == nodes else None
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ _ARRAY = re.compile(r"\b(?P<type>pred|[a-z]+\d+\w*)\[(?P<shape>[\d,]*)\]")
 _WIDTH = re.compile(r"\d+")
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _ENTRY_OF_TABLE = re.compile(r"^(?P<number>\d+) (?P<value>.*)$")
+_MEMORY = re.compile(r"S\(\d+\)")
 _INDEX = re.compile(r"index=(\d+)")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 
@@ -47,7 +48,7 @@ class Operation:
     - `conditional`: in a branch that a step takes only if a request asks for it.
     - `origin`: what the program calls it, `jit(step)/dot_general`; `source`: file and line, empty if unknown.
     - `moved`: the program's argument that the operation only moves into another layout; empty for all others.
-    - `offloaded`: it starts what the SparseCores do.
+    - `offloaded`: it starts what the SparseCores compute; not the exchanges that they run.
     """
 
     name: str
@@ -142,7 +143,7 @@ class Module:
         names: dict[str, str] = {}
         for instruction in own.values():
             names[instruction.name] = self._argument(instruction, names, arguments, computation == self._entry)
-            found = self._operation(instruction, times, conditional, names)
+            found = self._operation(instruction, times, conditional, names, own)
             if found.cycles or found.is_collective or found.is_sort:
                 yield found
             if instruction.kind == "while" and (loop := _LOOP.search(instruction.line)):
@@ -161,7 +162,14 @@ class Module:
                 wanted = (inner for inner in within if whole or inner.is_collective)
                 yield from (replace(inner, origin=inner.origin or found.origin) for inner in wanted)
 
-    def _operation(self, instruction: _Instruction, times: int, conditional: bool, names: dict[str, str]) -> Operation:
+    def _operation(
+        self,
+        instruction: _Instruction,
+        times: int,
+        conditional: bool,
+        names: dict[str, str],
+        own: dict[str, _Instruction],
+    ) -> Operation:
         cycles = _CYCLES.search(instruction.line)
         origin = _OP_NAME.search(instruction.line)
         return Operation(
@@ -173,9 +181,15 @@ class Module:
             conditional=conditional,
             origin=origin[1] if origin else "",
             source=self._source(instruction.line),
-            moved=self._moved(instruction, names),
-            offloaded='async_execution_thread="sparsecore"' in instruction.line,
+            moved=self._moved(instruction, names, own),
+            offloaded='async_execution_thread="sparsecore"' in instruction.line and not self._exchanges(instruction),
         )
+
+    def _exchanges(self, instruction: _Instruction) -> bool:
+        """Whether what an instruction calls is an exchange of devices, which SparseCores may run as well."""
+        called = _CALLED.search(instruction.line)
+        inner = self._computations.get(called[1], {}).values() if called else ()
+        return any(each.kind.removesuffix("-start") in COLLECTIVES or self._exchanges(each) for each in inner)
 
     def _argument(
         self, instruction: _Instruction, names: dict[str, str], arguments: dict[int, str], at_entry: bool
@@ -199,9 +213,13 @@ class Module:
         operands = given.operands if given is not None and given.kind == "tuple" else ()
         return {index: names[name] for index, name in enumerate(operands) if names.get(name)}
 
-    def _moved(self, instruction: _Instruction, names: dict[str, str]) -> str:
-        """The argument that an instruction moves: a copy of it, or a fusion of nothing but moves."""
+    def _moved(self, instruction: _Instruction, names: dict[str, str], own: dict[str, _Instruction]) -> str:
+        """The argument that an instruction moves: a copy of it, or a fusion of nothing but moves. Not one that only
+        takes it to another memory, VMEM mostly, as it lies."""
         if len(instruction.operands) != 1 or not names.get(instruction.operands[0]):
+            return ""
+        given = own.get(instruction.operands[0])
+        if instruction.kind == "copy" and given is not None and _as_it_lies(given) == _as_it_lies(instruction):
             return ""
         if instruction.kind in _MOVES:
             return names[instruction.operands[0]]
@@ -242,6 +260,11 @@ class Module:
         location = _fields(self._tables.get("FileLocations", {}).get(place or 0, ""))
         name = self._tables.get("FileNames", {}).get(location.get("file_name_id", 0), "").strip('"')
         return f"{name}:{location['line']}" if name else ""
+
+
+def _as_it_lies(instruction: _Instruction) -> str:
+    """The result with its layout, wherever it is: `S(1)` is VMEM."""
+    return _MEMORY.sub("", instruction.result)
 
 
 def _constant(instruction: _Instruction | None) -> int:

@@ -189,5 +189,5 @@ def parse_defaults(text: str) -> dict[str, Raw]:
     }
     for name in fields:
         if name in taken:
-            raise ValueError(f"defaults must hold fields that lines may share, and {name} is none")
+            raise ValueError(f"defaults must hold fields that lines may share, and {name} is not one")
     return {name: Raw(bytes(value)) for name, value in fields.items()}

@@ -8,12 +8,13 @@ import click
 
 from sglang_jax.batch.options import BatchConfig, Runner
 from sglang_jax.batch.ray_options import RayOptions
-from sglang_jax.cli.options import flag_name, options_of
+from sglang_jax.cli.options import flag_name, options_of, with_model
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import BatchError, how_to_install
 
 
 @click.command(short_help="Answer a file of requests, or resume it.")
+@click.argument("model", required=False)
 @click.option(
     "--engine",
     "runner",
@@ -23,12 +24,15 @@ from sglang_jax.errors import BatchError, how_to_install
     help="run on this machine or on a Ray cluster; with Ray, input and output may be folders and URLs",
 )
 @options_of(batch=BatchConfig, ray=RayOptions, engine=EngineConfig)
-def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str) -> int:
-    """Answer every line of a file of requests; the same command resumes an interrupted run.
+def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str, model: str | None) -> int:
+    """Answer every line of a file of requests with MODEL (as for --model-path).
+
+    The same command resumes an interrupted run.
 
     A line is in OpenAI's batch format (custom_id, method, url, body) or plain: {"prompt": ...} or {"messages": ...}
     and further fields of the route. The exit status is 0, or 1 if some lines are in the error file.
     """
+    engine = with_model(engine, model)
     if runner == Runner.RAY:
         return _run_on_ray(batch, ray, engine)
     if ray != RayOptions():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -18,11 +17,11 @@ from sglang_jax.cli.chat import chat
 from sglang_jax.cli.check import check
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.generate import generate
-from sglang_jax.cli.options import fields_as_flags, with_dashes
+from sglang_jax.cli.options import fields_as_flags, flag_name, with_dashes
 from sglang_jax.cli.program import INTERRUPTED
 from sglang_jax.cli.serve import serve
 from sglang_jax.config import ServerConfig
-from sglang_jax.engine.arguments import LEAST_ALIKE
+from sglang_jax.config.suggestions import did_you_mean
 from sglang_jax.errors import BatchError, CheckpointError, ConfigError, RequestError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.spellings import COMMANDS, SAMPLING_FIELDS
@@ -105,20 +104,22 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
 
 
 def _unknown_option(error: click.NoSuchOption) -> str:
-    """The message, with suggestions that work (options of other engines are hidden) and are near: of two names that
-    share some letters, one says nothing of the other."""
+    """The message, with suggestions that work, or what became of an option of other engines that is nearer."""
     options = [] if error.ctx is None else [each for each in error.ctx.command.params if isinstance(each, click.Option)]
-    hidden = {name for option in options if option.hidden for name in option.opts}
-    wanted = error.option_name.lstrip("-")
-    field = wanted.replace("-", "_")
+    field = _field_of(error.option_name)
     if SAMPLING_FIELDS.get(field, field) in _SAMPLING:
         return f"{error.option_name} is a sampling parameter: set it in requests, or pass it to generate or chat"
-    possible = [
-        name
-        for name in error.possibilities or ()
-        if name not in hidden and difflib.SequenceMatcher(None, wanted, name.lstrip("-")).ratio() >= LEAST_ALIKE
-    ]
-    return click.NoSuchOption(error.option_name, possibilities=possible).format_message()
+    meant = did_you_mean(
+        field,
+        [_field_of(name) for option in options if not option.hidden for name in option.opts if name.startswith("--")],
+        others=[option.name for option in options if option.hidden and option.name is not None],
+        show=lambda name: f"'{flag_name(name)}'",
+    )
+    return f"No such option '{error.option_name}'." + (f" D{meant[1:]}" if meant else "")
+
+
+def _field_of(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def _fail(message: str, status: int) -> int:

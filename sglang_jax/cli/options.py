@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 import types
@@ -22,7 +21,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sglang_jax.config import PASS_SUMMARIES, Choice, EngineConfig
-from sglang_jax.spellings import ALIASES, NEEDLESS, OTHER_SHORT_FLAGS, REFUSED, SHORT_FLAGS, OtherFlag, canonical
+from sglang_jax.config.suggestions import did_you_mean, value_not_implemented
+from sglang_jax.spellings import (
+    ALIASES,
+    NEEDLESS,
+    OTHER_ALIASES,
+    OTHER_SHORT_FLAGS,
+    REFUSED,
+    SHORT_FLAGS,
+    OtherFlag,
+)
+from sglang_jax.value_spellings import refused_value
 
 Command = Callable[..., Any]
 Config = TypeVar("Config", bound=EngineConfig)
@@ -31,6 +40,11 @@ Config = TypeVar("Config", bound=EngineConfig)
 def flag_name(field: str) -> str:
     """`page_size` is set by `--page-size`."""
     return "--" + field.replace("_", "-")
+
+
+def option_by_all_names(field: str, **attributes: Any) -> Callable[[Command], Command]:
+    """A click option for a field of an engine in a command that builds none: `page_size` has `--block-size` too."""
+    return click.option(flag_name(field), *_other_names(field, ALIASES, frozenset()), field, **attributes)
 
 
 def with_dashes(token: str) -> str:
@@ -46,13 +60,20 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
     over the default. What a model refuses ends the command with a line naming the flag or key, the value and the limit.
     """
     owners = {field: keyword for keyword, model in models.items() for field in model.model_fields}
+    aliases = {model: ALIASES if issubclass(model, EngineConfig) else OTHER_ALIASES for model in models.values()}
+    field_of = {
+        alias: field
+        for model in models.values()
+        for field in model.model_fields
+        for alias in aliases[model].get(field, ())
+    }
     if len(owners) != sum(len(model.model_fields) for model in models.values()):
         raise TypeError(f"two of {', '.join(model.__name__ for model in models.values())} have a field in common")
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def run(*, config: Path | None, **parameters: Any) -> Any:
-            file_values = {} if config is None else _read_config_file(config, list(owners))
+            file_values = {} if config is None else read_config_file(config, list(owners), field_of)
             given: dict[str, dict[str, Any]] = {keyword: {} for keyword in models}
             for field, keyword in owners.items():
                 value = parameters.pop(field)
@@ -69,7 +90,7 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
         for model in reversed(models.values()):
             engine = issubclass(model, EngineConfig)
             for name in reversed(model.model_fields):
-                decorated = _option(name, model, _other_names(name, own) if engine else ())(decorated)
+                decorated = _option(name, model, _other_names(name, aliases[model], own))(decorated)
             if engine:
                 decorated = _explained_options(own)(decorated)
                 decorated = _list_passes(decorated)
@@ -103,13 +124,17 @@ def _list_passes(command: Command) -> Command:
     )(command)
 
 
+def one_model(positional: str | None, by_flag: str | None) -> str | None:
+    """The model that was given, if one was. Raises `UsageError` for two."""
+    if positional is not None and by_flag is not None and positional != by_flag:
+        raise click.UsageError(f"two models are given: {positional} and --model-path {by_flag}")
+    return positional if by_flag is None else by_flag
+
+
 def with_model(config: Config, model: str | None) -> Config:
     """The options with the model that was given without a flag. Raises `UsageError` if another is named elsewhere."""
-    if model is None or model == config.model_path:
-        return config
-    if "model_path" in config.model_fields_set:
-        raise click.UsageError(f"two models are given: {model} and --model-path {config.model_path}")
-    return config.model_copy(update={"model_path": model})
+    chosen = one_model(model, config.model_path if "model_path" in config.model_fields_set else None)
+    return config if chosen is None else config.model_copy(update={"model_path": chosen})
 
 
 def _option(name: str, model: type[BaseModel], other_names: Sequence[str] = ()) -> Callable[[Command], Command]:
@@ -130,20 +155,35 @@ class _FieldOption(click.Option):
         return f"'{self.opts[0]}'"
 
 
-def _other_names(field: str, own: Set[str]) -> list[str]:
-    """Further flags of an engine's field, but for those that the command has for something else."""
+def _other_names(field: str, aliases: Mapping[str, Sequence[str]], own: Set[str]) -> list[str]:
+    """Further flags of a field, but for those that the command has for something else."""
     short = [SHORT_FLAGS[field]] if field in SHORT_FLAGS else []
-    return short + [flag_name(alias) for alias in ALIASES.get(field, ()) if alias not in own]
+    return short + [flag_name(alias) for alias in aliases.get(field, ()) if alias not in own]
 
 
 def _explained_options(own: Set[str]) -> Callable[[Command], Command]:
     """Hidden options for what other engines have: some change nothing and say so, some are refused with the reason."""
 
     def decorate(command: Command) -> Command:
-        for table, answer in ((NEEDLESS, _note), (REFUSED, _refuse)):
-            for name, flag in table.items():
-                if name not in own:
-                    command = _hidden_option(name, flag, answer)(command)
+        for name, flag in NEEDLESS.items():
+            if name not in own:
+                command = _hidden_option(name, flag, _note)(command)
+        return refused_options({name: flag for name, flag in REFUSED.items() if name not in own})(command)
+
+    return decorate
+
+
+def _pairs(model: type[BaseModel], aliases: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Fields of `model` with each of their other names."""
+    return [(field, alias) for field in model.model_fields for alias in aliases.get(field, ())]
+
+
+def refused_options(table: Mapping[str, OtherFlag]) -> Callable[[Command], Command]:
+    """Hidden options that are refused with a reason."""
+
+    def decorate(command: Command) -> Command:
+        for name, flag in table.items():
+            command = _hidden_option(name, flag, _refuse)(command)
         return command
 
     return decorate
@@ -190,6 +230,10 @@ class _ChoiceType(click.Choice[str]):
         try:
             return self._kind(value).value
         except ValueError:
+            note = refused_value(self._kind.__name__, str(value))
+            if note is not None:
+                name = "" if param is None else f"{param.opts[0]} "
+                raise click.UsageError(f"{name}{value} is {note}; choose from {', '.join(self.choices)}") from None
             return super().convert(value, param, ctx)
 
 
@@ -221,8 +265,11 @@ def _default_text(field: FieldInfo) -> str:
     return f"  [default: {field.default}]"
 
 
-def _read_config_file(path: Path, known: list[str]) -> dict[str, Any]:
-    """The file's values by field name. JSON is read as the YAML that it is."""
+def read_config_file(path: Path, known: list[str], field_of: Mapping[str, str]) -> dict[str, Any]:
+    """The file's values by field name. JSON is read as the YAML that it is.
+
+    - `known`: the fields. `field_of`: further names of them.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -234,24 +281,19 @@ def _read_config_file(path: Path, known: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        field = name if name in known else canonical(name)
+        field = name if name in known else field_of.get(name, name)
         if field not in known:
-            _explain_key(path, name)
-            near = difflib.get_close_matches(field, known, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise click.UsageError(f"--config {path} has an unknown option {key!r}{hint}")
+            if name in REFUSED:
+                raise click.UsageError(f"--config {path}: {name} is {REFUSED[name].note}")
+            if name in NEEDLESS:
+                _note(f"--config {path}: {name}", NEEDLESS[name])
+                continue
+            meant = did_you_mean(field, known, others=[*NEEDLESS, *REFUSED])
+            raise click.UsageError(f"--config {path} has an unknown option {key!r}" + (f"; {meant}" if meant else ""))
         if field in values:
             raise click.UsageError(f"--config {path} sets {field} twice")
         values[field] = value
     return values
-
-
-def _explain_key(config_file: Path, name: str) -> None:
-    """A key that other engines know; does nothing for one that nobody does."""
-    if name in REFUSED:
-        raise click.UsageError(f"--config {config_file}: {name} is {REFUSED[name].note}")
-    if name in NEEDLESS:
-        raise click.UsageError(f"--config {config_file}: leave {name} out: {NEEDLESS[name].note}")
 
 
 def _build(model: type[BaseModel], values: dict[str, Any], config: Path | None, from_file: set[str]) -> BaseModel:
@@ -270,6 +312,8 @@ def _error_line(problem: Any, model: type[BaseModel], config: Path | None, from_
     if problem["type"] == "missing":
         return f"Missing option {flag_name(field)}"
     where = f"{field} in {config}" if field in from_file else flag_name(field)
+    if (note := value_not_implemented(model, field, problem["input"])) is not None:
+        return f"{where}: {problem['input']} is {note}; must be {message.removeprefix('Input should be ')}"
     if message.startswith("Input should be "):
         return f"{where} must be {message.removeprefix('Input should be ')}, got {problem['input']!r}"
     return f"Invalid value for {where}: {problem['input']!r}: {message[0].lower()}{message[1:]}"

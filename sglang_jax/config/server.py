@@ -61,7 +61,8 @@ class ServerConfig(EngineConfig):
         description="maximum seconds to wait for running requests at shutdown",
     )
     api_key: str | None = Field(
-        None, description="bearer token required by every route except health; also read from SGLANG_JAX_API_KEY"
+        None,
+        description="bearer token required by every route except health and /docs; also read from SGLANG_JAX_API_KEY",
     )
     api_key_file: Path | None = Field(None, description="file with the API key, so that process lists do not show it")
     api_keys: Path | None = Field(None, description="YAML or JSON file of named keys with limits: see docs/security.md")

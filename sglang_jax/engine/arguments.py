@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,14 +10,15 @@ import numpy as np
 from pydantic import ValidationError
 
 from sglang_jax.config import EngineConfig, ServerConfig
+from sglang_jax.config.suggestions import did_you_mean, value_not_implemented
 from sglang_jax.engine.items import Prompt, RequestOptions
 from sglang_jax.engine.types import GenerateInput
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.spellings import NEEDLESS, REFUSED, SAMPLING_FIELDS, canonical
 
-LEAST_ALIKE = 0.72
-"""Of a name that is suggested in place of another, by `difflib`: a letter or two apart, or a word shorter."""
+_CALLER_OF_ENGINE = 4
+"""Frames from a warning here to the line that makes an `Engine`."""
 
 
 def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
@@ -39,12 +40,15 @@ def _problem(found: Any) -> str:
     if not found["loc"]:
         return str(found["msg"]).removeprefix("Value error, ")
     where, message = ".".join(map(str, found["loc"])), str(found["msg"]).removeprefix("Value error, ")
-    return f"{where}: {message[:1].lower()}{message[1:]}, got {found['input']!r}"
+    message = f"{message[:1].lower()}{message[1:]}"
+    if (note := value_not_implemented(EngineConfig, where, found["input"])) is not None:
+        return f"{where} {found['input']} is {note}; {message}"
+    return f"{where}: {message}, got {found['input']!r}"
 
 
 def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by the names of fields. Raises `ConfigError` for two names of one field, for what is not implemented,
-    and for names that nobody knows."""
+    """The options by the names of fields. Warns of those without effect. Raises `ConfigError` for two names of one
+    field, for what is not implemented, and for names that nobody knows."""
     fields: dict[str, Any] = {}
     for name, value in options.items():
         if name in REFUSED:
@@ -52,15 +56,16 @@ def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
         field = name if name in EngineConfig.model_fields else canonical(name)
         if field not in EngineConfig.model_fields:
             if name in NEEDLESS:
-                raise ConfigError(f"leave {name} out: {NEEDLESS[name].note}")
+                warnings.warn(f"{name} has no effect: {NEEDLESS[name].note}", stacklevel=_CALLER_OF_ENGINE)
+                continue
             if name in ServerConfig.model_fields:
                 raise ConfigError(f"{name} is a server option, and Engine starts no server")
             sampling = SAMPLING_FIELDS.get(name, name)
             if sampling in SamplingParams.__dataclass_fields__:
                 call = f"generate(..., SamplingParams({sampling}=...))"
                 raise ConfigError(f"{name} is a sampling parameter, not an engine option: {call}")
-            near = difflib.get_close_matches(name, EngineConfig.model_fields, n=3, cutoff=LEAST_ALIKE)
-            raise ConfigError(f"there is no option {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+            meant = did_you_mean(name, EngineConfig.model_fields, others=[*NEEDLESS, *REFUSED])
+            raise ConfigError(f"there is no option {name!r}" + (f"; {meant}" if meant else ""))
         if field in fields:
             raise ConfigError(f"{field} is given twice, once as {name}")
         fields[field] = value

@@ -81,18 +81,18 @@ class AsyncEngineClient:
             while (link := await self.links.choose(routed)) is not None:
                 outputs = self._outputs(routed.request)
                 routed.link, routed.outputs = link, outputs
-                begun = False
+                partly_read = False
                 try:
                     link.submit(outputs)
                     while deltas := await outputs.take():
                         for delta in deltas:
-                            if not begun:
+                            if not partly_read:
                                 self.links.check_first(delta)
-                                begun = True
+                                partly_read = True
                             yield delta
                     return
                 except (EngineDeadError, QueueFullError) as error:
-                    self.links.failed(routed, error, begun=begun)
+                    self.links.failed(routed, error, partly_read=partly_read)
                 finally:
                     routed.link = routed.outputs = None
                     link.release(outputs)

@@ -42,7 +42,7 @@ def rare_collections() -> Iterator[None]:
 
 
 @contextmanager
-def heap_left_alone() -> Iterator[None]:
+def frozen_heap() -> Iterator[None]:
     """The collector does not look at the objects that there are now, in the whole process: for a process of our own,
     when it has loaded what it keeps.
 

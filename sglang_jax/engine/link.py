@@ -171,9 +171,9 @@ class Links(Protocol):
         room."""
         ...
 
-    def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, begun: bool) -> None:
+    def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, partly_read: bool) -> None:
         """The chosen link was lost, or its queue was full. Returns if the request may go to another; raises what its
-        client is told otherwise. `begun`: its reader has something of it."""
+        client is told otherwise. `partly_read`: its reader has something of it."""
         ...
 
     def wake(self) -> None:

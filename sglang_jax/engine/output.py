@@ -127,7 +127,9 @@ class Completion:
         self._new_logprobs += delta.logprobs
         self._num_logprobs += len(delta.logprobs)
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
-        self.drafts = delta.drafts
+        self.drafts, self._sampled = delta.drafts, delta.sampled
+        if delta.queue_seconds is not None:
+            self.queue_seconds = delta.queue_seconds
         if delta.prompt_logprobs is not None and not self.outputs.prompt_logprobs:
             self.outputs.add_prompt_logprobs(delta.prompt_logprobs)
         if delta.finish is not None:

@@ -144,7 +144,7 @@ def _on_chips(tp_size: int, count: int) -> list[Placement]:
     ]
 
 
-def alone_in_a_slice(chips: int) -> Placement:
+def separate_slice(chips: int) -> Placement:
     """One replica on all chips of a node whose slice has other nodes: to libtpu the node is a slice by itself.
 
     **Raises:** `ConfigError` for a number of chips that no node has.

@@ -19,7 +19,7 @@ import zmq
 from sglang_jax import logs
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel
-from sglang_jax.engine.collector import heap_left_alone
+from sglang_jax.engine.collector import frozen_heap
 from sglang_jax.engine.core import Core, CoreLoader, run_core
 from sglang_jax.engine.placement import Placement
 from sglang_jax.runner.processes import STACKS_SIGNAL, die_with_parent, write_stacks_on_signal
@@ -184,7 +184,7 @@ def _process_main(
         def load_and_cling(config: EngineConfig, channel: CoreChannel) -> Core:
             core = load(config, channel)
             die_with_parent()  # by the kernel, as from now on nothing is left to be removed
-            stack.enter_context(heap_left_alone())
+            stack.enter_context(frozen_heap())
             return core
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -19,17 +19,17 @@ Serving = Sequence[Replica[Link]]
 async def start_profiles(serving: Serving, folders: Sequence[str], steps: int | None) -> list[str]:
     """Each records to its own of `folders`. Returns the folders of the recordings.
 
-    **Raises:** `ParameterError` or `ReplicaLostError` with what the first said that cannot record; those that had begun
+    **Raises:** `ParameterError` or `ReplicaLostError` with what the first said that cannot record; those that started
     are stopped.
     """
     own = dict(zip(serving, folders, strict=True))
-    begun, failed = await _each(serving, lambda replica: replica.client.start_profile(own[replica], steps))
+    started, failed = await _each(serving, lambda replica: replica.client.start_profile(own[replica], steps))
     if failed:
         _, unstopped = await _each([one for one in serving if one not in failed], _stop)
         for replica, error in unstopped.items():
             logger.warning("The profile of replica %d was not stopped: %s", replica.index, error.message)
         raise _first(failed, "no replica records now")
-    return begun
+    return started
 
 
 async def stop_profiles(serving: Serving) -> list[str]:

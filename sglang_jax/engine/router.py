@@ -47,7 +47,7 @@ STATE_SECONDS = 10.0
 class Router:
     """`Links` of replicas; one engine that is kept running is the only one. All methods run on one event loop.
 
-    A request that a replica had not begun when it was lost goes to another one, or to the same once it is started
+    A request that a replica had not started when it was lost goes to another one, or to the same once it is started
     again. One that a full queue refused goes to another one. One that ran fails, with `ReplicaLostError` if there are
     others. While no replica serves, but one is being started, requests wait.
 
@@ -206,15 +206,15 @@ class Router:
         if delta.finish is not None and isinstance(delta.finish.error, QueueFullError):
             raise delta.finish.error
 
-    def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, begun: bool) -> None:
+    def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, partly_read: bool) -> None:
         """See `Links.failed`."""
         if isinstance(error, QueueFullError):
             routed.full.add(routed.index)
-            if begun:
+            if partly_read:
                 raise error
             return
         routed.lost += 1
-        if begun or error.started or routed.lost > (MAX_REROUTES if error.started is False else 1):
+        if partly_read or error.started or routed.lost > (MAX_REROUTES if error.started is False else 1):
             raise self._as_told(routed, error) from error
         logger.info("Rerouted a request that replica %d had not started", routed.index)
 

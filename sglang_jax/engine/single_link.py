@@ -65,7 +65,7 @@ class SingleLink:
     def check_first(self, delta: OutputDelta) -> None:
         """An error is the output's own: there is no other link."""
 
-    def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, begun: bool) -> None:
+    def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, partly_read: bool) -> None:
         """See `Links.failed`: there is no other."""
         raise error
 

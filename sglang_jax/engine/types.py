@@ -32,7 +32,7 @@ class SessionOptions:
 @dataclass(frozen=True, slots=True)
 class SessionTurnInput:
     """A prompt is the next turn of the session `session_id`. `after`: the `request_id` of the turn that it follows, the
-    session's last; None if that goes without saying. `name`: what the turn is called, if not by its `request_id`.
+    session's last; None for the last one. `name`: what the turn is called, if not by its `request_id`.
     `opening`: the token that begins a conversation, and is left out behind other turns; -1 for none, None for what the
     tokenizer puts before texts."""
 
@@ -115,7 +115,8 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
     - `completion_tokens`: output tokens so far, these included.
     - `prompt_logprobs`: only in the completion's first delta, if they were asked for.
-    - `queue_seconds`: only in the first delta: how long it waited for a row. None from a server elsewhere.
+    - `queue_seconds`: only in the first delta: how long it waited for a row. None from a server elsewhere that
+      does not tell.
     - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; only in the last delta, where
       the engine tells.
     - `drafts`: in the last delta of one that the engine ended, if it guesses tokens.

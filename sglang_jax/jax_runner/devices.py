@@ -63,7 +63,7 @@ def select_dtype(wanted: Dtype, device: jax.Device) -> jnp.dtype:
 
 
 def available_memory(device: jax.Device) -> int:
-    """Bytes of the device's memory that nothing uses yet; of the host's for a CPU, within a container's limit."""
+    """Bytes of the device's memory that nothing uses yet; of the machine's for a CPU, within a container's limit."""
     stats = device.memory_stats()
     if stats is not None:
         return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])

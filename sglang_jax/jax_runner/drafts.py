@@ -77,7 +77,7 @@ class DraftedTokens:
     def empty(cls, rows: int, drafts: int) -> DraftedTokens:
         return cls(jnp.full((rows, drafts), DRAFT, jnp.int32), jnp.zeros(rows, jnp.int32))
 
-    def computed_beside(self, rows: jax.Array, starts: jax.Array, ends: jax.Array, chunks: jax.Array) -> DraftedTokens:
+    def computed_with(self, rows: jax.Array, starts: jax.Array, ends: jax.Array, chunks: jax.Array) -> DraftedTokens:
         """The draft model has computed tokens `[starts, ends)` of `rows`, all `[R]`. Before `chunks` bool `[R]` nothing
         is missing; what stands behind missing ones is computed again."""
         before = self.lengths[rows]

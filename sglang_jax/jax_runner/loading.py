@@ -52,8 +52,8 @@ from sglang_jax.runner.sizing import (
     describe_pools,
     pages_in_memory,
     pool_specs,
-    refuse_beside_states,
-    refuse_drafts_beside_states,
+    refuse_drafts_with_states,
+    refuse_with_states,
 )
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     the model cannot take.
     """
     use_compilation_cache(config.cache_address())
-    refuse_beside_states(config, checkpoint.config)
+    refuse_with_states(config, checkpoint.config)
     parallel = TensorParallel.of(checkpoint.config, config.tp_size)
     devices = select_devices(config.device, parallel.size)
     device = devices[0]
@@ -84,7 +84,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     mesh = make_mesh(devices)
     attention = choose_attention(config, device)
     if attention.for_tpu:
-        refuse_drafts_beside_states(config, checkpoint.config, "TPUs")
+        refuse_drafts_with_states(config, checkpoint.config, "TPUs")
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
     build = partial(
@@ -285,7 +285,7 @@ def runner_spec(config: EngineConfig, memory: Memory, sizes: Sizes, parallel: Te
         vocab_size=parallel.vocab_size,
         mixed_shapes=tuple((bucket.tokens, bucket.rows) for bucket in buckets.mixed),
         max_samples=config.max_samples,
-        drafts_beside_prompts=False,
+        drafts_with_prompts=False,
         max_drafts=sizes.draft_slots if parallel.config.keeps_states else None,
         prompt_tokens=sizes.prompt_tokens,
     )

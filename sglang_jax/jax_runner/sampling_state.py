@@ -19,7 +19,8 @@ class SamplingState:
 
     - `top_k`: int32, the vocabulary's size where all tokens are kept.
     - `bias_ids`, `stop_ids`: unused entries hold the vocabulary's size, which every scatter drops.
-    - `seed`: uint32 `[rows, 2]`, low word first.
+    - `seed_low`, `seed_high`: uint32, the words of the seed. Of one array `[rows, 2]` a TPU makes a copy in another
+      layout at each step, to read some of its rows.
     - `occurrences`: int32 `[rows, vocab]`, twice the number of times that the output holds the token, plus one where
       the prompt holds it. Kept up to date for rows with a penalty alone.
     """
@@ -33,7 +34,8 @@ class SamplingState:
     repetition_penalty: jax.Array
     min_new_tokens: jax.Array
     prompt_len: jax.Array
-    seed: jax.Array
+    seed_low: jax.Array
+    seed_high: jax.Array
     stop_ids: jax.Array
     bias_ids: jax.Array
     bias_values: jax.Array
@@ -52,7 +54,8 @@ class SamplingState:
             repetition_penalty=jnp.ones(rows, jnp.float32),
             min_new_tokens=jnp.zeros(rows, jnp.int32),
             prompt_len=jnp.zeros(rows, jnp.int32),
-            seed=jnp.zeros((rows, 2), jnp.uint32),
+            seed_low=jnp.zeros(rows, jnp.uint32),
+            seed_high=jnp.zeros(rows, jnp.uint32),
             stop_ids=jnp.full((rows, MAX_STOP_TOKEN_IDS), vocab_size, jnp.int32),
             bias_ids=jnp.full((rows, MAX_LOGIT_BIAS), vocab_size, jnp.int32),
             bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
@@ -62,6 +65,11 @@ class SamplingState:
     @property
     def vocab_size(self) -> int:
         return self.occurrences.shape[1]
+
+    @property
+    def seed(self) -> jax.Array:
+        """uint32 `[rows, 2]`, low word first."""
+        return jnp.stack((self.seed_low, self.seed_high), axis=-1)
 
     @property
     def penalised(self) -> jax.Array:
@@ -99,6 +107,7 @@ def apply_row_updates(state: SamplingState, packed: jax.Array) -> SamplingState:
 
     rows = packed[:, 0]
     new = {field.name: unpack(packed[:, field.words], field.kind) for field in FIELDS}
+    new["seed_low"], new["seed_high"] = new.pop("seed").T
     old = {name: state.__dict__[name] for name in new}
     return replace(state, **{name: old[name].at[rows].set(new[name].reshape(-1, *old[name].shape[1:])) for name in new})
 

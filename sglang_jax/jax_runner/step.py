@@ -262,7 +262,7 @@ def make_step(
         batch = build_batch(inputs, page_table, sequences.own, page_size, bucket.tokens, table, sequences.guesses)
         batch = whole(batch)
         hidden, kv = model.forward(weights, batch, state.kv)
-        before = replace(before, drafted=_computed_beside(before.drafted, inputs, bucket))
+        before = replace(before, drafted=_computed_with(before.drafted, inputs, bucket))
         last_hidden = hidden if bucket.decode_only else hidden[jnp.maximum(inputs.query_starts[1:] - 1, 0)]
         logits = model.logits(weights, last_hidden)
         with jax.named_scope("sample"):
@@ -279,13 +279,13 @@ def make_step(
     return step
 
 
-def _computed_beside(drafted: DraftedTokens | None, inputs: StepInputs, bucket: Bucket) -> DraftedTokens | None:
+def _computed_with(drafted: DraftedTokens | None, inputs: StepInputs, bucket: Bucket) -> DraftedTokens | None:
     """A draft model is computed in steps with chunks, beside the model."""
     if drafted is None or bucket.decode_only:
         return drafted
     chunks = jnp.arange(inputs.rows.shape[0]) >= inputs.num_decode
     starts = inputs.kv_lens - jnp.diff(inputs.query_starts)
-    return drafted.computed_beside(inputs.rows, starts, inputs.kv_lens, chunks)
+    return drafted.computed_with(inputs.rows, starts, inputs.kv_lens, chunks)
 
 
 def make_sample(

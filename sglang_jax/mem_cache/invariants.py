@@ -53,19 +53,19 @@ def page_balance(cache: KVCache, group: Group) -> PageBalance:
 
 def check_conservation(cache: KVCache) -> None:
     """**Raises:** `InvariantError` if a page is lost or counted twice. Cheap enough for every step."""
-    for group in cache.groups:
+    for name, group in cache.named_groups():
         balance = page_balance(cache, group)
         if not balance.balanced:
-            raise InvariantError(f"pages of group {group.name} do not add up: {balance}")
+            raise InvariantError(f"pages of group {name} do not add up: {balance}")
 
 
 def idle_fault(cache: KVCache) -> str:
     """What is wrong with the books while no request has a row and no step is in flight; empty if nothing is. O(1)."""
-    for group in cache.groups:
+    for name, group in cache.named_groups():
         session = group.component.session
         if group.available + session != group.pool.total or cache.open_rows or not cache.all_rows_free:
             return (
-                f"group {group.name}: {group.pool.num_free} pages free, {group.component.evictable} evictable and "
+                f"group {name}: {group.pool.num_free} pages free, {group.component.evictable} evictable and "
                 f"{session} kept for sessions of {group.pool.total}, {group.component.protected - session} protected, "
                 f"{group.retired_pages} retired, rows in use: {sorted(cache.open_rows)}"
             )
@@ -189,6 +189,8 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
         evictable += loose
         if (node in window.order) != (loose > 0):
             raise InvariantError(f"node {node.id}: {loose} loose pages, the order differs")
+        if not (len(held.pages) or node.children or node.locks or node.dead):
+            raise InvariantError(f"node {node.id}: a leaf without its window that nobody depends on")
     _require((evictable, protected) == (window.evictable, window.protected), "evictable or protected pages miscounted")
     _require(session == window.session, f"{session} pages are kept for sessions, counted as {window.session}")
 

@@ -23,8 +23,8 @@ _BLANK = " "
 _ANY_TEXT: Format = {"type": "any_text"}
 
 
-class Begun(Enum):
-    """Where a reply is in its reasoning when it begins: it has begun, is over, or the prompt does not say."""
+class ReasoningStart(Enum):
+    """Where a reply is in its reasoning when it begins: it has started, is over, or the prompt does not say."""
 
     OPEN = auto()
     CLOSED = auto()
@@ -85,17 +85,17 @@ def calls_format(
     return {"type": "or", "elements": [calls, _sequence(_text(text_begin), text if answer is None else answer)]}
 
 
-def after_reasoning(answer: Format, form: ReasoningForm, begun: Begun, *, text: bool) -> Format:
+def after_reasoning(answer: Format, form: ReasoningForm, start: ReasoningStart, *, text: bool) -> Format:
     """The format of a reply that reasons first, if it is not over. `text`: the answer is text for the client, before
     which some models write a marker."""
     if text:
         answer = _sequence(_text(form.answer), answer)
-    if begun is Begun.CLOSED:
+    if start is ReasoningStart.CLOSED:
         return answer
     gap: Format = _text(form.then) if form.then else {"type": "regex", "pattern": r"\s{0,4}"}
-    begin = "" if begun is Begun.OPEN else form.begin
+    begin = "" if start is ReasoningStart.OPEN else form.begin
     reasoning = _sequence({"type": "tag", "begin": begin, "content": _ANY_TEXT, "end": form.end}, gap, answer)
-    return reasoning if begun is Begun.OPEN else {"type": "or", "elements": [reasoning, answer]}
+    return reasoning if start is ReasoningStart.OPEN else {"type": "or", "elements": [reasoning, answer]}
 
 
 def grammar_format(grammar: Grammar) -> Format:

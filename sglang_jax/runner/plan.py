@@ -73,7 +73,7 @@ class RunnerSpec:
     - `mixed_shapes`: (tokens, rows) of the programs that run steps with chunks, smallest first: a step costs what the
       first costs that it fits in. Empty for a runner that pads nothing.
     - `max_samples`: maximum tokens that a row samples in one step; above 1 for a runner that drafts.
-    - `drafts_beside_prompts`: a step may have drafts and chunks. Where it may not, decode rows and drafts together are
+    - `drafts_with_prompts`: a step may have drafts and chunks. Where it may not, decode rows and drafts together are
       at most `max_rows` of a step.
     - `max_drafts`: most drafts of one step, of all rows together; None where what is above is all that limits them.
     - `prompt_tokens`: of its chunks at most, where the options name no number.
@@ -86,7 +86,7 @@ class RunnerSpec:
     vocab_size: int
     mixed_shapes: tuple[tuple[int, int], ...] = ()
     max_samples: int = 1
-    drafts_beside_prompts: bool = True
+    drafts_with_prompts: bool = True
     max_drafts: int | None = None
     prompt_tokens: int = 512
 

@@ -284,7 +284,7 @@ def _contents(group: GroupMemory, pages: int, page_size: int) -> str:
     return f"{pages * page_size} KV tokens{f' with a window of {group.window}' if group.window else ''}"
 
 
-def refuse_beside_states(config: EngineConfig, model: ModelConfig) -> None:
+def refuse_with_states(config: EngineConfig, model: ModelConfig) -> None:
     """Raises `ConfigError` for what does not go with layers that keep a recurrent state: a type for keys and values
     that no layer has, and a second model that guesses tokens, whose pages no runner has beside states yet."""
     if not model.keeps_states:
@@ -301,7 +301,7 @@ def refuse_beside_states(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def refuse_drafts_beside_states(config: EngineConfig, model: ModelConfig, kernels: str) -> None:
+def refuse_drafts_with_states(config: EngineConfig, model: ModelConfig, kernels: str) -> None:
     """For `kernels` that compute no states after guesses. Raises `ConfigError` where the options and the model would
     have them do so."""
     if model.keeps_states and config.max_samples > 1:

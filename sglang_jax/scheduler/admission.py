@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -249,7 +249,7 @@ class _Look:
         self._cache = cache
         self._rows = rows
         self._ratio = reserve.ratio
-        self._prompts = rows.prefilling
+        self._prompts = tuple(rows.prefilling)
         self.under_way = UnderWay(cache, rows.prefilling)
         self.step = step
         self.allowance = allowance
@@ -317,7 +317,7 @@ class _Room:
         self._pages = 0
         self._output = 0
 
-    def count(self, known: Index, left: Index, under_way: list[Request]) -> None:
+    def count(self, known: Index, left: Index, under_way: Sequence[Request]) -> None:
         """Adds rows with `known` tokens that may sample `left` more, `[rows]` each, and the rest of prompts."""
         self._output += self._group.output_need(known, left)
         self._pages += sum([self._group.rest_need(request.prefill_len, request.row) for request in under_way])

@@ -95,7 +95,7 @@ class Planner:
         self._max_samples = spec.max_samples
         self._max_drafts = spec.max_drafts
         self._drafting = drafting or AllThatFit()
-        self._most_queries = None if spec.drafts_beside_prompts else spec.max_rows
+        self._most_queries = None if spec.drafts_with_prompts else spec.max_rows
         self._budget = budget
         self._cache = cache
         self._rows = rows

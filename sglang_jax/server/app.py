@@ -20,6 +20,7 @@ from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
 from sglang_jax.server.origins import AllowedOrigins
 from sglang_jax.server.request_body import BodyLimit
+from sglang_jax.server.route_list import add_route_list
 from sglang_jax.server.sessions import sessions_router
 
 
@@ -34,11 +35,11 @@ def create_context(client: EngineClient, config: ServerConfig, callers: Callers 
 def create_app(context: ServerContext) -> FastAPI:
     """An ASGI application that serves the context's engine. It must run on the event loop that the engine client
     runs on."""
-    app = FastAPI(title="sglang-jax")
+    app = FastAPI(title="sglang-jax", docs_url=None, redoc_url=None)
     app.state.long_work = LongWork()
     app.state.max_json_depth = context.config.max_json_depth
     install_error_handlers(app)
-    for router in (
+    routers = (
         native_router(context),
         completions_router(context),
         chat_router(context),
@@ -50,8 +51,10 @@ def create_app(context: ServerContext) -> FastAPI:
         management.control_router(context),
         management.tokenizer_router(context),
         metrics_router(context.metrics),
-    ):
+    )
+    for router in routers:
         app.include_router(router)
+    add_route_list(app, routers)
     config = context.config
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, client_timeout=config.client_timeout)
     app.add_middleware(ApiKeyMiddleware, callers=context.callers)  # comes before it: what has no key is not read

@@ -7,20 +7,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_jax.server.callers import Callers, set_caller
 from sglang_jax.server.errors import AuthenticationError, error_response
+from sglang_jax.server.route_list import ROUTES_PATH
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
 """What answers without a key: load balancers and orchestrators have none."""
 
 
 class ApiKeyMiddleware:
-    """Finds out whose request it is, by `Authorization: Bearer KEY`, on every path but `OPEN_PATHS`."""
+    """Finds out whose request it is, by `Authorization: Bearer KEY`, on every path but `OPEN_PATHS` and the list of
+    routes, which is the same for everybody."""
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app = app
         self._callers = callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in (*OPEN_PATHS, ROUTES_PATH):
             caller = self._callers.find(Headers(scope=scope).get("authorization", ""))
             if caller is None:
                 error = AuthenticationError(

@@ -14,8 +14,8 @@ from sglang_jax.engine.types import TextTokenizer
 from sglang_jax.errors import ParameterError
 from sglang_jax.replies import response_template
 from sglang_jax.replies.enforce import (
-    Begun,
     Format,
+    ReasoningStart,
     after_reasoning,
     calls_format,
     grammar_format,
@@ -176,15 +176,15 @@ class ReplyFormats:
         reasoning = self.reasoning or (None if family is None else family.reasoning)
         if family is None and reasoning is None:
             return ReplyPlan(grammar=sampling.grammar)
-        begun = Begun.CLOSED if reasoning is None else _begun(reasoning, prompt, continued)
+        reasoning_start = ReasoningStart.CLOSED if reasoning is None else _reasoning_start(reasoning, prompt, continued)
         forms: tuple[CallForm, ...] = () if family is None else family.forms
         grammar, live = sampling.grammar, False
         if family is not None and tools is not None and (tools.enforced or grammar is not None):
             enforced = family.enforced(self._signs)
             forms, live = (enforced,), True
-            grammar = _with_calls(family, enforced, tools, grammar, reasoning, begun)
-        elif grammar is not None and reasoning is not None and begun is not Begun.CLOSED:
-            found = after_reasoning(grammar_format(grammar), reasoning, begun, text=True)
+            grammar = _with_calls(family, enforced, tools, grammar, reasoning, reasoning_start)
+        elif grammar is not None and reasoning is not None and reasoning_start is not ReasoningStart.CLOSED:
+            found = after_reasoning(grammar_format(grammar), reasoning, reasoning_start, text=True)
             grammar = grammar_of_format(found, grammar.field)
         if reasoning is not None:
             forms = (*forms, *reasoning.headers)
@@ -204,7 +204,7 @@ class ReplyFormats:
         )
         return ReplyPlan(
             layout=layout,
-            in_reasoning=begun is Begun.OPEN,
+            in_reasoning=reasoning_start is ReasoningStart.OPEN,
             live=live,
             markers=frozenset(self._tokenizer.special_tokens[token] for token in seen),
             grammar=grammar,
@@ -218,16 +218,16 @@ class ReplyFormats:
         return " ".join([self._tokenizer.chat_template, *self._tokenizer.special_tokens])
 
 
-def _begun(reasoning: ReasoningForm, prompt: str, continued: str | None) -> Begun:
+def _reasoning_start(reasoning: ReasoningForm, prompt: str, continued: str | None) -> ReasoningStart:
     if continued is not None:
         inside = continued.rfind(reasoning.begin) > continued.rfind(reasoning.end)
-        return Begun.OPEN if inside else Begun.CLOSED
+        return ReasoningStart.OPEN if inside else ReasoningStart.CLOSED
     end = prompt.rstrip()
     if end.endswith(reasoning.begin):
-        return Begun.OPEN
+        return ReasoningStart.OPEN
     if end.endswith(reasoning.end) and not reasoning.anywhere:
-        return Begun.CLOSED
-    return Begun.OPEN if reasoning.first else Begun.UNSAID
+        return ReasoningStart.CLOSED
+    return ReasoningStart.OPEN if reasoning.first else ReasoningStart.UNSAID
 
 
 def _with_calls(
@@ -236,7 +236,7 @@ def _with_calls(
     tools: ToolRequest,
     grammar: Grammar | None,
     reasoning: ReasoningForm | None,
-    begun: Begun,
+    reasoning_start: ReasoningStart,
 ) -> Grammar:
     """The grammar of a reply that calls tools, or else is what the request's own grammar says."""
     if tools.required and grammar is not None:
@@ -255,7 +255,7 @@ def _with_calls(
         text_begin="" if reasoning is None else reasoning.answer,
     )
     if reasoning is not None:
-        found = after_reasoning(found, reasoning, begun, text=False)
+        found = after_reasoning(found, reasoning, reasoning_start, text=False)
     return grammar_of_format(found, "tools")
 
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from starlette.datastructures import Headers
 
-from sglang_jax.engine.arguments import LEAST_ALIKE
+from sglang_jax.config.suggestions import LEAST_ALIKE
 from sglang_jax.engine.types import SessionTurnInput
 from sglang_jax.errors import ParameterError, cut, shown
 from sglang_jax.server.errors import ONE, UnsupportedParameterError

@@ -40,7 +40,7 @@ more until it is text."""
 MOST_PROFILED_STEPS = 10_000
 """Of one recording: it is held in memory until it is written."""
 
-OPERATORS_ALONE = [Depends(require_admin)]
+OPERATORS_ONLY = [Depends(require_admin)]
 """Of routes that change the server's state or show what others do."""
 
 
@@ -167,13 +167,13 @@ def information_router(context: ServerContext) -> APIRouter:
             "is_generation": True,
         }
 
-    @router.get("/cache_report", dependencies=OPERATORS_ALONE)
+    @router.get("/cache_report", dependencies=OPERATORS_ONLY)
     async def cache_report() -> Response:
         """Contents of each replica's prefix cache: pools, the largest and most used nodes of the tree, sessions."""
         return json_response({"replicas": await context.client.cache_reports()})
 
-    @router.get("/get_server_info", dependencies=OPERATORS_ALONE)
-    @router.get("/server_info", dependencies=OPERATORS_ALONE)
+    @router.get("/get_server_info", dependencies=OPERATORS_ONLY)
+    @router.get("/server_info", dependencies=OPERATORS_ONLY)
     async def server_info() -> dict[str, Any]:
         """All options except API keys, and the state of scheduler and runner."""
         states = await context.client.states()
@@ -186,8 +186,8 @@ def information_router(context: ServerContext) -> APIRouter:
 def control_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
-    @router.get("/flush_cache", dependencies=OPERATORS_ALONE)
-    @router.post("/flush_cache", dependencies=OPERATORS_ALONE)
+    @router.get("/flush_cache", dependencies=OPERATORS_ONLY)
+    @router.post("/flush_cache", dependencies=OPERATORS_ONLY)
     async def flush_cache() -> dict[str, object]:
         """Empties the prefix cache. While requests are running or queued it does nothing and returns 400."""
         if not await context.client.flush_cache():
@@ -207,19 +207,19 @@ def control_router(context: ServerContext) -> APIRouter:
             raise ParameterError("one of rid and abort_all must be given", param="rid")
         return {"success": True}
 
-    @router.post("/start_profile", dependencies=OPERATORS_ALONE)
+    @router.post("/start_profile", dependencies=OPERATORS_ONLY)
     async def start_profile(body: ProfileBody | None = None) -> dict[str, object]:
         """Starts a profile of each replica in `--profile-dir`, for `num_steps` steps or until `/stop_profile`."""
         asked = body or ProfileBody()
         folder = profile_folder(context.config.profile_dir, asked.output_dir)
         return {"success": True, "folders": await context.client.start_profile(folder, asked.num_steps)}
 
-    @router.post("/stop_profile", dependencies=OPERATORS_ALONE)
+    @router.post("/stop_profile", dependencies=OPERATORS_ONLY)
     async def stop_profile() -> dict[str, object]:
         """Stops the profile; returns once it is written."""
         return {"success": True, "folders": await context.client.stop_profile()}
 
-    @router.post("/drain_replica", dependencies=OPERATORS_ALONE)
+    @router.post("/drain_replica", dependencies=OPERATORS_ONLY)
     async def drain_replica(body: DrainBody) -> dict[str, object]:
         """Drains a replica (for `--drain-timeout` at most) and restarts it, or all of them in turn; returns when they
         serve again. Continues if the client disconnects."""

@@ -181,8 +181,8 @@ class RequestTiming:
     """The clock of one prompt's completions.
 
     Tokens of a stream are timed as they come. Those of a completion that comes whole are timed by the engine, which
-    tells when it sampled the first and the last: the time between them counts for each of the others alike. A server
-    behind this one (`--connect`) does not tell.
+    tells when it sampled the first and the last: the time between them, divided by the tokens after the first, counts
+    once for each of these. A server behind this one (`--connect`) tells only operators' keys.
     """
 
     def __init__(self, metrics: ServerMetrics, *, stream: bool) -> None:

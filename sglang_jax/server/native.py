@@ -20,6 +20,7 @@ from sglang_jax.server.context import ENGINE_NAMES, ServerContext
 from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
+from sglang_jax.server.remote_format import times_to_tell
 from sglang_jax.server.streaming import (
     RESPONSE_SLICE,
     event,
@@ -48,12 +49,17 @@ Entry = tuple[float | None, int, str | None]
 
 @dataclass(frozen=True, slots=True)
 class NativeFormat:
-    """How one call's outputs are written. `begin` is `time.perf_counter()` of its arrival."""
+    """How one call's outputs are written.
+
+    - `tell_times`: when the engine took it up and sampled, which tells of others' requests.
+    - `begin`: `time.perf_counter()` of its arrival.
+    """
 
     request: NativeRequest
     tokenizer: TextTokenizer
     text_in_logprobs: bool
     hide_cached_tokens: bool
+    tell_times: bool
     begin: float
 
     def answer(self, number: int, delta: OutputDelta) -> dict[str, object]:
@@ -67,6 +73,8 @@ class NativeFormat:
             "cached_tokens": None if self.hide_cached_tokens else delta.cached_tokens,
             "e2e_latency": time.perf_counter() - self.begin,
         }
+        if self.tell_times:
+            meta |= times_to_tell(delta)
         if delta.drafts is not None:
             meta["spec_verify_ct"] = delta.drafts.steps
             meta["spec_draft_token_num"] = delta.drafts.drafts
@@ -186,11 +194,14 @@ def native_router(context: ServerContext) -> APIRouter:
         begin = time.perf_counter()
         context.check_model(body.model)
         call = native_request(body, context.generation_defaults, request.headers, context.check_size)
-        hide = current_caller().hide_cached_tokens
+        caller = current_caller()
         if body.return_text_in_logprobs:
             repeated = [(one.prompt, one.sampling.n) for one in call.prompts if one.logprob_start_len >= 0]
             await asyncio.to_thread(check_repeated, repeated, context.client.tokenizer, "return_text_in_logprobs")
-        form = NativeFormat(call, context.client.tokenizer, bool(body.return_text_in_logprobs), hide, begin)
+        text_in_logprobs = bool(body.return_text_in_logprobs)
+        form = NativeFormat(
+            call, context.client.tokenizer, text_in_logprobs, caller.hide_cached_tokens, caller.admin, begin
+        )
         if body.stream:
             return await open_event_stream(request, _events(context, form, None if body.incremental_output else pace))
         names = {**ENGINE_NAMES, "prompt": call.prompt_field}

@@ -222,7 +222,8 @@ def _read_choice(choice: Any, known: Mapping[str, Tool]) -> tuple[bool, Sequence
 def _offered(name: str, place: str, known: Mapping[str, Tool]) -> str:
     if name not in known:
         raise ParameterError(
-            f"{place} is {shown(name)}, which is none of the tools: {', '.join(known) or 'there are none'}", param=place
+            f"{place} is {shown(name)}, not one of the tools: {', '.join(known) or 'there are none'}",
+            param=place,
         )
     return name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -105,6 +106,26 @@ def event_of(line: str) -> dict[str, Any] | None:
     return found
 
 
+def times_to_tell(delta: OutputDelta) -> dict[str, object]:
+    """What `meta_info` tells of times: those of clocks that another machine has not got as seconds before now."""
+    times: dict[str, object] = {}
+    if delta.queue_seconds is not None:
+        times["queue_time"] = delta.queue_seconds
+    if delta.sampled is not None:
+        now = time.monotonic()
+        times["sampled_ago"] = [now - moment for moment in delta.sampled]
+    return times
+
+
+def _sampled(meta: Mapping[str, Any]) -> tuple[float, float] | None:
+    """By this machine's clock. How long the answer was on its way counts as part of the times."""
+    if "sampled_ago" not in meta:
+        return None
+    now = time.monotonic()
+    first, last = meta["sampled_ago"]
+    return now - first, now - last
+
+
 def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: bool) -> int:
     """Adds an answer of the native route, `first` of its completion; gives the completion's index."""
     request, meta = outputs.request, answer["meta_info"]
@@ -118,6 +139,8 @@ def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: boo
         prompt_tokens=meta["prompt_tokens"],
         completion_tokens=meta["completion_tokens"],
         cached_tokens=meta["cached_tokens"] or 0,  # null where they are hidden from this server
+        queue_seconds=meta.get("queue_time"),
+        sampled=_sampled(meta),
         finish=_finish(meta["finish_reason"]),
         logprobs=_logprobs(meta.get("output_token_logprobs"), meta.get("output_top_logprobs")),
         prompt_logprobs=prompt_logprobs,

@@ -18,10 +18,10 @@ from starlette.types import ASGIApp
 from uvicorn.loops.auto import auto_loop_factory
 
 from sglang_jax import logs
-from sglang_jax.about import version
+from sglang_jax.about import documentation, version
 from sglang_jax.config import LogFormat, LogLevel, ServerConfig
 from sglang_jax.engine.allocator import FreeMemory, limit_free_memory
-from sglang_jax.engine.collector import heap_left_alone
+from sglang_jax.engine.collector import frozen_heap
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
@@ -38,6 +38,7 @@ from sglang_jax.server.context import ServerContext
 from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
 from sglang_jax.server.requests_seen import RequestsSeen
+from sglang_jax.server.route_list import ROUTES_PATH
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +102,14 @@ class DrainingServer(uvicorn.Server):
 
     def _drain(self) -> None:
         seconds = self._context.config.drain_timeout
-        logger.info(
-            "Draining: %d requests in flight have %g s; a second signal stops at once",
-            len(self._context.in_flight),
-            seconds,
-        )
+        if not self._context.in_flight:
+            logger.info("Stopping")
+        else:
+            logger.info(
+                "Draining: %d requests in flight have %g s; a second signal stops at once",
+                len(self._context.in_flight),
+                seconds,
+            )
         if self._deadline is None:
             self._deadline = self._loop.call_later(seconds, self._stop)
 
@@ -165,12 +169,13 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
         uvicorn_config = http_config(context)
         url = _url(config.host, listener.getsockname()[1])
         server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
-        with heap_left_alone():
+        with frozen_heap():
             await server.serve(sockets=[listener])
-        logger.info("Stopped")
-        return 1 if client.gone else 0
+        status = 1 if client.gone else 0
     finally:
         await client.close()
+    logger.info("Stopped")
+    return status
 
 
 def http_config(context: ServerContext) -> uvicorn.Config:
@@ -237,7 +242,7 @@ def _announce(context: ServerContext, url: str, begin: float) -> None:
     key = ' -H "Authorization: Bearer $API_KEY"' if context.callers.asks_for_a_key else ""
     print(
         f"Ready after {time.perf_counter() - begin:.1f} s: serving {context.config.model_name} at {url}. "
-        f"Its routes: {url}/docs. Try it:\n"
+        f"Its routes: {url}{ROUTES_PATH}; documentation: {documentation('operations.md')}. Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         ' -d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 100}\'',
         flush=True,

@@ -152,7 +152,7 @@ def test_what_is_not_there_is_named(served: Bucket) -> None:
             resolve_model(address)
     with pytest.raises(CheckpointError, match=r"gs://models/tiny holds no checkpoint: .*; it has llama/"):
         resolve_model("gs://models/tiny")
-    with pytest.raises(CheckpointError, match="revision 'v1' is one of a repository on the hub"):
+    with pytest.raises(CheckpointError, match="revision 'v1' needs a repository on the hub"):
         resolve_model(ADDRESS, revision="v1")
     with pytest.raises(CheckpointError, match=f"load_format is orbax, but {ADDRESS} is a checkpoint in safetensors"):
         resolve_model(ADDRESS, LoadFormat.ORBAX)

@@ -47,7 +47,10 @@ def test_where_an_answer_begins(prompt: list[int], whole: list[int], start: int)
     [
         ("{", "line: Invalid JSON"),
         ('{"prompt": "a", "choices": ["b", "c"]}', "answer: Field required"),
-        ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "answer 2 is none of 2 choices"),
+        (
+            '{"prompt": "a", "choices": ["b", "c"], "answer": 2}',
+            "answer must be from 0 to 1, the number of a choice, got 2",
+        ),
         ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "a choice is empty"),
         ('{"prompt": "a", "choices": ["b"], "answer": 0}', "choices: .* at least 2"),
     ],

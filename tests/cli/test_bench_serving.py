@@ -13,7 +13,7 @@ import pytest
 from helpers.streaming_server import VOCAB_SIZE, FakeServer, serve_in_thread
 
 from sglang_jax.cli.bench import metrics
-from sglang_jax.cli.bench.commands import LoadConfig, bench_serving
+from sglang_jax.cli.bench.commands import LoadConfig, LoadProgress, bench_serving
 from sglang_jax.cli.bench.load import arrival_times
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name
@@ -63,6 +63,20 @@ def test_native_route_measures_what_the_server_does(tmp_path: Path, capsys: pyte
     printed = capsys.readouterr().out
     assert "6 requests in" in printed
     assert "inter-token latency" in printed
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter([0.0, 4.0, 11.0, 11.0, 12.0, 22.0, 22.0])
+    with LoadProgress(4, bar=False, clock=lambda: next(seconds)) as progress:
+        for _ in range(4):
+            progress.update()
+    assert capsys.readouterr().err == "2 of 4 requests finished\n4 of 4 requests finished\n"
+
+
+def test_no_bar_is_drawn_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with served() as fake:
+        assert run(bench_serving, "bench_serving", ["--port", str(fake.port), *SMALL]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_tokens_that_come_together_are_told_apart(tmp_path: Path) -> None:

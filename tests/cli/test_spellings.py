@@ -11,7 +11,10 @@ import click
 import pytest
 
 import sglang_jax
+import tpu.check
 from sglang_jax import Engine, SamplingParams
+from sglang_jax.cli.bench.commands import LoadConfig
+from sglang_jax.cli.bench.workloads import WorkloadConfig
 from sglang_jax.cli.main import cli, run, with_dashes
 from sglang_jax.cli.options import flag_name, options_of
 from sglang_jax.cli.serve import serve
@@ -28,7 +31,18 @@ from sglang_jax.config import (
 from sglang_jax.engine.items import complete_sampling
 from sglang_jax.errors import ConfigError, ParameterError
 from sglang_jax.sampling import GenerationDefaults
-from sglang_jax.spellings import ALIASES, NEEDLESS, REFUSED, SAMPLING_ELSEWHERE, SAMPLING_FIELDS, SHORT_FLAGS, VALUES
+from sglang_jax.spellings import (
+    ALIASES,
+    BENCHMARK_REFUSED,
+    NEEDLESS,
+    OTHER_ALIASES,
+    REFUSED,
+    SAMPLING_ELSEWHERE,
+    SAMPLING_FIELDS,
+    SHORT_FLAGS,
+)
+from sglang_jax.value_spellings import REFUSED_VALUES, VALUES
+from tpu.figures import Request
 
 OTHER_NAMES = [(alias, field) for field, aliases in ALIASES.items() for alias in aliases]
 VALUE_OF = {
@@ -45,6 +59,8 @@ VALUE_OF = {
     "disable_radix_cache": True,
     "disable_cuda_graph": True,
     "skip_warmup": True,
+    "mamba_ssm_dtype": "bfloat16",
+    "speculative_num_draft_tokens": 3,
 }
 
 
@@ -95,9 +111,10 @@ def test_no_name_stands_for_two_things() -> None:
 
 
 def test_every_flag_that_an_explanation_names_exists() -> None:
-    for other in (*NEEDLESS.values(), *REFUSED.values()):
-        for flag in re.findall(r"--([a-z-]+)", other.note):
-            assert flag.replace("-", "_") in ServerConfig.model_fields, other.note
+    values = [note for refused in REFUSED_VALUES.values() for note in refused.values()]
+    for note in (*(other.note for other in (*NEEDLESS.values(), *REFUSED.values())), *values):
+        for flag in re.findall(r"--([a-z-]+)", note):
+            assert flag.replace("-", "_") in ServerConfig.model_fields, note
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -115,10 +132,16 @@ def test_what_is_not_implemented_says_so_by_flag_file_and_keyword(
 
 
 @pytest.mark.parametrize("name", NEEDLESS)
-def test_what_is_so_anyway_is_accepted_with_a_note(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_what_is_so_anyway_is_accepted_with_a_note(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
     value = ["auto"] if NEEDLESS[name].takes_value else []
     assert parse(flag_name(name), *value) == ServerConfig()
     assert capsys.readouterr().err == f"{flag_name(name)} has no effect: {NEEDLESS[name].note}\n"
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({name: "auto"}))
+    assert parse("--config", str(file)) == ServerConfig()
+    assert capsys.readouterr().err == f"--config {file}: {name} has no effect: {NEEDLESS[name].note}\n"
 
 
 @pytest.mark.parametrize(
@@ -161,6 +184,88 @@ def test_a_model_may_be_given_without_a_flag_but_not_twice(
 def test_a_misspelt_flag_is_not_answered_by_what_is_not_implemented(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "--tp-sze", "2") == "Error: No such option '--tp-sze'. Did you mean '--tp-size'?\n"
     assert "Invalid value for '--tp-size'" in refusal(capsys, "--tensor_parallel_size", "two")
+
+
+@pytest.mark.parametrize(
+    ("flag", "nearest"),
+    [
+        ("--enable-prefix-cachin", "--enable-prefix-caching"),
+        ("--enable_metric", "--enable-metrics"),
+        ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
+        ("--max-lora", "--max-loras"),
+        ("--dist-backends", "--dist-backend"),
+    ],
+)
+def test_a_misspelt_flag_of_others_is_answered_by_what_became_of_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, nearest: str
+) -> None:
+    name = nearest.strip("-").replace("-", "_")
+    became = f"has no effect: {NEEDLESS[name].note}" if name in NEEDLESS else f"is {REFUSED[name].note}"
+    message = refusal(capsys, flag, "2")
+    assert message == f"Error: No such option '{flag.replace('_', '-')}'. Did you mean '{nearest}'? That {became}\n"
+    field = flag.strip("-").replace("-", "_")
+    with pytest.raises(ConfigError) as caught:
+        Engine(**{field: 2})
+    assert str(caught.value) == f"there is no option {field!r}; did you mean {name}? That {became}"
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({field: 2}))
+    assert refusal(capsys, "--config", str(file)).endswith(
+        f"has an unknown option {field!r}; did you mean {name}? That {became}\n"
+    )
+
+
+@pytest.mark.parametrize("flag", ["--enable-radix-cache", "--radix-cache", "--no-disable-radix-cache", "--cuda-graph"])
+def test_the_opposite_is_never_suggested(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert "disable" not in refusal(capsys, flag).partition("Did you mean")[2]
+    with pytest.raises(ConfigError) as caught:
+        Engine(**{flag.strip("-").replace("-", "_"): True})
+    assert "disable" not in str(caught.value).partition("did you mean")[2]
+
+
+def test_a_command_without_an_engine_explains_no_options_of_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "x", ["bench", "serving", "--enable-metric"]) == 2
+    assert capsys.readouterr().err == "Error: No such option '--enable-metric'.\n"
+
+
+REFUSED_OF_SERVERS = [
+    (field, value, note)
+    for field, info in ServerConfig.model_fields.items()
+    if isinstance(info.annotation, type)
+    for value, note in REFUSED_VALUES.get(info.annotation.__name__, {}).items()
+]
+
+
+@pytest.mark.parametrize(("field", "value", "note"), REFUSED_OF_SERVERS)
+def test_a_value_that_is_not_implemented_says_so_before_the_list(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str, value: str, note: str
+) -> None:
+    kind = ServerConfig.model_fields[field].annotation
+    assert kind is not None
+    spelling = value.upper().replace("_", "-")
+    known = [member.value for member in kind]
+    message = refusal(capsys, flag_name(field), spelling)
+    assert message == f"Error: {flag_name(field)} {spelling} is {note}; choose from {', '.join(known)}\n"
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({field: spelling}))
+    assert f"{field} in {file}: {spelling} is {note}; must be '{known[0]}'" in refusal(capsys, "--config", str(file))
+    if field in EngineConfig.model_fields:
+        with pytest.raises(ConfigError) as caught:
+            Engine(**{field: spelling})
+        assert str(caught.value).startswith(f"{field} {spelling} is {note}; input should be '{known[0]}'")
+
+
+def test_values_that_are_refused_are_none_of_ours() -> None:
+    enums = {enum.__name__: enum for enum in Choice.__subclasses__()}
+    for name, refused in REFUSED_VALUES.items():
+        for value in refused:
+            with pytest.raises(ValueError, match="is not a valid"):
+                enums[name](value)
+
+
+def test_a_benchmark_explains_values_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "x", ["bench", "serving", "--backend", "tgi"]) == 2
+    note = REFUSED_VALUES["Api"]["tgi"]
+    assert capsys.readouterr().err == f"Error: --backend tgi is {note}; choose from sglang, openai, openai-chat\n"
 
 
 def test_names_that_share_some_letters_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,8 +318,92 @@ def test_check_is_that_of_tpus(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert told.startswith("Usage: sglang-jax check [OPTIONS]")
     assert "--topology" in told
-    assert run(cli, "x", ["check", "--model", "demo"]) == 2
-    assert capsys.readouterr().err == "Error: Missing option '--topology'.\n"
+    for model in (["--model", "demo"], ["--model-path", "demo"], ["demo"]):
+        assert run(cli, "x", ["check", *model]) == 2
+        assert capsys.readouterr().err == "Error: Missing option '--topology'.\n"
+    assert run(cli, "x", ["check", "--topology", "v6e-1"]) == 2
+    assert "Error: no model is given: name one" in capsys.readouterr().err
+    assert run(cli, "x", ["check", "--topology", "v6e-1", "one", "--model", "two"]) == 2
+    assert capsys.readouterr().err == "Error: two models are given: one and --model-path two\n"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--tp", "2"], ["-tp", "2"], ["--tensor-parallel-size", "2"], ["--max-model-len", "64"], ["--block-size", "8"]],
+)
+def test_check_knows_other_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    def refuse(request: Request) -> list[object]:
+        asked.append(request.options)
+        return []
+
+    asked: list[EngineConfig] = []
+    monkeypatch.setattr(tpu.check, "require_compiler", lambda: None)
+    monkeypatch.setattr(tpu.check, "compile_in_child", refuse)
+    assert run(cli, "x", ["check", "qwen3-8b", "--topology", "v6e-4", *flags]) == 2
+    assert capsys.readouterr().err == "Error: the compiling process said nothing\n"
+    fields = {**dict(OTHER_NAMES), "tp_size": "tp_size"}
+    field = fields[flags[0].strip("-").replace("-", "_")]
+    assert (asked[0].model_path, getattr(asked[0], field)) == ("qwen3-8b", int(flags[1]))
+
+
+@pytest.mark.parametrize(
+    ("command", "needed", "called"),
+    [
+        (["batch"], ["--input", "i", "--output", "o"], "sglang_jax.batch.run.run_batch"),
+        (["bench", "offline"], [], "sglang_jax.cli.bench.commands.start_engine"),
+        (["bench", "accuracy"], ["--task", "t"], "sglang_jax.cli.bench.accuracy.start_engine"),
+    ],
+)
+def test_commands_take_a_model_without_a_flag(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    needed: list[str],
+    called: str,
+) -> None:
+    def start(*configs: EngineConfig) -> int:
+        raise ConfigError(f"started {configs[-1].model_path}")
+
+    monkeypatch.setattr(called, start)
+    monkeypatch.setattr("sglang_jax.cli.bench.accuracy.read_task", lambda path: [])
+    for model in (["some/model"], ["--model", "some/model"], ["some/model", "--model-path", "some/model"]):
+        assert run(cli, "x", [*command, *needed, *model]) == 2
+        assert capsys.readouterr().err == "Error: started some/model\n"
+    assert run(cli, "x", [*command, *needed, "one", "--model", "two"]) == 2
+    assert capsys.readouterr().err == "Error: two models are given: one and --model-path two\n"
+
+
+def test_benchmarks_of_servers_take_the_words_of_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def measure(load: LoadConfig, workload: WorkloadConfig, pairs: object) -> None:
+        raise ConfigError(f"{load.backend} {load.output_file} {workload.random_input_len} {workload.random_output_len}")
+
+    monkeypatch.setattr("sglang_jax.cli.bench.commands._measure", measure)
+    for endpoint, api in (
+        ("/v1/completions", "openai"),
+        ("/v1/chat/completions", "openai-chat"),
+        ("/generate", "sglang"),
+    ):
+        for lengths in (["--input-len", "3", "--output-len", "4"], ["--random-input", "3", "--random-output", "4"]):
+            words = ["--endpoint", endpoint, "--result-filename", "f", *lengths]
+            assert run(cli, "x", ["bench", "serving", *words]) == 2
+            assert capsys.readouterr().err == f"Error: {api} f 3 4\n"
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"endpoint": "/v1/completions", "input_len": 3}))
+    assert run(cli, "x", ["bench", "serving", "--config", str(file)]) == 2
+    assert capsys.readouterr().err == "Error: openai None 3 64\n"
+
+
+@pytest.mark.parametrize("name", BENCHMARK_REFUSED)
+def test_options_of_other_benchmarks_are_explained(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    value = ["x"] if BENCHMARK_REFUSED[name].takes_value else []
+    assert run(cli, "x", ["bench", "serving", flag_name(name), *value]) == 2
+    assert capsys.readouterr().err == f"Error: {flag_name(name)} is {BENCHMARK_REFUSED[name].note}\n"
+    for flag in re.findall(r"--([a-z-]+)", BENCHMARK_REFUSED[name].note):
+        assert flag.replace("-", "_") in LoadConfig.model_fields
     assert run(cli, "x", ["--help"]) == 0
     assert "check " in capsys.readouterr().out
 
@@ -229,8 +418,12 @@ def test_an_engine_takes_the_names_too() -> None:
         Engine(tp_size=1, tp=2)
     with pytest.raises(ConfigError, match="there is no option 'page_sise'; did you mean page_size"):
         Engine(page_sise=1)
-    with pytest.raises(ConfigError, match="leave enable_metrics out: /metrics is always on"):
-        Engine(enable_metrics=True)
+    with (
+        pytest.warns(UserWarning, match="^enable_metrics has no effect: /metrics is always on$") as warned,
+        pytest.raises(ConfigError, match=r"^some/model 1$"),
+    ):
+        Engine(model="some/model", enable_metrics=True, launch=no_launch)
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 @pytest.mark.parametrize(("name", "ours"), SAMPLING_FIELDS.items())
@@ -289,11 +482,29 @@ def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
     for spellings in VALUES.values():
         for spelling, value in spellings.items():
             assert any(row[1:] == [f"`{spelling}`", f"`{value}`"] for row in rows)
+    benchmarks = page.partition("## Flags of benchmarks\n")[2].partition("\n## ")[0]
+    told = dict(re.findall(r"^\| (`--[^|]*`) \| (.*) \|$", benchmarks, re.MULTILINE))
+    assert told == {
+        **{
+            ", ".join(f"`{flag_name(alias)}`" for alias in aliases): f"`{flag_name(field)}`"
+            for field, aliases in OTHER_ALIASES.items()
+            if field != "model_path"
+        },
+        **{f"`{flag_name(name)}`": other.note for name, other in BENCHMARK_REFUSED.items()},
+    }
+    section = page.partition("## Values that are refused\n")[2].partition("\n## ")[0]
+    listed = {
+        (value, reason)
+        for values, reason in re.findall(r"^\| [^|]+ \| (`.*`) \| (.*) \|$", section, re.MULTILINE)
+        for value in re.findall(r"`([^`]+)`", values)
+    }
+    assert listed == {item for refused in REFUSED_VALUES.values() for item in refused.items()}
     for name, ours in SAMPLING_FIELDS.items():
         assert [f"`{name}`", f"`{ours}`"] in rows
     flags = {row[0].strip("`") for row in rows if row[0].startswith("`--") and row[0].count("`") == 2}
-    known = {flag_name(name) for name in (*NEEDLESS, *REFUSED, *ServerConfig.model_fields)}
-    assert flags <= known | {flag_name(alias) for alias, _ in OTHER_NAMES}
+    known = {flag_name(name) for name in (*NEEDLESS, *REFUSED, *ServerConfig.model_fields, *BENCHMARK_REFUSED)}
+    others = [alias for aliases in OTHER_ALIASES.values() for alias in aliases]
+    assert flags <= known | {flag_name(alias) for alias in (*(alias for alias, _ in OTHER_NAMES), *others)}
 
 
 @pytest.mark.parametrize(

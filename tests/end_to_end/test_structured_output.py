@@ -172,7 +172,7 @@ def demo(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-@settings(max_examples=1, phases=[Phase.generate], **EXAMPLES)
+@settings(max_examples=3, phases=[Phase.generate], **EXAMPLES)
 @given(
     schemas=st.lists(SCHEMAS, min_size=3, max_size=3),
     patterns=st.lists(REGEXES, min_size=3, max_size=3),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_jax.config import EngineConfig
-from sglang_jax.engine.collector import RARE, heap_left_alone, rare_collections
+from sglang_jax.engine.collector import RARE, frozen_heap, rare_collections
 from sglang_jax.engine.core import run_core
 
 USUAL = (700, 10, 10)
@@ -50,7 +50,7 @@ def test_a_collector_that_is_off_or_set_meanwhile_stays_so() -> None:
 def test_what_is_there_is_not_looked_at_while_a_process_serves() -> None:
     kept: list[object] = [[]]
     before = gc.get_freeze_count()
-    with heap_left_alone():
+    with frozen_heap():
         assert gc.get_freeze_count() > before
         assert not any(kept is one for one in gc.get_objects())
     assert gc.get_freeze_count() == 0

@@ -28,6 +28,12 @@ ROWS = 4
 MIXED_TOKENS = 48
 
 
+def pages_of_rows(groups: int, rows: int, columns: int) -> np.ndarray:
+    """Numbers of pages `[groups, rows, columns]`, in no order, and other ones in each group."""
+    numbers = [1 + np.random.default_rng(1 + group).permutation(rows * columns) for group in range(max(groups, 1))]
+    return np.stack(numbers).reshape(-1, rows, columns).astype(np.int32)
+
+
 def slots_of_rows(rows: int) -> np.ndarray:
     """A slot for each row, in no order, between others that nobody uses."""
     return 1 + 2 * np.random.default_rng(2).permutation(rows).astype(np.int32)
@@ -68,8 +74,7 @@ class PagedModel:
 
         self.kv_caches: KVCaches = jax.tree.map(poisoned, caches)
         self.slots, self.begin = slots_of_rows(ROWS), dict[int, int]()
-        pages = 1 + np.random.default_rng(1).permutation(ROWS * columns)
-        self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
+        self.all_pages = pages_of_rows(self.num_groups, ROWS, columns)
         self.page_size = page_size
 
         def step(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[jax.Array, KVCaches]:
@@ -113,8 +118,9 @@ class PagedModel:
         counts = np.array(list(step.values()))
         num_decode = int(np.cumprod(counts == 1).sum())
         num_tokens = ROWS if num_decode == len(counts) else MIXED_TOKENS
-        tokens, positions, slots = np.zeros((3, num_tokens), np.int32)
-        page_table = np.zeros((ROWS, self.all_pages.shape[1]), np.int32)
+        tokens, positions = np.zeros((2, num_tokens), np.int32)
+        slots = np.zeros((len(self.all_pages), num_tokens), np.int32)
+        page_table = np.zeros_like(self.all_pages)
         kv_lens = np.zeros(ROWS, np.int32)
         place = 0
         for index, (row, count) in enumerate(step.items()):
@@ -123,17 +129,16 @@ class PagedModel:
             tokens[mine] = np.asarray(sequences[row])[positions[mine]]
             kv_lens[index] = done[row] + count
             used = -(-kv_lens[index] // self.page_size)
-            page_table[index, :used] = self.all_pages[row, :used]
-            slots[mine] = self.all_pages[row, positions[mine] // self.page_size] * self.page_size
-            slots[mine] += positions[mine] % self.page_size
+            page_table[:, index, :used] = self.all_pages[:, row, :used]
+            slots[:, mine] = self.all_pages[:, row, positions[mine] // self.page_size] * self.page_size
+            slots[:, mine] += positions[mine] % self.page_size
             place += count
         starts = np.full(ROWS + 1, place, np.int32)
         starts[: len(counts) + 1] = [0, *np.cumsum(counts)]
-        arrays = (tokens, positions, slots, page_table, kv_lens, starts, np.int32(num_decode))
+        arrays = (tokens, positions, slots[0], page_table[0], kv_lens, starts, np.int32(num_decode))
         batch = ForwardBatch(*(jnp.asarray(array) for array in arrays))
-        # A row has pages of the same numbers in all cache groups.
-        same = GroupPages(batch.write_slots, batch.page_table)
-        batch = replace(batch, further=(same,) * (self.num_groups - 1))
+        further = zip(slots[1:], page_table[1:], strict=True)
+        batch = replace(batch, further=tuple(GroupPages(jnp.asarray(a), jnp.asarray(b)) for a, b in further))
         if not self.keeps_states:
             return batch
         own = np.zeros(ROWS, np.int32)
@@ -159,5 +164,5 @@ class PagedModel:
     def share(self, row: int, other: int) -> None:
         """Row `other` goes on from what `row` has now: with the same pages, and from its state, which stays as it is if
         `row` computes no more."""
-        self.all_pages[other] = self.all_pages[row]
+        self.all_pages[:, other] = self.all_pages[:, row]
         self.begin[other] = int(self.slots[row])

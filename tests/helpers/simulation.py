@@ -41,10 +41,23 @@ FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for posit
 
 
 STATE = CacheKind.STATE
-PAGED = ((None,), (None,), (None, None), (None, 7), (None, 18), (5,), (18,), (7, None), (3, 20), (None, 1, 9))
+PAGED = (
+    (None,),
+    (None,),
+    (None, None),
+    (None, 7),
+    (None, 18),
+    (5,),
+    (18,),
+    (7, None),
+    (3, 20),
+    (20, 3),
+    (7, 7),
+    (None, 1, 9),
+)
 """Windows of the groups of layers, in tokens, None where they see all: smaller and larger than a page."""
 
-WITH_STATES = ((None, STATE), (STATE,), (STATE, None), (5, STATE), (17, STATE), (None, STATE, 5))
+WITH_STATES = ((None, STATE), (STATE,), (STATE, None), (5, STATE), (17, STATE), (STATE, 5), (None, STATE, 5))
 """The same with a group that keeps states."""
 
 GROUPS: tuple[tuple[Sees, ...], ...] = (*PAGED, *WITH_STATES)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers.stand_in_model import HIDDEN, LAYERS
+from helpers.stand_in_model import HIDDEN, LAYERS, windows_of_layers
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.jax_runner.buckets import Buckets
@@ -20,7 +21,9 @@ from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 
 
-def _forward(weights: Weights, batch: ForwardBatch, kv: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+def _forward(
+    weights: Weights, batch: ForwardBatch, kv: list[jax.Array], window: int | None = None
+) -> tuple[jax.Array, list[jax.Array]]:
     places = jnp.arange(len(batch.tokens))
     sequences = jnp.searchsorted(batch.query_starts[1:], places, side="right")
     sequences = jnp.minimum(sequences, len(batch.kv_lens) - 1)
@@ -28,13 +31,15 @@ def _forward(weights: Weights, batch: ForwardBatch, kv: list[jax.Array]) -> tupl
     new_kv = []
     for layer, cache in enumerate(kv):
         query, key, value, output = weights[2 + 4 * layer : 6 + 4 * layer]
-        pages, page_size = cache.shape[:2]
-        slots = cache.reshape(pages * page_size, 2, HIDDEN)
-        slots = slots.at[batch.write_slots].set(jnp.stack([x @ key, x @ value], axis=1))
+        sees = windows_of_layers(window)[layer % LAYERS]
+        pages = batch.of_group(0 if sees is None else 1)
+        slots = cache.reshape(-1, 2, HIDDEN)
+        slots = slots.at[pages.write_slots].set(jnp.stack([x @ key, x @ value], axis=1))
         new_kv.append(slots.reshape(cache.shape))
-        seen = new_kv[-1][batch.page_table[sequences]].reshape(len(x), -1, 2, HIDDEN)
+        seen = new_kv[-1][pages.page_table[sequences]].reshape(len(x), -1, 2, HIDDEN)
         scores = jnp.einsum("td,tsd->ts", x @ query, seen[:, :, 0])
-        visible = jnp.arange(seen.shape[1]) <= batch.positions[:, None]
+        ago = batch.positions[:, None] - jnp.arange(seen.shape[1])
+        visible = (ago >= 0) if sees is None else (ago >= 0) & (ago < sees)
         attention = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
         x = x + jnp.einsum("ts,tsd->td", attention, jnp.where(visible[..., None], seen[:, :, 1], 0)) @ output
     return x, new_kv
@@ -58,18 +63,23 @@ def stand_in_runner(
     max_context: int = 64,
     max_samples: int = 1,
     draft: Sequence[np.ndarray] | None = None,
+    window: int | None = None,
 ) -> JaxRunner:
     """A runner of the stand-in, whose unused pages hold NaN: reading one shows. `draft`: the weights of another one
-    that guesses."""
+    that guesses; `window`: see `windows_of_layers`."""
     models = 1 if draft is None else 2
+    pools = (PoolSpec(CacheKind.FULL, num_pages, page_size),) * models
+    if window is not None:
+        pools += (PoolSpec(CacheKind.WINDOW, num_pages, page_size, window),)
+        model = ModelFunctions(partial(_forward, window=window), _logits)
     spec = RunnerSpec(
-        (PoolSpec(CacheKind.FULL, num_pages, page_size),) * models,
+        pools,
         max_rows,
         token_budget,
         max_context,
         len(weights[0]),
         max_samples=max_samples,
-        drafts_beside_prompts=draft is None,
+        drafts_with_prompts=draft is None,
     )
     kv = [jnp.full((num_pages, page_size, 2, HIDDEN), jnp.nan) for _ in range(models * LAYERS)]
     if draft is not None:
@@ -80,7 +90,7 @@ def stand_in_runner(
         model,
         on_device,
         state,
-        Buckets.ladder(max_rows, token_budget, page_size, models),
+        Buckets.ladder(max_rows, token_budget, page_size, len(pools)),
         page_size,
         table=TableLayout.of(spec),
         most_guesses=max_samples - 1,

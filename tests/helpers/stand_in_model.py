@@ -21,11 +21,17 @@ def random_weights(seed: int = 0, vocab: int = VOCAB) -> list[np.ndarray]:
     return [rng.normal(0, 1.5 * HIDDEN**-0.5, shape).astype(np.float32) for shape in shapes]
 
 
-def dense_logits(weights: Sequence[np.ndarray], tokens: Sequence[int]) -> np.ndarray:
-    """Logits after every token, float32 `[tokens, vocab]`."""
+def windows_of_layers(window: int | None) -> tuple[int | None, ...]:
+    """What each layer sees: all, but for the last one, which sees the last `window` tokens if that is given."""
+    return (*(None,) * (LAYERS - 1), window)
+
+
+def dense_logits(weights: Sequence[np.ndarray], tokens: Sequence[int], window: int | None = None) -> np.ndarray:
+    """Logits after every token, float32 `[tokens, vocab]`. `window`: see `windows_of_layers`."""
     x = weights[0][list(tokens)] + weights[1][: len(tokens)]
-    hidden_later = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
-    for layer in range(LAYERS):
+    later = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
+    for layer, sees in enumerate(windows_of_layers(window)):
+        hidden_later = later if sees is None else later | np.tril(np.ones_like(later), -sees)
         query, key, value, output = weights[2 + 4 * layer : 6 + 4 * layer]
         scores = np.where(hidden_later, -np.inf, (x @ query) @ (x @ key).T)
         attention = np.exp(scores - scores.max(-1, keepdims=True))

@@ -81,16 +81,21 @@ def _only(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
 
 class StandInSubject:
     """`Subject` of a bench: runners of `make_runner`, one for each page size, built once, which sample up to
-    `max_samples` tokens of a row in a step.
+    `max_samples` tokens of a row in a step. `window`: see `windows_of_layers`; layers with one are a second group.
 
     The last token of the vocabulary has an embedding of NaN: what sees it has logits that are not finite.
     """
 
-    windows = (None,)
-
     def __init__(
-        self, make_runner: Callable[..., Runner], vocab: int, page_sizes: Sequence[int], max_samples: int = 1
+        self,
+        make_runner: Callable[..., Runner],
+        vocab: int,
+        page_sizes: Sequence[int],
+        max_samples: int = 1,
+        window: int | None = None,
     ) -> None:
+        self.windows = (None,) if window is None else (None, window)
+        self._window = window
         self.page_sizes = tuple(page_sizes)
         self.max_samples = max_samples
         self.accepted = 0
@@ -107,6 +112,7 @@ class StandInSubject:
                 num_pages=26,
                 max_context=60,
                 max_samples=max_samples,
+                window=window,
             )
             for page_size in page_sizes
         }
@@ -115,7 +121,7 @@ class StandInSubject:
 
     def runner(self, spec: RunnerSpec) -> Runner:
         """A runner of at most 6 rows, 64 tokens a step, 26 pages and a context of 60."""
-        spec = replace(spec, max_samples=self.max_samples, drafts_beside_prompts=False)
+        spec = replace(spec, max_samples=self.max_samples, drafts_with_prompts=False)
         return Narrowed(self._runners[spec.pools[0].page_size], spec, self._count)
 
     def _count(self, result: StepResult) -> None:
@@ -149,7 +155,7 @@ class StandInSubject:
         if allowed is not None:  # which knows when an output may end
             sampling = replace(sampling, grammar=None, min_new_tokens=0)
         while len(tokens) < most and not stop_ids & {*tokens[-1:]}:
-            logits = dense_logits(self._weights, [*prompt, *tokens])[-1]
+            logits = dense_logits(self._weights, [*prompt, *tokens], self._window)[-1]
             if allowed is not None:
                 choice = allowed(tokens)
                 if not choice:
@@ -176,7 +182,7 @@ class StandInSubject:
         healthy = tokens.index(poison) if poison in tokens else len(tokens)
         logits = np.full((len(tokens), poison + 1), np.nan, np.float32)
         if healthy:
-            logits[:healthy] = dense_logits(self._weights, tokens[:healthy])
+            logits[:healthy] = dense_logits(self._weights, tokens[:healthy], self._window)
         shifted = logits - logits.max(-1, keepdims=True)
         everything = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
         return everything[np.arange(len(tokens) - 1), tokens[1:]]

@@ -157,13 +157,17 @@ def make_tiny_tokenizer(folder: Path, vocab_size: int = TINY_VOCAB_SIZE) -> PreT
     return tokenizer
 
 
+def tiny_fields(architecture: str, **overrides: Any) -> dict[str, Any]:
+    """Fields of the config of a tiny model, of which `overrides` win."""
+    return _SMALL_CONFIG | _ARCHITECTURE_CONFIG.get(architecture, {}) | overrides
+
+
 def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
     """A `...ForCausalLM` of transformers on the CPU, in float32, with all parameters sampled from `seed`.
 
     `config_overrides` are fields of the architecture's config: `rope_parameters`, `tie_word_embeddings`, `head_dim`...
     """
-    values = _SMALL_CONFIG | _ARCHITECTURE_CONFIG.get(architecture, {}) | config_overrides
-    config = transformers.AutoConfig.for_model(architecture, **values)
+    config = transformers.AutoConfig.for_model(architecture, **tiny_fields(architecture, **config_overrides))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = np.random.default_rng(seed)
     with torch.no_grad():

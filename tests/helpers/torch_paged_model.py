@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from helpers.cpu_kernels import cpu_attention, cpu_operations
-from helpers.paged_model import slots_of_rows
+from helpers.paged_model import pages_of_rows, slots_of_rows
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import num_paged_groups
@@ -85,8 +85,7 @@ class TorchPagedModel:
                 pages = KVPages(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
             self.kv.append(LayerMemory(pages, tuple(pool.fill_(torch.nan) for pool in states)))
         self.slots, self.begin = slots_of_rows(ROWS), dict[int, int]()
-        pages = 1 + np.random.default_rng(1).permutation(ROWS * columns)
-        self.all_pages = pages.reshape(ROWS, columns).astype(np.int32)
+        self.all_pages = pages_of_rows(num_paged_groups(self.model.config), ROWS, columns)
         self.page_size = page_size
 
     def run(
@@ -131,30 +130,34 @@ class TorchPagedModel:
         counts = np.array(list(step.values()))
         num_decode = int(np.cumprod(counts == 1).sum())
         padding = ROWS - len(counts) if num_decode == len(counts) else 0
-        page_table = np.zeros((len(counts) + padding, self.all_pages.shape[1]), np.int32)
+        groups, _, columns = self.all_pages.shape
+        page_table = np.zeros((groups, len(counts) + padding, columns), np.int32)
         kv_lens = np.zeros(len(counts) + padding, np.int32)
         tokens, positions, slots = [], [], []
         for index, (row, count) in enumerate(step.items()):
             places = np.arange(done[row], done[row] + count)
             used = -(-(done[row] + count) // self.page_size)
-            page_table[index, :used] = self.all_pages[row, :used]
+            page_table[:, index, :used] = self.all_pages[:, row, :used]
             kv_lens[index] = done[row] + count
             positions.append(places)
             tokens.append(sequences[row][places])
-            slots.append(self.all_pages[row, places // self.page_size] * self.page_size + places % self.page_size)
+            pages = self.all_pages[:, row, places // self.page_size]
+            slots.append(pages * self.page_size + places % self.page_size)
         unused = [np.zeros(padding, np.int32)]
-        # A row has pages of the same numbers in all cache groups.
-        table = torch.from_numpy(page_table)
-        same = GroupPages(torch.from_numpy(np.concatenate(slots + unused).astype(np.int64)), table)
+        all_slots = np.concatenate([*slots, np.zeros((groups, padding), np.int32)], axis=1).astype(np.int64)
+        pages, *further = (
+            GroupPages(torch.from_numpy(slots), torch.from_numpy(table))
+            for slots, table in zip(all_slots, page_table, strict=True)
+        )
         return ForwardBatch(
             tokens=torch.from_numpy(np.concatenate(tokens + unused).astype(np.int32)),
             positions=torch.from_numpy(np.concatenate(positions + unused).astype(np.int32)),
-            write_slots=same.write_slots,
-            page_table=table,
+            write_slots=pages.write_slots,
+            page_table=pages.page_table,
             kv_lens=torch.from_numpy(kv_lens),
             query_starts=torch.from_numpy(np.cumsum([0, *counts, *[1] * padding]).astype(np.int32)),
             num_decode=num_decode + padding,
-            further=(same,) * (num_paged_groups(self.model.config) - 1),
+            further=tuple(further),
             states=self._states(step, counts, kv_lens, num_decode, padding) if self.keeps_states else None,
         )
 
@@ -180,5 +183,5 @@ class TorchPagedModel:
     def share(self, row: int, other: int) -> None:
         """Row `other` goes on from what `row` has now: with the same pages, and from its state, which stays as it is if
         `row` computes no more."""
-        self.all_pages[other] = self.all_pages[row]
+        self.all_pages[:, other] = self.all_pages[:, row]
         self.begin[other] = int(self.slots[row])

@@ -202,8 +202,9 @@ class Watch:
         return all(self._fits_into(group, request, cached, decode_pages, pages) for group in cache.groups)
 
     def _fits_into(self, group: Group, request: Request, cached: int, decode_pages: int, pages: int) -> bool:
-        """Of a group with a window this counts all that a group without one would take, but for the request's own
-        prompt: while it is computed, it holds a window and two steps' tokens. `cached`: pages of its prefix."""
+        """Of a group with a window, what prompts under way would take of a group without one; of the request's own
+        prompt at most a window and two steps' tokens; and of an output at most the window and the page that is written,
+        less what the row has. `cached`: pages of the request's prefix."""
         if isinstance(group, StateGroup):
             return group.available >= 1
         scheduler = self._scheduler
@@ -220,9 +221,11 @@ class Watch:
             needed = min(needed, min(reach + steps, group.pool.total) - kept)
         rows = np.array(sorted(cache.open_rows), np.int64)
         if len(rows):
-            known = np.maximum(table.num_tokens[rows], cache.lengths.kv_allocated[rows])
-            output = sum(max(0, min(int(left), CLIP)) for left in table.total_len[rows] - known)
-            output += min(request.total_len - request.prefill_len, CLIP)
+            known = np.maximum(table.num_tokens[rows], cache.lengths.kv_allocated[rows]).tolist()
+            ends, most = table.total_len[rows].tolist(), None if window is None else (reach + 1) * cache.page_size
+            every = [*zip(known, ends, strict=True), (request.prefill_len, request.total_len)]
+            lefts = [(max(0, min(end - has, CLIP)), has) for has, end in every]
+            output = sum(left if most is None else min(left, max(most - has, 0)) for left, has in lefts)
             needed += pages + cache.pages_for(int(output * scheduler.reserve.ratio))
         return needed <= available
 

@@ -159,6 +159,58 @@ def test_a_leaf_below_a_gap_goes_as_others_do() -> None:
         assert all(group.pool.num_free == group.pool.total for group in cache.groups)
 
 
+def test_a_leaf_that_loses_its_window_goes() -> None:
+    """With all that other groups have there: no match can end in it, and nobody would look for it."""
+    cache = cache_of(window=9)
+    _, component = window_of(cache)
+    finish(cache, PROMPT)
+    finish(cache, [*PROMPT[:20], *range(100, 120)])
+    while component.evictable:
+        cache.tree.evict(component, 1)
+        check_everything(cache)
+    assert cache.tree.num_nodes == 0
+    assert all(group.pool.num_free == group.pool.total for group in cache.groups)
+
+
+def test_a_lost_part_is_filled_and_others_pages_stay() -> None:
+    """A request that runs depends on the keys of full attention; who computes the same prefix again, since its window
+    is gone, gives the tree what that lacks, and nothing else moves."""
+    cache = cache_of(window=9)
+    _, component = window_of(cache)
+    runs = open_row(cache, PROMPT)
+    compute(cache, runs, PROMPT)
+    cache.cache_prefix(runs, int32_bytes(PROMPT), 40, None)
+    decode(cache, runs, 4)
+    cache.tree.evict(component, component.evictable)
+    assert cached(cache, PROMPT[:20]) == 0, "the head of the window is gone"
+    full = cache.groups[0]
+    before, free = full.table.run(runs.row, 0, 10).copy(), full.pool.num_free
+    finish(cache, PROMPT[:20])
+    assert cached(cache, PROMPT[:20]) == 20
+    assert np.array_equal(full.table.run(runs.row, 0, 10), before)
+    assert full.pool.num_free == free, "the copies of who came later are free again"
+    cache.release_kv_cache(runs, int32_bytes([*PROMPT, *range(200, 204)]), insert=True)
+    check_everything(cache)
+
+
+def test_what_a_row_gave_up_is_not_inserted() -> None:
+    """An output of many windows leaves behind its last one: before that no match ends."""
+    cache = cache_of(window=9)
+    group, component = window_of(cache)
+    record = open_row(cache, PROMPT[:8])
+    compute(cache, record, PROMPT[:8])
+    decode(cache, record, 60)
+    given_up = group.held_from(record.row)
+    assert given_up > 10
+    tokens = [*PROMPT[:8], *range(100, 160)]
+    cache.release_kv_cache(record, int32_bytes(tokens), insert=True)
+    check_everything(cache)
+    prompts = 2
+    assert sum(len(component.pages(node)) for node in cache.tree.nodes()) == prompts + 17 - given_up
+    assert cached(cache, [*tokens, 1]) == 68
+    assert cached(cache, tokens[: 4 * given_up]) == 4 * prompts
+
+
 def test_who_computes_a_lost_part_again_gives_it_to_the_node() -> None:
     cache = cache_of(window=9)
     group, component = window_of(cache)

@@ -1,5 +1,6 @@
-"""Looks for the habits of habits.yaml in docs, help texts, errors, log lines, the docstrings that the site's reference
-and the server's /docs show, and comments of what operators copy; and for misspelt words in all of them.
+"""Looks for the habits of habits.yaml in docs, examples, help texts, errors, log lines, returned texts, the
+docstrings that the site's reference and the server's /docs show, and comments of what operators copy; and for misspelt
+words in all of them.
 
 Run by `make check`: python tests/prose/check.py [FILE ...]
 """
@@ -20,10 +21,23 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sglang_jax", "torch_backend", "tpu")
 LOG_METHODS = frozenset({"debug", "info", "warning", "error", "exception", "critical"})
-SHOWN = frozenset({"help", "description", "short_help", "epilog"})
+SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reason"})
 """Keywords whose texts a user reads."""
 
+NEWLINE = "\n"
 ROUTES = frozenset({"get", "post", "put", "delete", "head"})
+FULL_OF_TEXTS = frozenset(
+    {
+        "sglang_jax/cli/chat.py",
+        "sglang_jax/config/choices.py",
+        "sglang_jax/server/metrics.py",
+        "sglang_jax/spellings.py",
+        "sglang_jax/value_spellings.py",
+    }
+)
+"""Modules whose strings of a few words are all shown somewhere."""
+
+FEW_WORDS = 4
 OPERATORS_FILES = ("Dockerfile", "Makefile", "deploy/**/*.*", "docs/recipes/*.yaml")
 REFERENCE = ROOT / "docs/reference.md"
 
@@ -81,15 +95,24 @@ def _of_comments(path: Path) -> Iterator[Text]:
 def _of_python(path: Path) -> Iterator[Text]:
     """Help texts, the first argument of what is raised, logged or printed, and docstrings that are shown."""
     tree = ast.parse(path.read_text())
+    where = path.relative_to(ROOT)
     if path in referred():
         yield from _docstrings(path, tree)
+    if where.parts[0] == "examples":
+        yield from _of_comments(path)
+    if where.as_posix() in FULL_OF_TEXTS or where.parts[0] == "examples":
+        yield from _sentences(path, tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield from _sentences(path, node.value)
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield from _strings(path, node.exc.args[:1])
         elif isinstance(node, ast.Call):
             yield from _strings(path, [word.value for word in node.keywords if word.arg in SHOWN])
             if isinstance(node.func, ast.Attribute) and node.func.attr in LOG_METHODS | {"echo"}:
                 yield from _strings(path, node.args[:1])
+            elif isinstance(node.func, ast.Name) and node.func.id == "print":
+                yield from _strings(path, node.args)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and any(map(_shown, node.decorator_list)):
             yield _docstring(path, node)
 
@@ -106,7 +129,7 @@ def _shown(decorator: ast.expr) -> bool:
 def _docstrings(path: Path, tree: ast.Module) -> Iterator[Text]:
     """Those of the module's public names and of their public methods, and texts under attributes."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
             yield _docstring(path, node)
             for part in node.body[1:] if isinstance(node, ast.ClassDef) else ():
                 if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) and not part.name.startswith("_"):
@@ -142,21 +165,36 @@ def _strings(path: Path, expressions: list[ast.expr]) -> Iterator[Text]:
                 yield Text(path, node.lineno, re.sub(r"`[^`\n]*`", "``", node.value))
 
 
+def _sentences(path: Path, tree: ast.AST) -> Iterator[Text]:
+    """Strings of a few words or more, apart from docstrings."""
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            text = re.sub(r"`[^`\n]*`", "``", node.value)
+            if len(text.split()) >= FEW_WORDS:
+                yield Text(path, node.lineno, text)
+
+
 def found(paths: list[Path], bad: list[Habit]) -> Iterator[str]:
     """A line for each habit met."""
     for path in paths:
-        for passage in passages(path):
-            for habit in bad:
-                for hit in habit.find.finditer(passage.text):
-                    line = passage.line + passage.text.count("\n", 0, hit.start())
-                    yield f"{path.relative_to(ROOT)}:{line}: {hit[0]!r}: write {habit.write}"
+        lines = [
+            f"{path.relative_to(ROOT)}:{passage.line + passage.text.count(NEWLINE, 0, hit.start())}: "
+            f"{hit[0]!r}: write {habit.write}"
+            for passage in passages(path)
+            for habit in bad
+            for hit in habit.find.finditer(passage.text)
+        ]
+        yield from dict.fromkeys(lines)  # a text may be read for two reasons
 
 
 def checked_files() -> list[Path]:
     """Changes of the past stay as they were written."""
     return [
         ROOT / "README.md",
+        ROOT / "requirements/README.md",
         *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").glob("*.py")),
         *(path for pattern in OPERATORS_FILES for path in sorted(ROOT.glob(pattern)) if path.suffix != ".json"),
         *(path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))),
     ]

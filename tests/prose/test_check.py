@@ -42,6 +42,9 @@ def command(most: int) -> None:
 async def route() -> None:
     """Stands ready."""
     click.echo("as it were")
+    print("left alone", "by turns")
+    Refusal(reason="of course not")
+    return describe("so to speak, begun at last") or "begun anew"
 
 
 class Shown:
@@ -56,6 +59,10 @@ class Shown:
 
     def _hidden(self) -> None:
         """Whoever."""
+
+
+async def shown() -> None:
+    """Likewise."""
 '''
 
 RECIPE = """# The router alone.
@@ -90,7 +97,23 @@ def test_of_a_module_help_errors_and_log_lines_are_read(here: Path) -> None:
         (12, "is no number"),
         (17, "Stands ready"),
         (18, "as it were"),
+        (19, "by turns"),
+        (20, "of course"),
+        (21, "begun"),
+        (21, "so to speak"),
     }
+
+
+def test_of_an_example_and_of_a_module_full_of_texts_all_sentences_are_read(here: Path) -> None:
+    for name in ("examples/one.py", "sglang_jax/server/metrics.py", "sglang_jax/other.py"):
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            '"""Begun, as a docstring is."""\nTEXT = "nobody here has begun"\nNAME = "begun"\nA = 1  # anew\n'
+        )
+    assert hits(here / "examples/one.py") == {(2, "begun"), (4, "anew")}
+    assert hits(here / "sglang_jax/server/metrics.py") == {(2, "begun")}
+    assert hits(here / "sglang_jax/other.py") == set()
 
 
 def test_of_a_module_in_the_reference_docstrings_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +121,7 @@ def test_of_a_module_in_the_reference_docstrings_are_read(here: Path, monkeypatc
     module.write_text(PYTHON)
     without = hits(module)
     monkeypatch.setattr("check.referred", lambda: {module})
-    assert hits(module) - without == {(22, "Beside"), (26, "anew"), (29, "Whoever")}
+    assert hits(module) - without == {(25, "Beside"), (29, "anew"), (32, "Whoever"), (39, "Likewise")}
 
 
 def test_the_reference_is_read() -> None:
@@ -118,6 +141,7 @@ def test_what_is_checked_is_there_and_has_texts() -> None:
     recipes = {ROOT / "docs/recipes/fleet-kubernetes.yaml", ROOT / "deploy/proxy/nginx.conf", ROOT / "Dockerfile"}
     assert recipes <= set(files)
     assert {ROOT / "README.md", ROOT / "docs/api.md", ROOT / "sglang_jax/config/server.py"} <= set(files)
+    assert {ROOT / "requirements/README.md", ROOT / "examples/ray_serve.py"} <= set(files)
     assert ROOT / "CHANGELOG.md" not in files
     texts = [passage.text for passage in passages(ROOT / "sglang_jax/config/server.py")]
     assert "minimum log level" in texts

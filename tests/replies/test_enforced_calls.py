@@ -22,7 +22,7 @@ from sglang_jax.grammar.interface import Progress
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.grammar.llguidance_trial import Trial
 from sglang_jax.replies import call_reader
-from sglang_jax.replies.enforce import Begun, after_reasoning, calls_format, grammar_format, grammar_of_format
+from sglang_jax.replies.enforce import ReasoningStart, after_reasoning, calls_format, grammar_format, grammar_of_format
 from sglang_jax.replies.families import CALLS, REASONING, markers
 from sglang_jax.replies.forms import CallFamily, ReasoningForm, ReplyLayout, Tool
 from sglang_jax.replies.parser import CallArguments, CallBegin, Reasoning, ReplyParser, Text
@@ -447,24 +447,24 @@ def test_a_grammar_begins_where_reasoning_ends(backend: LlguidanceBackend, trial
     older = grammar.kind is GrammarKind.STRUCTURAL_TAG and "structures" in grammar.text
     said = 'free "' + '"x"' if older else '"ab"'
     qwen3 = REASONING[ReasoningParser.QWEN3]
-    for begun, texts in (
-        (Begun.OPEN, ['Hm "x\n</think>\n\n' + said, "</think>" + said]),
-        (Begun.UNSAID, [said, "<think>\nHm <thi</think>\n" + said]),
-        (Begun.CLOSED, [said]),
+    for start, texts in (
+        (ReasoningStart.OPEN, ['Hm "x\n</think>\n\n' + said, "</think>" + said]),
+        (ReasoningStart.UNSAID, [said, "<think>\nHm <thi</think>\n" + said]),
+        (ReasoningStart.CLOSED, [said]),
     ):
-        found = after_reasoning(grammar_format(grammar), qwen3, begun, text=True)
+        found = after_reasoning(grammar_format(grammar), qwen3, start, text=True)
         walker = Walker(backend, trial, grammar_of_format(found, "field"))
         for text in texts:
-            assert walker.takes(text), (begun, text)
+            assert walker.takes(text), (start, text)
         assert walker.takes("Hm </think> no") is older
-        if begun is Begun.OPEN:
+        if start is ReasoningStart.OPEN:
             assert not walker.takes(said)
 
 
 def test_harmonys_answers_and_calls_begin_behind_its_reasoning(backend: LlguidanceBackend, trial: Trial) -> None:
     harmony, family = REASONING[ReasoningParser.GPT_OSS], CALLS[ToolCallParser.GPT_OSS]
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    answer = after_reasoning(grammar_format(json_grammar({"const": 1})), harmony, Begun.UNSAID, text=True)
+    answer = after_reasoning(grammar_format(json_grammar({"const": 1})), harmony, ReasoningStart.UNSAID, text=True)
     walker = Walker(backend, trial, grammar_of_format(answer, "field"))
     assert walker.takes("<|channel|>final<|message|>1")
     assert walker.takes(thought + "<|channel|>final<|message|>1")
@@ -473,7 +473,7 @@ def test_harmonys_answers_and_calls_begin_behind_its_reasoning(backend: Llguidan
         family, family.enforced(""), (NOW, NOTE), required=False, parallel=True, text_begin=harmony.answer
     )
     walker = Walker(
-        backend, trial, grammar_of_format(after_reasoning(calls, harmony, Begun.UNSAID, text=False), "tools")
+        backend, trial, grammar_of_format(after_reasoning(calls, harmony, ReasoningStart.UNSAID, text=False), "tools")
     )
     call = '<|channel|>commentary to=functions.note <|constrain|>json<|message|>{"text": "a"}'
     for raw in (call, thought + call, thought + "<|channel|>final<|message|>It is."):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,25 +17,25 @@ from helpers.stand_in_subject import StandInSubject
 from sglang_jax.runner.protocol import Runner
 
 
-def captured_torch_runner(weights: Sequence[np.ndarray], **sizes: int) -> Runner:
+def captured_torch_runner(weights: Sequence[np.ndarray], **sizes: Any) -> Runner:
     """Decode steps of up to four rows are replayed; those of five and six are launched one by one."""
     return stand_in_torch.stand_in_runner(weights, capture=FakeCapture(), graph_buckets=(1, 2, 4), **sizes)
 
 
-# For JAX each page size is a compilation of every program.
+# For JAX each page size is a compilation of every program. The last is the window of the second group of layers.
 SUBJECTS = {
-    "jax": (stand_in_jax.stand_in_runner, (4,), 1),
-    "torch": (stand_in_torch.stand_in_runner, (1, 4, 16), 1),
-    "torch captured": (captured_torch_runner, (1, 4, 16), 1),
-    "jax, drafts": (stand_in_jax.stand_in_runner, (4,), 4),
-    "torch captured, drafts": (captured_torch_runner, (4,), 4),
+    "jax, window": (stand_in_jax.stand_in_runner, (4,), 1, 7),
+    "torch": (stand_in_torch.stand_in_runner, (1, 4, 16), 1, None),
+    "torch captured, window": (captured_torch_runner, (1, 4, 16), 1, 7),
+    "jax, drafts": (stand_in_jax.stand_in_runner, (4,), 4, None),
+    "torch captured, drafts, window": (captured_torch_runner, (4,), 4, 7),
 }
 
 
 @pytest.fixture(scope="module", params=SUBJECTS)
 def subject(request: pytest.FixtureRequest) -> Iterator[StandInSubject]:
-    make_runner, page_sizes, max_samples = SUBJECTS[request.param]
-    subject = StandInSubject(make_runner, VOCAB, page_sizes, max_samples)
+    make_runner, page_sizes, max_samples, window = SUBJECTS[request.param]
+    subject = StandInSubject(make_runner, VOCAB, page_sizes, max_samples, window)
     yield subject
     assert max_samples == 1 or subject.accepted > 20, "hardly any draft was right: nothing was proven of them"
     subject.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.mem_cache.full_kv import FullKV
-from sglang_jax.mem_cache.group import Group, WindowGroup
+from sglang_jax.mem_cache.group import FullGroup, Group, WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.ledger import RETIRED, OwnershipError, request_owners
@@ -295,6 +296,44 @@ def tell_one_group_of_a_removal(monkeypatch: pytest.MonkeyPatch) -> None:
         return parent
 
     monkeypatch.setattr(RadixTree, "_remove_leaf", remove_from_the_first)
+
+
+def tell_one_of_two_full_groups_of_a_removal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pool's pages are evictable for ever, and reached by nobody."""
+    tell_one_group_of_a_removal(monkeypatch)
+
+
+def tell_one_group_of_a_trim(monkeypatch: pytest.MonkeyPatch) -> None:
+    trim = RadixTree._trim_leaf
+
+    def trim_the_first(self: RadixTree, node: Node, pages: int) -> bool:
+        components, self.components = self.components, self.components[:1]
+        serves = trim(self, node, pages)
+        self.components = components
+        return serves
+
+    monkeypatch.setattr(RadixTree, "_trim_leaf", trim_the_first)
+
+
+def keep_what_one_group_granted_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `keep_what_one_group_granted`, of pages for several tokens a row."""
+    extend = KVCache.extend_rows
+
+    def extend_the_first(self: KVCache, rows: np.ndarray, lengths: np.ndarray, *, evict: bool = True) -> bool:
+        if extend(self, rows, lengths, evict=evict):
+            return True
+        first, row = self.groups[0], rows[:1]
+        column = -(-self.lengths.kv_allocated[row] // self.page_size)
+        if lengths[0] > self.lengths.kv_allocated[row[0]] and first.pool.num_free:
+            first.table.write(row, column, first.take(1, request_owners(row)))
+        return False
+
+    monkeypatch.setattr(KVCache, "extend_rows", extend_the_first)
+
+
+def budget_a_window_like_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is kept in a window's pool for all of an output: few rows run where many would."""
+    monkeypatch.setattr(WindowGroup, "output_need", FullGroup.output_need)
 
 
 def give_a_node_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,6 +632,10 @@ WINDOW_FAULTS = [
     cover_a_page_less,
     keep_what_one_group_granted,
     tell_one_group_of_a_removal,
+    tell_one_of_two_full_groups_of_a_removal,
+    tell_one_group_of_a_trim,
+    keep_what_one_group_granted_for_drafts,
+    budget_a_window_like_all,
     give_a_node_what_it_has,
     insert_the_uncommitted_tail,
     retire_in_one_group_alone,
@@ -684,21 +727,34 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "rows": st.integers(2, 6),
         "context": st.just(60),
         "conservativeness": st.just(1.0),
+        "reuse": st.just(False),
     },
     fail_who_read_bad_kv: NO_SHORTAGE,
-    settle_one: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4])},
-    free_duplicates_while_in_flight: COMPUTED_TWICE,
+    settle_one: NO_SHORTAGE | {"page_size": st.just(1)},
+    free_duplicates_while_in_flight: COMPUTED_TWICE | {"rows": st.just(6)},
     retire_in_one_group_alone: COMPUTED_TWICE | {"groups": st.sampled_from([(None, 7), (None, 18), (3, 20)])},
     share_by_the_first_page: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4]), "chunk": st.just(3)},
     no_turn_for_the_oldest: {"aged_turn": st.just(2), "rows": st.integers(1, 2)},
-    never_keep_room: {"backfill": st.just((2, 256)), "aged_turn": st.sampled_from([2, 3]), "pages": st.integers(6, 24)},
+    never_keep_room: {
+        "backfill": st.just((2, 256)),
+        "aged_turn": st.sampled_from([2, 3]),
+        "pages": st.integers(6, 24),
+        "context": st.just(60),
+    },
     keep_room_for_a_crowd_alone: {
         "backfill": st.just((32, 5)),
         "aged_turn": st.just(2),
+        "rows": st.integers(2, 3),
         "pages": st.integers(6, 24),
         "context": st.just(60),
     },
     keep_what_was_cut_off: NO_SHORTAGE,
+    keep_what_one_group_granted: {"groups": st.just((None, 18)), "siblings": st.integers(2, 8)},
+    keep_what_one_group_granted_for_drafts: MANY_DRAFTS,
+    tell_one_group_of_a_trim: {"groups": st.just((None, 7)), "page_size": st.just(1)},
+    reach_no_further_than_whole_pages: NO_SHORTAGE | {"page_size": st.just(4), "groups": st.just((None, 7))},
+    tell_one_of_two_full_groups_of_a_removal: {"groups": st.just((None, None))},
+    budget_a_window_like_all: {"groups": st.just((None, 7)), "pages": st.just(64), "siblings": st.integers(4, 12)},
     doubt_no_window: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
     prove_what_no_sample_read: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5)]), "page_size": st.just(4)},
     prove_what_is_split_off: NO_SHORTAGE | {"groups": st.sampled_from([(5,), (None, 5), (3,)]), **ROOM_FOR_ALL},
@@ -757,6 +813,12 @@ KINDS: dict[Callable[[pytest.MonkeyPatch], None], type[Simulation]] = {
 """Whose schedules meet a fault, where those of `Simulation` do not."""
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("plant", PLACES, ids=lambda plant: plant.__name__)
+def test_sizes_that_show_a_fault_show_none_without_it(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    simulate(SCHEDULES, known_fault=True, sizes=PLACES[plant], kind=KINDS.get(plant, Simulation))
+
+
 @pytest.mark.parametrize("policy", SchedulePolicy)
 def test_overtaking_without_end_is_caught_under_each_policy(
     policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch
@@ -774,5 +836,35 @@ def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatc
     sizes = WINDOWS if plant in WINDOW_FAULTS else STATES if plant in with_states else ONE_POOL
     sizes = sizes | (MANY_DRAFTS if plant in with_drafts else NO_DRAFTS)
     sizes = sizes | PLACES.get(plant, {})
-    with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)):
+    with pytest.raises((OwnershipError, InvariantError, AssertionError, RuntimeError, LookupError)) as caught:
         simulate(SCHEDULES, known_fault=True, sizes=sizes, kind=KINDS.get(plant, Simulation))
+    assert caught.traceback[-1].path != Path(__file__), "the fault itself failed, and nobody noticed it"
+
+
+def match_over_a_tombstone_unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `match_over_a_tombstone`, where covering pages that are gone is no fault either."""
+    match_over_a_tombstone(monkeypatch)
+
+    def cover(self: WindowKV, node: Node, count: int, *, session: bool = False) -> None:
+        while count > 0 and node.parent is not None:
+            value, here = self.held(node), min(count, node.length)
+            value.covers[here] = value.covers.get(here, 0) + 1
+            value.covered = max(value.covered, here)
+            count, node = count - here, node.parent
+
+    monkeypatch.setattr(WindowKV, "cover", cover)
+
+
+@pytest.mark.parametrize(
+    "plant", [reclaim_a_step_early, match_over_a_tombstone_unguarded], ids=lambda each: each.__name__
+)
+def test_outputs_tell_without_any_check_of_memory(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is gone changes what is sampled, though nobody looks at pages."""
+    plant(monkeypatch)
+    monkeypatch.setattr("helpers.watch.check_everything", lambda cache: None)
+    monkeypatch.setattr("helpers.watch.Watch._check_windows", lambda self: None)
+    monkeypatch.setattr("helpers.simulation.check_everything", lambda cache: None)
+    with pytest.raises(AssertionError, match=r"request \d+"):
+        simulate(SCHEDULES, known_fault=True, sizes=WINDOWS | NO_DRAFTS | {"reuse": st.just(True)})

@@ -128,3 +128,15 @@ def test_a_token_that_was_never_sampled_has_no_logprob() -> None:
     assert error_of(bench, bad).name == "NumericalError"
     assert bad not in bench.channel.logprobs
     assert [token for token, _ in bench.channel.logprobs[good]] == bench.wanted[good]
+
+
+def test_a_window_that_its_pool_cannot_hold_is_named() -> None:
+    """Of several pools the error tells of the one that is too small, and how to make it larger."""
+    bench = Bench(pages=64, more=((40, 6),))
+    request = bench.add([1 + number % 30 for number in range(60)], sampling=endless(4))
+    bench.run()
+    error = error_of(bench, request)
+    assert error.message == (
+        "60 tokens do not fit the KV pool of 24 in layers with a window of 40; raise swa_full_tokens_ratio or "
+        "max_total_tokens"
+    )

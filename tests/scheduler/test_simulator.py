@@ -7,7 +7,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from helpers.simulated_doubt import DoubtSimulation
+from helpers.simulated_conversations import ConversationSimulation
+from helpers.simulated_doubt import DoubtSimulation, ShortenedSimulation
 from helpers.simulated_grammars import GrammarSimulation
 from helpers.simulated_sessions import SessionSimulation
 from helpers.simulation import Simulation, simulate
@@ -58,8 +59,24 @@ def test_schedules_with_kv_in_doubt() -> None:
     assert met["computed anew"] >= 10, met
 
 
+@pytest.mark.parametrize("kind", [ShortenedSimulation, ConversationSimulation])
+def test_schedules_that_find_planted_faults(kind: type[Simulation]) -> None:
+    """Without a fault they find none."""
+    simulate(40, kind=kind)
+
+
+EVERY_KIND = [
+    Simulation,
+    GrammarSimulation,
+    DoubtSimulation,
+    ShortenedSimulation,
+    ConversationSimulation,
+    SessionSimulation,
+]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", [Simulation, GrammarSimulation, DoubtSimulation, SessionSimulation])
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_soak(kind: type[Simulation]) -> None:
     simulate(30_000, steps=60, kind=kind)

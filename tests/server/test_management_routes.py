@@ -254,6 +254,20 @@ def test_the_documentation_describes_the_bodies(server: EchoServer) -> None:
     )
 
 
+def test_the_list_of_routes_has_each_and_loads_nothing() -> None:
+    with serve_echo(api_key="sesame") as server:
+        answer = server.http.get("/docs")
+        schema = server.http.get("/openapi.json", headers={"Authorization": "Bearer sesame"}).json()
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    listed = dict(re.findall(r"<tr><td><code>([A-Z]+ [^<]+)</code></td><td>([^<]+)</td></tr>", answer.text))
+    assert set(listed) == {
+        f"{method.upper()} {path}" for path, operations in schema["paths"].items() for method in operations
+    }
+    assert listed["GET /server_info"].endswith(" Operators only.")
+    assert "perators only" not in listed["POST /generate"]
+    assert re.findall(r'\b(?:src|href)="[^"]+"|<script|@import|url\(|sesame', answer.text) == ['href="/openapi.json"']
+
+
 def test_health_without_a_body(server: EchoServer) -> None:
     response = server.http.head("/health")
     assert (response.status_code, response.content) == (200, b"")

@@ -198,7 +198,7 @@ def test_api_key() -> None:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
             assert client.completions.create(model="default", prompt="a").choices[0].text == "a"
         assert server.http.get("/health").status_code == 200
-        for path in ("/metrics", "/health_generate", "/v1/models", "/server_info", "/docs", "/nowhere"):
+        for path in ("/metrics", "/health_generate", "/v1/models", "/server_info", "/openapi.json", "/nowhere"):
             assert server.http.get(path).status_code == 401
             assert server.http.get(path, headers={"Authorization": "Basic sesame"}).status_code == 401
         answer = server.http.get("/server_info", headers={"Authorization": "bearer sesame"})

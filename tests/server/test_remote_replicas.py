@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import httpx2
 import numpy as np
 import pytest
 from helpers.echo_server import EchoServer, serve_echo, wait_for
-from helpers.engine_fakes import MODEL_INFO, ByteDecoder, ByteTokenizer, load_echo
+from helpers.engine_fakes import MODEL_INFO, ByteDecoder, ByteTokenizer, load_echo, load_fake_model
 from starlette.datastructures import Headers
 
 from sglang_jax.config import EngineConfig, ServerConfig
@@ -84,8 +85,8 @@ def settled(answer: Any) -> Any:
         return [settled(one) for one in answer]
     answer = json.loads(json.dumps(answer))
     for meta in [answer.get("meta_info", {})]:
-        meta.pop("e2e_latency", None)
-        meta.pop("id", None)
+        for name in ("e2e_latency", "id", "queue_time", "sampled_ago"):
+            meta.pop(name, None)
     for name in ("id", "created"):
         answer.pop(name, None)
     return answer
@@ -107,6 +108,41 @@ def test_streams_through_the_router_end_alike(behind: EchoServer, router: EchoSe
             last[event.get("index", 0)] = settled(event)
         ends.append(last)
     assert ends[1] == ends[0]
+
+
+def figures(server: EchoServer) -> dict[str, float]:
+    """Sums and counts of the latencies that a server has."""
+    found = re.findall(r"^sglang:(\w+_(?:sum|count))\{[^}]*\} (\S+)$", server.http.get("/metrics").text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def test_a_router_has_the_latencies_of_answers_that_come_whole() -> None:
+    """It does not see their tokens come: the server behind it says when it sampled them."""
+    sampling = {"max_new_tokens": 8, "ignore_eos": True, "n": 2}
+    with (
+        serve_echo(load_fake_model) as behind,
+        serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}") as router,
+    ):
+        answers = router.http.post("/generate", json={"input_ids": [1, 2, 3], "sampling_params": sampling}).json()
+        through, there = figures(router), figures(behind)
+    names = ("time_to_first_token", "queue_time", "inter_token_latency")
+    assert [through[f"{name}_seconds_count"] for name in names] == [2, 2, 2 * 7]
+    for name in ("queue_time", "inter_token_latency"):
+        assert through[f"{name}_seconds_sum"] == pytest.approx(there[f"{name}_seconds_sum"])
+    assert there["time_to_first_token_seconds_sum"] < through["time_to_first_token_seconds_sum"]
+    whole = through["time_to_first_token_seconds_sum"] + through["inter_token_latency_seconds_sum"]
+    assert whole <= through["e2e_request_latency_seconds_sum"]
+    for meta in (answer["meta_info"] for answer in answers):
+        first, last = meta["sampled_ago"]
+        assert 0 <= last <= first <= meta["e2e_latency"]
+
+
+def test_times_of_the_engine_are_told_to_operators_only() -> None:
+    with serve_echo(load_fake_model, api_key="client's", admin_api_key="operator's") as server:
+        for key, told in (("client's", set()), ("operator's", {"queue_time", "sampled_ago"})):
+            headers = {"Authorization": f"Bearer {key}"}
+            meta = server.http.post("/generate", json={"input_ids": [1]}, headers=headers).json()["meta_info"]
+            assert meta.keys() & {"queue_time", "sampled_ago"} == told
 
 
 OPENAI: list[tuple[str, dict[str, Any]]] = [

@@ -30,7 +30,11 @@ def complete(server: EchoServer, **body: Any) -> Any:
 
 
 def without_time(answer: dict[str, Any]) -> dict[str, Any]:
-    meta = {name: value for name, value in answer["meta_info"].items() if name not in ("e2e_latency", "id")}
+    meta = {
+        name: value
+        for name, value in answer["meta_info"].items()
+        if name not in ("e2e_latency", "id", "queue_time", "sampled_ago")
+    }
     return {**answer, "meta_info": meta}
 
 

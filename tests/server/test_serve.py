@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -37,10 +38,16 @@ def test_ready_line_and_its_curl_line() -> None:
         routes = url.replace("/v1/chat/completions", "/docs")
         assert f"Its routes: {routes}" in said
         assert running.http.get(routes).status_code == 200
+        documentation = re.search(r"documentation: (\S+)\. Try it", said)
+        assert documentation is not None
+        assert Path(documentation[1]).read_text().startswith("# Operations")
         answer = running.http.post(url, content=body, headers={header: value}).json()
         assert answer["choices"][0]["message"]["content"] == "user: What is the capital of France?\n"
         running.signal()
         assert running.wait() == 0
+        said = running.process.communicate()[1]
+    assert re.findall(r" INFO (Draining|Stopping|Stopped)", said) == ["Stopping", "Stopped"]
+    assert said.rstrip().endswith(" INFO Stopped")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -61,6 +68,8 @@ def test_a_signal_drains(number: signal.Signals) -> None:
         assert json.loads(last.removeprefix("data: "))["text"] == "a" * 60
         assert done == "data: [DONE]"
         assert running.wait() == 0
+        said = running.process.communicate()[1]
+    assert re.findall(r" INFO (Draining: 1|Stopping|Stopped)", said) == ["Draining: 1", "Stopped"]
 
 
 @pytest.mark.alone
@@ -149,4 +158,4 @@ def test_all_processes_write_json_where_that_is_asked_for() -> None:
     assert [line["route"] for line in said if line.get("request_id") == "mine"] == ["/health"]
     [traceback] = [line["exception"] for line in said if line["logger"] == "sglang_jax.engine.core"]
     assert traceback.endswith("RuntimeError: the echo broke")
-    assert "Stopped" in [line["message"] for line in said]
+    assert said[-1]["message"] == "Stopped"

@@ -238,7 +238,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [NOW] * 129}, "tools", "at most 128 tools (--max-tools-per-request), got 129"),
     ({"tools": [tool(description="x" * 140_000)]}, "tools", "the limit is 131072"),
     ({"tools": [NOW], "tool_choice": "always"}, "tool_choice", "got 'always'"),
-    ({"tools": [NOW], "tool_choice": FORCED}, "tool_choice.function.name", "none of the tools: now"),
+    ({"tools": [NOW], "tool_choice": FORCED}, "tool_choice.function.name", "not one of the tools: now"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     (
         {"tools": [NOW], "tool_choice": "required", "regex": "a"},

@@ -34,8 +34,7 @@ from torch_backend.cpu_kernels.vectors import supported
 from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import by_rows
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
-from torch_backend.layers.feed_forward import FeedForward
-from torch_backend.layers.linear import Linear
+from torch_backend.layers.weight_format import PackedAndBlocks
 from torch_backend.loading import _blocks_to_keep
 from torch_backend.models import Transformer
 from torch_backend.native_operations import NativeOperations
@@ -139,7 +138,7 @@ def check_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
 
 @needs_units
 @every_kind
-def test_a_row_s_product_is_the_same_in_any_company(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+def test_a_product_is_batch_invariant(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     """Bit for bit: by itself, among few that are multiplied directly, among many whose weights are widened first."""
     blocks, _ = blocks_of(kind, 2048, 160, tmp_path)
     matrix = block_products().matrix(blocks, None)
@@ -180,10 +179,9 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(tied: bool, tmp_path: 
     assert weight_bytes(empty, kept) - plain == sum(each.linear.weight.numel() for each in kept) * 20 // 32
     assert matrices_to_keep(empty, checkpoint.config, checkpoint.blocks, block_products(), 2**10) == ()
     assert matrices_to_keep(empty, checkpoint.config, checkpoint.blocks, None, 2**30) == ()
-    load_weights(empty, checkpoint.reader, checkpoint.config, kept=kept)
-    blocks.model = empty
-    layers = [module for module in empty.modules() if isinstance(module, Linear | FeedForward)]
-    limited = [layer.by_rows for layer in layers if layer.by_rows is not None]
+    form = load_weights(empty, checkpoint.reader, checkpoint.config, kept=kept)
+    assert isinstance(form, PackedAndBlocks)
+    blocks.model, limited = empty, form.products
     assert len(limited) == len(kept)
     tokens = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, (4, 12)).astype(np.int32)
     steps = [{0: 8, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]

@@ -368,5 +368,5 @@ def test_well_known_models(name: str, tp: int, topology: str) -> None:
 def test_a_well_known_model_with_windows(tp: int) -> None:
     answer = check("--model", "gemma-3-27b", "--topology", "v6e:2x4", "--tp", str(tp), "--quick")
     assert answer.verdict.startswith("FITS"), answer.text + answer.error
-    assert "swa" in answer.text
+    assert re.search(r"\(\d+ KV tokens in [\d,]+ MiB, \d+ KV tokens with a window of 1024 in [\d,]+ MiB\)", answer.text)
     print(answer.text)

@@ -6,10 +6,11 @@ import shlex
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx2
 import pytest
 from click.testing import CliRunner
@@ -18,8 +19,10 @@ from helpers.small_configs import small_config
 
 import sglang_jax.server.serve
 import tpu.launch
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.cli.main import run
 from sglang_jax.cli.serve import serve
-from sglang_jax.config import ServerConfig, TpuEnvironment
+from sglang_jax.config import LoadFormat, ServerConfig, TpuEnvironment
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.remote_replicas import read_addresses
 from tpu.choices import Choices, choose, weight_bytes
@@ -199,6 +202,83 @@ def test_the_same_command_starts_a_replica_on_each_node_and_node_0_finds_them(
         assert config.connect is not None
         assert read_addresses(config.connect) == (["10.0.0.1:30000", "10.0.0.2:30000", "10.0.0.3:30000"], True)
         assert config.host == "127.0.0.1"
+
+
+def model_tp_and_replicas(monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[str, int | None, int]:
+    """What the slice is divided for."""
+    opened: list[str] = []
+    asked: list[dict[str, int]] = []
+
+    def open_one(model: str, load_format: LoadFormat) -> OpenedConfig:
+        opened.append(model)
+        return OpenedConfig(small_config())
+
+    def choose_for(machine: Machine, model: ModelConfig, **wanted: int) -> Choices:
+        asked.append(wanted)
+        return choose(machine, model, **wanted)
+
+    monkeypatch.setattr(tpu.launch, "open_checkpoint", open_one)
+    monkeypatch.setattr(tpu.launch, "choose", choose_for)
+    config = config_of(monkeypatch, dry_run(monkeypatch, machine_of("v6e:2x2"), *options)[3:])
+    assert config.model_path == opened[0]
+    assert config.tp_size * config.dp_size <= 4
+    return opened[0], asked[0]["tp"], asked[0]["replicas"]
+
+
+@dataclass(frozen=True)
+class OpenedConfig:
+    config: ModelConfig
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model-path", "some/model"],
+        ["--model", "some/model"],
+        ["--model=some/model"],
+        ["some/model"],
+        ["some/model", "--page-size", "128"],
+        ["--page-size", "128", "--served-model-name", "x", "some/model", "--port", "1"],
+        ["some/model", "--model-path", "some/model"],
+    ],
+)
+def test_the_slice_is_divided_for_the_model_that_is_served(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    assert model_tp_and_replicas(monkeypatch, *words)[0] == "some/model"
+
+
+@pytest.mark.parametrize("flag", ["--tp-size", "--tp", "-tp", "--tensor-parallel-size"])
+def test_a_tp_size_by_any_name_is_planned_for(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    assert model_tp_and_replicas(monkeypatch, flag, "1") == ("demo", 1, 1)
+
+
+@pytest.mark.parametrize("flag", ["--dp-size", "--dp", "-dp", "--data-parallel-size"])
+def test_replicas_by_any_name_are_planned_for(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    assert model_tp_and_replicas(monkeypatch, flag, "2", "--tp-size", "1") == ("demo", 1, 2)
+
+
+def test_a_file_of_options_is_planned_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("model: some/model\ntp: 1\ndata-parallel-size: 4\npage-size: 128\nport: 31000\n")
+    given = ["--config", str(file)]
+    assert model_tp_and_replicas(monkeypatch, *given) == ("some/model", 1, 4)
+    assert model_tp_and_replicas(monkeypatch, *given, "other/model", "--dp", "2") == ("other/model", 1, 2)
+    monkeypatch.setattr(tpu.launch, "open_checkpoint", lambda model, load_format: OpenedConfig(small_config()))
+    command = dry_run(monkeypatch, V6E_16, *given)
+    config = config_of(monkeypatch, command[command.index("python") + 3 :])
+    assert (config.page_size, config.port, config.dp_size, config.mem_fraction_static) == (128, 31000, 1, 0.9)
+
+
+def test_two_models_are_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(click.UsageError, match="two models are given: one and --model-path two"):
+        dry_run(monkeypatch, machine_of("v6e:1x1"), "one", "--model", "two")
+
+
+def test_an_option_that_no_server_has_is_refused_before_a_model_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tpu.launch, "open_checkpoint", None)
+    assert run(launch, "launch", ["--page-sze", "128"]) == 2
+    assert capsys.readouterr().err == "Error: No such option '--page-sze'. Did you mean '--page-size'?\n"
 
 
 def config_of(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> ServerConfig:

@@ -172,3 +172,35 @@ def test_a_module_without_operations() -> None:
     text = "ENTRY %main (a: f32[]) -> f32[] {\n  ROOT %b = f32[] negate(%a)\n}\n"
     assert Module(text).operations() == ()
     assert Estimate.of((), {}).warnings("decode 8", 1e9) == []
+
+
+def test_a_copy_to_vmem_as_it_lies_moves_nothing() -> None:
+    """What a later operation reads is often brought near first; only another order of the numbers is a move."""
+    text = """
+ENTRY %main (state.seeds: u32[257,2]) -> (u32[257,2], u32[257,2]) {
+  %seeds = u32[257,2]{1,0:T(8,128)} parameter(0), metadata={op_name="state.seeds"}
+  %near = u32[257,2]{1,0:T(8,128)S(1)} copy(%seeds), backend_config={"estimated_cycles":"2213"}
+  %other = u32[257,2]{0,1:T(8,128)S(1)} copy(%seeds), backend_config={"estimated_cycles":"2213"}
+  ROOT %both = (u32[257,2]{1,0:T(8,128)S(1)}, u32[257,2]{0,1:T(8,128)S(1)}) tuple(%near, %other)
+}
+"""
+    estimate = Estimate.of(Module(text).operations(), {})
+    assert [(move.moved, move.name) for move in estimate.moves] == [("state.seeds", "other")]
+
+
+def test_an_exchange_that_the_sparsecores_run_is_no_sort() -> None:
+    text = """
+%sum.1 (x: bf16[64,5376]) -> bf16[64,5376] {
+  %x = bf16[64,5376]{1,0} parameter(0)
+  ROOT %all-reduce.1 = bf16[64,5376]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add
+}, execution_thread="sparsecore"
+
+ENTRY %main (x.1: bf16[64,5376]) -> bf16[64,5376] {
+  %x.1 = bf16[64,5376]{1,0} parameter(0)
+  %begun = ((bf16[64,5376]), bf16[64,5376], u32[]) async-start(%x.1), async_execution_thread="sparsecore", calls=%sum.1
+  ROOT %done = bf16[64,5376]{1,0} async-done(%begun)
+}
+"""
+    operations = Module(text).operations()
+    assert Estimate.of(operations, {}).sorts == 0
+    assert [(one.kind, one.count) for one in collectives_of(operations)] == [("all-reduce", 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,4 +61,32 @@ def test_skypilot_asks_for_a_slice_and_starts_the_launcher() -> None:
     assert parse_topology(task["resources"]["accelerators"]).nodes == 1
     assert "-m tpu.launch" in task["run"]
     assert ".[tpu]" in task["setup"]
-    assert {"MODEL", "HF_TOKEN", "SGLANG_JAX_API_KEY"} == set(task["envs"])
+    assert {"MODEL", "HF_TOKEN", "SGLANG_JAX_API_KEY", "HF_HOME", "XDG_CACHE_HOME"} == set(task["envs"])
+    [cache] = task["file_mounts"]
+    assert {task["envs"][name].split("/")[1] for name in ("HF_HOME", "XDG_CACHE_HOME")} == {cache.strip("/")}
+    assert task["service"]["readiness_probe"]["path"] == "/readyz"
+
+
+def test_the_page_starts_skypilot_as_the_recipe_says() -> None:
+    """The command of the recipe's first line is the one with the key, without which the server does not start."""
+    command = (RECIPES / "tpu-v6e-skypilot.yaml").read_text().splitlines()[0].removeprefix("# ")
+    (task,) = documents("tpu-v6e-skypilot.yaml")
+    assert [name for name, value in task["envs"].items() if not value] == re.findall(r"--env (\w+)", command)
+    assert command in (RECIPES.parent / "tpu.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
+def test_a_recipe_says_why_it_has_no_disruption_budget_or_shared_memory(name: str) -> None:
+    text = (RECIPES / name).read_text()
+    assert "kind: PodDisruptionBudget" in text or re.search("no (PodDisruptionBudget|disruption budget)", text)
+    assert "/dev/shm" in text
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tpu-v6e-gke.yaml", "Deployment"), ("tpu-v6e-16-gke.yaml", "Job")])
+def test_everything_downloaded_or_compiled_is_kept(name: str, kind: str) -> None:
+    (container,) = by_kind(name, kind)["spec"]["template"]["spec"]["containers"]
+    [volume] = [mount["mountPath"] for mount in container["volumeMounts"]]
+    places = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    compiled = dict(argument.split("=", 1) for argument in container["args"])["--compilation-cache-dir"]
+    for place in (places["HF_HOME"], places["XDG_CACHE_HOME"], compiled):
+        assert Path(volume) in (Path(place), *Path(place).parents)

@@ -13,6 +13,7 @@ from torch_backend.kv_pages import KVPages
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.native_operations import divide_by_rms, normalise
 from torch_backend.operations import HeadNorms, Operations, Rotation
 from torch_backend.parallel import TensorParallel
@@ -79,12 +80,12 @@ class Attention(Loadable):
         output: torch.Tensor = self.output(attended)
         return output
 
-    def pack(self) -> None:
-        """See `Transformer.pack`."""
-        self.qkv.pack()
-        self.output.pack()
+    def arrange(self, form: WeightFormat) -> None:
+        """See `Transformer.arrange`."""
+        self.qkv.arrange(form)
+        self.output.arrange(form)
         if self.gate is not None:
-            self.gate.pack()
+            self.gate.arrange(form)
 
     def _attention_options(self) -> AttentionOptions:
         return self._options if self.sinks is None else replace(self._options, sinks=self.sinks)

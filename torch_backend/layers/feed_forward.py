@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
 
 from sglang_jax.architectures.model_config import Activation, FeedForwardConfig, SquaredReluConfig
 from sglang_jax.architectures.tensor_names import Part
-from torch_backend.layers.by_rows import ByRows, Form, Product
+from torch_backend.layers.by_rows import Product
 from torch_backend.layers.linear import Linear
-from torch_backend.layers.packed import PackedMatrix
 from torch_backend.layers.parameter import forget
 from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.operations import Operations
 
 
@@ -50,26 +48,17 @@ class FeedForward(nn.Module):
         self.down = Linear(inner, hidden_size, (Part.DOWN,), bias=config.bias and shard.first, dtype=dtype)
         self._activation = config.activation
         self._gated: Product = _PlainGated(self.gate_up, config.activation, operations)
-        self.by_rows: ByRows | None = None
-        """The two forms of gate and up, if they have two."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks."""
         output: torch.Tensor = self.down(self._gated(x))
         return output
 
-    def pack(self) -> None:
-        """Packs the loaded weights for the CPU's kernels, and forgets the plain ones."""
-        packed = _PackedGated(self.gate_up, self._activation)
-        self._gated = packed
-        blocks = self.gate_up.blocks
-        if blocks is not None:
-            form = Form(self.gate_up.weight.shape[0], self.gate_up.weight.shape[1], blocks.bits, gated=True)
-            few = partial(blocks.multiply_gated, activation=self._activation)
-            self.by_rows = ByRows(form, few, packed, self.gate_up.weight.dtype)
-            self._gated = self.by_rows.multiply
+    def arrange(self, form: WeightFormat) -> None:
+        """Puts the loaded weights in a format, and forgets the plain ones."""
+        self._gated = form.gated(self.gate_up, self._activation)
         self.gate_up.weight = forget(self.gate_up.weight)
-        self.down.pack()
+        self.down.arrange(form)
 
 
 class SquaredRelu(nn.Module):
@@ -87,10 +76,10 @@ class SquaredRelu(nn.Module):
         output: torch.Tensor = self.down(self.up(x).relu_().square_())
         return output
 
-    def pack(self) -> None:
-        """Packs the loaded weights for the CPU's kernels, and forgets the plain ones."""
-        self.up.pack()
-        self.down.pack()
+    def arrange(self, form: WeightFormat) -> None:
+        """Puts the loaded weights in a format, and forgets the plain ones."""
+        self.up.arrange(form)
+        self.down.arrange(form)
 
 
 class _PlainGated:
@@ -102,19 +91,3 @@ class _PlainGated:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._activate(self._gate_up(x))
-
-
-class _PackedGated:
-    """Two products, the second of which finishes `activation(gate) * up`: nothing is written between."""
-
-    def __init__(self, gate_up: Linear, activation: Activation) -> None:
-        gate, up = gate_up.weight.chunk(2)
-        gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
-        packed, self._up = PackedMatrix(gate, gate_bias), PackedMatrix(up, up_bias)
-        self._activated_gate = {
-            Activation.SILU: packed.multiply_then_silu,
-            Activation.GELU_TANH: packed.multiply_then_gelu,
-        }[activation]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._up.multiply_then_scale(x, self._activated_gate(x))

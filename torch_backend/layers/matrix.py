@@ -1,4 +1,4 @@
-"""Forms that a loaded matrix may have, each with the product that reads it. Linear layers know no form."""
+"""What products read: matrices in any form, and the plain one."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from sglang_jax.architectures.tensor_names import Kind, Part
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.native_operations import divide_by_rms
 from torch_backend.parallel import TensorParallel
 from torch_backend.recurrent.interface import StepStates
@@ -68,10 +69,10 @@ class ShortConv(Loadable):
         output: torch.Tensor = self.output((after.float() * found).to(x.dtype))
         return output
 
-    def pack(self) -> None:
-        """See `Transformer.pack`."""
-        self.input.pack()
-        self.output.pack()
+    def arrange(self, form: WeightFormat) -> None:
+        """See `Transformer.arrange`."""
+        self.input.arrange(form)
+        self.output.arrange(form)
 
 
 class GatedDeltaNet(Loadable):
@@ -110,10 +111,10 @@ class GatedDeltaNet(Loadable):
         output: torch.Tensor = self.output(gated.view(tokens, -1).to(x.dtype))
         return output
 
-    def pack(self) -> None:
-        """See `Transformer.pack`."""
-        self.input.pack()
-        self.output.pack()
+    def arrange(self, form: WeightFormat) -> None:
+        """See `Transformer.arrange`."""
+        self.input.arrange(form)
+        self.output.arrange(form)
 
 
 class Mamba2(Loadable):
@@ -182,10 +183,10 @@ class Mamba2(Loadable):
         means[:, own] = outputs.square().mean(-1) / sharers
         return outputs * self._parallel.all_reduce(means)[:, own, None].add(eps).rsqrt()
 
-    def pack(self) -> None:
-        """See `Transformer.pack`."""
-        self.input.pack()
-        self.output.pack()
+    def arrange(self, form: WeightFormat) -> None:
+        """See `Transformer.arrange`."""
+        self.input.arrange(form)
+        self.output.arrange(form)
 
 
 RecurrentLayer = ShortConv | GatedDeltaNet | Mamba2

@@ -15,6 +15,7 @@ from torch_backend.layers.norm import Norm, add_without_norm
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.recurrent import RecurrentLayer, recurrent_layer
 from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.operations import Operations
 from torch_backend.parallel import TensorParallel
 from torch_backend.recurrent.interface import StepStates
@@ -94,11 +95,11 @@ class DecoderLayer(Loadable):
         """Both by the layer's number, if it has one."""
         return (x, residual) if self.scale is None else (x * self.scale, residual * self.scale)
 
-    def pack(self) -> None:
-        """See `Transformer.pack`."""
+    def arrange(self, form: WeightFormat) -> None:
+        """See `Transformer.arrange`."""
         for part in (self.attention, self.recurrent, self.feed_forward):
             if part is not None:
-                part.pack()
+                part.arrange(form)
 
     def _mixed(self, x: torch.Tensor, step: MixerStep, memory: LayerMemory) -> torch.Tensor:
         """The output of what mixes tokens; what it keeps is written into `memory`."""

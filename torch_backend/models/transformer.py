@@ -17,6 +17,7 @@ from torch_backend.layers.attention import LayerStep
 from torch_backend.layers.embedding import Embedding, Head
 from torch_backend.layers.norm import Norm
 from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.models.decoder_layer import DecoderLayer, MixerStep
 from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE, TensorParallel
@@ -101,13 +102,13 @@ class Transformer(nn.Module):
             found = torch.tanh(found / self.config.logit_cap) * self.config.logit_cap
         return found
 
-    def pack(self) -> None:
-        """Turns loaded matrices into the form that the CPU's kernels read best; at any time one of them is held twice.
+    def arrange(self, form: WeightFormat) -> None:
+        """Puts loaded matrices in a format; at any time one of them is held twice.
 
         Tied embeddings are held in both forms: rows are looked up in the plain one."""
         for layer in self.decoder_layers:
-            layer.pack()
-        self.head.linear.pack(keep_plain=self.tied)
+            layer.arrange(form)
+        self.head.linear.arrange(form, keep_plain=self.tied)
 
 
 def _tables(

@@ -16,7 +16,7 @@ import click
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sglang_jax.cli.bench.metrics import append_json_line
-from sglang_jax.cli.options import options_of
+from sglang_jax.cli.options import options_of, with_model
 from sglang_jax.cli.starting import start_engine
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.types import TokenLogprob
@@ -35,7 +35,9 @@ class Question(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Question:
         if self.answer >= len(self.choices):
-            raise ValueError(f"answer {self.answer} is none of {len(self.choices)} choices, which count from 0")
+            raise ValueError(
+                f"answer must be from 0 to {len(self.choices) - 1}, the number of a choice, got {self.answer}"
+            )
         if not all(self.choices):
             raise ValueError("a choice is empty")
         return self
@@ -111,9 +113,11 @@ def score(questions: Sequence[Question], found: Sequence[Sequence[Sequence[float
 
 
 @click.command()
+@click.argument("model", required=False)
 @options_of(engine=EngineConfig, accuracy=AccuracyConfig)
-def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig) -> int:
-    """Score a model on multiple-choice questions, by the likelihood of each answer."""
+def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig, model: str | None) -> int:
+    """Score MODEL (as for --model-path) on multiple-choice questions, by the likelihood of each answer."""
+    engine = with_model(engine, model)
     questions = read_task(accuracy.task)
     with start_engine(engine) as running:
 

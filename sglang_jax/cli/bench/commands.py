@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 import httpx2
@@ -30,18 +31,22 @@ from sglang_jax.cli.bench.metrics import (
 )
 from sglang_jax.cli.bench.sharegpt import Pair, read_pairs, sample_pairs
 from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, longest_context, make_workload
-from sglang_jax.cli.options import options_of
+from sglang_jax.cli.options import options_of, refused_options, with_model
 from sglang_jax.cli.starting import start_engine
 from sglang_jax.config import EngineConfig, PositiveInt
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.sampling import SamplingParams
+from sglang_jax.spellings import BENCHMARK_REFUSED
 
 if TYPE_CHECKING:
     from sglang_jax.checkpoint.tokenizer import Tokenizer
 
 WARMUP_SEED_OFFSET = 1_000_003
 """Warm-up prompts come from another seed, so that none of them is in the cache when the measured ones come."""
+
+SECONDS_BETWEEN_LINES = 10.0
+"""Of progress, where there is no terminal."""
 
 WARMUP_TOKENS = 32
 """Prompt and output of a warm-up request, where the measured prompts come from a file."""
@@ -89,6 +94,7 @@ class LoadConfig(BaseModel):
 
 
 @click.command()
+@refused_options(BENCHMARK_REFUSED)
 @options_of(load=LoadConfig, workload=WorkloadConfig)
 def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
     """Measure latency and throughput of a running server under load."""
@@ -127,7 +133,7 @@ async def _measure(
         if load.flush_cache:
             await call(client, "POST", "/flush_cache")
         requests = sum(len(conversation.turns) for conversation in conversations)
-        with tqdm(total=requests, unit="req", disable=load.disable_tqdm) as bar:
+        with LoadProgress(requests, bar=not load.disable_tqdm and sys.stderr.isatty()) as progress:
             return await run_load(
                 client,
                 target,
@@ -135,8 +141,34 @@ async def _measure(
                 request_rate=load.request_rate,
                 max_concurrency=load.max_concurrency,
                 seed=workload.seed,
-                on_done=lambda record: bar.update(),
+                on_done=lambda record: progress.update(),
             )
+
+
+class LoadProgress:
+    """How many requests have finished: a bar (`bar`), or a line every few seconds."""
+
+    def __init__(self, total: int, *, bar: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._total, self._done = total, 0
+        self._bar = tqdm(total=total, unit="req") if bar else None
+        self._clock = clock
+        self._told = clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self) -> None:
+        """One more has finished."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+        elif self._clock() - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = self._clock()
+            click.echo(f"{self._done} of {self._total} requests finished", err=True)
 
 
 async def _vocab_size(client: httpx2.AsyncClient, load: LoadConfig) -> int:
@@ -250,9 +282,11 @@ class Totals:
 
 
 @click.command()
+@click.argument("model", required=False)
 @options_of(engine=EngineConfig, workload=WorkloadConfig, offline=OfflineConfig)
-def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: OfflineConfig) -> int:
-    """Measure the throughput of an engine without a server."""
+def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: OfflineConfig, model: str | None) -> int:
+    """Measure the throughput of MODEL (as for --model-path) without a server."""
+    engine = with_model(engine, model)
     pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
     with start_engine(engine) as running:
         if pairs is None:

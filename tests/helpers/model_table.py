@@ -1,0 +1,88 @@
+"""The table of docs/models.md: what goes with which family, from what the code refuses.
+
+python tests/helpers/model_table.py     writes it anew
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import transformers  # noqa: E402
+from helpers.family_cases import FAMILIES, HYBRIDS  # noqa: E402
+from helpers.parity_cases import ARCHITECTURES  # noqa: E402
+from helpers.tiny_models import tiny_fields  # noqa: E402
+
+from sglang_jax.architectures.json_fields import JsonFields  # noqa: E402
+from sglang_jax.architectures.model_config import ModelConfig  # noqa: E402
+from sglang_jax.architectures.registry import Family, known_families  # noqa: E402
+from sglang_jax.config import EngineConfig, KVCacheDtype, SpeculativeAlgorithm  # noqa: E402
+from sglang_jax.errors import ConfigError  # noqa: E402
+from sglang_jax.runner.sizing import refuse_drafts_with_states, refuse_with_states  # noqa: E402
+
+PAGE = ROOT / "docs/models.md"
+HEAD = """| Class | Cache | GGUF | 8-bit KV | N-grams | Draft model |
+|---|---|---|---|---|---|
+"""
+_TABLE = re.compile(r"^\| Class \| Cache .*\n(?:\|.*\n)*", re.MULTILINE)
+
+
+def table_of(page: str) -> str:
+    """The table that the page has."""
+    found = _TABLE.search(page)
+    assert found is not None, "docs/models.md has lost its table"
+    return found[0]
+
+
+def model_table() -> str:
+    """The table as the code has it."""
+    families = sorted(known_families(), key=lambda family: family.class_name.lower())
+    return HEAD + "".join(f"| {' | '.join(row(family))} |\n" for family in families)
+
+
+def row(family: Family) -> list[str]:
+    model = model_of(family)
+    ngram = EngineConfig(speculative_algorithm=SpeculativeAlgorithm.NGRAM)
+    return [
+        f"`{family.class_name}`",
+        ", ".join(kinds_of_cache(model)),
+        "" if family.gguf is None else f"`{family.gguf.name}`",
+        answer(refuse_with_states, EngineConfig(kv_cache_dtype=KVCacheDtype.INT8), model),
+        answer(lambda *given: refuse_drafts_with_states(*given, "TPUs"), ngram, model).replace("no", "not on TPUs"),
+        answer(refuse_with_states, EngineConfig(speculative_algorithm=SpeculativeAlgorithm.DRAFT), model),
+    ]
+
+
+def answer(refuse: Callable[[EngineConfig, ModelConfig], None], config: EngineConfig, model: ModelConfig) -> str:
+    try:
+        refuse(config, model)
+    except ConfigError:
+        return "no"
+    return "yes"
+
+
+def kinds_of_cache(model: ModelConfig) -> list[str]:
+    """What layers keep of a sequence."""
+    windows = {attention.window for attention in model.attention}
+    kinds = ["all tokens"] if None in windows else []
+    kinds += ["a window"] if windows - {None} else []
+    return kinds + (["a state"] if model.keeps_states else [])
+
+
+def model_of(family: Family) -> ModelConfig:
+    """The tiny model of the family that tests compare with transformers, with windows if it may have any."""
+    cases = [(case.architecture, case.changes) for case in (*FAMILIES.values(), *HYBRIDS.values())]
+    cases += ARCHITECTURES.values()
+    changes = next(changes for architecture, changes in cases if architecture == family.name)
+    config = transformers.AutoConfig.for_model(family.name, **tiny_fields(family.name, **changes))
+    return family.configure(JsonFields(config.to_dict(), Path("config.json")))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(_TABLE.sub(lambda _: model_table(), PAGE.read_text()))
