@@ -364,7 +364,7 @@ class CoreLink:
             outputs.give_up(
                 UnreadError(
                     f"{size} bytes of this stream are unread, and {total} of all streams; the limit for all is "
-                    f"{MOST_UNREAD_BYTES}. Read streams as they come"
+                    f"{MOST_UNREAD_BYTES}. Read streams as they come, and ask for fewer logprobs of prompts at a time"
                 )
             )
             total -= size

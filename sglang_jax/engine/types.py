@@ -308,9 +308,18 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> TextTokenizer: ...
 
-    async def encode(self, text: str, *, add_special_tokens: bool, most_tokens: int, param: str) -> list[int]:
-        """Token ids of a text; others are served meanwhile. Raises `PromptTooLongError` for a large one of more than
-        `most_tokens`."""
+    async def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        most_tokens: int,
+        param: str,
+        tenant: str = "",
+        flow: str = "",
+    ) -> list[int]:
+        """Token ids of a text; others are served meanwhile, in turns of tenants and their flows (see `GenerateInput`).
+        Raises `PromptTooLongError` for a large one of more than `most_tokens`."""
         ...
 
     @property

@@ -150,13 +150,15 @@ class Usage:
     def __init__(self, tokens: TokenBucket) -> None:
         self._tokens = tokens
         self._taken: dict[tuple[int, int], int] = {}
+        self._prompts: set[int] = set()
 
     def add(self, number: int, delta: OutputDelta) -> None:
         """The newest delta of one completion of prompt `number`. A prompt counts once, however many it has."""
         place = (number, delta.index)
         before = self._taken.get(place)
         if before is None:
-            before = -delta.prompt_tokens if all(other != number for other, _ in self._taken) else 0
+            before = 0 if number in self._prompts else -delta.prompt_tokens
+            self._prompts.add(number)
         self._tokens.take(delta.completion_tokens - before)
         self._taken[place] = delta.completion_tokens
 
