@@ -3,21 +3,24 @@
     python benchmarks/abuse.py [--seconds 20] [--only NAME ...] [--malformed 10000] [--json FILE]
 
 The server has the tokenizer and the chat template of the demo model, and the real scheduler over a runner that computes
-nothing, in a process of its own: what is measured is the front end. For each attack the table has, of a client beside
-it that asks for `/health` ten times a second and for a short stream twice a second:
+nothing, in a process of its own: what is measured is the front end. For each attack the table has, of clients
+beside it, of which one asks for `/health` ten times a second and for a short stream twice a second, and one for a chat
+of 3,000 characters twice a second, which is rendered and tokenized in turns with others:
 
 - `health s`: the longest that `/health` took; target: at most 0.25;
-- `ttft x`: the median time to the first token, as a multiple of the same without an attack; target: at most 2;
+- `ttft x`, `chat x`: the median time to the first token, of the stream and of the chat, as a multiple of the same
+  without an attack; target: at most 2;
 - `peak MiB`, `left MiB`: how far the front end's memory grew during the attack, and what of it was left 3 s after;
-  targets: at most 64, and back;
+  targets: at most 64, and back: within 32, which streams that are not read take once and keep for the next ones;
 - `held s`: the most processor time for which the front end's event loop did not turn. This is what is left of
   `health s` on a machine with cores to spare; target: at most 0.25;
 - `front CPU`: the share of a core that the front end used.
 
 The attacker has a process of its own, at the lowest priority, as it would have a machine of its own. On a machine of
 few cores, or one that does other things as well, it slows all processes all the same, and `held s` alone says
-something; the table says how many cores there are, and how busy. `--malformed` sends wrong requests (`malformed.py`)
-instead, and tells whether any was answered with 5xx.
+something; the table says how many cores there are, and how busy. Below it stands of each attack which targets it
+missed; the exit status is 1 if any did. `--malformed` sends wrong requests (`malformed.py`) instead, and tells whether
+any was answered with 5xx, which is status 1 too.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ import http.client
 import json
 import multiprocessing
 import os
-import resource
 import socket
 import statistics
 import subprocess
@@ -38,11 +40,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+from attacks import ATTACKS, BROKEN, JSON, TIMEOUT, post
 from machine import report
 from malformed import MalformedRequest, malformed_requests
 
@@ -56,14 +59,12 @@ from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.scheduler.loop import SchedulerLoop
 
-LONGEST_TOKEN = 46_778
-"""Of the demo model's vocabulary: a new line and 80 spaces."""
+TARGETS = {"health s": 0.25, "ttft x": 2.0, "chat x": 2.0, "peak MiB": 64.0, "left MiB": 32.0, "held s": 0.25}
+"""The most of each, see above."""
+
+CHAT = "the quick brown fox " * 150
 
 CONTEXT, ROWS, VOCABULARY, PROMPT_TOKENS = 8192, 64, 49_152, 512
-JSON = {"Content-Type": "application/json"}
-TIMEOUT = 60
-BROKEN = (OSError, http.client.HTTPException)
-"""What an attacker meets when the server has had enough of it."""
 
 
 class EmptyRunner(FakeRunner):
@@ -142,143 +143,6 @@ def _held_since(port: int, begin: float) -> float:
     return max((float(held) for at, held in lines if float(at) > begin), default=0.02)
 
 
-def post(port: int, path: str, body: bytes | dict[str, Any]) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
-    try:
-        connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode(), JSON)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
-
-
-def head(path: str, *lines: str) -> bytes:
-    more = "".join(line + "\r\n" for line in lines)
-    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}\r\n".encode()
-
-
-def _posts(path: str, body: dict[str, Any], at_once: int = 2) -> Callable[[int, float], None]:
-    """An attack: this body, over and over, `at_once` times at a time."""
-
-    def attack(port: int, until: float) -> None:
-        content = json.dumps(body).encode()
-
-        def repeat(_: int) -> None:
-            while time.monotonic() < until:
-                with suppress(*BROKEN):
-                    post(port, path, content)
-
-        with ThreadPoolExecutor(at_once) as threads:
-            list(threads.map(repeat, range(at_once)))
-
-    return attack
-
-
-def _held(first: bytes, then: bytes, count: int) -> Callable[[int, float], None]:
-    """An attack: so many connections that send `first`, then `then` over and over, and read nothing."""
-
-    def attack(port: int, until: float) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-        connections: list[socket.socket] = []
-        while time.monotonic() < until:
-            if len(connections) < count:
-                with suppress(*BROKEN):
-                    connections.append(socket.create_connection(("127.0.0.1", port), timeout=5))
-                    connections[-1].sendall(first)
-                continue
-            if not then:
-                time.sleep(0.05)
-            for place, connection in enumerate(connections if then else []):
-                try:
-                    connection.sendall(then)
-                except BROKEN:
-                    connection.close()
-                    with suppress(*BROKEN):
-                        connections[place] = socket.create_connection(("127.0.0.1", port), timeout=5)
-                        connections[place].sendall(first)
-        for connection in connections:
-            connection.close()
-
-    return attack
-
-
-def _heads(head: bytes, at_once: int) -> Callable[[int, float], None]:
-    """An attack: this request without a body, over and over, each on a connection of its own."""
-
-    def attack(port: int, until: float) -> None:
-        def repeat(_: int) -> None:
-            while time.monotonic() < until:
-                with suppress(*BROKEN), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-                    connection.sendall(head)
-                    while connection.recv(65536):
-                        pass
-
-        with ThreadPoolExecutor(at_once) as threads:
-            list(threads.map(repeat, range(at_once)))
-
-    return attack
-
-
-def _deep(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-_LONG = "the quick brown fox " * 250_000
-_STREAM = {
-    "input_ids": [1],
-    "stream": True,
-    "return_logprob": True,
-    "top_logprobs_num": 20,
-    "sampling_params": {"max_new_tokens": 600, "ignore_eos": True},
-}
-_STREAM_BYTES = json.dumps({**_STREAM, "sampling_params": {"max_new_tokens": 8000, "ignore_eos": True}}).encode()
-_CHUNKED = "Transfer-Encoding: chunked"
-
-ATTACKS: dict[str, Callable[[int, float], None]] = {
-    "none": lambda port, until: time.sleep(max(0.0, until - time.monotonic())),
-    "prompt of 5 MB": _posts("/v1/completions", {"prompt": _LONG}),
-    "prompt of all characters": _posts("/v1/completions", {"prompt": _LONG[: 600 * 1024]}),
-    "chat of 5 MB": _posts("/v1/chat/completions", {"messages": [{"role": "user", "content": _LONG}]}),
-    "tokenize 5 MB": _posts("/tokenize", {"prompt": [_LONG[:500_000]] * 10}),
-    "stop of 1 MB": _posts("/v1/completions", {"prompt": "a", "stop": "ab" * 500_000}),
-    "stop of 4 kB": _posts("/v1/completions", {"prompt": "a", "stop": ["ab" * 128] * 16, "max_tokens": 500}, 8),
-    "endless body": _held(head("/v1/completions", _CHUNKED), b"10000\r\n" + b"a" * 65536 + b"\r\n", 4),
-    "body in tiny chunks": _held(head("/v1/completions", _CHUNKED), b"1\r\na\r\n" * 10_000, 2),
-    "wrong items": _posts("/v1/completions", {"prompt": ["a", *[1] * 300_000]}),
-    "wrong objects": _posts("/v1/chat/completions", {"messages": [{"role": 5}] * 30_000}),
-    "many values": _posts("/v1/completions", {"prompt": [1] * 1_000_000}),
-    "many objects": _posts("/v1/completions", {"prompt": [[1]] * 30_000}),
-    "deep": _posts("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "x": _deep(900)}]}),
-    "20,000 prompts": _posts("/v1/completions", {"prompt": ["a"] * 20_000, "max_tokens": 1}),
-    "1024 prompts": _posts("/v1/completions", {"prompt": ["a"] * 1024, "max_tokens": 16}),
-    "n of 128": _posts("/v1/completions", {"prompt": ["a"] * 8, "n": 128, "max_tokens": 16}),
-    "prompt logprobs x n": _posts(
-        "/v1/completions", {"prompt": [5] * 8000, "echo": True, "logprobs": 20, "n": 128, "max_tokens": 1}
-    ),
-    "most prompt logprobs": _posts(
-        "/v1/completions", {"prompt": [5] * 2000, "echo": True, "logprobs": 20, "n": 24, "max_tokens": 1}, 1
-    ),
-    "streams that repeat": _posts("/generate", _STREAM, 4),
-    "streams not read": _held(head("/generate", f"Content-Length: {len(_STREAM_BYTES)}") + _STREAM_BYTES, b"", 24),
-    "5,000 silent": _held(b"", b"", 5000),
-    "5,000 half heads": _held(b"GET /health HTTP/1.1\r\nHost: loc", b"", 5000),
-    "echo x n": _posts("/v1/completions", {"prompt": [_LONG[:600_000]] * 8, "n": 128, "echo": True, "max_tokens": 1}),
-    "echo, most": _posts("/v1/completions", {"prompt": _LONG[:65_536], "n": 128, "echo": True, "max_tokens": 1}),
-    "detokenize": _posts("/detokenize", {"tokens": [LONGEST_TOKEN] * 1_000_000}),
-    "detokenize, most": _posts("/detokenize", {"tokens": [LONGEST_TOKEN] * 103_000}),
-    "logprobs of 64 prompts": _posts(
-        "/v1/completions", {"prompt": [[5] * 4000] * 64, "echo": True, "logprobs": 20, "max_tokens": 1}, 1
-    ),
-    "8,000 headers": _heads(
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + b"a:\r\n" * 8000 + b"\r\n", 8
-    ),
-    "heads that trickle": _held(b"GET /health HTTP/1.1\r\n", b"X: y\r\n", 200),
-}
-
-
 @contextmanager
 def running_server() -> Iterator[tuple[int, psutil.Process, Path]]:
     """The port, the front end's process, and what it logs."""
@@ -307,10 +171,16 @@ class Witness:
         self._done = threading.Event()
         self.health: list[float] = []
         self.first_tokens: list[float] = []
+        self.chats: list[float] = []
         self.memory: list[int] = []
         self._threads = [
             threading.Thread(target=self._repeat, args=(pause, look))
-            for pause, look in ((0.1, self._ask_health), (0.5, self._ask_stream), (0.05, self._look_at_memory))
+            for pause, look in (
+                (0.1, self._ask_health),
+                (0.5, self._ask_stream),
+                (0.5, self._ask_chat),
+                (0.05, self._look_at_memory),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -330,6 +200,11 @@ class Witness:
     def _ask_stream(self) -> None:
         body = json.dumps({"prompt": "one two three", "max_tokens": 4, "stream": True}).encode()
         self.first_tokens.append(self._timed("POST", "/v1/completions", body, lambda response: response.readline()))
+
+    def _ask_chat(self) -> None:
+        messages = [{"role": "user", "content": CHAT}]
+        body = json.dumps({"messages": messages, "max_tokens": 4, "stream": True}).encode()
+        self.chats.append(self._timed("POST", "/v1/chat/completions", body, lambda response: response.readline()))
 
     def _timed(self, method: str, path: str, body: bytes, read: Callable[[http.client.HTTPResponse], bytes]) -> float:
         begin = time.perf_counter()
@@ -376,10 +251,16 @@ def measure(name: str, seconds: float, port: int, server: psutil.Process) -> dic
         "held s": _held_since(port, begin),
         "ttft ms": 1000 * statistics.median(witness.first_tokens),
         "worst ttft ms": 1000 * max(witness.first_tokens),
+        "chat ms": 1000 * statistics.median(witness.chats),
         "peak MiB": (max(witness.memory) - before) / 2**20,
         "left MiB": (server.memory_info().rss - before) / 2**20,
         "front CPU": used / seconds,
     }
+
+
+def missed(row: dict[str, Any]) -> list[str]:
+    """The targets that an attack missed."""
+    return [f"{name} {row[name]:.2f}, target {most:g}" for name, most in TARGETS.items() if row[name] > most]
 
 
 def send_malformed(count: int, port: int, server: psutil.Process) -> dict[str, Any]:
@@ -439,11 +320,22 @@ def main() -> int:
             rows = [measure(name, options.seconds, port, server) for name in ("none", *names)]
             for row in rows:
                 row["ttft x"] = row["ttft ms"] / rows[0]["ttft ms"]
+                row["chat x"] = row["chat ms"] / rows[0]["chat ms"]
             title = "One client against the others"
         report(title, rows, options.json)
+        failures = tell_failures(rows[1:] or rows)
         faults = log.read_bytes().count(b"Traceback")
         print(f"tracebacks in the server's log: {faults}")
-    return 1 if faults else 0
+    return 1 if faults or failures else 0
+
+
+def tell_failures(rows: list[dict[str, Any]]) -> int:
+    """Says of each attack what it missed, and returns how many missed something; or how many wrong requests got 5xx."""
+    if "5xx" in rows[0]:
+        return int(rows[0]["5xx"])
+    for row in rows:
+        print(f"{row['attack']}: {'; '.join(missed(row)) or 'all targets are met'}")
+    return sum(bool(missed(row)) for row in rows)
 
 
 if __name__ == "__main__":

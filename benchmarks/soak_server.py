@@ -219,7 +219,7 @@ def what_is_left(port: int, server: psutil.Process, process: subprocess.Popen[by
         if state["compiles_after_warm_up"]:
             wrong.append(f"replica {state['replica']}: {state['compiles_after_warm_up']} programs compiled late")
     if not ask(port, "/flush_cache", "POST")["success"]:
-        wrong.append("the prefix cache cannot be emptied")
+        wrong.append("the prefix cache cannot be cleared")
     everybody = [server, *server.children(recursive=True)]
     process.terminate()
     if (status := process.wait(120)) != 0:

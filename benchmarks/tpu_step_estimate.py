@@ -141,7 +141,7 @@ def compile_two_layers(wanted: Wanted) -> tuple[Deployment, ProgramFigures]:
                 return deployment, message  # the decode step comes first
             case ProgramFailure(reason=reason) | Refusal(reason=reason):
                 raise RuntimeError(reason)
-    raise RuntimeError("the compiling process said nothing")
+    raise RuntimeError("the compiling process ended without a result")
 
 
 def attention_in_child(text: str, latency: float) -> float:

@@ -1,4 +1,4 @@
-"""What the sampler can be asked: four ways to sample from the same prompt, and the logprobs of one of them.
+"""Four ways to sample from the same prompt, and the logprobs of one of them.
 
 Run it with `python examples/custom_sampling.py`.
 """

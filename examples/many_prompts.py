@@ -1,4 +1,4 @@
-"""Many prompts that begin alike: given at once, answered in order, their common prefix computed once.
+"""Many prompts that share a prefix: the prefix is computed once, and outputs come back in the order of the prompts.
 
 Run it with `python examples/many_prompts.py`.
 """

@@ -1,4 +1,4 @@
-"""Replicas of the server behind Ray Serve's proxy, which spreads requests over them and replaces those that die.
+"""Replicas of the server behind Ray Serve's proxy, which distributes requests and replaces replicas that die.
 
 Needs `pip install 'ray[serve]'`. Run it with `python examples/ray_serve.py [MODEL] [REPLICAS] [PORT]`, or on a cluster
 with `serve run examples.ray_serve:build model_path=demo num_replicas=2`; then, as with any server:
@@ -18,7 +18,7 @@ from sglang_jax.server.embedded import EmbeddedServer
 
 
 @serve.deployment(
-    # Ray Serve sends a replica 5 requests at a time by default. An engine wants many: it batches them by itself.
+    # By default, Ray Serve sends a replica 5 requests at a time, too few for an engine, which batches many.
     max_ongoing_requests=256,
     # Starting takes as long as loading and compiling the model.
     health_check_period_s=10,
@@ -27,7 +27,7 @@ from sglang_jax.server.embedded import EmbeddedServer
 )
 @serve.ingress()
 class Replica:
-    """One engine, in a process of its own beside this actor, with all routes of the server."""
+    """All routes of the server; its engine runs in a separate process."""
 
     async def __init__(self, options: dict[str, Any]) -> None:
         self.server = await EmbeddedServer.start(**options)
@@ -41,11 +41,11 @@ class Replica:
 
 
 def build(arguments: dict[str, Any]) -> Application:
-    """What `serve run` and Ray Serve's config files call: options of the server, and how many replicas of it.
+    """The application for `serve run` and Ray Serve's config files. Arguments are server options, and:
 
     - `num_replicas`: a number, or `auto` to have Ray Serve add and remove replicas by load.
-    - `num_cpus`, `num_gpus`, `resources`: what a replica reserves; `num_gpus` is by default `tp_size` where `device` is
-      `cuda`. On TPUs say `resources={"TPU": chips}`.
+    - `num_cpus`, `num_gpus`, `resources`: what a replica reserves; the default of `num_gpus` is `tp_size` if `device`
+      is `cuda`. On TPUs, use `resources={"TPU": chips}`.
     """
     options = dict(arguments)
     num_replicas = options.pop("num_replicas", 1)
@@ -60,7 +60,7 @@ def main(model: str = "demo", replicas: str = "2", port: str = "8000") -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     serve.run(build({"model_path": model, "num_replicas": replicas}))
     told_to_stop = threading.Event()
-    # Said here, as a process that a script starts in the background gets no Ctrl-C by itself.
+    # Set explicitly, because a shell starts background processes with Ctrl-C ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told_to_stop.set())
     print(f"Ready: {replicas} replicas of {model} at http://127.0.0.1:{port}", flush=True)

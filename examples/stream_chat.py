@@ -14,7 +14,7 @@ CONVERSATION = [
 def main() -> None:
     with Engine(model_path="demo") as engine:
         text = engine.tokenizer.render_chat(CONVERSATION)
-        # The template has written the special tokens itself, so none are added.
+        # The template adds special tokens itself.
         prompt = engine.encode(text, add_special_tokens=False)
         for output in engine.generate(prompt, SamplingParams(temperature=0, max_new_tokens=96), stream=True):
             print(output.delta_text, end="", flush=True)

@@ -1,11 +1,11 @@
-"""Errors that cross packages: what a request may be refused with, and how HTTP says it."""
+"""Errors that cross packages, with their HTTP status and code."""
 
 from __future__ import annotations
 
 import reprlib
 
 SHOWN_LENGTH = 100
-"""Most characters of a value that an error message shows."""
+"""Maximum characters of a value that an error message shows."""
 
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxother = 3, SHOWN_LENGTH
@@ -14,22 +14,22 @@ _short.maxstring = _short.maxlong = SHOWN_LENGTH // 2
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: its repr, cut where it gets long. Costs little however large it is."""
+    """A value as an error message shows it: its repr, truncated. The cost does not depend on its size."""
     if isinstance(value, (str, list)) and len(value) > SHOWN_LENGTH:
         return f"{cut(_short.repr(value))} ({len(value)} long)"
     return repr(value) if isinstance(value, str) else cut(_short.repr(value))
 
 
 def cut(text: str) -> str:
-    """A name that a client chose, as an error message repeats it."""
+    """A client's name or text as an error message shows it, truncated."""
     return text if len(text) <= SHOWN_LENGTH else text[:SHOWN_LENGTH] + "..."
 
 
 class RequestError(Exception):
-    """A request that cannot be served; nothing else is affected.
+    """A request that cannot be served; other requests are not affected.
 
-    **Attributes:** `message` names the value seen and the limit; `param` is the offending field or
-    None; `code` is a stable machine-readable word; `status` is the HTTP status that fits.
+    **Attributes:** `message` names the value and the limit; `param` is the invalid field or
+    None; `code` is a stable machine-readable word; `status` is the HTTP status.
     """
 
     status = 400
@@ -44,7 +44,7 @@ class RequestError(Exception):
 
 
 class ParameterError(RequestError, ValueError):
-    """A field holds a value of the wrong type or outside its range."""
+    """A field has a value of the wrong type or outside its range."""
 
     code = "invalid_value"
 
@@ -63,7 +63,7 @@ class GrammarUnavailableError(RequestError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt does not fit, or leaves no room for an output token where one is wanted."""
+    """The prompt does not fit the context, or leaves no room for a requested output token."""
 
     code = "context_length_exceeded"
 
@@ -76,34 +76,34 @@ class ModelNotFoundError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """`max_queued_requests` requests are waiting already."""
+    """`max_queued_requests` requests are already queued."""
 
     status = 503
     code = "queue_full"
 
 
 class SessionNotFoundError(RequestError):
-    """There is no such session: never opened, closed, timed out, lost with its engine, or another key's."""
+    """The session was never opened, is closed, has timed out, was lost with its engine, or belongs to another key."""
 
     status = 404
     code = "session_not_found"
 
 
 class SessionBusyError(RequestError):
-    """A turn of the session runs already."""
+    """The session already has a running turn."""
 
     code = "session_busy"
 
 
 class SessionLimitError(RequestError):
-    """`max_sessions` sessions are open already."""
+    """`max_sessions` sessions are already open."""
 
     status = 503
     code = "too_many_sessions"
 
 
 class CapacityError(RequestError):
-    """A request outgrew the KV pool while no other request was left to retract."""
+    """A request by itself needs more KV than the pool holds."""
 
     status = 500
     code = "kv_capacity_exceeded"
@@ -117,14 +117,14 @@ class UnreadError(RequestError):
 
 
 class NumericalError(RequestError):
-    """The model produced logits that are not finite for this request."""
+    """The model's logits for this request are not finite."""
 
     status = 500
     code = "non_finite_logits"
 
 
 class EngineDeadError(RequestError):
-    """The engine process is gone; requests in flight are lost.
+    """The engine process has ended; requests in flight are lost.
 
     **Attributes:** `started`: whether the engine had started the request, None if that is not known. If not, another
     engine can run it instead.
@@ -139,28 +139,28 @@ class EngineDeadError(RequestError):
 
 
 class ReplicaLostError(EngineDeadError):
-    """The replica that ran the request is gone; others serve, and the same request may succeed."""
+    """The replica that ran the request was lost; others serve, so the request may be sent again."""
 
     status = 503
     code = "replica_lost"
 
 
 def how_to_install(*extras: str) -> str:
-    """The command that installs extras of this project. No name is taken from PyPI: `sglang-jax` there is another
+    """The command that installs extras of this project, from the clone: PyPI's `sglang-jax` is another
     project."""
     return f"pip install -e '.[{','.join(extras)}]' in the clone of this project"
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be read: the message names the file or tensors at fault and the remedy."""
+    """A checkpoint cannot be read; the message names the file or tensors and the remedy."""
 
 
 class ConfigError(ValueError):
-    """An option, or a combination of options, that the engine cannot run with."""
+    """An invalid option, or a combination of options that the engine does not support."""
 
 
 class NoRoomError(ConfigError):
-    """Options that need a device with more memory."""
+    """Options that need more device memory than there is."""
 
 
 class BatchError(Exception):

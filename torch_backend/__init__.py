@@ -30,7 +30,7 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
         raise ConfigError(f"the Torch backend runs on one node, nnodes must be 1, got {config.nnodes}")
     if config.tp_size > 1 and config.model_impl is ModelImpl.TRANSFORMERS:
         raise ConfigError(
-            f"model_impl transformers: its graph is not spread over devices, tp_size must be 1, got {config.tp_size}"
+            f"model_impl transformers does not support tensor parallelism: tp_size must be 1, got {config.tp_size}"
         )
     spin_shortly()
     if config.tp_size > 1:

@@ -80,7 +80,7 @@ def matrices_to_keep(
     needed = sum(each.nbytes for each in kept)
     if needed > room * _MOST_OF_MEMORY:
         logger.info(
-            "Matrices stored in blocks are widened: to keep the blocks too takes %.0f MiB, more than an eighth of %.0f",
+            "Quantised matrices are only kept dequantised: keeping both takes %.0f MiB, more than an eighth of %.0f",
             needed / 2**20,
             room / 2**20,
         )
@@ -101,6 +101,6 @@ def measure_forms(weights: PackedAndBlocks) -> None:
     that runs the model."""
     found = {f"{form.outputs}x{form.inputs}": limit for form, limit in weights.measure().items()}
     logger.info(
-        "Quantised matrices are used in steps of at most these numbers of rows: %s",
+        "Quantised matrices are used in steps with at most these numbers of rows: %s",
         ", ".join(f"{shape} {limit}" for shape, limit in found.items()),
     )

@@ -59,18 +59,18 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
     sizes = sorted({heads.head_dim for heads in form.heads})
     if form.dtype not in _DTYPES or form.kv_dtype is not form.dtype or any(size % 2 for size in sizes):
         raise CpuKernelsError(
-            "they compute with bfloat16 or float32, keys and values in the same type, and heads of an even size, not "
-            f"with {form.dtype}, {form.kv_dtype} and {', '.join(map(str, sizes))}"
+            "they support bfloat16 or float32, keys and values in the same type, and heads of an even size, not "
+            f"{form.dtype}, {form.kv_dtype} and {', '.join(map(str, sizes))}"
         )
     if find_spec("numba") is None:
-        raise CpuKernelsError(f"numba, which compiles them, is not installed: {how_to_install('torch')}")
+        raise CpuKernelsError(f"they need numba, which is not installed: {how_to_install('torch')}")
     start = time.perf_counter()
     kernels = _compile(form, cache_folder)
     for what, found, expected in _results(kernels, form):
         allowed = 4 * torch.finfo(form.dtype).eps * (1 + float(expected.double().abs().max()))
         if not bool((found.double() - expected.double()).abs().max() <= allowed):
-            raise CpuKernelsError(f"what they compute is wrong on this machine ({what})")
-    logger.info("CPU kernels for %s, ready after %.1f s", form.dtype, time.perf_counter() - start)
+            raise CpuKernelsError(f"they compute wrong results on this machine ({what})")
+    logger.info("CPU kernels for %s ready after %.1f s", form.dtype, time.perf_counter() - start)
     return kernels
 
 

@@ -30,7 +30,9 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
     CPU without a word.
     """
     if wanted is Device.TPU:
-        raise ConfigError("--device tpu was asked for, and the torch backend runs on cuda or cpu: choose --backend jax")
+        raise ConfigError(
+            "--device tpu is not supported by the torch backend, which runs on cuda or cpu: choose --backend jax"
+        )
     if wanted is Device.CPU:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -41,12 +43,12 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
             # Whose GPU WSL has, it does not tell.
             logger.warning("Running on the CPU. If this machine has an NVIDIA GPU, torch cannot use it: %s", reason)
             return torch.device("cpu")
-        asked = "--device cuda was asked for" if wanted is Device.CUDA else "this machine has an NVIDIA GPU"
+        asked = "--device cuda was given" if wanted is Device.CUDA else "this machine has an NVIDIA GPU"
         raise ConfigError(
             f"{asked}, but torch {torch.__version__} sees no CUDA GPU: {reason}; or choose --device cpu, which is slow"
         )
     if rank >= torch.cuda.device_count():
-        raise ConfigError(f"tp_size needs GPU number {rank}, and torch sees {torch.cuda.device_count()}")
+        raise ConfigError(f"tp_size needs GPU number {rank}, but torch sees only {torch.cuda.device_count()} GPUs")
     device = torch.device("cuda", rank)
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         name, found = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -71,16 +73,18 @@ def _why_no_gpu() -> str:
     files = cuda_device_files()
     denied = [file for file in files if not os.access(file, os.R_OK | os.W_OK)]
     if files and len(denied) == len(files):
-        return f"this user may not open {denied[0]}. Run as one who may, or give the container its GPUs"
+        return (
+            f"this user may not open {denied[0]}. Run as a user with access, or give the container access to its GPUs"
+        )
     driver = cuda_driver() or "unknown"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return (
-            f"CUDA {torch.version.cuda} does not start with the driver {driver} ({error}). Install a driver that is "
-            "new enough, or a torch built for an older CUDA"
+            f"CUDA {torch.version.cuda} does not work with driver {driver} ({error}). Install a newer "
+            "driver, or a torch built for an older CUDA"
         )
-    return f"CUDA {torch.version.cuda} finds no device with the driver {driver}. Check nvidia-smi"
+    return f"CUDA {torch.version.cuda} finds no device with driver {driver}. Check nvidia-smi"
 
 
 def select_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:

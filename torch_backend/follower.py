@@ -77,7 +77,7 @@ def _receive(orders: Connection, inbox: queue.SimpleQueue[Order]) -> None:
         except (EOFError, ConnectionResetError):
             os._exit(1)
         except FrameError as error:
-            logger.error("rank 0 sent %s: this process cannot continue", error)
+            logger.error("rank 0 sent %s; this process cannot continue", error)
             os._exit(1)
         assert not isinstance(order, GiveUp), "rank 0 ends its own children by closing their connection"
         inbox.put(order)

@@ -156,7 +156,7 @@ class LocalFollowers:
 def _describe_end(follower: _Follower) -> str:
     status = follower.process.wait()
     how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    return f"the process of tensor-parallel rank {follower.rank} {how}; what it logged tells why"
+    return f"the process of tensor-parallel rank {follower.rank} {how}; for the reason see its log lines"
 
 
 def _nothing() -> None:

@@ -104,7 +104,7 @@ def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:
             return KVForm(torch.int8, torch.int8)
         case KVCacheDtype.FLOAT8_E4M3 if integers:
             raise ConfigError(
-                "attention_backend sage keeps keys in int8, so that kv_cache_dtype must be auto or int8, got fp8_e4m3"
+                "attention_backend sage stores keys in int8: kv_cache_dtype must be auto or int8, got fp8_e4m3"
             )
         case KVCacheDtype.FLOAT8_E4M3:
             return KVForm(torch.float8_e4m3fn, torch.float8_e4m3fn)
@@ -153,7 +153,7 @@ def _load_on(
         if means is None:
             give_key_means(built.model, kv, checkpoint.config, dtype=dtype, max_context=sizes.max_context)
         else:
-            logger.info("The means of keys are the checkpoint's")
+            logger.info("Using the checkpoint's means of keys")
             write_key_means(means, kv, checkpoint.config, shard)
     drafting = None
     if draft is not None:
@@ -339,9 +339,9 @@ def _mixed_buckets(
     """Sizes of steps with prompts to capture, of at most `most_rows` decode rows."""
     reason = None
     if model.keeps_states and kernels.states.reads_lengths:
-        reason = "layers that keep a recurrent state read lengths on the host"
+        reason = "layers with a recurrent state read lengths on the host"
     elif config.max_samples > 1:
-        reason = f"not with speculative_algorithm {config.speculative_algorithm.value}"
+        reason = f"not supported with speculative_algorithm {config.speculative_algorithm.value}"
     if reason is not None:
         logger.info("Steps with prompts are not captured: %s", reason)
         return ()

@@ -33,7 +33,7 @@ def join(
     """
     if torch.distributed.is_initialized():
         raise ConfigError(
-            "tp_size above 1 needs torch.distributed, which this process uses already: start the engine in "
+            "tp_size above 1 needs torch.distributed, which this process already uses: start the engine in "
             "a separate process"
         )
     share_cores(size, device)
@@ -54,12 +54,12 @@ def _symmetric_sums(
 ) -> SymmetricSums | None:
     """What adds up in the GPUs' own memory, on all ranks or on none; the log says which, and why."""
     if not wanted:
-        logger.info("Sums over ranks: NCCL, as --disable-custom-all-reduce asks")
+        logger.info("Sums over ranks: NCCL, because of --disable-custom-all-reduce")
         return None
     try:
         sums = SymmetricSums.meet(group_name, parallel.size, device, lambda yes: parallel.least(int(yes)) == 1)
     except NoSymmetricMemoryError as error:
-        logger.info("Sums over ranks: NCCL, since the GPUs cannot read each other's memory: %s", error)
+        logger.info("Sums over ranks: NCCL, because the GPUs cannot read each other's memory: %s", error)
         return None
     logger.info("Sums over ranks: symmetric memory, %s", sums)
     return sums

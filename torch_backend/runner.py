@@ -298,7 +298,7 @@ class TorchRunner:
 
     def stop_profile(self) -> None:
         """See `Runner`."""
-        assert self._profile is not None, "no profile is taken"
+        assert self._profile is not None, "no profile is being recorded"
         profile, self._profile = self._profile, None
         self._stream.submit(profile.stop).wait()
 

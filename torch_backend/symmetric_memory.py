@@ -193,5 +193,5 @@ def _agreed(agree: Callable[[bool], bool], attempt: Callable[[], T]) -> T:
         agree(False)
         raise NoSymmetricMemoryError(str(error).strip().split("\n")[0]) from error
     if not agree(True):
-        raise NoSymmetricMemoryError("another rank cannot; its log says why")
+        raise NoSymmetricMemoryError("another rank cannot; for the reason see its log")
     return found

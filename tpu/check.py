@@ -84,10 +84,10 @@ DOES_NOT_FIT = 1
 @click.option(
     "--write-cache",
     "compilation_cache_dir",
-    help="keep the compiled programs in this folder (or gs://...), for a server's --compilation-cache-dir",
+    help="folder (or gs://...) to write compiled programs to, for a server's --compilation-cache-dir",
 )
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="write the results to a JSON file"
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write the results to"
 )
 def check(
     *,
@@ -110,7 +110,7 @@ def check(
         raise click.UsageError("no model is given: name one, as in `check qwen3-8b --topology v6e-1`")
     require_compiler()
     if everything and quick:
-        raise click.UsageError("--all and --quick exclude each other")
+        raise click.UsageError("give only one of --all and --quick")
     slice_ = parse_topology(topology)
     given = {name: value for name, value in given.items() if value is not None}
     request = Request(
@@ -143,11 +143,11 @@ def check(
         if deployment is not None:
             _show_progress(deployment, len(programs) + len(failures))
     if deployment is None:
-        raise ConfigError("the compiling process said nothing")
+        raise ConfigError("the compiling process ended without a result")
     report = Report(model, slice_, tp, deployment, programs, failures, notices, roofline_context)
     click.echo("\n".join(render(report)))
     if request.options.compilation_cache_dir is not None:
-        click.echo(f"The compiled programs are kept in {request.options.compilation_cache_dir}", err=True)
+        click.echo(f"The compiled programs are in {request.options.compilation_cache_dir}", err=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     return 0 if report.problem is None else DOES_NOT_FIT

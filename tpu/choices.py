@@ -47,8 +47,8 @@ def choose(machine: Machine, model: ModelConfig, *, tp: int | None = None, repli
     nodes = max(len(machine.nodes), 1)
     if replicas < nodes and chosen != devices:
         raise ConfigError(
-            f"{topology} has {nodes} nodes and {devices} devices, which all must take part in one replica, and the "
-            f"model can be spread over {chosen}: choose a smaller slice, or --dp-size {nodes}, a replica on each node"
+            f"{topology} has {nodes} nodes and {devices} devices, which one replica must use completely, but the "
+            f"model can use {chosen}: choose a smaller slice, or --dp-size {nodes}, one replica per node"
         )
     weights = weight_bytes(model) // chosen
     usable = int(topology.chip.hbm * fraction)
@@ -63,9 +63,8 @@ def choose(machine: Machine, model: ModelConfig, *, tp: int | None = None, repli
         page_size=PAGE_SIZE,
         mem_fraction_static=fraction,
         reasons=(
-            f"tp {chosen}: "
-            + ("as asked for" if tp else f"the most of {devices} devices that the model can be spread over"),
-            f"page size {PAGE_SIZE}: whole tiles of memory",
+            f"tp {chosen}: " + ("as given" if tp else f"the most of {devices} devices that the model can use"),
+            f"page size {PAGE_SIZE}: fills whole memory tiles",
             f"mem-fraction-static {fraction:g}: {weights / GIB:.1f} GiB of weights and up to "
             f"{(usable - weights) / GIB:.1f} GiB of KV pages on each device of {topology.chip.hbm / GIB:.1f} GiB",
         ),
@@ -80,7 +79,7 @@ def devices_of_a_replica(machine: Machine, replicas: int) -> int:
     topology, nodes = machine.topology, max(len(machine.nodes), 1)
     if replicas > 1 and replicas % nodes:
         raise ConfigError(
-            f"{topology} has {nodes} nodes, and each replica lies on one of them: --dp-size must be a multiple of "
+            f"{topology} has {nodes} nodes, and each replica runs on one of them: --dp-size must be a multiple of "
             f"{nodes}, got {replicas}"
         )
     if topology.devices % replicas:

@@ -104,8 +104,8 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     options, topology = request.options, request.topology
     if options.speculative_algorithm is SpeculativeAlgorithm.DRAFT:
         raise ConfigError(
-            "speculative_algorithm draft: tpu.check cannot tell yet what a draft model takes and costs; check each of "
-            "the two models without"
+            "speculative_algorithm draft: tpu.check does not support draft models yet; check each of the two models "
+            "separately"
         )
     refuse_with_states(options, request.model)
     parallel = TensorParallel.of(request.model, options.tp_size)

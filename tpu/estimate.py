@@ -56,12 +56,12 @@ class Estimate:
     def warnings(self, program: str, clock: float) -> list[str]:
         """What costs time at every step and means nothing, in words."""
         found = [
-            f"{program!r} puts {move.moved} into another layout at every step: {move.result.split('{')[0]}, "
+            f"{program!r} converts {move.moved} to another layout at every step: {move.result.split('{')[0]}, "
             f"{move.total / clock * 1e6:.0f} us ({short_source(move.source) or move.name})"
             for move in self.moves
         ]
         if self.windowed:
-            found.append(f"{program!r} has {self.windowed} products cut in pieces that devices exchange one by one")
+            found.append(f"{program!r} has {self.windowed} products split into pieces that devices exchange one by one")
         if self.permutes:
             found.append(f"{program!r} has {self.permutes} collective permutes in the layers")
         if self.sorts:

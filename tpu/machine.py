@@ -99,11 +99,14 @@ def _whole_slice(environment: TpuEnvironment, metadata: Metadata, chip: Chip, co
     name = f"{chip.generation}:{environment.topology}" if environment.topology else None
     name = name or environment.accelerator_type or metadata("accelerator-type")
     if name is None:
-        raise ConfigError(f"several nodes with {count} chips, but neither TPU_TOPOLOGY nor metadata says which slice")
+        raise ConfigError(
+            f"found several nodes with {count} chips, but neither TPU_TOPOLOGY nor the metadata names the slice: set "
+            "TPU_TOPOLOGY"
+        )
     topology = parse_topology(name)
     if topology.chips != count or topology.chip is not chip:
         raise ConfigError(
-            f"the slice is said to be {name}, with {topology.chips} {topology.chip.generation} chips; its nodes have "
+            f"the slice should be {name}, with {topology.chips} {topology.chip.generation} chips, but its nodes have "
             f"{count} {chip.generation} chips"
         )
     return topology

@@ -76,9 +76,9 @@ class Report:
         if self.headroom < 0:
             largest = max(self.programs, key=lambda program: program.running)
             return (
-                f"{largest.name!r} needs {in_bytes(self.needed)} of HBM and a device has "
-                f"{in_bytes(self.deployment.hbm)}: lower mem_fraction_static, or max_running_requests, or have KV of 8 "
-                "bits (--kv-cache-dtype)"
+                f"{largest.name!r} needs {in_bytes(self.needed)} of HBM, but a device has only "
+                f"{in_bytes(self.deployment.hbm)}: lower mem_fraction_static or max_running_requests, or use an 8-bit "
+                "KV cache (--kv-cache-dtype)"
             )
         return None
 
@@ -189,10 +189,12 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
         f"page size {deployment.page_size}, {deployment.max_rows} rows, {deployment.token_budget} tokens a step, "
         f"context {deployment.max_context:,}",
         f"Memory   on each device weights {in_bytes(deployment.weights)}, {_cache(deployment)}",
-        f"Compiler {compiler}, for chips that are not here: nothing runs",
+        f"Compiler {compiler}, ahead of time: nothing is run",
     ]
     if deployment.devices > topology.devices:
-        lines.append("Note     libtpu compiles here for each core by itself; a real v4 chip is one device with both")
+        lines.append(
+            "Note     libtpu compiles for each core separately here; a real v4 chip is one device with both cores"
+        )
     return lines
 
 
@@ -272,11 +274,11 @@ def _rooflines(report: Report) -> list[str]:
         )
     chip = report.topology.chip
     return [
-        f"Least time of a step, counted from the model's shapes against the peaks of a {chip.generation} chip "
+        f"Minimum time of a step, from the model's shapes and the peaks of a {chip.generation} chip "
         f"({in_units(chip.bf16_flops, 'FLOP/s')}, HBM {in_units(chip.hbm_bandwidth, 'B/s')}, "
         f"ICI {in_units(report.topology.ici_bandwidth, 'B/s')} over the links of {report.topology})",
         f"Decode rows hold {report.context:,} tokens each; a mixed step is one prompt's first tokens. (XLA): the "
-        "compiler's count, loops once",
+        "compiler's count, each loop counted once",
         *table(header, rows),
     ]
 
@@ -314,7 +316,7 @@ def _estimates(report: Report) -> list[str]:
     ]
     return [
         "",
-        f"The compiler's estimate of all but attention and exchange, at {clock / 1e9:g} GHz, and the least time of it",
+        f"The compiler's estimate without attention and collectives, at {clock / 1e9:g} GHz, and its minimum time",
         *table(header, rows),
         "",
         *table(("longest operations", "result", "time", "from"), worst),
@@ -327,7 +329,7 @@ def _collectives(report: Report) -> list[str]:
     rows = []
     for program in report.programs:
         if program.collectives is None:
-            rows.append((program.name, "the compiler gave no text", "", "", "", "", ""))
+            rows.append((program.name, "the compiler returned no text", "", "", "", "", ""))
         for found in program.collectives or ():
             when = "if asked for" if found.conditional else "every step"
             where = "layers" if found.in_layers else "around them"

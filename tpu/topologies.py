@@ -237,7 +237,7 @@ def parse_topology(name: str) -> Topology:
     found = _NAME.fullmatch(name.strip().lower().removeprefix("tpu-"))
     if found is None or found["chip"] not in _ALIASES:
         raise ConfigError(
-            f"topology {name!r} is not known: give chip and grid, or an accelerator type ({_EXAMPLES}); chips are "
+            f"unknown topology {name!r}: give chip and grid, or an accelerator type ({_EXAMPLES}); chips are "
             f"{', '.join(CHIPS)}"
         )
     chip = CHIPS[_ALIASES[found["chip"]]]

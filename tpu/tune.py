@@ -80,7 +80,8 @@ estimate leaves out."""
     default=By.AUTO.value,
     show_default=True,
     type=click.Choice([way.value for way in By]),
-    help="device: by time on this machine's TPU; schedule: by the compiler's schedule for --chip; auto: what there is",
+    help="device: time on this machine's TPU; schedule: the compiler's schedule for --chip; auto: device if there is "
+    "a TPU",
 )
 @click.option(
     "--chip",
@@ -107,7 +108,7 @@ def tune(
     """Tune attention block sizes for a model. --tp and --page-size may be repeated."""
     on_device = By(by) is By.DEVICE or (By(by) is By.AUTO and has_tpu())
     if on_device and chip is not None:
-        raise click.UsageError("--chip is for --by schedule only: --by device tunes for this machine's chip")
+        raise click.UsageError("--chip is only for --by schedule: --by device tunes for this machine's chip")
     if not on_device and chip is None:
         raise click.UsageError("--by schedule needs --chip")
     storage = _STORAGE.get(KVCacheDtype(kv_cache_dtype), dtype)
@@ -178,7 +179,7 @@ def _best(group: list[Comparison], unit: str) -> Entry:
     )
     costs = [(comparison.spills, comparison.cost, comparison) for comparison in group if comparison.cost is not None]
     if not costs:
-        raise ConfigError(f"no sizes of blocks compile for {what}")
+        raise ConfigError(f"no block sizes compile for {what}")
     least_spills, least, _ = min(costs, key=lambda each: each[:2])
     near = [(cost, each) for spills, cost, each in costs if spills == least_spills and cost <= least * (1 + _NEAR)]
     _, best = min(near, key=lambda each: each[0] if each[1].instructions is None else each[1].instructions)

@@ -124,7 +124,7 @@ def compare_on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
     """
     device = jax.devices()[0]
     if device.platform != "tpu":
-        raise ConfigError(f"sizes are timed on a TPU, and JAX sees a {device.platform}: choose --by schedule")
+        raise ConfigError(f"--by device needs a TPU, but JAX sees a {device.platform}: choose --by schedule")
     generation = Generation(chip_of(device.device_kind).value)
     for entry in choices(generation, every, Source.DEVICE):
         call = KernelCall(entry)

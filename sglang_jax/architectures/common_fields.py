@@ -90,8 +90,8 @@ class CommonFields:
         rotated = rope.rotated_numbers(common.head_dim)
         if rotated % 2 or not rotated:
             raise CheckpointError(
-                f"{fields.file}: {rotated} of the {common.head_dim} numbers of a head rotate, by a "
-                f"partial_rotary_factor of {rope.rotated:g}; they must be pairs, and one at least"
+                f"{fields.file}: partial_rotary_factor {rope.rotated:g} rotates {rotated} of the {common.head_dim} "
+                "numbers of a head; it must be an even number, at least 2"
             )
         return common
 
@@ -140,7 +140,7 @@ class CommonFields:
         """A window, or None where no sequence outgrows it, as it then changes nothing. Raises `CheckpointError` for one
         of 0 tokens."""
         if window == 0:
-            raise CheckpointError(f"{self.fields.file}: a sliding window of 0 tokens: a query sees itself at least")
+            raise CheckpointError(f"{self.fields.file}: the sliding window is 0 tokens, it must be at least 1")
         return None if window is None or window >= self.max_position else window
 
     def sliding_layers(self, every: int | None) -> list[bool]:

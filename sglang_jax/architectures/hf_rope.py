@@ -54,8 +54,8 @@ def rope_from_hf(
     several = [name for name, value in scaling.values.items() if isinstance(value, dict)]
     if several:
         raise CheckpointError(
-            f"{fields.file}: separate rotary parameters for {cut(', '.join(several))} are not supported; here "
-            "all layers have the same"
+            f"{fields.file}: separate rotary parameters for {cut(', '.join(several))} are not supported; "
+            "all layers must have the same"
         )
     name = scaling.string("rope_type") or scaling.string("type") or "default"
     kinds = [kind.value for kind in RopeKind]

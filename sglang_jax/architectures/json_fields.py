@@ -41,7 +41,7 @@ class JsonFields:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} is not JSON: {error}") from error
         if not isinstance(values, dict):
-            raise CheckpointError(f"{file} holds {type(values).__name__}, an object was expected")
+            raise CheckpointError(f"{file} must contain a JSON object, got {type(values).__name__}")
         return cls(values, file)
 
     def value(self, name: str) -> Any:

@@ -58,8 +58,8 @@ def check_mamba(fields: JsonFields, mamba: Mamba2Config, inner: int, activation:
     `activation` says silu."""
     if mamba.inner != inner or mamba.num_heads % mamba.num_groups:
         raise CheckpointError(
-            f"{fields.file}: {mamba.num_heads} heads of {mamba.head_dim} in {mamba.num_groups} groups: they must be "
-            f"{inner} numbers, and groups must have as many heads each"
+            f"{fields.file}: {mamba.num_heads} heads of {mamba.head_dim} in {mamba.num_groups} groups; there must be "
+            f"{inner} numbers in total, and the same number of heads in each group"
         )
     if (found := fields.string(activation) or "silu") != "silu":
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""One description of a model for both backends: a list of layers, and what stands around them."""
+"""The description of a model for both backends: a list of layers, and the parts before and after them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RopeKind(StrEnum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     PROPORTIONAL = "proportional"
-    """The first pairs of a head turn as those of whole heads do, the others stand still (Gemma 4)."""
+    """Only the first pairs of a head rotate, with the frequencies of a whole head (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,8 @@ class RopeConfig:
     """Rotary position embedding (Su et al. 2021) and its long-context variants.
 
     Fields that a kind does not use keep their default. `original_max_position` is the context length before scaling;
-    `turning` the share of the pairs that turn. `rotated`: the share of a head that rotates, its first numbers, as a
-    head of that size would; the rest knows no positions.
+    `turning`: fraction of the pairs that rotate (`PROPORTIONAL`). `rotated`: fraction of a head, from its start, that
+    rotates like a head of that size; the rest has no positions.
     """
 
     kind: RopeKind = RopeKind.DEFAULT
@@ -45,26 +45,26 @@ class RopeConfig:
     rotated: float = 1.0
 
     def rotated_numbers(self, head_dim: int) -> int:
-        """How many numbers of a head rotate."""
+        """Numbers of a head that rotate."""
         return int(head_dim * self.rotated)
 
 
 class NormKind(StrEnum):
-    """What a norm divides by."""
+    """The divisor of a norm."""
 
     RMS = "rms"
     """The root of the mean square (Zhang and Sennrich 2019)."""
     LAYER = "layer"
-    """The standard deviation, once the mean is subtracted (Ba et al. 2016); without a bias."""
+    """The standard deviation, after subtracting the mean (Ba et al. 2016); without a bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormConfig:
     """A norm and its weight.
 
-    - `wide`: the weight multiplies in float32, before the result is rounded to the type of activations. Otherwise the
+    - `wide`: multiply by the weight in float32, before rounding to the dtype of activations. Otherwise the
       result is rounded first.
-    - `offset`: added to the stored weight when it is loaded; 1 where a checkpoint stores w for a weight of 1 + w.
+    - `offset`: added to the stored weight when it is loaded; 1 if a checkpoint stores w for a weight of 1 + w.
     """
 
     eps: float
@@ -88,17 +88,17 @@ class QKNorm:
 class AttentionConfig:
     """Grouped-query self-attention.
 
-    - `head_dim` need not be the hidden size over the heads; all three numbers may differ from layer to layer.
+    - `head_dim` may differ from hidden size / heads; all three numbers may differ between layers.
     - `scale` multiplies scores; `soft_cap` makes them `soft_cap * tanh(score / soft_cap)`.
     - `rope`: None for a layer without positions.
-    - `interleaved_rope`: the checkpoint's rotary pairs are neighbours; rows are put into halves when they are loaded.
-    - `window`: keys that a query sees at most, itself included; None for all before it.
-    - `sinks`: each head has a learnt score that joins the softmax's sum and has no value.
+    - `interleaved_rope`: the checkpoint's rotary pairs are adjacent; rows are rearranged into halves when loaded.
+    - `window`: maximum keys that a query attends to, its own included; None for all.
+    - `sinks`: each head has a learnt score that is added to the softmax's denominator, without a value.
     - `value_norm`: each head's value is divided by its root mean square; the norm has no weight.
-    - `output_gate`: what each head gives is multiplied by the sigmoid of a projection of the input, whose rows a
-      checkpoint keeps behind those of the head's query.
-    - `input_multiplier`, `key_multiplier`, `output_multiplier`: of what attention takes, of keys, of what it gives.
-    - `values_are_keys`: values have no separate projection, they are keys before norm and rotation.
+    - `output_gate`: each head's output is multiplied by the sigmoid of a projection of the input; in a checkpoint,
+      its rows follow those of the head's query.
+    - `input_multiplier`, `key_multiplier`, `output_multiplier`: multipliers of the input, of keys, and of the output.
+    - `values_are_keys`: values have no separate projection; they are the keys before norm and rotation.
     """
 
     num_heads: int
@@ -122,22 +122,22 @@ class AttentionConfig:
 
 
 class StateDtype(StrEnum):
-    """What numbers an array of a state holds."""
+    """The dtype of a state array."""
 
     ACTIVATIONS = "activations"
-    """Of the type of the model's activations."""
+    """The dtype of the model's activations."""
     RECURRENT = "recurrent"
-    """float32, unless `mamba_ssm_dtype` says otherwise."""
+    """`mamba_ssm_dtype`, by default float32."""
 
 
 LAST_INPUTS = "tail"
-"""The array of a state that a convolution keeps, `[width - 1, channels]`."""
+"""Name of a convolution's state array, `[width - 1, channels]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One array of what a layer keeps of a sequence instead of keys: `shape` of one slot. `spread`: the axis of
-    `shape` along which devices that share the layer have each a part."""
+    """One array of a layer's recurrent state: `shape` of one slot. `spread`: the axis of
+    `shape` that is divided among devices that share the layer."""
 
     name: str
     shape: tuple[int, ...]
@@ -147,11 +147,11 @@ class StateArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvConfig:
-    """A gated short convolution (LFM2): `out(c * conv(b * x))`, where b, c and x are projections of the input and the
-    convolution runs over the last `width` tokens of each channel by itself.
+    """A gated short convolution (LFM2): `out(c * conv(b * x))`. b, c and x are projections of the input; the
+    convolution runs over the last `width` tokens of each channel separately.
 
     - `bias`: of both projections and of the convolution.
-    - `shards`: devices that share it (`recurrent_shards.spread`); channels of its parameters lie device by device.
+    - `shards`: devices that share it (`recurrent_shards.spread`); channels of its parameters are ordered by device.
     """
 
     channels: int
@@ -167,11 +167,11 @@ class ShortConvConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaNetConfig:
-    """A gated delta net (Yang et al. 2024): each head keeps a matrix `[key_dim, value_dim]`, which decays at each token
+    """A gated delta net (Yang et al. 2024): each head has a matrix `[key_dim, value_dim]`, which decays at each token
     and is then corrected towards the token's value at the token's key.
 
-    Queries, keys and values pass a convolution over the last `width` tokens and a SiLU; each key head serves
-    `num_value_heads / num_key_heads` neighbouring value heads. `norm` is over each head's output, which is then
+    Queries, keys and values pass through a convolution over the last `width` tokens and a SiLU; each key head serves
+    `num_value_heads / num_key_heads` neighbouring value heads. `norm` applies to each head's output, which is then
     multiplied by the SiLU of a gate. `shards`: as in `ShortConvConfig`.
     """
 
@@ -197,19 +197,19 @@ class GatedDeltaNetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
-    """Mamba-2 (Dao and Gu 2024): each head keeps a matrix `[state_size, head_dim]`, which decays at each token, and to
+    """Mamba-2 (Dao and Gu 2024): each head has a matrix `[state_size, head_dim]`, which decays at each token, and to
     which the token's input is added along a direction of the state.
 
-    One projection gives a gate, the input, the directions that are written and read, and each head's step size.
-    Directions are those of a group of neighbouring heads. Inputs and directions pass a convolution over the last
+    One projection computes a gate, the input, the directions that are written and read, and each head's step size.
+    A group of adjacent heads shares directions. Inputs and directions pass through a convolution over the last
     `width` tokens and a SiLU.
 
-    - `norm`: over each of `norm_groups` parts of the output; None where there is none. `norm_before_gate`: the norm is
-      taken before the output is multiplied by the SiLU of the gate.
+    - `norm`: over each of `norm_groups` parts of the output; None without a norm. `norm_before_gate`: the norm is
+      applied before the output is multiplied by the SiLU of the gate.
     - `least_step`, `most_step`: bounds of step sizes.
-    - `bias`: of the projection of the input; `out_bias`: of that of the output; `conv_bias`: of the convolution.
-    - `input_multiplier`, `output_multiplier`: of what the layer takes and gives; `part_multipliers`: of the parts of
-      the projection, which are gate, input, directions written and read, step sizes.
+    - `bias`: of the input projection; `out_bias`: of the output projection; `conv_bias`: of the convolution.
+    - `input_multiplier`, `output_multiplier`: of the layer's input and output; `part_multipliers`: of the parts of
+      the projection: gate, input, directions written, directions read, step sizes.
     - `shards`: as in `ShortConvConfig`.
     """
 
@@ -255,23 +255,23 @@ class Mamba2Config:
 
 
 RecurrentConfig = ShortConvConfig | GatedDeltaNetConfig | Mamba2Config
-"""What mixes tokens by a state that it keeps of the sequence so far."""
+"""Layers that mix tokens through a recurrent state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """Attention and a recurrent layer that read the same input, and whose outputs are added (Falcon-H1)."""
+    """Attention and a recurrent layer with the same input; their outputs are added (Falcon-H1)."""
 
     attention: AttentionConfig
     recurrent: RecurrentConfig
 
 
 Mixer = AttentionConfig | RecurrentConfig | SideBySide
-"""What mixes tokens."""
+"""The part of a layer that mixes tokens."""
 
 
 def _tail(width: int, channels: int) -> StateArray:
-    """The inputs of a convolution that the next token's output reads, oldest first."""
+    """The previous inputs that a convolution needs for the next token, oldest first."""
     return StateArray(LAST_INPUTS, (width - 1, channels), StateDtype.ACTIVATIONS, 1)
 
 
@@ -304,15 +304,15 @@ class SquaredReluConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SublayerNorms:
-    """The norms of an attention or feed-forward block: of its input (`pre`), and of its output before it is added to
-    the residual stream (`post`)."""
+    """The norms of an attention or feed-forward block: of its input (`pre`), and of its output (`post`), before it is
+    added to the residual stream."""
 
     pre: NormConfig | None = None
     post: NormConfig | None = None
 
 
 class CacheKind(StrEnum):
-    """What layers need of a sequence: all of its keys and values, those of its last tokens, or a recurrent state."""
+    """What layers cache of a sequence: all keys and values, those of its last tokens, or a recurrent state."""
 
     FULL = "full"
     WINDOW = "window"
@@ -321,14 +321,14 @@ class CacheKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """A decoder layer: what mixes tokens (attention, a recurrent layer, or both) and feed-forward, each added to the
+    """A decoder layer: a mixer (attention, a recurrent layer, or both) and a feed-forward part, each added to the
     residual stream.
 
-    - `mixer`, `feed_forward`: None for a layer without; it has one of them at least.
+    - `mixer`, `feed_forward`: one of them may be None.
 
     - `parallel`: both read the same normalised input (`mixer_norms.pre`), and their sum is added.
-    - `residual_multiplier`: of what is added.
-    - `learnt_scale`: the checkpoint has a number by which the residual stream is multiplied after the layer.
+    - `residual_multiplier`: of the added outputs.
+    - `learnt_scale`: the residual stream is multiplied by a number from the checkpoint after the layer.
     """
 
     mixer: Mixer | None
@@ -341,14 +341,14 @@ class LayerConfig:
 
     @property
     def attention(self) -> AttentionConfig | None:
-        """The mixer, or the part of it, that is attention."""
+        """The attention part of the mixer, if any."""
         if isinstance(self.mixer, SideBySide):
             return self.mixer.attention
         return self.mixer if isinstance(self.mixer, AttentionConfig) else None
 
     @property
     def recurrent(self) -> RecurrentConfig | None:
-        """The mixer, or the part of it, that keeps a state."""
+        """The recurrent part of the mixer, if any."""
         if isinstance(self.mixer, SideBySide):
             return self.mixer.recurrent
         return None if isinstance(self.mixer, AttentionConfig) else self.mixer
@@ -358,11 +358,11 @@ class LayerConfig:
 class ModelConfig:
     """A decoder-only model.
 
-    - `architecture`: the name of its family (see `architectures.registry`), which knows how tensors are called.
-    - `embedding_multiplier`: of embeddings, rounded to their type. `logit_multiplier`: of logits, before `logit_cap`
+    - `architecture`: the name of its family (see `architectures.registry`), which has the names of tensors.
+    - `embedding_multiplier`: of embeddings, rounded to their dtype. `logit_multiplier`: of logits, before `logit_cap`
       makes them `logit_cap * tanh(logit / logit_cap)`.
-    - `eos_token_ids` joins what config.json and generation_config.json say.
-    - `max_position` is the longest context that the checkpoint declares.
+    - `eos_token_ids`: those of config.json and of generation_config.json.
+    - `max_position`: the maximum context length according to the checkpoint.
     """
 
     architecture: str
@@ -385,31 +385,31 @@ class ModelConfig:
 
     @property
     def attention(self) -> tuple[AttentionConfig, ...]:
-        """Of the layers that have attention, in their order."""
+        """Attention of the layers that have it, in order."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
     def feed_forward(self) -> tuple[FeedForwardConfig | SquaredReluConfig, ...]:
-        """Of the layers that have a feed-forward part, in their order."""
+        """Feed-forward parts of the layers that have one, in order."""
         return tuple(layer.feed_forward for layer in self.layers if layer.feed_forward is not None)
 
     @property
     def keeps_states(self) -> bool:
-        """Whether any layer keeps a recurrent state."""
+        """Whether any layer has a recurrent state."""
         return any(layer.recurrent is not None for layer in self.layers)
 
     def with_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
-        """The same model with every layer changed."""
+        """The same model with `change` applied to every layer."""
         return replace(self, layers=tuple(change(layer) for layer in self.layers))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers of a model whose keys and values share pages, as they need the same tokens of a sequence and have pages of
-    the same shape; or those that keep a recurrent state. `window`: tokens that a query sees, its own among them; None
+    """Layers whose keys and values share pages, because they need the same tokens of a sequence and have pages of the
+    same shape; or the layers with a recurrent state. `window`: tokens that a query attends to, its own included; None
     for the other kinds.
 
-    What a page of a group takes is `runner.sizing.GroupMemory`, the pages that a runner has for it `PoolSpec`."""
+    `runner.sizing.GroupMemory` has the size of a group's pages, `PoolSpec` the pages that a runner has for it."""
 
     kind: CacheKind
     layers: tuple[int, ...]
@@ -417,7 +417,7 @@ class CacheGroup:
 
 
 def group_of_layers(config: ModelConfig) -> tuple[int | None, ...]:
-    """Of each layer, the number of the group in `cache_groups` that has pages for it; None without attention."""
+    """For each layer, the index in `cache_groups` of the group with its pages; None without attention."""
     groups = enumerate(cache_groups(config))
     number_of = {
         layer: number for number, group in groups if group.kind is not CacheKind.STATE for layer in group.layers
@@ -426,8 +426,8 @@ def group_of_layers(config: ModelConfig) -> tuple[int | None, ...]:
 
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The groups of a model's layers: full attention first, then windows by their size, then those that keep a state.
-    Layers whose kv heads differ in number or size are in separate groups, in the order of the layers."""
+    """The groups of a model's layers: full attention first, then windows by their size, then recurrent states.
+    Layers with kv heads of different number or size are in separate groups, in the order of the layers."""
     alike: dict[tuple[int | None, int, int], list[int]] = {}
     for number, layer in enumerate(config.layers):
         if (attention := layer.attention) is not None:
@@ -441,5 +441,5 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 
 def num_paged_groups(config: ModelConfig) -> int:
-    """How many of `cache_groups` have pages: all but the one for states, which is the last."""
+    """The number of `cache_groups` with pages: all except the one for states, which is last."""
     return sum(group.kind is not CacheKind.STATE for group in cache_groups(config))

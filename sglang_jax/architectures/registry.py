@@ -1,6 +1,6 @@
-"""The families of models that are known: every module of `families/`, by the `FAMILY` that it defines.
+"""The supported model families: the `FAMILY` of every module in `families/`.
 
-A new family of known kinds of layers is a new file there, and nothing else.
+A family built from existing layer types needs only a new file there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def _nothing_more(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufForm:
-    """How GGUF files hold a family.
+    """How GGUF files store a family.
 
     - `name`: `general.architecture`.
-    - `fields`: metadata keys apart from the common ones, by the fields of config.json that they stand for.
-    - `derive`: fields that no key holds, from the common ones.
-    - `interleaved`: q and k are stored for rotary pairs of neighbours, and in halves elsewhere.
-    - `norms_hold_offset`: norms are stored as they multiply, whatever Hugging Face's folders hold.
-    - `windowed`: of two families under one name, the one whose files have a window.
+    - `fields`: metadata keys in addition to the common ones, by the equivalent fields of config.json.
+    - `derive`: computes fields without a key from the common ones.
+    - `interleaved`: q and k are stored for adjacent rotary pairs; in other formats, for halves.
+    - `norms_hold_offset`: stored norm weights include the offset, unlike those in Hugging Face's folders.
+    - `windowed`: if two families have the same name, this is the one with a window.
     """
 
     name: str
@@ -46,11 +46,12 @@ class GgufForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Checkpoints that are read in the same way.
+    """Checkpoints of one architecture.
 
-    - `name`: `model_type` of config.json, and `ModelConfig.architecture`. `class_name`: what `architectures` there has.
-    - `configure`: the model that a config.json describes, or a GGUF file's metadata under the same names. Raises
-      `CheckpointError` for what is missing, mistyped or unsupported.
+    - `name`: `model_type` of config.json, and `ModelConfig.architecture`. `class_name`: the entry of `architectures` in
+      it.
+    - `configure`: reads a config.json, or a GGUF file's metadata with the same names. Raises
+      `CheckpointError` for missing, mistyped or unsupported fields.
     - `to_hf`: fields of config.json that describe a model, or None if config.json cannot be written.
     """
 
@@ -83,8 +84,8 @@ def family_named(name: str) -> Family:
 
 
 def family_of_hf(fields: JsonFields) -> Family | None:
-    """The family of a config.json: by `architectures`, or, where that is silent, by `model_type`. None if no family of
-    that name is known."""
+    """The family of a config.json: by `architectures` or, without that field, by `model_type`. None if no family of
+    that name exists."""
     match fields.value("architectures"):
         case [str(seen)]:
             found = [family for family in known_families() if family.class_name == seen]

@@ -216,7 +216,7 @@ class Driver:
         elif self._queue.lose(replica.index, job):
             return
         else:
-            message = f"the engine was lost each of the {job.losses} times that this line was asked"
+            message = f"the engine was lost each of the {job.losses} times that this line was run"
             answer = failed(job.line, "engine_dead", message)
         self._finish(job.line.number, answer)
         self._queue.finish(replica.index)

@@ -59,8 +59,8 @@ def recover(path: Path, read_number: Callable[[bytes], int | None]) -> Iterator[
     for place, (offset, line) in enumerate(lines_of(path)):
         if torn is not None:
             raise BatchError(
-                f"line {torn[0] + 1} of {path} was not written by this command, or was damaged since; "
-                "remove that line, and the same command computes what it answered again"
+                f"line {torn[0] + 1} of {path} was not written by this command, or is damaged; "
+                "remove it and run the same command again, which recomputes its response"
             )
         number = read_number(line)
         if number is None:
@@ -115,7 +115,7 @@ class Journal:
             for number, _, _ in recover(path, number_of):
                 if not self._written.add(number):
                     raise BatchError(
-                        f"{path} answers line {number + 1} of the input, which was answered before; remove one of them"
+                        f"{path} has a second response to line {number + 1} of the input; remove one of them"
                     )
                 self.num_errors += path == errors
         self._files = {Kind.OUTPUT: AppendFile(output), Kind.ERROR: AppendFile(errors)}

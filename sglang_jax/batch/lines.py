@@ -92,7 +92,7 @@ def parse_line(
         else:
             url, body = _plain_request(fields)
         if _asks_for_stream(body):
-            raise _LineError("unsupported_parameter", "stream must not be true: a line has one whole answer")
+            raise _LineError("unsupported_parameter", "stream must not be true: batches write complete responses")
         key = _key(url, body)
         for field, value in defaults.items():
             body.setdefault(field, value)
@@ -115,7 +115,7 @@ def _object(raw: bytes | Raw, what: str) -> Fields:
 
 def _told(error: Exception, raw: bytes | Raw = b"") -> str:
     if _HALF_OF_A_PAIR.search(raw):  # the parser calls that truncated
-        return "a string holds half a surrogate pair"
+        return "a string contains a lone surrogate"
     text = str(error).removeprefix("JSON is malformed: ")
     return text[:1].lower() + text[1:]
 
@@ -143,7 +143,7 @@ def _custom_id(fields: Fields) -> str | None:
 def _batch_request(fields: Fields, custom_id: str | None) -> tuple[str, Fields]:
     for plain in _PLAIN_FIELDS:
         if plain in fields:
-            raise _LineError("malformed_request", f"{plain} belongs into body, as the line has one")
+            raise _LineError("malformed_request", f"{plain} must be inside body, because the line has one")
     if custom_id is None:
         raise _LineError("missing_field", "custom_id is required in a line with a body")
     method = _value(fields, "method")
@@ -164,7 +164,9 @@ def _plain_request(fields: Fields) -> tuple[str, Fields]:
         raise _LineError("missing_field", f"a line must have one of body, prompt and messages, got {which}")
     for name in ("method", "url"):
         if name in fields:
-            raise _LineError("malformed_request", f"{name} belongs to lines with a body; {given[0]} says the route")
+            raise _LineError(
+                "malformed_request", f"{name} is only for lines with a body; {given[0]} determines the route"
+            )
     return _PLAIN_FIELDS[given[0]], {name: value for name, value in fields.items() if name != "custom_id"}
 
 
@@ -189,5 +191,5 @@ def parse_defaults(text: str) -> dict[str, Raw]:
     }
     for name in fields:
         if name in taken:
-            raise ValueError(f"defaults must hold fields that lines may share, and {name} is not one")
+            raise ValueError(f"defaults may only contain fields that lines can share, got {name}: remove it")
     return {name: Raw(bytes(value)) for name, value in fields.items()}

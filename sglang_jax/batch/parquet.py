@@ -186,7 +186,7 @@ def write_output(journal: Path, output: Path, draft: Path) -> None:
         sync_folder(output.parent)
         journal.unlink()
     except (OSError, pa.ArrowException) as error:
-        raise BatchError(f"cannot write {output}: {error}; the answers are kept in {journal}") from error
+        raise BatchError(f"cannot write {output}: {error}; the responses are kept in {journal}") from error
 
 
 def drop_merged(journal: Path, written: LineSet) -> None:

@@ -107,7 +107,7 @@ def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_
         files.finish()
     click.echo(figures.summary(), err=True)
     if figures.lines_failed:
-        click.echo(f"{count_lines(figures.lines_failed)} failed: {batch.errors} says why", err=True)
+        click.echo(f"{count_lines(figures.lines_failed)} failed: for the reasons see {batch.errors}", err=True)
         return SOME_FAILED
     return ALL_ANSWERED
 
@@ -158,8 +158,8 @@ async def _answer_with_engines(
 def server_config(batch: BatchConfig, engine: EngineConfig) -> ServerConfig:
     if engine.max_queued_requests is not None:
         raise ConfigError(
-            f"--max-queued-requests ({engine.max_queued_requests}) has no meaning here: no more lines are sent to an "
-            "engine than it has places for"
+            f"--max-queued-requests ({engine.max_queued_requests}) is not supported by batch, which never "
+            "queues lines in an engine: remove it"
         )
     names = {"served_model_name": batch.served_model_name, "chat_template": batch.chat_template}
     return ServerConfig(**engine.model_dump(), **names, log_level=batch.log_level)
@@ -176,9 +176,12 @@ def _check_files(batch: BatchConfig) -> None:
         if path.exists() and not path.is_file():
             raise BatchError(f"{flag} {path} is not a regular file; a resumed run has to read it again")
     if len({batch.input_path.resolve(), batch.output_path.resolve(), batch.errors.resolve()}) < 3:
-        raise BatchError("--input, --output and --error-file must be three files")
+        raise BatchError("--input, --output and --error-file must be three different files")
     if FileFormat.of(batch.errors) is FileFormat.PARQUET:
-        raise BatchError(f"--error-file {batch.errors} is always written as JSON lines, so give it another name")
+        raise BatchError(
+            f"--error-file {batch.errors} is always written as JSON lines: choose a name that does not end in "
+            ".parquet or .pq"
+        )
 
 
 def body_defaults(batch: BatchConfig) -> dict[str, Raw]:

@@ -86,7 +86,9 @@ class RunFolder:
         if not path.exists():
             for file in written:
                 if file.exists() and file.stat().st_size:
-                    raise BatchError(f"{file} exists and is of no run known to {self.path}; choose another --output")
+                    raise BatchError(
+                        f"{file} exists, but no run recorded in {self.path} wrote it: choose another --output"
+                    )
             self._write(path, manifest)
             return
         check_same(read_manifest(path.read_bytes(), path), manifest, self._output, self.path)
@@ -114,7 +116,7 @@ class RunFolder:
 
 def check_same(begun: Manifest, now: Manifest, output: Path | str, folder: Path | str) -> None:
     """Raises `BatchError` if a run is not about the same as the one that was begun."""
-    remedy = f"to begin anew choose another --output, or remove what was written and {folder}"
+    remedy = f"to start over, choose another --output, or remove the output and {folder}"
     if begun.version != now.version:
         raise BatchError(f"{output} was started by another version of this program; {remedy}")
     if begun.input != now.input:
@@ -126,7 +128,7 @@ def check_same(begun: Manifest, now: Manifest, output: Path | str, folder: Path 
             flag = f"--{name.replace('_', '-')}"
             raise BatchError(
                 f"{output} was started with {flag} {_shown(then)}, now it is {_shown(value)}; "
-                f"give it the value it had; {remedy}"
+                f"use the same value again; {remedy}"
             )
 
 

@@ -65,10 +65,12 @@ class RemoteFolder:
         self.address = address.rstrip("/")
         found = _ADDRESS.fullmatch(self.address)
         if found is None or any(part in (".", "..") for part in found[2].split("/")):
-            raise CheckpointError(f"{shown(address)} is not an address of the form gs://BUCKET/PATH")
+            raise CheckpointError(f"{shown(address)} is not a bucket address; give gs://BUCKET/PATH")
         self.bucket, self.folder = found[1], found[2].strip("/")
         if importlib.util.find_spec("gcsfs") is None:
-            raise CheckpointError(f"{self.address} is read by gcsfs, which is not installed: {how_to_install('gcs')}")
+            raise CheckpointError(
+                f"reading {self.address} needs gcsfs, which is not installed: {how_to_install('gcs')}"
+            )
         import fsspec  # here: most checkpoints are files of this machine
 
         with _failures_of(self.address):
@@ -110,8 +112,9 @@ class RemoteFolder:
         small = {name: each for name, each in sorted(self.objects.items()) if name.endswith(_SMALL)}
         if (total := sum(each.size for each in small.values())) > _MOST_SMALL_BYTES:
             raise CheckpointError(
-                f"{self.address}: the files that end in {' or '.join(_SMALL)} have {total} bytes, the limit is "
-                f"{_MOST_SMALL_BYTES}; keep what is not the model's in another folder"
+                f"{self.address}: the files {' and '.join('*' + end for end in _SMALL)} have {total} bytes in total, "
+                "the limit is "
+                f"{_MOST_SMALL_BYTES}; move files that do not belong to the model to another folder"
             )
         identity = hashlib.sha256(repr([self.address, *small.items()]).encode()).hexdigest()[:16]
         parent = Path(user_cache_dir("sglang-jax"), "buckets", self.bucket, *self.folder.split("/"))
@@ -129,7 +132,8 @@ class RemoteFolder:
                 _move(whole, target)
         except OSError as error:
             raise CheckpointError(
-                f"the files of {self.address} cannot be copied to {target}: {error}; XDG_CACHE_HOME names another place"
+                f"the files of {self.address} cannot be copied to {target}: {error}; choose another cache folder "
+                "with XDG_CACHE_HOME"
             ) from error
         return target
 
@@ -160,7 +164,7 @@ class RemoteFolder:
             data: bytes = self._system.cat_file(path, first, last, generation=generation)
         if len(data) != last - first:
             raise CheckpointError(
-                f"{self.where(name)}: {len(data)} bytes came where {last - first} were asked for, from byte {first} on"
+                f"{self.where(name)}: {len(data)} bytes were received instead of {last - first}, from byte {first} on"
             )
         return data
 

@@ -53,7 +53,7 @@ class ChatRoles:
             if role not in self.known:
                 path = f"messages[{number}].role"
                 raise ParameterError(
-                    f"{path} is {reprlib.repr(role)}, which the model's chat template does not know; it knows "
+                    f"{path} is {reprlib.repr(role)}, which the model's chat template does not support; supported: "
                     + ", ".join(self.known),
                     param=path,
                 )

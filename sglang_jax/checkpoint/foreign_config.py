@@ -43,7 +43,7 @@ def _normalised(given: JsonFields) -> dict[str, Any]:
     values = dict(given.values)
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
-        raise CheckpointError(f"{given.file}: model_type is missing, by which transformers knows a model")
+        raise CheckpointError(f"{given.file}: model_type is missing; transformers needs it to identify the model")
     try:
         config = AutoConfig.for_model(kind, **values)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError) as error:
@@ -79,7 +79,7 @@ def foreign_model_config(fields: JsonFields, ends: tuple[int, ...], dtype: str) 
         )
     head_dim = fields.count("head_dim") or hidden // heads
     if head_dim % 2:
-        raise CheckpointError(f"{fields.file}: heads of {head_dim} numbers; pages hold heads of an even size")
+        raise CheckpointError(f"{fields.file}: head_dim is {head_dim}, it must be even")
     context = fields.required_integer("max_position_embeddings")
     window = fields.count("sliding_window")
     count = fields.required_integer("num_hidden_layers", MOST_LAYERS)

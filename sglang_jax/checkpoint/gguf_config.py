@@ -149,7 +149,9 @@ def _refuse_unsupported(file: GgufFile, form: GgufForm) -> None:
     name = form.name
     experts = file.get(f"{name}.expert_count", int)
     if experts:
-        raise CheckpointError(f"{file.path}: a mixture of {experts} experts is not supported; dense models are")
+        raise CheckpointError(
+            f"{file.path}: mixtures of experts ({experts} experts) are not supported; use a dense model"
+        )
     window = file.get(f"{name}.{_WINDOW}", int)
     context = file.require(f"{name}.context_length", int)
     if window and window < context and "sliding_window" not in form.fields:
@@ -169,7 +171,7 @@ def _uniform(file: GgufFile, key: str, default: int | None = None) -> int:
             return value
         case [int(first), *rest] if all(other == first for other in rest):
             return first
-    raise CheckpointError(f"{file.path}: {key} is {value!r:.80}; one integer for all layers is supported")
+    raise CheckpointError(f"{file.path}: {key} is {value!r:.80}; it must be one integer for all layers")
 
 
 def _vocab_size(file: GgufFile, family: Family) -> int:

@@ -147,7 +147,7 @@ class _Cursor:
         length = self.scalar("Q")
         raw = self.buffer[self.position : self.position + length]
         if len(raw) < length:
-            raise struct.error(f"a string of {length} bytes at {self.position} passes the end")
+            raise struct.error(f"a string of {length} bytes at {self.position} exceeds the file")
         self.position += length
         return raw.decode("utf-8")
 
@@ -163,7 +163,7 @@ class _Cursor:
 
     def _numbers(self, form: str, count: int) -> list[int]:
         if count > len(self.buffer):
-            raise struct.error(f"{count} numbers at {self.position} pass the end")
+            raise struct.error(f"{count} numbers at {self.position} exceed the file")
         layout = f"<{count}{form}"
         values = struct.unpack_from(layout, self.buffer, self.position)
         self.position += struct.calcsize(layout)

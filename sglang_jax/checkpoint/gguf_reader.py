@@ -131,7 +131,7 @@ class GgufReader:
                 return Blocks(BlockFormat.FOUR_BITS, blocks[..., 4:], halves[..., 0], halves[..., 1])
             case GGMLQuantizationType.Q8_0:
                 return Blocks(BlockFormat.EIGHT_BITS, blocks[..., 2:].view(np.int8), halves[..., 0], None)
-        raise ValueError(f"{name} is not stored in blocks that are kept")
+        raise ValueError(f"{name} is not stored in blocks that can be kept")
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:

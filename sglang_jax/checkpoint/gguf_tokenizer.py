@@ -172,8 +172,8 @@ def _split(file: GgufFile) -> _Split:
     name = file.get("tokenizer.ggml.pre", str)
     if name not in _SPLITS:
         raise CheckpointError(
-            f"{file.path}: tokenizer.ggml.pre is {name!r}, so it is not known how text is split into words; "
-            f"known: {', '.join(_SPLITS)}; give --tokenizer-path"
+            f"{file.path}: tokenizer.ggml.pre is {name!r}, an unsupported way of splitting text into words; "
+            f"supported: {', '.join(_SPLITS)}; give --tokenizer-path"
         )
     return _SPLITS[name]
 

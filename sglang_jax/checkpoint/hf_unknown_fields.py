@@ -121,13 +121,11 @@ def check_unread(fields: JsonFields) -> None:
     for name in sorted(_CHANGES_OUTPUTS & unread.keys()):
         raise CheckpointError(
             f"{fields.file}: {name} is {unread[name]!r:.80}, which {fields.value('model_type') or 'this architecture'} "
-            "does not have here: its outputs would be wrong"
+            "does not support here: outputs would be wrong"
         )
     unknown = [name for name in unread if not _is_harmless(name)]
     if unknown:
-        logger.warning(
-            "%s: fields that are not understood, and ignored: %s", fields.file, cut(", ".join(sorted(unknown)))
-        )
+        logger.warning("%s: ignoring unknown fields: %s", fields.file, cut(", ".join(sorted(unknown))))
 
 
 _MEANINGS = {
@@ -135,16 +133,16 @@ _MEANINGS = {
     "num_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",
     "moe_num_experts": "a mixture of experts",
-    "is_encoder_decoder": "an encoder beside the decoder",
+    "is_encoder_decoder": "an encoder in addition to the decoder",
     "num_mel_bins": "audio",
     "audio_config": "audio",
     "vision_config": "images",
     "type_vocab_size": "an encoder",
-    "kv_lora_rank": "keys and values in a compressed form",
-    "norm_epsilon": "norms of another kind",
-    "layer_norm_epsilon": "norms of another kind",
-    "num_attention_heads_per_layer": "layers with heads of their own",
-    "block_configs": "layers of their own forms",
+    "kv_lora_rank": "latent attention",
+    "norm_epsilon": "an unsupported kind of norm",
+    "layer_norm_epsilon": "an unsupported kind of norm",
+    "num_attention_heads_per_layer": "a number of heads for each layer",
+    "block_configs": "a configuration for each layer",
 }
 """What some fields tell of a model, whatever its family."""
 
@@ -186,7 +184,7 @@ def unknown_family(fields: JsonFields) -> CheckpointError:
             name = f"{other!r:.80}"
     reasons = [*_relatives(fields), *_what_no_family_knows(fields)]
     if not reasons and fields.value("architectures") is not None:
-        reasons = ["all its fields are those of supported families, so the difference is not in this file"]
+        reasons = ["supported families have the same fields, so this file does not show the difference"]
     because = f": {'; '.join(reasons)}" if reasons else ""
     return CheckpointError(
         f"{fields.file}: architecture {cut(name)} is not supported{because}; supported: {supported_classes()}; "
@@ -199,10 +197,10 @@ def _relatives(fields: JsonFields) -> list[str]:
     by_name = {family.name: family.class_name for family in known_families()}
     found = []
     if (relative := by_name.get(str(fields.value("model_type")))) is not None:
-        found.append(f"{relative}, of the same model_type, is")
+        found.append(f"{relative}, with the same model_type, is supported")
     text = fields.value("text_config")
     if isinstance(text, dict) and (relative := by_name.get(str(text.get("model_type")))) is not None:
-        found.append(f"its text_config is that of a {relative}, which is supported by itself")
+        found.append(f"its text_config is that of a {relative}, which is supported without the rest")
     return found
 
 

@@ -92,7 +92,7 @@ class KVScaleNames:
         for place in ((layer, side) for layer in with_attention for side in Side):
             names = self.of.get(place, ())
             if not names:
-                faults.append(f"missing: {self._expected(*place)} (other scales of keys and values are there)")
+                faults.append(f"missing: {self._expected(*place)} (other scales of keys and values are present)")
             if len(names) > 1:
                 faults.append(f"extra: {' and '.join(names)} are scales of the same {place[1].name.lower()}")
         layers = {name: layer for (layer, _), names in self.of.items() for name in names}
@@ -117,7 +117,7 @@ class KVScaleNames:
             assert attention is not None
             name, shape = self.means.get(layer), (attention.num_kv_heads, attention.head_dim)
             if name is None:
-                faults.append(f"missing: model.layers.{layer}.{_MEAN} (other means of keys are there)")
+                faults.append(f"missing: model.layers.{layer}.{_MEAN} (other means of keys are present)")
             elif reader.shape(name) != shape:
                 faults.append(f"misshapen: {name} is {reader.shape(name)}, it must be {shape}")
         strange = sorted(self.means.keys() - with_attention)

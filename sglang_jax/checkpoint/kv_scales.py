@@ -54,7 +54,7 @@ class KVScales:
         shapes = [layer.shape for layer in numbers]
         usable = all(_usable(layer).all() for layer in numbers)
         if not usable or shapes != [(kv_heads, 2) for kv_heads in _kv_heads(config)]:
-            raise ValueError(f"scales of keys and values of shapes {shapes}, or ones that are not positive")
+            raise ValueError(f"KV scales must be positive and fit the model's layers, got shapes {shapes}")
         return cls(numbers, made_for)
 
 

@@ -116,7 +116,9 @@ def _of_bucket(address: str, revision: str | None) -> ModelSource:
 
 def _refuse_revision(model_path: str, revision: str | None) -> None:
     if revision is not None:
-        raise CheckpointError(f"revision {revision!r} needs a repository on the hub, and {model_path} is not one")
+        raise CheckpointError(
+            f"revision {revision!r} is only for repositories on the hub, and {model_path} is not one: remove it"
+        )
 
 
 def _demo_file() -> Path:

@@ -134,7 +134,9 @@ class SafetensorsReader:
             if name not in self._tensors or self._tensors[name].file != file
         ]
         if absent:
-            raise CheckpointError(f"{folder / INDEX_FILE} names tensors that their files lack: {', '.join(absent)}")
+            raise CheckpointError(
+                f"{folder / INDEX_FILE} names tensors that are missing from their files: {', '.join(absent)}"
+            )
 
 
 def _weight_map(folder: Path, files: WeightFiles) -> dict[str, str] | None:
@@ -150,7 +152,7 @@ def _weight_map(folder: Path, files: WeightFiles) -> dict[str, str] | None:
         _check_inside(index_file, file)
     missing = sorted(file for file in set(weight_map.values()) if not files.has(file))
     if missing:
-        raise CheckpointError(f"{index_file} names files that are not there: {', '.join(missing)}")
+        raise CheckpointError(f"{index_file} names files that do not exist: {', '.join(missing)}")
     return weight_map
 
 
@@ -202,7 +204,7 @@ def _read_header(files: WeightFiles, file: str, start: bytes) -> dict[str, _Tens
         ):
             raise CheckpointError(
                 f"{where} ({size} bytes) is cut short or damaged: {name} {tensor.dtype} {tensor.shape} "
-                f"is said to lie at bytes {tensor.begin} to {tensor.end}"
+                f"should be at bytes {tensor.begin} to {tensor.end}"
             )
     return tensors
 

@@ -67,8 +67,8 @@ class TemplateProcess:
             case b"R":
                 raise RequestError(f"the chat template refused the messages: {cut(text)}", param="messages")
             case b"L":
-                raise _too_much(f"made {text} characters, of which {MOST_CHARACTERS} are the limit,", rendering)
-        raise _too_much("took more memory than it may", rendering)
+                raise _too_much(f"produced {text} characters (the limit is {MOST_CHARACTERS})", rendering)
+        raise _too_much("exceeded its memory limit", rendering)
 
     def close(self) -> None:
         """Ends the process. Another one is started when it is needed."""
@@ -90,9 +90,9 @@ class TemplateProcess:
         except (OSError, EOFError) as error:
             how = self._end()
             if how == -signal.SIGPROF:
-                what = f"computed for more than {rendering.seconds:g} s"
+                what = f"took more than {rendering.seconds:g} s of processor time"
                 raise _too_much(what, rendering) from error
-            raise _too_much(f"ended its process ({how})", rendering) from error
+            raise _too_much(f"crashed its process ({how})", rendering) from error
 
     def _connected(self) -> socket.socket:
         if self._connection is not None and self._owner == os.getpid():
@@ -132,7 +132,7 @@ def _written(rendering: Rendering) -> bytes:
         return json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
         raise RequestError(
-            f"messages hold a value that JSON cannot express: {cut(str(error))}", param="messages"
+            f"messages contain a value that JSON cannot express: {cut(str(error))}", param="messages"
         ) from error
 
 

@@ -77,7 +77,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _refuse_underscore(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"names in a namespace must not begin with an underscore: {name!r}")
+        raise jinja2.exceptions.SecurityError(f"names in a namespace must not start with an underscore: {name!r}")
 
 
 class _Dict:

@@ -43,7 +43,7 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     faults += [f"extra: {name} {reader.shape(name)}" for name in sorted(present - expected.keys())]
     for name, shape in expected.items():
         if name in present and reader.shape(name) != shape:
-            faults.append(f"misshapen: {name} is {reader.shape(name)}, the config calls for {shape}")
+            faults.append(f"misshapen: {name} is {reader.shape(name)}, the config requires {shape}")
     faults += kv_scales.faults(reader, config)
     if faults:
         raise CheckpointError(

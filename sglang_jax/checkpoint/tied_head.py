@@ -36,7 +36,7 @@ def head_differs(reader: TensorReader, head: str, embeddings: str) -> bool:
         part = (slice(begin, min(begin + _ROWS, rows)),)
         if not np.array_equal(reader.read(head, part), reader.read(embeddings, part)):
             logger.warning(
-                "The config ties %s to %s, but the file has two different matrices: each is used as it is",
+                "The config ties %s to %s, but the file has two different matrices: using both",
                 head,
                 embeddings,
             )

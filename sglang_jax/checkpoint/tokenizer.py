@@ -165,7 +165,8 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ParameterError(
-                f"text holds the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}", param="text"
+                f"text contains the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}",
+                param="text",
             ) from error
         try:
             return self._encode(text, add_special_tokens)
@@ -208,7 +209,9 @@ class Tokenizer:
                 ids += self._backend.encode(part, add_special_tokens=False).ids
             if not self._special_ids.intersection(ids):
                 return ids
-        raise ParameterError(f"the model cannot read {token!r} as text, it is a control token", param="messages")
+        raise ParameterError(
+            f"the model cannot read {token!r} as text, because it is a control token", param="messages"
+        )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a text add nothing, and bytes that are not UTF-8 become U+FFFD."""
@@ -337,7 +340,7 @@ class Tokenizer:
     ) -> str:
         template = self._template(tools=bool(tools))
         if not messages:
-            raise RequestError("the chat template refused the messages: there are none, it is empty", param="messages")
+            raise RequestError("messages is empty; a conversation needs at least one message", param="messages")
         # transformers leaves out what is None, which templates would write as it is.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         names: dict[str, object] = {**(variables or {}), **self._files.special_tokens_map}

@@ -37,7 +37,7 @@ def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str
         return _run_on_ray(batch, ray, engine)
     if ray != RayOptions():
         given = ", ".join(flag_name(name) for name in RayOptions.model_fields if name in ray.model_fields_set)
-        raise click.UsageError(f"{given}: these options are for --engine ray")
+        raise click.UsageError(f"{given}: these options need --engine ray")
     from sglang_jax.batch.run import run_batch  # here, so that --help and bad flags are answered at once
 
     return run_batch(batch, engine)

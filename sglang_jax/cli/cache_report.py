@@ -47,11 +47,11 @@ def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ConfigError(f"{url} does not answer: {type(error).__name__} {error}") from error
     if response.status_code != 200:
-        raise ConfigError(f"{url} answers {response.status_code}: {_plain(response.text[:300])}")
+        raise ConfigError(f"{url} returned status {response.status_code}: {_plain(response.text[:300])}")
     try:
         reports: list[dict[str, Any]] = response.json()["replicas"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{url} answers what is not a report of a cache: {_plain(response.text[:300])}") from error
+        raise ConfigError(f"{url} did not return a cache report: {_plain(response.text[:300])}") from error
     return reports
 
 

@@ -27,7 +27,7 @@ HELP = f"""\
   /system TEXT    set the system message and start a new conversation; without TEXT: none
   /help           show this
   /exit           leave; so does Ctrl-D
-{FENCE} begins and ends a message of several lines. Ctrl-C stops an answer."""
+{FENCE} starts and ends a message with several lines. Ctrl-C stops an answer."""
 
 Answer = Callable[[list[dict[str, object]]], Iterator[GenerateOutput]]
 
@@ -66,7 +66,7 @@ class Conversation:
                 self.system = argument.strip() or None
                 self._begin(f"a new conversation, {'without a' if self.system is None else 'with this'} system message")
             case _ if command.startswith("/"):
-                click.echo(f"There is no command {command}:\n{HELP}", err=True)
+                click.echo(f"Unknown command {command}:\n{HELP}", err=True)
             case _:
                 self._say(line)
         return Step.NEXT
@@ -132,7 +132,7 @@ def _until_fence(first: str, prompt: str) -> str:
 @click.command(short_help="Chat with a model in the terminal.")
 @click.argument("model", required=False)
 @click.option("--system", help="system message")
-@sampling_options(max_new_tokens="what the context has room for")
+@sampling_options(max_new_tokens="the remaining context")
 @options_of("seed", config=EngineConfig)
 def chat(config: EngineConfig, model: str | None, system: str | None, **sampling: Any) -> int:
     """Chat with MODEL (as for --model-path) in the terminal; /help lists the commands."""

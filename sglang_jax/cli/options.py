@@ -120,7 +120,7 @@ def _list_passes(command: Command) -> Command:
         is_eager=True,
         expose_value=False,
         callback=callback,
-        help="show the passes that rewrite a model of --model-impl transformers, in their order, and exit",
+        help="show the passes that rewrite a model of --model-impl transformers, in order, and exit",
     )(command)
 
 
@@ -277,7 +277,7 @@ def read_config_file(path: Path, known: list[str], field_of: Mapping[str, str]) 
     if content is None:
         return {}
     if not isinstance(content, Mapping):
-        raise click.UsageError(f"--config {path} must hold a mapping of options, not a {type(content).__name__}")
+        raise click.UsageError(f"--config {path} must contain a mapping of options, got a {type(content).__name__}")
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")

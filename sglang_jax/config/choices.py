@@ -69,14 +69,14 @@ class CompilePass(Choice):
 
 
 PASS_SUMMARIES: Mapping[CompilePass, str] = {
-    CompilePass.NO_OPS: "casts, views, slices and products that change nothing are taken out",
-    CompilePass.PAGED_ATTENTION: "attention reads pages, and writes the step's keys and values first (always runs)",
-    CompilePass.NORM: "RMS norms, with weights w or 1 + w, are one operation",
-    CompilePass.ROPE: "rotary embedding of whole heads is part of writing keys and values",
-    CompilePass.HEAD_NORM: "RMS norms of each head are part of it too",
-    CompilePass.GATED_ACTIVATION: "SiLU or GELU (tanh) of a gate, times up, is one operation",
-    CompilePass.MERGE_LINEARS: "linear layers that read the same input (qkv, gate and up) are one matrix",
-    CompilePass.ADD_NORM: "a sum and the RMS norm of it are one operation",
+    CompilePass.NO_OPS: "remove casts, views, slices and products that change nothing",
+    CompilePass.PAGED_ATTENTION: "write keys and values to pages, and compute attention over pages (always runs)",
+    CompilePass.NORM: "fuse RMS norms with weights w or 1 + w",
+    CompilePass.ROPE: "fuse rotary embedding of whole heads with writing keys and values",
+    CompilePass.HEAD_NORM: "fuse RMS norms of each head with rope",
+    CompilePass.GATED_ACTIVATION: "fuse SiLU or GELU (tanh) of the gate, times up",
+    CompilePass.MERGE_LINEARS: "merge linear layers that read the same input (qkv, gate and up)",
+    CompilePass.ADD_NORM: "fuse a sum with the RMS norm after it",
 }
 """What each pass does, in the order in which they run."""
 
@@ -92,7 +92,7 @@ def chosen_passes(names: str) -> frozenset[CompilePass]:
     given = [name.strip() for name in names.split(",")]
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise ValueError(f"no pass is called {unknown[0]!r}: choose all, none, or of {', '.join(known)}")
+        raise ValueError(f"unknown pass {unknown[0]!r}: choose all, none, or some of {', '.join(known)}")
     return ALWAYS_RUN | {known[name] for name in given}
 
 

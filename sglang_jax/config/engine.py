@@ -317,18 +317,18 @@ class EngineConfig(BaseModel):
 
     @property
     def passes(self) -> frozenset[CompilePass]:
-        """Those of `compile_passes`, and those without which nothing can be served."""
+        """The passes of `compile_passes`, and those that always run."""
         return chosen_passes(self.compile_passes)
 
     @property
     def max_samples(self) -> int:
-        """Most tokens that a request samples in one step."""
+        """Maximum tokens that a request samples in one step."""
         if self.speculative_algorithm is SpeculativeAlgorithm.NONE:
             return 1
         return 1 + self.speculative_num_draft_tokens
 
     def group_secret(self) -> bytes:
-        """What the nodes of a group know each other by; empty if they have nothing.
+        """The secret that nodes authenticate with; empty if there is none.
 
         **Raises:** `ConfigError` if the file cannot be read, or if the secret is too short.
         """
@@ -341,18 +341,18 @@ class EngineConfig(BaseModel):
             where, secret = "SGLANG_JAX_GROUP_SECRET", given.strip()
         if len(secret) < MIN_GROUP_SECRET:
             raise ConfigError(
-                f"{where} holds {len(secret)} characters, a secret has at least {MIN_GROUP_SECRET}: "
-                "`openssl rand -hex 32` makes one"
+                f"{where} must have at least {MIN_GROUP_SECRET} characters, got {len(secret)}: "
+                "`openssl rand -hex 32` generates a secret"
             )
         return secret.encode()
 
     def cache_address(self) -> str:
-        """Where compiled programs are kept between runs: a local folder, or an address such as `gs://bucket/folder`."""
+        """The cache of compiled programs: a local folder, or an address such as `gs://bucket/folder`."""
         return self.compilation_cache_dir or str(Path(user_cache_dir("sglang-jax")) / "compilation")
 
     def cache_folder(self) -> Path:
-        """`cache_address` as a local folder. Raises `ConfigError` if it is none."""
+        """`cache_address` as a local folder. Raises `ConfigError` if it is not one."""
         address = self.cache_address()
         if "://" in address:
-            raise ConfigError(f"the torch backend keeps what it compiles in a local folder, got {address}")
+            raise ConfigError(f"the torch backend needs a local folder for compiled programs, got {address}")
         return Path(address)

@@ -23,9 +23,9 @@ def read_secret_file(path: Path) -> str:
 def check_key(what: str, key: str) -> None:
     """Raises `ConfigError` for a key that nobody could send, or that everybody would: an empty one."""
     if not key:
-        raise ConfigError(f"{what} is empty, which would let everyone in; is the variable unset?")
+        raise ConfigError(f"{what} is empty, so anyone could use the server; is the variable unset?")
     if any(character.isspace() or not character.isprintable() for character in key):
-        raise ConfigError(f"{what} holds spaces or control characters, which no header can carry")
+        raise ConfigError(f"{what} contains spaces or control characters, which are not allowed in a header")
 
 
 def one_key(name: str, given: str | None, file: Path | None, from_environment: str | None) -> str | None:

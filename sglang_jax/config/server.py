@@ -18,7 +18,7 @@ MAX_GRAMMAR_CHARACTERS = 2**20
 
 
 class ServerConfig(EngineConfig):
-    """An engine behind HTTP."""
+    """Options of a server: those of its engine, and those of HTTP."""
 
     max_queued_requests: PositiveInt | None = Field(
         4096, description="maximum queued completions; more are refused with 503"
@@ -115,7 +115,7 @@ class ServerConfig(EngineConfig):
         return one_key("api_key", self.api_key, self.api_key_file, Environment().api_key)
 
     def admin_key(self) -> str | None:
-        """The key that operators send, likewise."""
+        """The key that operators send, if there is one. Raises `ConfigError` like `one_key`."""
         return one_key("admin_api_key", self.admin_api_key, self.admin_api_key_file, Environment().admin_api_key)
 
     @field_validator("allowed_origins")

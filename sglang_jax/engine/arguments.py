@@ -22,16 +22,16 @@ _CALLER_OF_ENGINE = 4
 
 
 def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The options, given at once or each by its name. Raises `ConfigError`."""
+    """The options, given as `config` or by name. Raises `ConfigError`."""
     if config is None:
         try:
             return EngineConfig(**_by_our_names(options))
         except ValidationError as error:
             raise ConfigError("; ".join(map(_problem, error.errors()))) from error
     if isinstance(config, str):
-        raise ConfigError(f"a model is given by its name: Engine(model_path={config!r})")
+        raise ConfigError(f"pass the model by keyword: Engine(model_path={config!r})")
     if options:
-        raise ConfigError(f"options are given by config, or by name, not both; got config and {', '.join(options)}")
+        raise ConfigError(f"options must be given as config or by name, not both; got config and {', '.join(options)}")
     return config
 
 

@@ -150,7 +150,7 @@ class ClientChannel:
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
-            raise EngineDeadError("the engine is gone and takes no more messages") from error
+            raise EngineDeadError("the engine has ended and accepts no more messages") from error
         if self._loop is not None and not self._look_to_come:
             # The descriptor is edge-triggered and sending may consume the edge of a message that came meanwhile.
             self._look_to_come = True

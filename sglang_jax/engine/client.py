@@ -40,11 +40,23 @@ class AsyncEngineClient:
         return self._tokenizer
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, most_tokens: int, param: str = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        most_tokens: int,
+        param: str = "prompt",
+        tenant: str = "",
+        flow: str = "",
     ) -> list[int]:
         """See `EngineClient.encode`."""
         return await self._reader.encode(
-            text, add_special_tokens=add_special_tokens, most_tokens=most_tokens, param=param
+            text,
+            add_special_tokens=add_special_tokens,
+            most_tokens=most_tokens,
+            param=param,
+            tenant=tenant,
+            flow=flow,
         )
 
     @property
@@ -85,11 +97,12 @@ class AsyncEngineClient:
                 try:
                     link.submit(outputs)
                     while deltas := await outputs.take():
-                        for delta in deltas:
-                            if not partly_read:
-                                self.links.check_first(delta)
-                                partly_read = True
-                            yield delta
+                        if not partly_read:
+                            self.links.check_first(deltas[0])
+                            partly_read = True
+                        deltas.reverse()
+                        while deltas:  # none is kept here while its reader is slow: it may be megabytes
+                            yield deltas.pop()
                     return
                 except (EngineDeadError, QueueFullError) as error:
                     self.links.failed(routed, error, partly_read=partly_read)
@@ -168,7 +181,7 @@ class AsyncEngineClient:
         request_id = uuid.uuid4().hex if request.request_id is None else request.request_id
         if request_id in self._requests:
             raise ParameterError(
-                f"request_id {shown(request_id)} belongs to a request that still runs", param="request_id"
+                f"request_id {shown(request_id)} belongs to a request that is still running", param="request_id"
             )
         routed = self._requests[request_id] = RoutedRequest(replace(request, request_id=request_id))
         return routed

@@ -229,7 +229,7 @@ class CoreLink:
         """See `EngineClient.flush_cache`."""
         reply = await self._call(FlushCache(next(self._numbers)))
         if not reply.ok:
-            logger.info("The prefix cache was not emptied: %s", reply.message)
+            logger.info("The prefix cache was not cleared: %s", reply.message)
         return reply.ok
 
     async def start_profile(self, folder: str, steps: int | None) -> str:
@@ -267,7 +267,7 @@ class CoreLink:
         try:
             await asyncio.wait_for(asyncio.shield(self._core.ended), None if drain else STOP_SECONDS)
         except TimeoutError:
-            logger.warning("The engine has not stopped within %g s; a separate process is now killed", STOP_SECONDS)
+            logger.warning("The engine did not stop within %g s; killing its process, if it has one", STOP_SECONDS)
             self._core.kill()
             await self._core.ended
         await self._over.wait()
@@ -360,15 +360,16 @@ class CoreLink:
             outputs = max(waiting, key=waiting.__getitem__)
             size = waiting.pop(outputs)
             logger.warning(
-                "Ended a stream that its client does not read: %d MiB were waiting, %d MiB in all streams",
+                "Ended a stream because its client does not read it: %d MiB unread, %d MiB in all streams",
                 size >> 20,
                 total >> 20,
             )
             self.release(outputs)
             outputs.give_up(
                 UnreadError(
-                    f"{size} bytes of this stream wait to be read, and {total} of all streams; the limit of all is "
-                    f"{self._max_unread_bytes} (--max-unread-bytes). Read streams as they come"
+                    f"{size} bytes of this stream are unread, and {total} of all streams; the limit for all is "
+                    f"{self._max_unread_bytes} (--max-unread-bytes). Read streams as they come, and ask for fewer "
+                    "logprobs of prompts at a time"
                 )
             )
             total -= size

@@ -46,18 +46,18 @@ class Engine:
     >>> with Engine(model_path="demo") as engine:
     ...     output = engine.generate("The capital of France is", SamplingParams(temperature=0))
 
-    It runs in separate threads, so it may be used from any thread, in a plain script, or where an event loop runs
-    (in a notebook). With `dp_size` above 1 its replicas are processes, so a script must keep what it does under
-    `if __name__ == "__main__":`, as `multiprocessing` asks. It is shut down by `shutdown`, at the end of a `with`
-    block, when it is collected, or at exit.
+    It runs in separate threads, so it may be used from any thread, in a script, or with a running event loop
+    (in a notebook). With `dp_size` above 1, its replicas are processes, so a script needs the guard
+    `if __name__ == "__main__":` of `multiprocessing`. The engine ends at `shutdown`, at the end of a `with`
+    block, when it is garbage-collected, or at exit.
 
     **Arguments:**
 
-    - `config`: all options at once; or each by its name (see `EngineConfig`), or by a name that other engines have for
-      it (`sglang_jax.spellings`: `model`, `tensor_parallel_size`).
-    - `launch`: starts the engine core; for tests and other cores.
+    - `config`, or its fields by name (see `EngineConfig`). Names of vLLM and SGLang are accepted too
+      (`sglang_jax.spellings`: `model`, `tensor_parallel_size`).
+    - `launch`: starts the engine core; for tests.
 
-    **Raises:** `ConfigError` for options that it cannot run with, `CheckpointError` for a model that cannot be loaded.
+    **Raises:** `ConfigError` for invalid options, `CheckpointError` for a model that cannot be loaded.
     """
 
     def __init__(self, config: EngineConfig | None = None, *, launch: Launcher = _launch, **options: Any) -> None:
@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def stats(self) -> SchedulerStats:
-        """The scheduler's newest figures."""
+        """The scheduler's current counters."""
         return self._client.stats
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -129,14 +129,14 @@ class Engine:
         **Arguments:**
 
         - `prompts`: a text, or a list of token ids, or a list of either.
-        - `sampling_params`: for all prompts, or a list with one for each. `SamplingParams` are taken as they are; in a
-          dict of its fields, or where none are given, the model's defaults hold for the fields left out.
-        - `stream`: gives an iterator over the outputs as they grow. Each has all its text so far and the new part, and
-          `index`, its place in the list that would be returned otherwise. Leaving the iteration aborts what still runs.
+        - `sampling_params`: for all prompts, or a list with one per prompt. `SamplingParams` are used as they are; for
+          fields that a dict leaves out, or without this argument, the model's defaults apply.
+        - `stream`: return an iterator over the outputs as they grow. Each has all text so far and the new part, and
+          `index`, its position in the list. Leaving the iteration aborts running requests.
         - `request`: further fields of `GenerateInput`, the same for all prompts.
 
-        **Returns:** one output for one prompt; for a list, a list in the same order. Prompts with n > 1 give n outputs,
-        one after the other, in a list.
+        **Returns:** one output for one prompt; for a list, a list in the same order. Prompts with n > 1 have n outputs,
+        one after the other in the list.
 
         **Raises:** the `RequestError` of the first request that fails; all others are aborted.
         """
@@ -174,9 +174,9 @@ class Engine:
         stream: bool = False,
         **request: Unpack[RequestOptions],
     ) -> Awaitable[GenerateOutput | list[GenerateOutput]] | AsyncGenerator[GenerateOutput, None]:
-        """`generate` for callers on an event loop: to be awaited, or with `stream` to be iterated by `async for`.
+        """`generate` for asyncio: await it, or use `async for` with `stream=True`.
 
-        Cancelling the task that waits aborts the requests.
+        Cancelling the waiting task aborts the requests.
         """
         single, batch = self._batch(prompts, sampling_params, template_of(request, stream=stream))
         if stream:
@@ -217,7 +217,7 @@ class Engine:
 
         **Arguments:** `messages` in OpenAI's form, with `role` and `content`; the others as for `generate`.
 
-        **Returns and raises:** as `generate`.
+        **Returns and raises:** the same as `generate`.
         """
         request.setdefault("continues_text", False)
         ids = chat_ids(self.tokenizer, messages)
@@ -235,26 +235,26 @@ class Engine:
         lookahead: int = DEFAULT_LOOKAHEAD,
         **request: Unpack[RequestOptions],
     ) -> Iterator[BatchResult]:
-        """Completes as many prompts as there are, holding a bounded number of them at a time.
+        """Completes any number of prompts, with a limited number of them in memory.
 
         >>> for result in engine.batch({"prompt": line, "max_new_tokens": 32} for line in open("prompts.txt")):
         ...     print(result.index, result.text)
 
         **Arguments:**
 
-        - `items`: any iterable, read as results are taken. An item is a prompt (text or token ids), or a mapping that
-          has `prompt` or `messages`, and fields of `SamplingParams` and of `request` next to it; a `custom_id` is
+        - `items`: any iterable, read while results are consumed. An item is a prompt (text or token ids), or a mapping
+          with `prompt` or `messages` and any fields of `SamplingParams` and of `request`; a `custom_id` is
           ignored.
-        - `sampling_params`: what holds for fields that an item leaves out; see `generate`.
-        - `ordered`: results in the order of the items; otherwise as they are finished.
-        - `reorder`: prompts that share a prefix are run one after the other, so that the prefix cache serves them.
-        - `lookahead`: items among which shared prefixes are looked for.
+        - `sampling_params`: for fields that an item leaves out; see `generate`.
+        - `ordered`: return results in the order of the items; otherwise as they finish.
+        - `reorder`: run prompts that share a prefix one after the other, so that they find it in the prefix cache.
+        - `lookahead`: number of items to search for shared prefixes.
         - `request`: further fields of `GenerateInput`, for items that leave them out.
 
-        **Returns:** an iterator over results, one for each item. What an item has wrong, or fails with, is the `error`
-        of its result. Leaving the iteration aborts what still runs.
+        **Returns:** an iterator over results, one per item. If an item is invalid or fails, its result has the `error`.
+        Leaving the iteration aborts running requests.
 
-        **Raises:** `ParameterError` for arguments that no item can have; from the iteration, what `items` raises, and
+        **Raises:** `ParameterError` for invalid arguments; during the iteration, what `items` raises, and
         `EngineDeadError` if the engine is lost.
         """
         self._check_open()
@@ -271,10 +271,11 @@ class Engine:
         return stream.run(items)
 
     def open_session(self, session_id: str | None = None, *, timeout: float | None = None) -> Session:
-        """Opens a session: a conversation whose turns are given what is new, and which keeps its memory between them.
+        """Opens a session: a conversation whose turns contain only the new part, and whose KV cache is kept between
+        turns.
 
-        **Arguments:** `session_id`: a name of the caller's choice, made up if None; `timeout`: seconds without a turn
-        after which it is closed, `session_timeout` if None.
+        **Arguments:** `session_id`: generated if None; `timeout`: seconds without a turn
+        after which the session is closed, `session_timeout` if None.
 
         **Raises:** `SessionLimitError` while `max_sessions` are open; `ParameterError` for an id that is in use.
         """
@@ -283,18 +284,19 @@ class Engine:
         return Session(opened, self._turn, lambda: self._close_session(opened))
 
     def flush_cache(self) -> bool:
-        """Empties the prefix cache; False, and nothing is done, while requests run or wait."""
+        """Clears the prefix cache. Does nothing and returns False while requests are running or queued."""
         self._check_open()
         return self._loop.run(self._client.flush_cache())
 
     def start_profile(self, folder: str | None = None, *, num_steps: int | None = None) -> list[str]:
-        """Records what the engine computes, for [JAX's](https://docs.jax.dev/en/latest/profiling.html) or
-        [torch's](https://docs.pytorch.org/docs/stable/profiler.html) tools to show. Returns where the recordings will
-        be: one of each replica.
+        """Starts recording a profile, for [JAX's](https://docs.jax.dev/en/latest/profiling.html) or
+        [torch's](https://docs.pytorch.org/docs/stable/profiler.html) tools. Returns the folders of the
+        profiles, one per replica.
 
-        **Arguments:** `folder`: `profile_dir` if None; `num_steps`: how many steps, None for all until `stop_profile`.
+        **Arguments:** `folder`: `profile_dir` if None; `num_steps`: stop after this many steps; None: at
+        `stop_profile`.
 
-        **Raises:** `ParameterError` while a profile is taken, without any folder, or for one that cannot be written.
+        **Raises:** `ParameterError` while a profile is being recorded, without a folder, or if it cannot be written.
         """
         self._check_open()
         place = folder or self.config.profile_dir
@@ -303,13 +305,13 @@ class Engine:
         return self._loop.run(self._client.start_profile(place, num_steps))
 
     def stop_profile(self) -> list[str]:
-        """Ends the recording, and returns its folders once they are written. Raises `ParameterError` if there is
+        """Stops the recording, and returns its folders once they are written. Raises `ParameterError` if there is
         none."""
         self._check_open()
         return self._loop.run(self._client.stop_profile())
 
     def state(self) -> dict[str, object]:
-        """The scheduler's and the runner's figures; with replicas, a list of those of each, as `replicas`."""
+        """The state of scheduler and runner; with replicas, `replicas` has a list with one per replica."""
         self._check_open()
         states = self._loop.run(self._client.states())
         return states[0] if self.config.dp_size == 1 else {"replicas": states}
@@ -332,8 +334,8 @@ class Engine:
     ) -> GenerateOutput | Iterator[GenerateOutput]:
         if not is_single(prompt):
             raise ParameterError(
-                "a turn of a session has one prompt, a text or a list of token ids; got a list of prompts, or an empty "
-                "one",
+                "a turn of a session must have one prompt, a text or a list of token ids; got several prompts or an "
+                "empty list",
                 param="prompt",
             )
         _, batch = self._batch(prompt, sampling, template)
@@ -382,7 +384,8 @@ def _sampling_of_each(
         return [complete_sampling({} if sampling is None else sampling, defaults)] * count
     if len(sampling) != count:
         raise ParameterError(
-            f"sampling_params must be one for all prompts or one for each: got {len(sampling)} for {count} prompts",
+            f"sampling_params must be one object, or a list with one per prompt: got {len(sampling)} for {count} "
+            "prompts",
             param="sampling_params",
         )
     return [complete_sampling(params, defaults) for params in sampling]

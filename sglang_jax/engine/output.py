@@ -44,6 +44,11 @@ def request_error(wire: WireError) -> RequestError:
     return _ERROR_CLASSES.get(wire.name, RequestError)(wire.message, param=wire.param, code=wire.code)
 
 
+def logprob_bytes(request: GenerateInput) -> int:
+    """What the logprobs of one position take while they wait, about."""
+    return LOGPROB_BYTES + ALTERNATIVE_BYTES * request.top_logprobs_num
+
+
 class Completion:
     """One of a request's n outputs: gathers what a link brings until somebody takes it.
 
@@ -181,7 +186,7 @@ class Completion:
     @property
     def unread_bytes(self) -> int:
         """Memory that waits until it is taken, about."""
-        each = LOGPROB_BYTES + ALTERNATIVE_BYTES * self.outputs.request.top_logprobs_num
+        each = logprob_bytes(self.outputs.request)
         return TOKEN_BYTES * len(self._new_tokens) + each * len(self._new_logprobs)
 
     def forget(self) -> None:
@@ -216,7 +221,9 @@ class Completion:
             prompt_logprobs=None if self._begun else self.outputs.prompt_logprobs,
             drafts=self.drafts,
         )
-        self._begun = True
+        if not self._begun:
+            self._begun = True
+            self.outputs.begun()
         self.delivered = finish is not None
         return delta
 
@@ -240,6 +247,7 @@ class RequestOutputs:
         # A session has one completion, which waits for no other, and its core says how many tokens the turn adds.
         shared = wanted and request.session is None
         self._missing = len(request.prompt) - request.logprob_start_len if shared else 0
+        self._to_begin = request.sampling.n
         self._failure: RequestError | None = None
         self._given_up = False
         self.in_pieces = False
@@ -252,10 +260,19 @@ class RequestOutputs:
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprob | PackedLogprob]) -> None:
         """Appends the logprobs of the next prompt positions."""
+        if not self._to_begin:  # a prompt that was aborted on the way: all have what there was
+            return
         self.prompt_logprobs = PackedLogprobs() if self.prompt_logprobs is None else self.prompt_logprobs
         self.prompt_logprobs.add(entries)
         self._missing -= len(entries)
         self.wake()
+
+    def begun(self) -> None:
+        """One more completion has said its first, and with it the prompt's logprobs; they are let go behind the last:
+        a stream may go on for long."""
+        self._to_begin -= 1
+        if not self._to_begin:
+            self.prompt_logprobs = None
 
     def fail(self, error: RequestError) -> None:
         """There will be no more: the reader gets what is there, then this error unless all outputs had ended."""
@@ -265,12 +282,16 @@ class RequestOutputs:
     @property
     def unread_bytes(self) -> int:
         """Memory of what streams and waits until it is taken, about."""
-        return sum(one.unread_bytes for one in self.completions) if self.request.stream else 0
+        if not self.request.stream:
+            return 0
+        prompt = logprob_bytes(self.request) * len(self.prompt_logprobs or ())
+        return prompt + sum(one.unread_bytes for one in self.completions)
 
     def give_up(self, error: RequestError) -> None:
         """What waits is dropped: the reader gets this error next."""
         for completion in self.completions:
             completion.forget()
+        self.prompt_logprobs, self._to_begin = None, 0
         self._given_up = True
         self.fail(error)
 

@@ -89,7 +89,7 @@ def _device(wanted: Device) -> Device:
 def _on_cores(count: int) -> list[Placement]:
     cores = cpu_cores()
     if count > len(cores):
-        raise ConfigError(f"dp_size {count} needs a CPU core for each replica, and this process may use {len(cores)}")
+        raise ConfigError(f"dp_size {count} needs a CPU core for each replica; this process may use {len(cores)}")
     bounds = [len(cores) * number // count for number in range(count + 1)]
     return [
         Placement(
@@ -126,8 +126,8 @@ def _on_chips(tp_size: int, count: int) -> list[Placement]:
     each = -(-tp_size // devices_per_tpu_chip())
     if each not in _CHIP_BOUNDS:
         raise ConfigError(
-            f"tp_size {tp_size} gives each of {count} replicas {each} TPU chips; "
-            f"a node's chips can be divided into parts of {', '.join(map(str, _CHIP_BOUNDS))}"
+            f"tp_size {tp_size} needs {each} TPU chips for each of {count} replicas; "
+            f"a replica may have {', '.join(map(str, _CHIP_BOUNDS))} of a node's chips"
         )
     if count * each > len(chips):
         where = "this machine has" if listed is None else f"TPU_VISIBLE_CHIPS={listed} shows"

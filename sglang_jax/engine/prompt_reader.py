@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.engine import validation
+from sglang_jax.engine.fair_threads import FairThreads
 from sglang_jax.engine.types import GenerateInput, ModelInfo, TextTokenizer
 from sglang_jax.errors import ParameterError, PromptTooLongError
 
@@ -28,12 +28,12 @@ TOKENIZER_THREADS = 2
 
 
 class PromptReader:
-    """Tokenizes texts, long ones in threads of its own."""
+    """Tokenizes texts, long ones in threads of its own: in turns of those they are of, and none for who has left."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._for_large_texts = ThreadPoolExecutor(1, thread_name_prefix="large-texts")
+        self._threads = FairThreads(TOKENIZER_THREADS, "tokenizer")
+        self._for_large_texts = FairThreads(1, "large-texts")
 
     @cached_property
     def opening(self) -> int:
@@ -51,15 +51,25 @@ class PromptReader:
         prompt = request.prompt
         if isinstance(prompt, str):
             validation.check_characters(len(prompt), self._tokenizer, info.context_length)
-        ids = await self.encode(prompt, most_tokens=info.context_length) if isinstance(prompt, str) else prompt
+            flow = request.flow or request.request_id or ""
+            ids: Any = await self.encode(prompt, most_tokens=info.context_length, tenant=request.tenant, flow=flow)
+        else:
+            ids = prompt
         if isinstance(ids, (Sequence, np.ndarray)) and len(ids) > 0:
             validation.check_length(request, len(ids), info.context_length)
         return validation.prompt_array(ids, info.vocab_size)
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, most_tokens: int, param: str = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        most_tokens: int,
+        param: str = "prompt",
+        tenant: str = "",
+        flow: str = "",
     ) -> list[int]:
-        """The ids of a text. Others are served meanwhile.
+        """The ids of a text, which is part of the request `flow` of a tenant. Others are served meanwhile.
 
         **Raises:** `PromptTooLongError` for a large text that has more than `most_tokens`. One that has few more
         is tokenized all the same, and is for the caller to refuse. `ParameterError` as the tokenizer does.
@@ -67,10 +77,10 @@ class PromptReader:
         encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if len(text) <= LONG_TEXT:
             return encode()
-        loop = asyncio.get_running_loop()
-        if len(text) <= LARGE_TEXT:
-            return await loop.run_in_executor(self._threads, encode)
-        return await loop.run_in_executor(self._for_large_texts, self._encode_large, text, encode, most_tokens, param)
+        threads = self._threads
+        if len(text) > LARGE_TEXT:
+            threads, encode = self._for_large_texts, partial(self._encode_large, text, encode, most_tokens, param)
+        return await threads.run(encode, size=len(text), tenant=tenant, flow=flow)
 
     def _encode_large(self, text: str, encode: partial[list[int]], most_tokens: int, param: str) -> list[int]:
         counted = 0
@@ -81,7 +91,7 @@ class PromptReader:
                 return encode()  # which says where in the whole text it is
             if counted - CUT_TOKENS * (start // LARGE_TEXT) > most_tokens:
                 raise PromptTooLongError(
-                    f"{param} has more than {most_tokens} tokens, which are the limit: the first "
+                    f"{param} has more than {most_tokens} tokens, the limit: the first "
                     f"{min(start + LARGE_TEXT, len(text))} of its {len(text)} characters have about {counted}",
                     param=param,
                 )
@@ -89,5 +99,5 @@ class PromptReader:
 
     def close(self) -> None:
         """Ends the threads once they are done with what they have."""
-        self._threads.shutdown(wait=False)
-        self._for_large_texts.shutdown(wait=False)
+        self._threads.close()
+        self._for_large_texts.close()

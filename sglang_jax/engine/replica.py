@@ -143,7 +143,7 @@ class Replica(Generic[EngineT_co]):
         try:
             await asyncio.wait_for(client.close(drain=True), timeout)
         except TimeoutError:
-            logger.warning("Replica %d has not drained within %g s: its requests are aborted", self.index, timeout)
+            logger.warning("Replica %d did not drain within %g s; aborting its requests", self.index, timeout)
             await client.close()
         await changed.wait()
         await self.serving()
@@ -167,7 +167,7 @@ class Replica(Generic[EngineT_co]):
                 await self._watch()
                 await self._restart()
         except Exception as error:
-            logger.exception("Replica %d is given up", self.index)
+            logger.exception("Replica %d is abandoned", self.index)
             self._end = f"{type(error).__name__}: {error}"
             self._set(ReplicaState.STOPPED)
 
@@ -215,7 +215,7 @@ class Replica(Generic[EngineT_co]):
     async def _may_start_again(self, what: str, failures: int) -> bool:
         """Waits until it is time to; False if the replica is given up instead."""
         if self._restarts_in_a_row == self._backoff.max_restarts:
-            self._give_up(f"it was started again {self._restarts_in_a_row} times in a row")
+            self._give_up(f"it was restarted {self._restarts_in_a_row} times in a row")
             return False
         delay = self._backoff.delay(failures)
         logger.error("Replica %d %s (%s); it is restarted in %g s", self.index, what, self._end, delay)

@@ -28,7 +28,7 @@ async def start_profiles(serving: Serving, folders: Sequence[str], steps: int | 
         _, unstopped = await _each([one for one in serving if one not in failed], _stop)
         for replica, error in unstopped.items():
             logger.warning("The profile of replica %d was not stopped: %s", replica.index, error.message)
-        raise _first(failed, "no replica records now")
+        raise _first(failed, "no replica is recording")
     return started
 
 
@@ -40,7 +40,7 @@ async def stop_profiles(serving: Serving) -> list[str]:
     """
     written, failed = await _each(serving, _stop)
     if failed:
-        raise _first(failed, f"others wrote {', '.join(written)}" if written else "no other wrote one")
+        raise _first(failed, f"others wrote {', '.join(written)}" if written else "the others wrote none")
     return written
 
 

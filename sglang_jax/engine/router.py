@@ -152,7 +152,7 @@ class Router:
         home = self._home(turn.session_id)
         if home is None:
             raise SessionNotFoundError(
-                f"there is no session {shown(turn.session_id)}: its replica is down, and its sessions are lost; "
+                f"there is no session {shown(turn.session_id)}: its replica was lost with all its sessions; "
                 "open a new one",
                 param="session_params.id",
             )
@@ -174,8 +174,8 @@ class Router:
         home = self._home(session_id)
         if home is None:
             raise ReplicaLostError(
-                f"session {shown(session_id)} belongs on a replica that is down at the moment; try again later, or "
-                "open one without an id"
+                f"session {shown(session_id)} belongs to a replica that is down; try again later, or "
+                "open a session without an id"
             )
         await home.client.open_session(dataclasses.replace(options, session_id=session_id))
         return session_id
@@ -221,9 +221,9 @@ class Router:
     def _as_told(self, routed: RoutedRequest, error: EngineDeadError) -> EngineDeadError:
         """What the client of a request is told that was lost. Where there are others, it may be sent again at once."""
         if self._alone:
-            return EngineDeadError(f"{error.message}; it had the request", started=True)
+            return EngineDeadError(f"{error.message}; it was running the request", started=True)
         return ReplicaLostError(
-            f"replica {routed.index} was lost while it had the request ({error.message}); send it again", started=True
+            f"replica {routed.index} was lost while it ran the request ({error.message}); send it again", started=True
         )
 
     def wake(self) -> None:

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: the words that server, command line and scripts share."""
+"""The input and output types of an engine, shared by server, command line and scripts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from sglang_jax.scheduler.messages import DraftCounts, SchedulerStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """A session to be opened. `session_id`: made up if None; `owner`: the only one who may use it; `streaming`: turns
-    may leave out which one they follow; `timeout`: seconds without a turn until it is closed, None for the default."""
+    """Options of a new session.
+
+    - `session_id`: generated if None.
+    - `owner`: the only tenant that may use it.
+    - `streaming`: turns may leave out `after`.
+    - `timeout`: seconds without a turn until it is closed; None: the default.
+    """
 
     session_id: str | None = None
     owner: str = ""
@@ -31,10 +36,13 @@ class SessionOptions:
 
 @dataclass(frozen=True, slots=True)
 class SessionTurnInput:
-    """A prompt is the next turn of the session `session_id`. `after`: the `request_id` of the turn that it follows, the
-    session's last; None for the last one. `name`: what the turn is called, if not by its `request_id`.
-    `opening`: the token that begins a conversation, and is left out behind other turns; -1 for none, None for what the
-    tokenizer puts before texts."""
+    """Makes a prompt the next turn of the session `session_id`.
+
+    - `after`: the `request_id` of the turn that it follows, which must be the session's last; None: the last one.
+    - `name`: the name of the turn, if not its `request_id`.
+    - `opening`: the token that starts a conversation, left out in later turns; -1: none; None: the token that the
+      tokenizer adds before texts.
+    """
 
     session_id: str
     after: str | None = None
@@ -47,21 +55,21 @@ class GenerateInput:
     """One prompt. `sampling.n > 1` gives n outputs with `index` 0..n-1.
 
     - `prompt`: text, or token ids.
-    - `request_id`: chosen by the client for `abort`; made up if None.
-    - `stream`: outputs arrive as they grow; otherwise once, finished.
-    - `logprob_start_len`: first prompt position whose logprob is wanted; -1 for none. In a session, of what the turn
-      adds.
+    - `request_id`: chosen by the client for `abort`; generated if None.
+    - `stream`: return outputs as they grow; otherwise only the finished output.
+    - `logprob_start_len`: first prompt position whose logprob is returned; -1 for none. In a session, it counts from
+      the turn's first token.
     - `top_logprobs_num`: alternatives per position, at most `MAX_TOP_LOGPROBS`.
-    - `extra_key`: cached KV is shared only between requests with the same one.
+    - `extra_key`: cached prefixes are shared only between requests with the same value.
     - `priority`: higher goes first under the priority policy.
-    - `tenant`, `flow`: whose it is, and which of its calls it is part of; tenants that wait have turns, and so have
-      the calls of each.
-    - `routing_key`: requests with the same one go to the same replica, as long as that serves.
-    - `markers`: special tokens that are in the output's text though it leaves out special tokens: for who takes replies
-      apart. No stop string is looked for in them.
-    - `continues_text`: the output continues the prompt's text, so that a space at its front is kept. False
-      where it is a separate text, as the answer in a chat is: sentencepiece begins each text with a space.
-    - `session`: the prompt is what comes behind the turns of a session; its owner is the `tenant`.
+    - `tenant`, `flow`: the client, and which of its calls this prompt belongs to. Queued tenants take turns, and so do
+      the calls of each tenant.
+    - `routing_key`: requests with the same key go to the same replica while it serves.
+    - `markers`: special tokens to keep in the text even if special tokens are skipped, for parsers of replies. They are
+      not searched for stop strings.
+    - `continues_text`: the output continues the prompt's text, so a leading space is kept. False: the output is a
+      separate text, such as a chat answer; sentencepiece starts each text with a space.
+    - `session`: the prompt is the next turn of a session that belongs to `tenant`.
     """
 
     prompt: str | Sequence[int] | NDArray[np.int32]
@@ -90,7 +98,7 @@ class FinishKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why an output ended. `matched` is the stop string or the token id; `error` is set only for ERROR."""
+    """Why an output ended. `matched`: the stop string or the token id; `error`: set only for `ERROR`."""
 
     kind: FinishKind
     matched: str | int | None = None
@@ -99,8 +107,8 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Logprob of one token under the raw logits (None for a prompt's first token), and the most likely alternatives
-    as (logprob, token id), the best first."""
+    """A token's logprob under the raw logits (None for a prompt's first token). `top`: the most likely alternatives as
+    (logprob, token id), most likely first."""
 
     token_id: int
     logprob: float | None
@@ -108,18 +116,18 @@ class TokenLogprob:
 
 
 class OutputDelta(msgspec.Struct, kw_only=True):
-    """What is new of one completion since its last delta; all of it, finished, where the request does not stream.
+    """The new part of a completion since its last delta; without streaming, the whole finished completion.
 
-    The deltas of a completion, joined, are its text, token ids and logprobs. Text never ends inside a multi-byte
-    character during the stream, and never shows a part of a stop string.
+    The concatenated deltas of a completion are its text, token ids and logprobs. Text in a stream never ends inside a
+    multi-byte character, and never contains part of a stop string.
 
     - `completion_tokens`: output tokens so far, these included.
-    - `prompt_logprobs`: only in the completion's first delta, if they were asked for.
-    - `queue_seconds`: only in the first delta: how long it waited for a row. None from a server elsewhere that
-      does not tell.
-    - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; only in the last delta, where
-      the engine tells.
-    - `drafts`: in the last delta of one that the engine ended, if it guesses tokens.
+    - `prompt_logprobs`: only in the completion's first delta, if requested.
+    - `queue_seconds`: only in the first delta: seconds until it got a row. None from a remote server that
+      does not report it.
+    - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; only in the last delta, and only
+      if the engine reports it.
+    - `drafts`: in the last delta of a completion that the engine ended, if it guesses tokens.
     """
 
     index: int
@@ -138,11 +146,12 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class GenerateOutput(PutTogether):
-    """State of one completion, for callers in Python. In a stream each has all that was generated so far, and what is
-    new since the last.
+    """State of one completion, for callers in Python. In a stream, each output has everything generated so far, and
+    the part that is new since the previous output.
 
-    `delta_*` concatenated over a stream equal the final `text`, `output_ids`, `logprobs`. In a stream these three are
-    put together when one of them is first read, which costs what there is; what is new costs nothing.
+    The concatenated `delta_*` of a stream equal the final `text`, `output_ids` and `logprobs`. In a stream, these three
+    are assembled when one of them is first read, at a cost proportional to their length; reading only `delta_*` avoids
+    that.
     """
 
     request_id: str
@@ -163,8 +172,8 @@ class GenerateOutput(PutTogether):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a client may ask about the model. `generation_defaults` holds for sampling fields that a request leaves
-    out; it is empty if the engine does not apply the model's."""
+    """Properties of the model. `generation_defaults`: values of sampling fields that a request leaves out; empty if the
+    engine does not apply the model's defaults."""
 
     model_path: str
     architecture: str
@@ -177,7 +186,7 @@ class ModelInfo:
 
 
 class ReplicaState(StrEnum):
-    """`DEAD`: lost, and it will be started again; `STOPPED`: closed, or given up."""
+    """`DEAD`: lost, and to be restarted; `STOPPED`: closed, or not restarted any more."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -299,9 +308,18 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> TextTokenizer: ...
 
-    async def encode(self, text: str, *, add_special_tokens: bool, most_tokens: int, param: str) -> list[int]:
-        """Token ids of a text; others are served meanwhile. Raises `PromptTooLongError` for a large one of more than
-        `most_tokens`."""
+    async def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        most_tokens: int,
+        param: str,
+        tenant: str = "",
+        flow: str = "",
+    ) -> list[int]:
+        """Token ids of a text; others are served meanwhile, in turns of tenants and their flows (see `GenerateInput`).
+        Raises `PromptTooLongError` for a large one of more than `most_tokens`."""
         ...
 
     @property

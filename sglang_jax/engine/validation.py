@@ -54,7 +54,7 @@ def check_session(options: SessionOptions) -> None:
     if session_id is not None:
         if not isinstance(session_id, str) or not session_id:
             raise ParameterError(
-                f"session_id must be a text that is not empty, got {shown(session_id)}; leave it out to get one",
+                f"session_id must be a non-empty text, got {shown(session_id)}; leave it out to get one",
                 param="session_id",
             )
         _check_text("session_id", session_id)
@@ -122,7 +122,7 @@ def check_characters(count: int, tokenizer: TextTokenizer, context_length: int, 
     limit = context_length * tokenizer.longest_token
     if count > limit:
         raise PromptTooLongError(
-            f"{param} has {count} characters; the limit is {limit}, as the context has {context_length} tokens "
+            f"{param} has {count} characters; the limit is {limit}, because the context has {context_length} tokens "
             f"(--context-length) and the longest token has {tokenizer.longest_token} characters",
             param=param,
         )
@@ -139,8 +139,8 @@ def check_repeated(
     count = sum(times * (len(text) if isinstance(text, str) else _characters(text, tokenizer)) for text, times in texts)
     if count > MOST_REPEATED:
         raise ParameterError(
-            f"{param} asks for {count} characters of what the request holds, repeated for n completions; the limit of "
-            f"one answer is {MOST_REPEATED}",
+            f"{param} would repeat {count} characters of the request in n completions; the limit of "
+            f"one response is {MOST_REPEATED}",
             param=param,
         )
 
@@ -156,7 +156,7 @@ def check_length(request: GenerateInput, prompt_tokens: int, context_length: int
     limit = context_length if request.sampling.max_new_tokens == 0 else context_length - 1
     if prompt_tokens > limit:
         raise PromptTooLongError(
-            f"prompt has {prompt_tokens} tokens; the limit is {limit}, as prompt and output share a context of "
+            f"prompt has {prompt_tokens} tokens; the limit is {limit}, because prompt and output share a context of "
             f"{context_length} tokens",
             param="prompt",
         )
@@ -182,8 +182,8 @@ def _described(request: GenerateInput, prompt_tokens: int) -> str:
     if request.session is None:
         return f"a prompt of {prompt_tokens} tokens"
     return (
-        f"a turn of {prompt_tokens} new tokens of session {shown(request.session.session_id)}, which it counts; "
-        "logprobs of earlier turns are those of a request without the session"
+        f"a turn with {prompt_tokens} new tokens in session {shown(request.session.session_id)}; "
+        "for logprobs of earlier turns, send the whole conversation without the session"
     )
 
 

@@ -93,7 +93,7 @@ class Watchdog:
 def _describe(beat: Beat, ranks: Sequence[RankBeat], silent: float, now: float) -> str:
     last = f"step {beat.steps} was launched {now - beat.at:.0f} s ago" if beat.steps else "it has made none yet"
     others = "".join(
-        f"; rank {rank.rank} launched its step {rank.steps} {now - rank.at:.0f} s ago, and was heard of "
+        f"; rank {rank.rank} launched its step {rank.steps} {now - rank.at:.0f} s ago, and last reported "
         f"{now - rank.heard:.0f} s ago"
         for rank in ranks
     )

@@ -263,7 +263,7 @@ class GrammarCompiler:
                 logger.exception("compiling the grammar of %s failed", field)
                 compilation.failed = True
                 compilation.error = compilation.error or GrammarUnavailableError(
-                    f"{field} could not be compiled; the engine's log says why", param=field
+                    f"{field} could not be compiled; for the reason see the engine's log", param=field
                 )
             self._queue.done(whose, self._clock() - begin)
             self._news.set()

@@ -114,7 +114,7 @@ def regex_rule(pattern: str, field: str) -> str:
     **Raises:** `GrammarError` for a backslash at the end, which the library leaves out without a word.
     """
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1:
-        raise GrammarError(f"{field}: the pattern ends in a backslash that escapes nothing", param=field)
+        raise GrammarError(f"{field}: the pattern ends in a backslash without a character to escape", param=field)
     pattern = pattern.removeprefix("^")
     if pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 1:
         pattern = pattern[:-1]

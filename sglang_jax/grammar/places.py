@@ -31,7 +31,7 @@ def find_reference_fault(schema: Any) -> tuple[str, str] | None:
             if _resolve(schema, pointer) is _NOWHERE:
                 return place, f"Pointer '{pointer}' does not exist"
             if _says_nothing(schema, inner, pointer, seen):
-                return place, f"$ref '#{pointer}' leads back to itself, and says nothing"
+                return place, f"$ref '#{pointer}' refers to itself"
         going.extend(reversed([(place + path, child) for path, child in _children(inner)]))
     return None
 

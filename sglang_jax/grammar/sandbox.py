@@ -74,7 +74,7 @@ class Sandbox:
         if not started:
             self.close()
             raise GrammarUnavailableError(
-                "grammars cannot be compiled now: the process that tries them first does not start"
+                "grammars cannot be compiled now: the process that checks them does not start"
             )
 
     def try_out(self, grammar: Grammar) -> str:
@@ -87,7 +87,8 @@ class Sandbox:
             if not connection.poll(PATIENCE_SECONDS):
                 self.close()
                 raise GrammarUnavailableError(
-                    f"{grammar.field} was not compiled within {PATIENCE_SECONDS:g} s, as the machine is busy",
+                    f"{grammar.field} was not compiled within {PATIENCE_SECONDS:g} s, because the machine is busy; "
+                    "try again later",
                     param=grammar.field,
                 )
             verdict = msgspec.msgpack.decode(connection.recv_bytes(), type=Verdict)

@@ -69,7 +69,7 @@ class TagWriter:
         if not isinstance(value, Mapping):
             raise self._error(place, f"must be an object, got {shown(value)}")
         if depth > _MOST_DEPTH:
-            raise self._error(place, f"is nested more than {_MOST_DEPTH} deep")
+            raise self._error(place, f"is nested more than {_MOST_DEPTH} levels deep")
         match value.get("type"):
             case "const_string":
                 return self._literal(self._text(value, "value", place)) or '""'
@@ -208,7 +208,7 @@ class TagWriter:
     def _list(self, value: Mapping[str, Any], name: str, place: str) -> list[Any]:
         found = value.get(name)
         if not isinstance(found, list) or not found:
-            raise self._error(f"{place}.{name}", f"must be a list that is not empty, got {shown(found)}")
+            raise self._error(f"{place}.{name}", f"must be a non-empty list, got {shown(found)}")
         return found
 
     @staticmethod

@@ -43,8 +43,8 @@ def use_compilation_cache(address: str) -> None:
             Path(address).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             logger.warning(
-                "Programs are compiled again at each start, since they cannot be kept: %s. Name a folder that can be "
-                "written with --compilation-cache-dir",
+                "Compiled programs cannot be cached, so every start compiles them again: %s. Choose a writable folder "
+                "with --compilation-cache-dir",
                 error,
             )
             return

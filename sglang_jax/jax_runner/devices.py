@@ -28,7 +28,7 @@ def select_devices(wanted: Device, count: int) -> list[jax.Device]:
     except RuntimeError as error:
         seen = ", ".join(sorted({device.platform for device in jax.devices()}))
         raise ConfigError(
-            f"--device {wanted.value} was asked for, but JAX sees only: {seen}. "
+            f"--device {wanted.value} was given, but JAX sees only: {seen}. "
             f"Install JAX for {wanted.value}, or choose another --device"
         ) from error
     if count > len(devices):

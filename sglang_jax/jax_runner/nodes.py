@@ -50,7 +50,8 @@ def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunne
     secret = config.group_secret()
     if not secret:
         logger.warning(
-            "The nodes share no secret: any machine that can connect to this one can join as a node. Give each node "
+            "The nodes have no shared secret: any machine that can connect to this one can join as a node. Give each "
+            "node "
             "the same --group-secret-file, unless the network is private"
         )
     listener = FollowerListener(_plain(config.dist_bind_host or _address(config)[0]), secret, ORDERS.form)
@@ -141,7 +142,7 @@ def _agree(port: int) -> int:
 
 def _leave_the_process(reason: str) -> None:
     """Ends this process with status 1, after a moment in which it may fail by itself and say more."""
-    logger.error("%s: this process cannot continue", reason)
+    logger.error("%s; this process cannot continue", reason)
     time.sleep(_SECONDS_TO_FAIL)
     sys.stderr.flush()
     os._exit(1)

@@ -195,7 +195,7 @@ def _check_shapes(
     faults += [f"extra: {name} {tuple(found[name].shape)}" for name in sorted(found.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & found.keys()):
         if tuple(found[name].shape) != wanted[name]:
-            shapes = f"is {tuple(found[name].shape)}, the config calls for {wanted[name]}"
+            shapes = f"is {tuple(found[name].shape)}, the config requires {wanted[name]}"
             faults.append(f"misshapen: {name} {shapes}")
     if faults:
         listed = "\n  ".join(faults)

@@ -126,7 +126,7 @@ def _call(form: CallForm, written: Written, tool: Tool, *, by_schema: bool) -> F
     part = next((part for part in form.parts if isinstance(part, Parameters)), None)
     schemas = ArgumentSchemas(tool.parameters, "" if part is None else part.end)
     if by_schema and (place := schemas.endless()):
-        raise ParameterError(f"{tool.field} at {place} refers to itself and to nothing else", param=tool.field)
+        raise ParameterError(f"{tool.field} at {place} refers only to itself", param=tool.field)
     if part is None:
         content = _json(_schema(tool, by_schema=by_schema), tool.field)
     else:

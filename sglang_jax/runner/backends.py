@@ -58,7 +58,7 @@ def _find(config: EngineConfig) -> EntryPoint:
     backend = config.backend
     foreign = config.model_impl is ModelImpl.TRANSFORMERS
     if foreign and backend is Backend.JAX:
-        raise ConfigError("model_impl transformers is the Torch backend's: choose --backend torch, or a native family")
+        raise ConfigError("model_impl transformers needs the Torch backend: choose --backend torch, or a native family")
     if backend is Backend.AUTO:
         backend = Backend.TORCH if foreign else _choose(config.device, entries)
     if backend.value not in entries:
@@ -78,7 +78,7 @@ def _choose(device: Device, entries: Mapping[str, EntryPoint]) -> Backend:
         return suited or Backend.JAX
     if suited is not None:
         logger.warning(
-            "This machine's accelerator is best served by the %s backend, which is not installed; using %s. "
+            "This machine's accelerator works best with the %s backend, which is not installed; using %s. "
             "To change that: %s",
             suited.value,
             installed[0].value,

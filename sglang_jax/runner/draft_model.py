@@ -75,7 +75,7 @@ def _refuse_other_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Ch
     try:
         tokens, guessed = load_token_table(own).tokens, load_token_table(draft.tokenizer_source).tokens
     except CheckpointError as error:
-        logger.warning("The draft model's vocabulary was not compared with the model's: %s", error)
+        logger.warning("The draft model's vocabulary was not compared with the main model's: %s", error)
         return
     if tokens == guessed:
         return

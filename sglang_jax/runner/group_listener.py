@@ -99,7 +99,7 @@ class FollowerListener:
         except queue.Empty:
             names = ", ".join(_name(rank) for rank in sorted(self._here)) or "none"
             raise ConfigError(
-                f"{count} other nodes must connect within {timeout:.0f} s; those that did: {names}. "
+                f"{count} other nodes must connect within {timeout:.0f} s; connected: {names}. "
                 "Is the same command running on each, with its own node_rank?"
             ) from None
         finally:
@@ -134,7 +134,7 @@ class FollowerListener:
             try:
                 self._let_in(stranger)
             except (FrameError, OSError) as error:
-                logger.warning("Refused %s, which tried to join the group of nodes: %s", name, error)
+                logger.warning("Refused %s, which tried to join the nodes: %s", name, error)
             finally:
                 with self._lock, suppress(ValueError):  # it was dropped already
                     self._strangers.remove(stranger)
@@ -162,7 +162,7 @@ class FollowerListener:
         if not 0 < hello.rank <= self._count:
             return f"its node_rank is {hello.rank}, and the group has nodes 0 to {self._count}"
         if hello.rank in self._here:
-            return f"a node of node_rank {hello.rank} is there already"
+            return f"a node with node_rank {hello.rank} is already connected"
         return ""
 
 
@@ -177,7 +177,7 @@ def connect_to_leader(address: tuple[str, int], secret: bytes, hello: Hello) -> 
             wire = _Handshake(connection)
             random = wire.read(len(_GREETING) + _RANDOM_BYTES)
             if not random.startswith(_GREETING):
-                raise FrameError(f"it greets with {random[: len(_GREETING)]!r}: does it run another version?")
+                raise FrameError(f"it sent {random[: len(_GREETING)]!r} as its greeting: does it run another version?")
             mine, said = secrets.token_bytes(_RANDOM_BYTES), _HELLOS.encode(hello)
             wire.send(mine)
             wire.say(said, secret, _FOLLOWER + random + mine)
@@ -209,7 +209,7 @@ class _Handshake:
             self._wait()
             part = self._connection.recv(size - len(data))
             if not part:
-                raise ConnectionError("it closed the connection: is the group's secret the same on both?")
+                raise ConnectionError("it closed the connection: do both nodes have the same group secret?")
             data += part
         return data
 
@@ -222,16 +222,16 @@ class _Handshake:
         proof = self.read(_PROOF_BYTES)
         size = int.from_bytes(self.read(2), "big")
         if size > _MOST_SAID:
-            raise FrameError(f"it says {size} bytes, at most {_MOST_SAID} are read")
+            raise FrameError(f"it sent {size} bytes; the limit is {_MOST_SAID}")
         said = self.read(size)
         if not hmac.compare_digest(proof, _prove(secret, before, said)):
-            raise FrameError("it does not know the group's secret, which must be the same on every node")
+            raise FrameError("it has another group secret; the secret must be the same on every node")
         return said
 
     def _wait(self) -> None:
         left = self._deadline - time.monotonic()
         if left <= 0.0:
-            raise TimeoutError(f"it said too little within {HANDSHAKE_SECONDS:g} s")
+            raise TimeoutError(f"it did not authenticate within {HANDSHAKE_SECONDS:g} s")
         self._connection.settimeout(left)
 
 

@@ -1,7 +1,7 @@
-"""The data that crosses the seam between the scheduler and a runner.
+"""The data that scheduler and runner exchange.
 
 A plan is immutable and owns its arrays: the scheduler never writes to them again, so a runner may read
-them at any time until it has handed over the result.
+them at any time until it has returned the result.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
 LOGPROB_BUCKETS = (0, 1, 5, 20)
-"""Numbers of alternatives that a step may report; a step uses the smallest that covers its rows."""
+"""Numbers of alternatives that a step may report; a step uses the smallest that is enough for its rows."""
 
 NO_LOGPROBS = -1
 INVALID_TOKEN = -1
 """A sampled row whose logits were not finite reports this token."""
 
 LAST_TOKEN = -1
-"""Among a plan's tokens: what the row sampled last. It lies on the device; the host may not know it yet."""
+"""In `StepPlan.tokens`: the token that the row sampled last. It is on the device; the host may not have it yet."""
 
 MASK_WORD = 32
-"""Tokens that one word of a mask tells of."""
+"""Tokens per word of a mask."""
 
 DRAFT = -2
-"""Among a plan's tokens, behind a `LAST_TOKEN`: what the runner guesses that the row samples next. Only for runners
-whose `RunnerSpec.max_samples` is above 1."""
+"""In `StepPlan.tokens`, after a `LAST_TOKEN`: the runner's guess of the row's next token. Only for runners whose
+`RunnerSpec.max_samples` is above 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """The KV pages that a runner has for one cache group of the model (`architectures.CacheGroup` says which layers
-    these are). `num_pages` counts the pad page 0, which is never handed out. `window`: tokens that a query sees, its
-    own among them; None for those that see all.
+    """The KV pages of one cache group of the model (`architectures.CacheGroup` has its layers). `num_pages` includes
+    the pad page 0, which is never allocated. `window`: tokens that a query attends to, its own included; None for all.
 
-    Of a pool of kind `state` pages are slots: each has the states of the group's layers after some number of a row's
-    tokens. `page_size` is that of the other pools, as states are shared at the ends of pages."""
+    In a pool of kind `state`, pages are slots: each has the states of the group's layers after some number of a row's
+    tokens. Its `page_size` is that of the other pools, because states are shared at the ends of pages."""
 
     kind: CacheKind
     num_pages: int
@@ -58,25 +57,25 @@ class PoolSpec:
             raise ValueError(f"pages of {self.page_size} tokens; it must be a power of two")
 
     def columns(self, max_context: int) -> int:
-        """Columns of its page table, for rows of at most this many tokens."""
+        """Columns of its page table, for rows of at most `max_context` tokens."""
         return 1 if self.kind is CacheKind.STATE else -(-max_context // self.page_size)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerSpec:
-    """What a runner offers; fixed for its life.
+    """The limits and properties of a runner, which never change.
 
-    - `max_rows`: rows of the page table, so the maximum of requests that run at once.
+    - `max_rows`: rows of the page table, and so the maximum number of running requests.
     - `token_budget`: maximum tokens (decode rows + prefill chunks) per step.
     - `max_context`: maximum tokens per row.
     - `vocab_size`: token ids are in `[0, vocab_size)`.
-    - `mixed_shapes`: (tokens, rows) of the programs that run steps with chunks, smallest first: a step costs what the
-      first costs that it fits in. Empty for a runner that pads nothing.
-    - `max_samples`: maximum tokens that a row samples in one step; above 1 for a runner that drafts.
-    - `drafts_with_prompts`: a step may have drafts and chunks. Where it may not, decode rows and drafts together are
-      at most `max_rows` of a step.
-    - `max_drafts`: most drafts of one step, of all rows together; None where what is above is all that limits them.
-    - `prompt_tokens`: of its chunks at most, where the options name no number.
+    - `mixed_shapes`: (tokens, rows) of the programs for steps with chunks, smallest first; a step costs as much as the
+      first one that it fits in. Empty for a runner without padding.
+    - `max_samples`: maximum tokens that a row samples in one step; above 1 for a runner with drafts.
+    - `drafts_with_prompts`: a step may have both drafts and chunks. If False, decode rows plus drafts of a step are
+      at most `max_rows`.
+    - `max_drafts`: maximum drafts of one step, in all rows; None if only the other limits apply.
+    - `prompt_tokens`: default of the maximum prompt tokens per step.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -97,13 +96,12 @@ class RunnerSpec:
 
     @property
     def table_columns(self) -> int:
-        """Columns of the page tables of all pools, side by side."""
+        """Total columns of the page tables of all pools."""
         return sum(pool.columns(self.max_context) for pool in self.pools)
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that the first pool with pages holds; where there are only states, those of as many rows as it has
-        slots."""
+        """Tokens that the first pool with pages holds. If there are only states: slots times the maximum context."""
         pool = next((pool for pool in self.pools if pool.kind is not CacheKind.STATE), self.pools[0])
         tokens = self.max_context if pool.kind is CacheKind.STATE else pool.page_size
         return (pool.num_pages - 1) * tokens
@@ -123,11 +121,11 @@ class PageDeltas:
 
 @dataclass(frozen=True, slots=True)
 class SlotCopies:
-    """Within pool number `pool` of the spec, one of states: before the step writes anything, slot `targets[i]` takes
-    what `sources[i]` holds once the step before has run. Both are `[copies]`.
+    """Copies within pool number `pool` of the spec, a pool of states: after the previous step has run, and before this
+    step writes anything, slot `sources[i]` is copied to `targets[i]`. Both are `[copies]`.
 
-    Targets are the slots of rows of the plan, after its deltas, each named once, and none of them is a source. So a
-    runner may as well begin a row's sequence with the source, write its last state to the target, and copy nothing.
+    Targets are the slots of rows of the plan, after its deltas. Each occurs once, and none is a source. So instead of
+    copying, a runner may start a row's sequence from the source and write its last state to the target.
     """
 
     pool: int
@@ -137,13 +135,13 @@ class SlotCopies:
 
 @dataclass(frozen=True, slots=True)
 class SamplingUpdate:
-    """How a row samples from now on: it was taken by a request, newly admitted or admitted again after a retraction.
+    """The sampling of a row from now on, for a request that was newly admitted, or again after a retraction.
 
     - `seed`: resolved, non-negative, below 2**63.
     - `prompt_len`: tokens before the first output token; output number k is sampled at `kv_len == prompt_len + k`.
     - `stop_ids`: `[ids]`, masked while fewer than `sampling.min_new_tokens` outputs were sampled.
-    - `history`: `[tokens]` prompt and kept output, given only where `sampling.counts_tokens`. Output tokens
-      sampled later are counted by the runner itself.
+    - `history`: `[tokens]` prompt and kept output, given only if `sampling.counts_tokens`. The runner counts output
+      tokens that are sampled later.
     """
 
     row: int
@@ -156,21 +154,21 @@ class SamplingUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """The text of a row, from which drafts are guessed: `tokens` `[tokens]`, prompt and kept output, of the request
-    that took it. What it samples later the runner adds itself."""
+    """The text of a row's new request, from which drafts are guessed: `tokens` `[tokens]`, prompt and kept output. The
+    runner adds tokens that are sampled later."""
 
     row: int
     tokens: Int32
 
 
 HINT_TOKENS = 64
-"""Of a hint at most."""
+"""Maximum tokens of a hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class HintUpdate:
-    """How another text continued after the end of a row's text: `tokens` `[tokens]`, at most `HINT_TOKENS`, from
-    which drafts of the row are guessed as well. It replaces the row's hint; a row with a new text has none."""
+    """A second source of a row's drafts: `tokens` `[tokens]`, at most `HINT_TOKENS`, with which another text continued
+    after the same tokens as at the end of the row's text. It replaces the row's hint; a new text removes the hint."""
 
     row: int
     tokens: Int32
@@ -178,8 +176,8 @@ class HintUpdate:
 
 @dataclass(frozen=True, slots=True)
 class RowUpdates:
-    """What changes of rows before a step runs, one field for each facet of a row. A facet knows nothing of others.
-    `texts`, and after them `hints`: only for runners whose `RunnerSpec.max_samples` is above 1."""
+    """Changes of rows before a step runs, by kind; the kinds are independent of each other. `texts`, and `hints`, which
+    apply after them, are only for runners whose `RunnerSpec.max_samples` is above 1."""
 
     sampling: tuple[SamplingUpdate, ...] = ()
     texts: tuple[TextUpdate, ...] = ()
@@ -191,7 +189,7 @@ NO_UPDATES = RowUpdates()
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Logprobs wanted of prompt tokens within one prefill chunk.
+    """Requested logprobs of prompt tokens within one prefill chunk.
 
     Query `first + i` of sequence `sequence` (an index into `StepPlan.rows`) predicts `targets[i]`.
     """
@@ -208,25 +206,26 @@ class StepPlan:
     - `step`: counts up by one; plans are executed in this order.
     - `rows`: `[n]`.
     - `num_decode`: the first `num_decode` sequences have one query each, `LAST_TOKEN`, and sample.
-    - `query_lens`: `[n]` >= 1; `kv_lens`: `[n]` KV length once this step has written. Query i of a sequence is
-      at position `kv_len - query_len + i` and sees every key at or before its own position.
-    - `tokens`: `[sum(query_lens)]`, where each query's token comes from: an id, `LAST_TOKEN` or `DRAFT`.
-    - `samples`: `[n]` True where the sequence samples a token after its last query; False for a chunk that
-      does not end its prompt, or whose request only scores it. The token sampled last becomes the row's last token.
-    - `learnt`: `[n]` True where the sequence continues from where the row's step before ended, which only the device
-      knows while that one is in flight: `kv_lens` is then the most that it may be. None where no sequence does so.
-      Only for runners whose `RunnerSpec.max_samples` is above 1. A sequence with drafts samples after its last token,
-      and after each draft that was right, up to the first that was wrong.
-    - `masked`: `[n]` True where the sequence samples under a mask; such a sequence has no drafts. The step then runs in
-      two parts: `Runner.launch` starts the forward pass, and `StepHandle.sample`, which brings the masks, samples for
-      all sequences. None where no sequence does so: then the step is one.
-    - `page_deltas`: one for each pool of the spec. Of a pool with a window, entries that the step's queries see are
-      right; those before them may name pages that are somebody else's by now. Of a pool of states column 0 is a row's
-      slot: its sequence continues from the state there, and leaves there the state after its last token, or the last
-      draft that was right. One whose first query is at position 0 begins with no state, whatever the slot holds.
-    - `copies`: of pools that have any, what is copied within them before the step.
-    - `row_updates`: what is to be replaced of rows before the step.
-    - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported together with the
+    - `query_lens`: `[n]` >= 1; `kv_lens`: `[n]` KV length after this step has written. Query i of a sequence is
+      at position `kv_len - query_len + i` and attends to every key at or before its own position.
+    - `tokens`: `[sum(query_lens)]`, the source of each query's token: an id, `LAST_TOKEN` or `DRAFT`.
+    - `samples`: `[n]` True if the sequence samples a token after its last query; False for a chunk that does not end
+      its prompt, or whose request only scores the prompt. The token sampled last becomes the row's last token.
+    - `learnt`: `[n]` True if the sequence continues where the row's previous step ends, which only the device knows
+      while that step is in flight; `kv_lens` is then the maximum. None if this applies to no sequence. Only for runners
+      whose `RunnerSpec.max_samples` is above 1. A sequence with drafts samples after its last token and after each
+      correct draft, up to the first wrong one.
+    - `masked`: `[n]` True if the sequence samples under a mask; such a sequence has no drafts. The step then runs in
+      two parts: `Runner.launch` starts the forward pass, and `StepHandle.sample`, which supplies the masks, samples for
+      all sequences. None if no sequence is masked; the step then has one part.
+    - `page_deltas`: one for each pool of the spec. In a pool with a window, only the entries that the step's queries
+      attend to are valid; earlier ones may name pages that belong to other rows by now. In a pool of states, column 0
+      is the row's slot: its sequence continues from the state there, and writes the state after its last token, or
+      after the last correct draft, to it. A sequence whose first query is at position 0 starts without a state,
+      whatever is in the slot.
+    - `copies`: copies within pools of states before the step.
+    - `row_updates`: changes of rows before the step.
+    - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: number of alternatives reported with the
       sampled token's own logprob.
     """
 
@@ -257,15 +256,15 @@ class TokenMasks:
     """Which tokens the masked sequences of a step may sample.
 
     `words`: int32 `[masked, mask_words(vocab_size)]`, in the order of the plan's sequences; bit `t % 32` of word
-    `t // 32` says whether token t may be sampled. Each allows one at least. Like a plan's arrays they are never written
-    to again.
+    `t // 32` is set if token t may be sampled. Each mask allows at least one token. Like a plan's arrays, the words are
+    never written to again.
     """
 
     words: Int32
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of the mask of one sequence."""
+    """Number of words in the mask of one sequence."""
     return -(-vocab_size // MASK_WORD)
 
 
@@ -279,7 +278,7 @@ def allowed_tokens(words: Int32) -> Int32:
 class TopLogprobs:
     """Logprobs of m tokens under the raw logits, and of the k most likely tokens at each of the m positions.
 
-    `logprobs`: `[m]`; `top_ids`: `[m, k]`; `top_logprobs`: `[m, k]`, the best first.
+    `logprobs`: `[m]`; `top_ids`: `[m, k]`; `top_logprobs`: `[m, k]`, most likely first.
     """
 
     logprobs: Float32
@@ -289,13 +288,13 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled.
+    """The tokens that a step sampled.
 
-    - `tokens`: `[n, width]`, `counts`: `[n]`: sequence i sampled `tokens[i, :counts[i]]`; none where not
-      `plan.samples`. `INVALID_TOKEN`, the last of them, where the logits were not finite. `width` is at most the
-      runner's `max_samples`.
-    - `logprobs`: None unless asked for; m = n * width, entry `i * width + j` belongs to `tokens[i, j]`.
-    - `prompt_logprobs`: answers the plan's in order.
+    - `tokens`: `[n, width]`, `counts`: `[n]`: sequence i sampled `tokens[i, :counts[i]]`, and nothing if not
+      `plan.samples`. If logits were not finite, the last of them is `INVALID_TOKEN`. `width` is at most the runner's
+      `max_samples`.
+    - `logprobs`: None unless requested; m = n * width, entry `i * width + j` belongs to `tokens[i, j]`.
+    - `prompt_logprobs`: one for each of the plan's, in order.
     """
 
     tokens: Int32
@@ -305,21 +304,22 @@ class StepResult:
 
 
 def one_each(tokens: Int32, samples: Bool) -> tuple[Int32, Int32]:
-    """`tokens` and `counts` of a result in which rows sampled one of `tokens`, `[n]`, each, where `samples`, `[n]`."""
+    """`tokens` and `counts` of a result in which each row with `samples` `[n]` sampled its one token of `tokens` "
+    "`[n]`."""
     return tokens[:, None], samples.astype(np.int32)
 
 
 def refuse_states(plan: StepPlan) -> None:
-    """For runners whose layers keep no state.
+    """For runners without recurrent states.
 
     **Raises:** `ValueError` for a plan that copies states.
     """
     if plan.copies:
-        raise ValueError(f"step {plan.step} copies states: this runner has no layers that keep one")
+        raise ValueError(f"step {plan.step} copies states, but this runner has no recurrent states")
 
 
 def refuse_drafts(plan: StepPlan) -> None:
-    """For runners without drafts, whose host knows every length.
+    """For runners without drafts, where the host knows every length.
 
     **Raises:** `ValueError` for a plan with drafts, or with rows that learn their length on the device.
     """
@@ -328,23 +328,23 @@ def refuse_drafts(plan: StepPlan) -> None:
 
 
 def refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
-    """For runners whose layers keep states, which have a slot for each of `spec.max_drafts` drafts of a step.
+    """For runners with recurrent states, which have a slot for each of `spec.max_drafts` drafts of a step.
 
     **Raises:** `ValueError` for a plan with more, or with drafts alongside prompts.
     """
     drafts = int(np.count_nonzero(plan.tokens == DRAFT))
     if drafts > (spec.max_drafts or 0):
         slots = spec.max_drafts or 0
-        raise ValueError(f"step {plan.step} has {drafts} drafts: there are {slots} slots for their states")
+        raise ValueError(f"step {plan.step} has {drafts} drafts, but there are only {slots} slots for their states")
     if drafts and int(plan.tokens.max()) >= 0:
         raise ValueError(f"step {plan.step} has drafts alongside prompts: their states would be lost")
 
 
 def refuse_foreign_memory(plan: StepPlan, spec: RunnerSpec) -> None:
-    """No page or slot outside its pool, and no row longer than its page table, gets to a device: there it would end the
-    process without an error.
+    """Checks that every page and slot is inside its pool, and that no row is longer than its page table. On a device,
+    such a fault would end the process without an error.
 
-    **Raises:** `ValueError` naming the first row at fault.
+    **Raises:** `ValueError` naming the first invalid row.
     """
     for number, (deltas, pool) in enumerate(zip(plan.page_deltas, spec.pools, strict=True)):
         if _outside(deltas.pages, pool.num_pages):
@@ -371,5 +371,5 @@ def refuse_foreign_memory(plan: StepPlan, spec: RunnerSpec) -> None:
 
 
 def _outside(numbers: Int32, end: int) -> bool:
-    """Whether any is not in `[0, end)`. Seen without a sign, what is below 0 is above all others."""
+    """Whether any number is not in `[0, end)`. As unsigned numbers, negative ones are larger than all others."""
     return numbers.size > 0 and int(numbers.view(np.uint32).max()) >= end

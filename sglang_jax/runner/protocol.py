@@ -1,4 +1,4 @@
-"""What the scheduler asks of a backend."""
+"""The interface that a backend implements for the scheduler."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from sglang_jax.runner.pulse import Building
 
 
 class StepHandle(Protocol):
-    """A step that was launched."""
+    """A launched step."""
 
     def sample(self, masks: TokenMasks) -> None:
-        """Starts the second part of a step with masked sequences, and returns without waiting for it. To be called
-        once, before the next launch and before `result`; not for other steps."""
+        """Starts the second part of a step with masked sequences, and returns without waiting for it. Call it
+        once, before the next launch and before `result`, and only for such steps."""
         ...
 
     def result(self) -> StepResult:
-        """Blocks until the step has run; callable once. Handles are asked in the order of launching."""
+        """Blocks until the step has run. Called once per handle, in the order of launching."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerReport:
-    """What a runner can tell of itself: for `/server_info`, logs and benchmarks.
+    """A runner's properties, for `/server_info`, logs and benchmarks.
 
     `compiles_after_warm_up` counts programs built since warm-up ended: 0 in a healthy server.
     """
@@ -40,36 +40,36 @@ class RunnerReport:
 
 
 class Runner(Protocol):
-    """Runs plans in the order given. At most two steps are launched and not yet asked for their result.
+    """Runs plans in the given order. At most two launched steps wait for their `result` call.
 
     A runner owns the device: weights, KV pages, the page-table copy, the last token of each row, and the
-    sampling state of each row. Padding, buckets, sharding and streams are its own business.
+    sampling state of each row. Padding, buckets, sharding and streams are internal to it.
     """
 
     @property
     def spec(self) -> RunnerSpec: ...
 
     def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
-        """Builds every program, and runs steps; `progress(done, total, what)` is called as they are done."""
+        """Builds every program, and runs steps; calls `progress(done, total, what)` after each."""
         ...
 
     def announce_builds(self, building: Building) -> None:
-        """Has `building` entered around every program that is built from now on, if that may take minutes."""
+        """From now on, enters `building` while a program is built, if that may take minutes."""
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Starts a step and returns without waiting for it; of one with masked sequences all but the sampling."""
+        """Starts a step and returns without waiting for it; with masked sequences, everything except the sampling."""
         ...
 
     def start_profile(self, folder: str) -> None:
-        """Records what this process and its devices do from now on. To be called while no profile is taken.
+        """Starts recording a profile of this process and its devices. Call it only while no profile is recorded.
 
         **Raises:** `ParameterError` for a folder that the backend cannot write to.
         """
         ...
 
     def stop_profile(self) -> None:
-        """Ends the recording once all that was launched has run, and writes it; that may take seconds."""
+        """Ends the recording after all launched steps have run, and writes the profile; that may take seconds."""
         ...
 
     def report(self) -> RunnerReport: ...

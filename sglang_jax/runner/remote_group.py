@@ -209,7 +209,7 @@ class _Link:
             self._closed.set()
             with self._sending:
                 self._connection.close()
-        return f"no sign of life for {LOST_AFTER_SECONDS:.0f} s"
+        return f"nothing was received for {LOST_AFTER_SECONDS:.0f} s"
 
     def close(self) -> None:
         """Ends the connection, which whoever listens then closes: closed under a reader, its number could be another

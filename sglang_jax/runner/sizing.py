@@ -83,7 +83,7 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Si
     """
     context = config.context_length or model_context
     if context > model_context:
-        raise ConfigError(f"context_length {context} is beyond the {model_context} positions that the model declares")
+        raise ConfigError(f"context_length {context} exceeds the model's maximum of {model_context} positions")
     default_rows = _MAX_RUNNING_ON_CPU if memory.platform == "cpu" else _MAX_RUNNING
     max_rows = config.max_running_requests or default_rows
     prompt_tokens = config.chunked_prefill_size or _default_prompt_tokens(memory)
@@ -229,7 +229,7 @@ def _pages_asked_for(config: EngineConfig, memory: Memory, pools: _Pools) -> int
     if needed > memory.available:
         raise NoRoomError(
             f"max_total_tokens {config.max_total_tokens} needs {_mib(needed)} for weights and KV, "
-            f"{_mib(memory.available)} are available: lower max_total_tokens"
+            f"but only {_mib(memory.available)} are available: lower max_total_tokens"
         )
     return pages
 

@@ -57,7 +57,8 @@ class Grammar:
             self.text.encode()
         except UnicodeEncodeError as error:
             raise ParameterError(
-                f"{self.field} holds the lone surrogate U+{ord(self.text[error.start]):04X} at character {error.start}",
+                f"{self.field} contains the lone surrogate U+{ord(self.text[error.start]):04X} at character "
+                f"{error.start}",
                 param=self.field,
             ) from error
         if self.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE, GrammarKind.STRUCTURAL_TAG):

@@ -161,10 +161,10 @@ def _structured_outputs(value: object, field: str) -> Grammar | None:
 
 def _with_whitespace(grammar: Grammar | None, pattern: str, field: str) -> Grammar:
     if grammar is None or grammar.kind is not GrammarKind.JSON_SCHEMA:
-        raise ParameterError(f"{field} needs a JSON schema with it", param=field)
+        raise ParameterError(f"{field} needs a JSON schema", param=field)
     schema = json.loads(grammar.text)
     if not isinstance(schema, dict):
-        raise ParameterError(f"{field} needs a JSON schema that is an object, got {shown(schema)}", param=field)
+        raise ParameterError(f"{field} needs a JSON schema of an object, got {shown(schema)}", param=field)
     return json_grammar(_with_options(schema, whitespace_pattern=pattern), grammar.field)
 
 

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from sglang_jax.sampling.grammar import Grammar
 from sglang_jax.spellings import SAMPLING_ELSEWHERE, SAMPLING_FIELDS
 
 MAX_LOGIT_BIAS = 320
-"""Most entries of one request's `logit_bias` (OpenAI documents 300)."""
+"""Maximum entries of one request's `logit_bias` (OpenAI documents 300)."""
 
 MAX_STOP_TOKEN_IDS = 16
-"""Most token ids that may end one request, the model's own end-of-sequence ids included."""
+"""Maximum token ids that may end one request, the model's end-of-sequence ids included."""
 
 MAX_STOP_CHARACTERS = 65_536
-"""Most characters of one request's stop strings together, whatever a server allows: what is held back and searched at
-each token."""
+"""Maximum characters of all stop strings of a request, whatever a server allows: that much text is held back and
+searched at each token."""
 
 MAX_TOP_LOGPROBS = 20
-"""Most alternatives reported per position."""
+"""Maximum alternatives reported per position."""
 
 SEED_LIMIT = 2**63
 
 
 def unknown_field(where: str, name: str) -> str:
-    """What is said of a sampling field that there is not."""
+    """The message for an unknown sampling field."""
     known = SAMPLING_FIELDS.get(name)
     if known is not None:
         return f"{where} has no field {name!r}: it is called {known} here"
@@ -52,7 +52,7 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are sampled, and when it ends.
+    """How the tokens of a request are sampled, and when its output ends.
 
     Applied in this order: logit bias, penalties, temperature, top-k, top-p, min-p. Reported logprobs are
     those of the raw logits.
@@ -61,7 +61,7 @@ class SamplingParams:
 
     - `max_new_tokens`: maximum tokens generated; None means up to the context length. 0 computes only the prompt, for
       its logprobs or for the prefix cache.
-    - `min_new_tokens`: end-of-sequence and stop tokens are masked until this many were sampled.
+    - `min_new_tokens`: end-of-sequence and stop tokens are masked until this many tokens were sampled.
     - `temperature`: 0 is greedy.
     - `top_k`: keep the k most likely tokens; -1 keeps all.
     - `top_p`: keep the smallest set with at least this probability (nucleus sampling, Holtzman et al. 2019).
@@ -71,12 +71,12 @@ class SamplingParams:
     - `logit_bias`: token id to the value added to its logit.
     - `stop`: strings that end the output; the output is cut before the match unless `include_stop`.
     - `stop_token_ids`: further token ids that end the output.
-    - `ignore_eos`: the model's own end-of-sequence tokens do not end the output.
+    - `ignore_eos`: continue past the model's end-of-sequence tokens.
     - `seed`: makes sampling a function of only (seed, position).
     - `n`: number of independent completions.
     - `skip_special_tokens`: leave special tokens out of the text.
-    - `grammar`: what the output must look like; tokens that lead elsewhere are never sampled. The output ends once the
-      grammar is complete and nothing can follow. It comes before `min_new_tokens` and `ignore_eos`: where it allows
+    - `grammar`: a constraint on the output; tokens that violate it are never sampled. The output ends once the grammar
+      is complete and nothing can follow. It takes precedence over `min_new_tokens` and `ignore_eos`: where it allows
       only the end, the output ends.
 
     **Raises:** `ParameterError` naming the field and its range.
@@ -102,7 +102,7 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __new__(cls, **fields: object) -> Self:
-        """Refuses a field that there is not, by the name it has here where that is known."""
+        """Refuses unknown fields; names the equivalent field for names of other engines."""
         for name in fields:
             if name not in cls.__dataclass_fields__:
                 raise TypeError(unknown_field("SamplingParams", name))
@@ -179,5 +179,5 @@ class SamplingParams:
 
     @property
     def counts_tokens(self) -> bool:
-        """True where a penalty needs to know which tokens the request holds."""
+        """Whether a penalty needs counts of the request's tokens."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0

@@ -150,7 +150,7 @@ class Constraints:
         assert request.sampling.grammar is not None
         field = request.sampling.grammar.field
         reason = _matcher(request).failure
-        return Closed(request, GrammarError(f"{field} cannot be followed further: {reason}", param=field))
+        return Closed(request, GrammarError(f"the output can no longer follow {field}: {reason}", param=field))
 
     @staticmethod
     def _own_error(request: Request, compilation: Compilation) -> GrammarError | GrammarUnavailableError:

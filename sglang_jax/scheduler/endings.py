@@ -115,7 +115,8 @@ class Endings:
         tokens = int(self._rows.num_tokens[request.row])
         group = self._too_small_for(tokens + 1)
         error = CapacityError(
-            f"the request needs KV of {tokens} tokens and runs alone, but the pool holds {group.size}; "
+            f"the request needs KV of {tokens} tokens, which does not fit even without other requests: the pool "
+            f"holds {group.size}; "
             f"raise {group.remedy}"
         )
         self.end(request, "error", insert=False, error=error)

@@ -30,20 +30,22 @@ class Profiling:
         if steps is not None and steps < 1:
             raise ParameterError(f"num_steps must be at least 1, got {steps}", param="num_steps")
         if self._folder is not None:
-            raise ParameterError(f"a profile is being taken already, for {self._folder}: stop it first (/stop_profile)")
+            raise ParameterError(
+                f"a profile is already being recorded, in {self._folder}: stop it first (/stop_profile)"
+            )
         if "://" not in folder:
             try:
                 Path(folder).mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ParameterError(f"the profile's folder cannot be made: {error}") from error
+                raise ParameterError(f"the profile's folder cannot be created: {error}") from error
         try:
             with self._pulse.building():
                 self._runner.start_profile(folder)
         except (OSError, RuntimeError) as error:  # another profile of this process, a driver without counters
-            raise ParameterError(f"the profile cannot be taken: {error}") from error
+            raise ParameterError(f"the profile cannot be recorded: {error}") from error
         self._folder = folder
         self._last = None if steps is None else made + steps
-        logger.info("Profiling %s, for %s", "until told to stop" if steps is None else f"{steps} steps", folder)
+        logger.info("Profiling %s, for %s", "until it is stopped" if steps is None else f"{steps} steps", folder)
 
     def after_step(self, made: int) -> None:
         """To be called after every turn; `made` as for `start`."""
@@ -53,7 +55,7 @@ class Profiling:
     def stop(self) -> str:
         """Returns the folder. Raises `ParameterError` if no profile is taken."""
         if self._folder is None:
-            raise ParameterError("no profile is being taken: start one first (/start_profile)")
+            raise ParameterError("no profile is being recorded: start one first (/start_profile)")
         return self._end()
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class Turn:
         added = len(prompt) // TOKEN_BYTES - before
         if wanted >= added:
             raise ParameterError(
-                f"logprob_start_len must be in [-1, {added - 1}], as this turn adds {added} tokens to session "
+                f"logprob_start_len must be in [-1, {added - 1}], because this turn adds {added} tokens to session "
                 f"{shown(self.session.id)}, got {wanted}",
                 param="logprob_start_len",
             )
@@ -130,7 +130,7 @@ class Sessions:
             raise ParameterError(f"session {shown(message.id)} is open already", param="session_id")
         if len(self._open) >= self._most and not self._make_room(message.owner):
             raise SessionLimitError(
-                f"session {shown(message.id)} cannot be opened: {len(self._open)} are open, which is the limit "
+                f"session {shown(message.id)} cannot be opened: {len(self._open)} sessions are open, the limit "
                 "(--max-sessions); close one, or try again later"
             )
         now = self._clock()
@@ -165,8 +165,8 @@ class Sessions:
         session = self._find(asked.session, asked.owner, "session_params.id")
         if session.turn is not None:
             raise SessionBusyError(
-                f"session {shown(session.id)} has a running turn ({shown(session.turn.name)}); send the next one "
-                "when it has ended",
+                f"session {shown(session.id)} has a running turn ({shown(session.turn.name)}); send the next "
+                "turn after it ends",
                 param="session_params.id",
             )
         _check_follows(session, asked.after)
@@ -179,8 +179,8 @@ class Sessions:
             tokens = tokens[TOKEN_BYTES:]
             if not tokens:
                 raise ParameterError(
-                    f"the prompt adds no tokens to session {shown(session.id)}: a begin-of-text token is dropped "
-                    "within a session",
+                    f"the prompt adds no tokens to session {shown(session.id)}: a beginning-of-sequence token is "
+                    "dropped within a session",
                     param="prompt",
                 )
         return Turn(session, asked.name), session.tokens + tokens

@@ -26,7 +26,7 @@ class ApiKeyMiddleware:
             caller = self._callers.find(Headers(scope=scope).get("authorization", ""))
             if caller is None:
                 error = AuthenticationError(
-                    "this server asks for an API key: send Authorization: Bearer KEY with its key"
+                    "this server requires an API key: send the header Authorization: Bearer KEY"
                 )
                 await error_response(error)(scope, receive, send)
                 return

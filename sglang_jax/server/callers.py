@@ -112,7 +112,7 @@ class Caller:
         count = sum(prompt.sampling.n for prompt in prompts)
         if self.max_concurrent is not None and self.running + count > self.max_concurrent:
             raise RateLimitError(
-                f"this key may have {self.max_concurrent} completions in flight; it has {self.running}, and asks for "
+                f"this key may have {self.max_concurrent} completions in flight; it has {self.running}, and requested "
                 f"{count} more"
             )
         wait = 0.0 if self.tokens is None else self.tokens.seconds_to_wait()
@@ -150,13 +150,15 @@ class Usage:
     def __init__(self, tokens: TokenBucket) -> None:
         self._tokens = tokens
         self._taken: dict[tuple[int, int], int] = {}
+        self._prompts: set[int] = set()
 
     def add(self, number: int, delta: OutputDelta) -> None:
         """The newest delta of one completion of prompt `number`. A prompt counts once, however many it has."""
         place = (number, delta.index)
         before = self._taken.get(place)
         if before is None:
-            before = -delta.prompt_tokens if all(other != number for other, _ in self._taken) else 0
+            before = 0 if number in self._prompts else -delta.prompt_tokens
+            self._prompts.add(number)
         self._tokens.take(delta.completion_tokens - before)
         self._taken[place] = delta.completion_tokens
 
@@ -183,7 +185,9 @@ class Callers:
             if key in by_key:
                 raise ConfigError(f"{by_key[key].name} and {caller.name} have the same key; each needs its own")
             if any(caller.name == other.name for other in by_key.values()):
-                raise ConfigError(f"a key in api_keys is named {caller.name}, like the option; choose another name")
+                raise ConfigError(
+                    f"a key in api_keys must not be named {caller.name}, like the option; choose another name"
+                )
             by_key[key] = caller
 
         admin_key, client_key = config.admin_key(), config.client_key()
@@ -231,7 +235,9 @@ def current_caller() -> Caller:
 async def require_admin() -> None:
     """What routes depend on that change the server's state or show what others do. Raises `AdminKeyError`."""
     if not current_caller().admin:
-        raise AdminKeyError("this is for operators: send the --admin-api-key, or a key that is admin in --api-keys")
+        raise AdminKeyError(
+            "this route is for operators: send the --admin-api-key, or a key with admin: true in --api-keys"
+        )
 
 
 def _caller(name: str, entry: KeyEntry) -> Caller:

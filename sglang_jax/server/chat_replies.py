@@ -151,7 +151,7 @@ class ReplyFormats:
         reason = (
             "this server was started without them (--tool-call-parser none)"
             if how is ToolCallParser.NONE
-            else "the chat template does not tell how the model writes calls; start the server with --tool-call-parser"
+            else "the chat template does not show the format of tool calls; start the server with --tool-call-parser"
         )
         raise UnsupportedParameterError(f"tools cannot be called: {reason}", param="tools")
 
@@ -241,7 +241,7 @@ def _with_calls(
     """The grammar of a reply that calls tools, or else is what the request's own grammar says."""
     if tools.required and grammar is not None:
         raise ParameterError(
-            f"tool_choice requires a tool call, and {grammar.field} another answer: remove one of them",
+            f"tool_choice requires a tool call, and {grammar.field} another format: remove one of them",
             param=grammar.field,
         )
     answer: Format | None = None if grammar is None else grammar_format(grammar)

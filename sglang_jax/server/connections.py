@@ -19,6 +19,7 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
 from sglang_jax.errors import RequestError
 from sglang_jax.server.auth import OPEN_PATHS
+from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.errors import TooManyConnectionsError, error_body, error_response
 from sglang_jax.server.held_answers import HeldAnswers, share_limit
 
@@ -30,6 +31,9 @@ MAX_HEAD_BYTES = 32_768
 MAX_HEAD_LINES = 128
 """Most lines of a request's head. Eight thousand fit into 32 KiB, and cost 20 ms where as many bytes of one line cost
 nothing."""
+
+MOST_OF_HEADS = 16 * 2**20
+"""Most bytes of all heads that are not whole: a head of 32 KiB on each of thousands of connections would be more."""
 
 HEALTH_CONNECTIONS = 64
 """So many more may be open while `max_connections` are at work, for health checks alone: who watches a server that is
@@ -78,10 +82,11 @@ def bounded_connections(limits: ConnectionLimits) -> type[H11Protocol]:
     # In the order in which they began to wait for a request; the first has waited longest.
     idle: dict[BoundedConnection, None] = {}
     held = HeldAnswers()
+    heads = Beginnings(MOST_OF_HEADS, "heads")
 
     class Connection(BoundedConnection):
         def __init__(self, *arguments: object, **options: object) -> None:
-            super().__init__(limits, idle, held, *arguments, **options)
+            super().__init__(limits, idle, held, heads, *arguments, **options)
 
     return Connection
 
@@ -110,6 +115,7 @@ class BoundedConnection(H11Protocol):
         limits: ConnectionLimits,
         idle: dict[BoundedConnection, None],
         held: HeldAnswers,
+        heads: Beginnings,
         *arguments: object,
         **options: object,
     ) -> None:
@@ -117,6 +123,7 @@ class BoundedConnection(H11Protocol):
         self._limits = limits
         self._idle = idle
         self._held = held
+        self._heads = heads
         self._spare = False
         self._rest = bytearray()
         self._slice = SLICE
@@ -155,13 +162,14 @@ class BoundedConnection(H11Protocol):
 
     def _too_many(self) -> RequestError:
         return TooManyConnectionsError(
-            f"{len(self.connections)} connections are open and at work; the limit is "
+            f"{len(self.connections)} connections are open and busy; the limit is "
             f"{self._limits.max_connections} (--max-connections). Try again later"
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
         self._rest.clear()
+        self._heads.hold(self, 0)
         self._idle.pop(self, None)
         self._end_head_timer()
         self._end_unread_timer()
@@ -175,6 +183,27 @@ class BoundedConnection(H11Protocol):
             self._parse()
 
     def _parse(self) -> None:
+        self._parse_next()
+        self._count_head()
+
+    def _count_head(self) -> None:
+        """Counts what is held of a head that is not whole, or of what came behind a request that is at work."""
+        size = 0
+        if not self._parsing and not self.transport.is_closing():
+            size = len(self._rest)
+            if self.conn.their_state is not h11.SEND_BODY:
+                size += len(self.conn.trailing_data[0])
+        self._heads.hold(self, size)
+
+    def refuse(self, error: RequestError) -> None:
+        """The head is not waited for any longer."""
+        self._rest.clear()
+        if self.cycle is None or self.cycle.response_complete:
+            self._refuse(error)
+        else:
+            self.transport.abort()  # an answer to what is behind the request would be taken for the request's
+
+    def _parse_next(self) -> None:
         self._parsing = False
         if self.transport.is_closing() or not self._rest:  # nothing would be the connection's end for h11
             self._rest.clear()
@@ -286,6 +315,7 @@ class BoundedConnection(H11Protocol):
         """The next request may come."""
         super().on_response_complete()
         self._watch()
+        self._count_head()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than the server writes."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
+from sglang_jax.engine.fair_threads import FairThreads
 from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
 from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, shown
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
@@ -29,6 +29,10 @@ ANY_MODEL = "default"
 AT_A_TIME = 2
 """Completions of one request that are begun before the event loop turns, or one prompt's: each takes some time to
 check and to send."""
+
+LOGPROBS_AT_ONCE = 2**19
+"""Logprobs of prompts of one request that may wait at once, alternatives included: prompts with many are begun a few at
+a time. Each takes some twenty bytes until somebody writes it."""
 
 ENGINE_NAMES = {"request_id": "rid"}
 """The engine's names of fields, and what clients call them on every route."""
@@ -52,9 +56,7 @@ class ServerContext:
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_engine: dict[str, Caller] = field(default_factory=dict)
     _logprobs: HeldLogprobs = field(init=False)
-    _templates: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="chat-template")
-    )
+    _templates: FairThreads = field(default_factory=lambda: FairThreads(1, "chat-template"))
 
     def __post_init__(self) -> None:
         self._logprobs = HeldLogprobs(self.config.max_logprobs_per_response)
@@ -72,9 +74,23 @@ class ServerContext:
                 param="model",
             )
 
-    async def render(self, work: Callable[[], Rendered]) -> Rendered:
-        """What `work` gives, which runs a chat template: in a thread, one at a time, as one process runs them all."""
-        return await asyncio.get_running_loop().run_in_executor(self._templates, work)
+    async def render(self, work: Callable[[], Rendered], *, size: int, request_id: str) -> Rendered:
+        """What `work` gives, which runs a chat template on about so many characters of a request: in a thread, one at a
+        time, as one process runs them all; in turns of callers and their requests."""
+        return await self._templates.run(work, size=size, tenant=current_caller().name, flow=request_id)
+
+    async def encode(
+        self, text: str, request_id: str, *, add_special_tokens: bool, most_tokens: int, param: str
+    ) -> list[int]:
+        """See `EngineClient.encode`; for this request of the caller's."""
+        return await self.client.encode(
+            text,
+            add_special_tokens=add_special_tokens,
+            most_tokens=most_tokens,
+            param=param,
+            tenant=current_caller().name,
+            flow=request_id,
+        )
 
     def check_size(self, prompts: int, completions: int, param: str) -> None:
         """Raises `ParameterError` for an HTTP request of more completions than one may have, before they are made."""
@@ -99,6 +115,16 @@ class ServerContext:
             raise ParameterError(
                 f"{grammar.field} has {len(grammar.text)} characters, the limit is {most} (--max-grammar-characters)",
                 param=grammar.field,
+            )
+
+    def check_texts(self, texts: int, param: str) -> None:
+        """Raises `ParameterError` for more texts to tokenize than one HTTP request may have."""
+        limit = self.config.max_completions_per_request
+        if texts > limit:
+            raise ParameterError(
+                f"{param} has {texts} texts; the limit per request is {limit} (--max-completions-per-request); send "
+                "them in several",
+                param=param,
             )
 
     def generate(
@@ -133,11 +159,11 @@ class ServerContext:
     def enter(self, request_id: str, prompts: Sequence[GenerateInput], caller: Caller) -> None:
         """Notes a request as in flight. Raises `ShuttingDownError`, and `ParameterError` for an id that is taken."""
         if self.draining:
-            raise ShuttingDownError("the server is shutting down and takes no new requests")
+            raise ShuttingDownError("the server is shutting down and accepts no new requests")
         ids = tuple(prompt.request_id or "" for prompt in prompts)
         taken = [name for name in {request_id, *ids} if name in self.in_flight or name in self.in_engine]
         if taken or len(set(ids)) < len(ids):
-            which = shown(taken[0]) if taken else "one that is given twice"
+            which = shown(taken[0]) if taken else "a duplicate in the list"
             raise ParameterError(f"rid must be unique among the requests in flight, got {which}", param="rid")
         self.in_flight[request_id] = ids
         self.in_engine.update(dict.fromkeys(ids, caller))
@@ -189,7 +215,8 @@ class Call:
         if len(prompts) > 1:
             most = FLIGHTS_PER_ROW * self._context.client.max_running_requests
             most_each = max(prompt.sampling.n for prompt in prompts)
-            at_once = min(len(prompts), max(1, most // most_each))
+            most_logprobs = max(map(_prompt_logprobs, prompts))
+            at_once = min(len(prompts), max(1, most // most_each), max(1, LOGPROBS_AT_ONCE // max(1, most_logprobs)))
             self._merged = MergedStreams(map(self._stream, prompts), at_once, max(1, AT_A_TIME // most_each))
         else:
             self._single = self._stream(prompts[0])
@@ -303,6 +330,13 @@ class MergedStreams:
                 pass
             finally:
                 await stream.close()
+
+
+def _prompt_logprobs(prompt: GenerateInput) -> int:
+    """How many are wanted of a prompt, alternatives included; of a text, how many there may be."""
+    if not prompt.return_logprob or prompt.logprob_start_len < 0:
+        return 0
+    return max(0, len(prompt.prompt) - prompt.logprob_start_len) * (1 + prompt.top_logprobs_num)
 
 
 def new_id(prefix: str) -> str:

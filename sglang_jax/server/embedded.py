@@ -1,4 +1,4 @@
-"""The server without its socket: an ASGI application over an engine, for a server that is somebody else's."""
+"""The server as an ASGI application with its own engine, to run in another Python server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sglang_jax.server.requests_seen import RequestsSeen
 
 
 class EmbeddedServer:
-    """An engine in a separate process, and all routes of the server over it.
+    """An engine in a separate process, with all routes of the server.
 
     >>> server = await EmbeddedServer.start(model_path="demo")
     >>> await server.app(scope, receive, send)
     >>> await server.close()
 
-    `app` runs on the event loop that `start` ran on. `--host`, `--port` and what else is about a socket is left to
-    the owner of the socket; so is draining.
+    `app` runs on the event loop that called `start`. The other server has the socket, so `host`, `port` and similar
+    options do not apply; it also has to drain requests at shutdown.
     """
 
     def __init__(self, client: AsyncEngineClient, app: ASGIApp) -> None:
@@ -33,7 +33,7 @@ class EmbeddedServer:
     async def start(cls, config: ServerConfig | None = None, **options: object) -> Self:
         """Starts the engine and waits until it serves.
 
-        **Arguments:** `config`: all options at once; or each by its name (see `ServerConfig`).
+        **Arguments:** `config`, or its fields by name (see `ServerConfig`).
 
         **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
         """
@@ -43,9 +43,9 @@ class EmbeddedServer:
         return cls(client, RequestsSeen(create_app(context), context.metrics))
 
     def check(self) -> None:
-        """Raises `EngineDeadError` if the engine is gone; it does not come back, so restart the whole."""
+        """Raises `EngineDeadError` if the engine has ended. It is not restarted: start a new `EmbeddedServer`."""
         if not self._client.alive:
-            raise EngineDeadError("the engine is gone")
+            raise EngineDeadError("the engine has ended")
 
     async def close(self) -> None:
         """Ends the engine; requests in flight fail."""

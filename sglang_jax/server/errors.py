@@ -157,7 +157,7 @@ def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
 
 def internal_error(error: Exception) -> RequestError:
     """What a client is told of a fault of the server's own."""
-    refusal = RequestError(f"the server failed ({type(error).__name__}); its log says more", code="internal_error")
+    refusal = RequestError(f"the server failed ({type(error).__name__}); see its log", code="internal_error")
     refusal.status = 500
     return refusal
 

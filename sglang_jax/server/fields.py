@@ -192,13 +192,15 @@ class SessionParamsBody(Body):
         ):
             if value:
                 raise ParameterError(
-                    f"session_params.{name} would change what a session holds, and turns can only add to its end; "
+                    f"session_params.{name} would change earlier turns of a session, and turns can only be appended; "
                     f"remove it (got {value} for session {shown(self.id)})",
                     param=f"session_params.{name}",
                 )
         if not self.id:
             if self.rid:
-                raise ParameterError("session_params has a rid and no id of a session", param="session_params.id")
+                raise ParameterError(
+                    "session_params has a rid but no id; give the session's id", param="session_params.id"
+                )
             return None
         return SessionTurnInput(self.id, self.rid or None, self.turn or None, self.opening)
 

@@ -40,15 +40,15 @@ class HeldLogprobs:
             self.count += more
             if mine > self.most:
                 raise ParameterError(
-                    f"top_logprobs_num asks for more than {self.most} logprobs, which are the limit of one answer "
-                    "(--max-logprobs-per-response): of all its prompts and outputs, alternatives included. Send fewer "
-                    "prompts at a time, or let it stream",
+                    f"the request asks for more than {self.most} logprobs, the limit of one response "
+                    "(--max-logprobs-per-response), counting alternatives of all prompts and outputs. Send fewer "
+                    "prompts per request, or set stream",
                     param="top_logprobs_num",
                 )
             if self.count > OF_ALL * self.most and mine > FEW:
                 raise BusyError(
-                    f"the answers in the making hold {self.count} logprobs; the limit is {OF_ALL * self.most}. Try "
-                    "again later, or let it stream"
+                    f"responses in preparation hold {self.count} logprobs; the limit is {OF_ALL * self.most}. Try "
+                    "again later, or set stream"
                 )
 
         try:

@@ -32,8 +32,8 @@ class LocalHosts:
             host = Headers(scope=scope).get("host", "")
             if not self._allowed(_without_port(host).lower()):
                 error = HostNotAllowedError(
-                    f"this server has no key and listens on this machine alone, but was called as {shown(host)}; "
-                    "name that host in --allowed-hosts, or set --api-key"
+                    f"this server has no key and listens only on this machine, but was called as {shown(host)}; "
+                    "add that host to --allowed-hosts, or set --api-key"
                 )
                 await error_response(error)(scope, receive, send)
                 return
@@ -62,7 +62,7 @@ class OwnPagesOnly:
             headers = Headers(scope=scope)
             if headers.get("sec-fetch-site") == "cross-site" and not is_allowed(headers, self._origins):
                 error = ForeignPageError(
-                    "this server has no key, and another site's page asked for this: name the page's origin in "
+                    "this server has no key, and a page of another site sent this request: add the page's origin to "
                     "--allowed-origins, or set --api-key"
                 )
                 await error_response(error)(scope, receive, send)

@@ -40,7 +40,12 @@ class LongWork:
         turn: asyncio.Future[None] = loop.create_future()
         heapq.heappush(self._waiting, (loop.time() + size / BYTES_PER_SECOND, next(self._numbers), turn))
         self._begin_next()
-        await turn
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it had been given its turn, and not yet heard of it
+                self._begin_next(over=True)
+            raise
         took = 0.0
 
         def timed() -> Result:
@@ -51,10 +56,9 @@ class LongWork:
             finally:
                 took = time.thread_time() - begin
 
-        try:
-            return await loop.run_in_executor(self._thread, timed)
-        finally:
-            loop.call_later(took * OTHERS_SHARE, partial(self._begin_next, over=True))
+        working = loop.run_in_executor(self._thread, timed)  # to its end, whoever leaves meanwhile
+        working.add_done_callback(lambda _: loop.call_later(took * OTHERS_SHARE, partial(self._begin_next, over=True)))
+        return await asyncio.shield(working)
 
     def _begin_next(self, *, over: bool = False) -> None:
         self._free = self._free or over

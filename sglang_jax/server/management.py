@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 
 from sglang_jax.about import version
@@ -21,7 +21,7 @@ from sglang_jax.server.context import ServerContext, new_id
 from sglang_jax.server.errors import ShuttingDownError, UnavailableError
 from sglang_jax.server.fields import Body, OneOrMany, ShortText, TokenIds, as_list
 from sglang_jax.server.json_body import JsonRoute
-from sglang_jax.server.streaming import json_response
+from sglang_jax.server.streaming import json_response, until_disconnect
 
 HEALTH_SECONDS = 20.0
 """How long `/health_generate` waits for its token."""
@@ -97,6 +97,7 @@ def health_router(context: ServerContext) -> APIRouter:
             raise ShuttingDownError("the server is shutting down")
 
     @router.get("/livez")
+    @router.head("/livez", include_in_schema=False)
     async def livez() -> dict[str, str]:
         """200 while an engine serves or is being restarted; 503 means that the server must be restarted."""
         if context.client.gone:
@@ -104,6 +105,7 @@ def health_router(context: ServerContext) -> APIRouter:
         return {"status": "ok"}
 
     @router.get("/readyz")
+    @router.head("/readyz", include_in_schema=False)
     @router.get("/health")
     @router.head("/health", include_in_schema=False)
     async def health() -> dict[str, str]:
@@ -123,7 +125,7 @@ def health_router(context: ServerContext) -> APIRouter:
         try:
             await asyncio.wait_for(context.collect(prompt.request_id or "", [prompt]), HEALTH_SECONDS)
         except TimeoutError as error:
-            raise UnavailableError(f"the engine gave no token within {HEALTH_SECONDS:g} s") from error
+            raise UnavailableError(f"the engine generated no token within {HEALTH_SECONDS:g} s") from error
         except RequestError as error:
             raise UnavailableError(f"the engine cannot generate: {error.message}", code=error.code) from error
         return {"status": "ok"}
@@ -135,7 +137,7 @@ def _why_not_alive(loads: list[ReplicaLoad]) -> str:
     if len(loads) == 1 and not loads[0].address:
         reason = f" ({loads[0].last_end})" if loads[0].last_end else ""
         if loads[0].state is ReplicaState.STOPPED:
-            return f"the engine is gone{reason}; restart the server"
+            return f"the engine has ended{reason}; restart the server"
         return f"the engine is being restarted{reason}; try again later"
     return "no replica serves: " + ", ".join(f"{load.index} is {load.state}" for load in loads)
 
@@ -191,7 +193,10 @@ def control_router(context: ServerContext) -> APIRouter:
     async def flush_cache() -> dict[str, object]:
         """Empties the prefix cache. While requests are running or queued it does nothing and returns 400."""
         if not await context.client.flush_cache():
-            raise CacheBusyError("the prefix cache cannot be emptied while requests run or wait; try again when idle")
+            raise CacheBusyError(
+                "the prefix cache cannot be cleared while requests are running or queued; try again when the server "
+                "is idle"
+            )
         return {"success": True, "message": "the prefix cache is empty"}
 
     @router.post("/abort_request")
@@ -238,7 +243,7 @@ def profile_folder(root: str | None, within: str | None) -> str:
     parts = PurePosixPath(within).parts
     if not parts or within.startswith("/") or ".." in parts or "\0" in within:
         raise ParameterError(
-            f"output_dir must be a folder within --profile-dir, such as run-1, got {cut(within)!r}", param="output_dir"
+            f"output_dir must be a folder inside --profile-dir, such as run-1, got {cut(within)!r}", param="output_dir"
         )
     return f"{root.rstrip('/')}/{'/'.join(parts)}"
 
@@ -247,27 +252,16 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """Tokenizes one text or several."""
         context.check_model(body.model)
-        special = body.add_special_tokens is not False
-        tokenizer, context_length = context.client.tokenizer, context.client.model_info.context_length
+        context_length = context.client.model_info.context_length
         texts = as_list(body.prompt)
+        context.check_texts(len(texts), "prompt")
         for text in texts:
-            check_characters(len(text), tokenizer, context_length)
-        written: list[msgspec.Raw] = []
-        counts: list[int] = []
-        for text in texts:
-            ids = await context.client.encode(
-                text, add_special_tokens=special, most_tokens=TOKENIZED_CONTEXTS * context_length, param="prompt"
-            )
-            written.append(msgspec.Raw(msgspec.json.encode(ids)))  # a tenth of what the list takes
-            counts.append(len(ids))
-            if sum(counts) > MOST_TOKENIZED:
-                raise PromptTooLongError(
-                    f"prompt has more than {MOST_TOKENIZED} tokens, the limit per request", param="prompt"
-                )
-            await asyncio.sleep(0)
+            check_characters(len(text), context.client.tokenizer, context_length)
+        work = _tokenized(context, texts, special=body.add_special_tokens is not False)
+        written, counts = await until_disconnect(request.receive, work)
         single = isinstance(body.prompt, str)
         return json_response(
             {
@@ -301,3 +295,24 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         return json_response({"text": texts if nested else texts[0]})
 
     return router
+
+
+async def _tokenized(context: ServerContext, texts: list[str], *, special: bool) -> tuple[list[msgspec.Raw], list[int]]:
+    """The ids of each text as JSON, and how many they are. Raises `PromptTooLongError`."""
+    most_tokens = TOKENIZED_CONTEXTS * context.client.model_info.context_length
+    written: list[msgspec.Raw] = []
+    counts: list[int] = []
+    total, request_id = 0, new_id("tokenize")
+    for text in texts:
+        ids = await context.encode(
+            text, request_id, add_special_tokens=special, most_tokens=most_tokens, param="prompt"
+        )
+        written.append(msgspec.Raw(msgspec.json.encode(ids)))  # a tenth of what the list takes
+        counts.append(len(ids))
+        total += len(ids)
+        if total > MOST_TOKENIZED:
+            raise PromptTooLongError(
+                f"prompt has more than {MOST_TOKENIZED} tokens, the limit per request", param="prompt"
+            )
+        await asyncio.sleep(0)
+    return written, counts

@@ -28,11 +28,11 @@ TOKEN_LATENCY_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.
 
 
 _ODD_VERSION = re.compile(r";\s*version=(?![0-9]{1,4}(\.[0-9]{1,4}){0,3}\s*(;|$))")
-"""Of a format that a scraper offers to read; prometheus_client fails on versions that are no numbers."""
+"""In a scraper's Accept header; prometheus_client fails on versions that are not numbers."""
 
 
 class SchedulerCollector(Collector):
-    """Reads the schedulers' newest snapshots when somebody scrapes; costs nothing in between. With replicas, the label
+    """Reads the schedulers' newest snapshots at each scrape; costs nothing in between. With replicas, the label
     `dp_rank` has the number of each."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
@@ -40,7 +40,7 @@ class SchedulerCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each figure."""
+        """One family for each metric."""
         loads = self._client.loads()
         # One engine that is no replica has no such label, as ever.
         names = ["model_name"] if len(loads) == 1 and not loads[0].address else ["model_name", "dp_rank"]
@@ -60,25 +60,25 @@ class SchedulerCollector(Collector):
         groups = {
             group.usage_name.replace(" ", "_"): (
                 group.usage,
-                f"Used share of the {group.name} {'KV pool' if group.unit == 'token' else 'state slots'}.",
+                f"Used fraction of the {group.name} {'KV pool' if group.unit == 'token' else 'state slots'}.",
             )
             for group in stats.groups
         }
         return groups | {
             "num_running_reqs": (stats.num_running, "Requests that hold a row."),
-            "num_queue_reqs": (stats.num_waiting, "Requests that wait for one."),
-            "num_used_tokens": (stats.num_used_tokens, "KV tokens that are neither free nor evictable."),
-            "max_total_num_tokens": (stats.max_total_tokens, "KV tokens in the pool."),
-            "token_usage": (stats.token_usage, "Used share of the KV pool, of several that of the fullest."),
+            "num_queue_reqs": (stats.num_waiting, "Requests that wait for a row."),
+            "num_used_tokens": (stats.num_used_tokens, "KV tokens in use, neither free nor evictable."),
+            "max_total_num_tokens": (stats.max_total_tokens, "Tokens in the KV pool."),
+            "token_usage": (stats.token_usage, "Used fraction of the KV pool; with several pools, of the fullest."),
             "gen_throughput": (stats.gen_throughput, "Output tokens per second."),
-            "cache_hit_rate": (stats.cache_hit_rate, "Share of prompt tokens found in the prefix cache."),
-            "num_streaming_sessions": (stats.num_sessions, "Sessions that are open."),
-            "streaming_session_held_tokens": (stats.num_session_tokens, "KV tokens that sessions keep from eviction."),
-            "spec_accept_rate": (stats.accept_rate, "Share of guesses that were right."),
-            "spec_accept_length": (stats.accept_length, "Mean tokens of a request in a step with guesses."),
+            "cache_hit_rate": (stats.cache_hit_rate, "Fraction of prompt tokens found in the prefix cache."),
+            "num_streaming_sessions": (stats.num_sessions, "Open sessions."),
+            "streaming_session_held_tokens": (stats.num_session_tokens, "KV tokens that sessions pin."),
+            "spec_accept_rate": (stats.accept_rate, "Fraction of guessed tokens that were accepted."),
+            "spec_accept_length": (stats.accept_length, "Mean tokens per request in a step with guesses."),
             "engine_silent_seconds": (
                 load.silent_seconds,
-                "Without a step though there is work; see --watchdog-timeout.",
+                "Seconds without a step although there is work; see --watchdog-timeout.",
             ),
             "engine_alive": (float(load.state in ALIVE), "1 while the engine process runs."),
         }
@@ -88,18 +88,21 @@ class SchedulerCollector(Collector):
             "prompt_tokens": (stats.prompt_tokens, "Prompt tokens of requests that got a row."),
             "generation_tokens": (stats.generation_tokens, "Output tokens."),
             "cached_tokens": (stats.cached_tokens, "Prompt tokens found in the prefix cache."),
-            "num_aborted_requests": (stats.num_aborted, "Requests aborted, by their clients or by /abort_request."),
-            "num_retractions": (stats.num_retractions, "Times that a running request gave back its KV."),
-            "num_evicted_pages": (stats.num_evicted_pages, "Pages of cached prefixes given up for lack of room."),
+            "num_aborted_requests": (stats.num_aborted, "Requests aborted by their clients or by /abort_request."),
+            "num_retractions": (
+                stats.num_retractions,
+                "Times that a running request was retracted and lost its KV cache.",
+            ),
+            "num_evicted_pages": (stats.num_evicted_pages, "Pages of cached prefixes evicted for lack of room."),
             "num_session_pins_let_go": (
                 stats.num_pins_let_go,
-                "Times that a session's cached prefix became evictable because others needed the memory.",
+                "Times that a session lost its pin because others needed the memory.",
             ),
-            "num_sessions_timed_out": (stats.num_sessions_timed_out, "Sessions closed for lack of turns."),
-            "spec_verify": (stats.num_draft_steps, "Times that a step had guesses of a request's next tokens."),
-            "spec_draft_tokens": (stats.num_draft_tokens, "Tokens that were guessed."),
-            "spec_accepted_tokens": (stats.num_accepted_tokens, "Guesses that were right."),
-            "num_memory_faults": (stats.num_memory_faults, "Times that KV pages did not add up at idle."),
+            "num_sessions_timed_out": (stats.num_sessions_timed_out, "Sessions closed by their timeout."),
+            "spec_verify": (stats.num_draft_steps, "Steps of a request with guessed tokens."),
+            "spec_draft_tokens": (stats.num_draft_tokens, "Guessed tokens."),
+            "spec_accepted_tokens": (stats.num_accepted_tokens, "Accepted guesses."),
+            "num_memory_faults": (stats.num_memory_faults, "Failed checks of the KV page accounting at idle."),
             "compiles_after_warm_up": (stats.compiles_after_warm_up, "Programs compiled while serving."),
         }
 
@@ -107,8 +110,8 @@ class SchedulerCollector(Collector):
 class LatencyHistogram(Collector):
     """A histogram of seconds that one thread fills and reads.
 
-    prometheus_client's own takes two locks for each value and cannot count one value many times: for tokens that is
-    more than all else that a stream costs here.
+    prometheus_client's own histogram takes two locks for each value and cannot count one value several times: for each
+    token, that would cost more than the rest of a stream's work here.
     """
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], model_name: str) -> None:
@@ -120,7 +123,7 @@ class LatencyHistogram(Collector):
         self._sum = 0.0
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """So many values of this size."""
+        """Records `count` values of this size."""
         self._counts[bisect_left(self._bounds, seconds)] += count
         self._sum += seconds * count
 
@@ -141,27 +144,33 @@ class ServerMetrics:
         ProcessCollector(registry=self.registry)
         self.http_requests = Counter(
             "sglang:http_requests",
-            "HTTP requests, by the status that they were answered with.",
+            "HTTP responses by route, method and status.",
             ["route", "method", "status"],
             registry=self.registry,
         )
         self.num_requests = self._counter(
-            "num_requests", "Prompts answered: each prompt of a batch counts, all its completions are one.", model_name
+            "num_requests", "Completed prompts; all completions of a prompt count once.", model_name
         )
         self.queue_time = self._histogram(
-            "queue_time_seconds", "From a completion's arrival at an engine to its row.", LATENCY_BUCKETS, model_name
+            "queue_time_seconds",
+            "Time from a completion's arrival at an engine until it gets a row.",
+            LATENCY_BUCKETS,
+            model_name,
         )
         self.first_token = self._histogram(
             "time_to_first_token_seconds",
-            "From the request to a completion's first token.",
+            "Time from the request to a completion's first token.",
             LATENCY_BUCKETS,
             model_name,
         )
         self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a completion.", TOKEN_LATENCY_BUCKETS, model_name
+            "inter_token_latency_seconds", "Time between two tokens of a completion.", TOKEN_LATENCY_BUCKETS, model_name
         )
         self.end_to_end = self._histogram(
-            "e2e_request_latency_seconds", "From the request to the end of a completion.", LATENCY_BUCKETS, model_name
+            "e2e_request_latency_seconds",
+            "Time from the request to the end of a completion.",
+            LATENCY_BUCKETS,
+            model_name,
         )
 
     def timing(self, *, stream: bool) -> RequestTiming:
@@ -180,9 +189,9 @@ class ServerMetrics:
 class RequestTiming:
     """The clock of one prompt's completions.
 
-    Tokens of a stream are timed as they come. Those of a completion that comes whole are timed by the engine, which
-    tells when it sampled the first and the last: the time between them, divided by the tokens after the first, counts
-    once for each of these. A server behind this one (`--connect`) tells only operators' keys.
+    Streamed tokens are timed as they arrive. For a completion that is not streamed, the engine reports when it sampled
+    the first and the last token; the mean time between tokens counts once for each token after the first. A server
+    behind this one (`--connect`) reports these times only to operators' keys.
     """
 
     def __init__(self, metrics: ServerMetrics, *, stream: bool) -> None:
@@ -192,7 +201,7 @@ class RequestTiming:
         self._last: dict[int, float] = {}
 
     def output(self, delta: OutputDelta) -> None:
-        """What a completion gave: tokens, its end, or both."""
+        """Records new tokens of a completion, its end, or both."""
         now, metrics = time.monotonic(), self._metrics
         if delta.queue_seconds is not None:
             metrics.queue_time.observe(delta.queue_seconds)

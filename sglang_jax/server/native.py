@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
-from typing import Any
+from itertools import chain
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta, TextTokenizer, TokenLogprob
@@ -21,27 +19,17 @@ from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.logprobs import reported
 from sglang_jax.server.native_schema import GenerateBody, NativeRequest, native_request
 from sglang_jax.server.remote_format import times_to_tell
+from sglang_jax.server.repeats import HeldRepeats, RepeatPace
 from sglang_jax.server.streaming import (
-    RESPONSE_SLICE,
     event,
+    json_list,
     json_list_response,
     open_event_stream,
     until_disconnect,
     written,
 )
 
-REPEATED_BYTES = 32 * 2**20
-"""Bytes a second of events that repeat all so far, in all streams together: about a tenth of a core."""
-
-SHORT_EVENT = 16_384
-"""Events of so many bytes wait for nothing: some thousand tokens without logprobs."""
-
-_encoder = msgspec.json.Encoder()
-
-GAP = b"\0"
-"""A byte that no JSON has."""
-
-_GAP_LIST = msgspec.Raw(b"[%b]" % GAP)
+END_OF_EVENT = b"\n\n"
 
 Entry = tuple[float | None, int, str | None]
 """(logprob, token id, text or None), as SGLang reports a token."""
@@ -62,6 +50,11 @@ class NativeFormat:
     tell_times: bool
     begin: float
 
+    @property
+    def field_names(self) -> dict[str, str]:
+        """What the route calls the engine's fields."""
+        return {**ENGINE_NAMES, "prompt": self.request.prompt_field}
+
     def answer(self, number: int, delta: OutputDelta) -> dict[str, object]:
         """What a delta of prompt `number` says: all of an output that does not stream."""
         prompt = self.request.prompts[number]
@@ -81,12 +74,16 @@ class NativeFormat:
             meta["spec_accept_token_num"] = delta.drafts.right
         if prompt.return_logprob:
             positions = delta.prompt_logprobs or []
-            meta["input_token_logprobs"] = [self._entry(one) for one in positions]
+            meta["input_token_logprobs"] = json_list(positions, self._entry)
             meta["output_token_logprobs"] = [self._entry(one) for one in delta.logprobs]
             if prompt.top_logprobs_num:
-                meta["input_top_logprobs"] = [self._top(one) for one in positions]
+                meta["input_top_logprobs"] = json_list(positions, self._top)
                 meta["output_top_logprobs"] = [self._top(one) for one in delta.logprobs]
         return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
+
+    async def long_answer(self, number: int, delta: OutputDelta) -> dict[str, object]:
+        """`answer` of a delta with the logprobs of a prompt: others are served meanwhile."""
+        return await written(partial(self.answer, number, delta), [delta])
 
     def whole(self, outputs: list[list[OutputDelta]]) -> Response:
         """The answer that does not stream, of the finished outputs of each prompt."""
@@ -105,74 +102,6 @@ class NativeFormat:
         return self.tokenizer.token_text(token_id) if self.text_in_logprobs else None
 
 
-class RepeatedAnswer:
-    """The answers of one completion in a stream whose events repeat all that was said before.
-
-    What is repeated is written once, as JSON, and copied from then on: an event costs what copying its bytes does. In
-    the answers of `add` a `GAP` stands for each, which `pieces` fills: a client that reads slowly has a long event wait
-    for it in no further copy.
-    """
-
-    def __init__(self) -> None:
-        self._text = bytearray()
-        self._lists: dict[str, bytearray] = {}
-        self._in_order: list[bytearray] = []
-
-    def add(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """The answer of the next delta, with all that was said before."""
-        self._in_order = [self._text, self._lists.setdefault("output_ids", bytearray())]
-        self._text += _encoder.encode(answer["text"])[1:-1]
-        meta = {
-            name: self._list(name, value) if isinstance(value, list) else value
-            for name, value in answer["meta_info"].items()
-        }
-        self._write("output_ids", answer["output_ids"])
-        return {"text": msgspec.Raw(b'"%b"' % GAP), "output_ids": _GAP_LIST, "meta_info": meta}
-
-    def pieces(self, data: bytes) -> Iterator[bytes]:
-        """An event that carries the answer, in one piece, or a slice at a time if it is long. Nothing may be added
-        before the last is taken."""
-        around = data.split(GAP)
-        parts = [part for pair in zip_longest(around, self._in_order, fillvalue=b"") for part in pair]
-        if sum(map(len, parts)) <= RESPONSE_SLICE:
-            yield b"".join(parts)
-            return
-        for part in parts:
-            for start in range(0, len(part), RESPONSE_SLICE):
-                yield bytes(part[start : start + RESPONSE_SLICE])
-
-    def _list(self, name: str, items: list[Any]) -> msgspec.Raw:
-        self._in_order.append(self._lists.setdefault(name, bytearray()))
-        self._write(name, items)
-        return _GAP_LIST
-
-    def _write(self, name: str, items: list[Any]) -> None:
-        written = self._lists[name]
-        if items:
-            written += (b"," if written else b"") + _encoder.encode(items)[1:-1]
-
-
-class RepeatPace:
-    """How fast the streams of a server may repeat what they have said, all together.
-
-    An event that repeats is as long as the output so far, so a stream is as long as its square: 600 tokens with 20
-    alternatives each made 106 MiB. A stream that waits after a long event finds more tokens in its next one, and
-    repeats less often; what it says in the end is the same.
-    """
-
-    def __init__(self) -> None:
-        self._free_at = 0.0
-
-    async def after(self, size: int, *, last: bool) -> None:
-        """Waits for as long as an event of `size` bytes has to be waited for; not after the last of an output."""
-        if size <= SHORT_EVENT:
-            return
-        now = asyncio.get_running_loop().time()
-        self._free_at = max(now, self._free_at) + size / REPEATED_BYTES
-        if not last:
-            await asyncio.sleep(self._free_at - now)
-
-
 def finish_object(finish: FinishReason | None, completion_tokens: int) -> dict[str, object] | None:
     """SGLang's `finish_reason`; None while the output grows."""
     if finish is None:
@@ -186,7 +115,7 @@ def finish_object(finish: FinishReason | None, completion_tokens: int) -> dict[s
 
 def native_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
-    pace = RepeatPace()
+    repeats = Repeats(HeldRepeats(), RepeatPace())
 
     @router.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:
@@ -203,33 +132,50 @@ def native_router(context: ServerContext) -> APIRouter:
             call, context.client.tokenizer, text_in_logprobs, caller.hide_cached_tokens, caller.admin, begin
         )
         if body.stream:
-            return await open_event_stream(request, _events(context, form, None if body.incremental_output else pace))
-        names = {**ENGINE_NAMES, "prompt": call.prompt_field}
-        work = context.collect(call.request_id, call.prompts, names)
+            events = _new_only(context, form) if body.incremental_output else _repeating(context, form, repeats)
+            return await open_event_stream(request, events)
+        work = context.collect(call.request_id, call.prompts, form.field_names)
         outputs = await until_disconnect(request.receive, work)
         return await written(lambda: form.whole(outputs), chain(*outputs))
 
     return router
 
 
-async def _events(context: ServerContext, form: NativeFormat, pace: RepeatPace | None) -> AsyncGenerator[bytes, None]:
-    """The events of a stream; they repeat all so far if there is a `pace`."""
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """What the streams that repeat share: room, and time."""
+
+    held: HeldRepeats
+    pace: RepeatPace
+
+
+async def _new_only(context: ServerContext, form: NativeFormat) -> AsyncGenerator[bytes, None]:
+    """The events of a stream that says everything once."""
     call = form.request
-    names = {**ENGINE_NAMES, "prompt": call.prompt_field}
-    repeated: dict[int, RepeatedAnswer] = {}
-    async with context.generate(call.request_id, call.prompts, names) as deltas:
+    async with context.generate(call.request_id, call.prompts, form.field_names) as deltas:
         async for number, delta in deltas:
             index = call.first_index[number] + delta.index
-            if delta.prompt_logprobs:
-                answer = await written(partial(form.answer, number, delta), [delta])
-            else:
-                answer = form.answer(number, delta)
-            if pace is None:
-                yield event(answer if call.single else {"index": index, **answer})
-                continue
-            so_far = repeated.setdefault(index, RepeatedAnswer())
-            answer, size = so_far.add(answer), 0
-            for piece in so_far.pieces(event(answer if call.single else {"index": index, **answer})):
-                size += len(piece)
-                yield piece
-            await pace.after(size, last=delta.finish is not None)
+            answer = await form.long_answer(number, delta) if delta.prompt_logprobs else form.answer(number, delta)
+            yield event(answer if call.single else {"index": index, **answer})
+
+
+async def _repeating(context: ServerContext, form: NativeFormat, repeats: Repeats) -> AsyncGenerator[bytes, None]:
+    """The events of a stream that repeats all so far."""
+    call, whose = form.request, current_caller().name
+    async with context.generate(call.request_id, call.prompts, form.field_names) as deltas:
+        with repeats.held.share() as share:
+            async for number, delta in deltas:
+                index, last, size = call.first_index[number] + delta.index, delta.finish is not None, 0
+                answer = await form.long_answer(number, delta) if delta.prompt_logprobs else form.answer(number, delta)
+                del delta  # the client may be slow to read, and what it says is written already
+                answer = share.add(index, answer)
+                for piece in share.pieces(index, event(answer if call.single else {"index": index, **answer})):
+                    size += len(piece)
+                    yield piece
+                    if share.refusal is not None:
+                        yield END_OF_EVENT
+                        raise share.refusal
+                if last:
+                    share.drop(index)
+                else:
+                    await repeats.pace.after(size, whose)

@@ -38,6 +38,10 @@ from sglang_jax.server.streaming import event, json_response, open_event_stream,
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
 
 
+LIKE_CHARACTERS = 256
+"""To render a message takes about as long as so many of its characters."""
+
+
 class CalledFunction(msgspec.Struct, kw_only=True):
     """The function of a call. `arguments`: the text of a JSON object; in a stream, what is new of it."""
 
@@ -274,7 +278,8 @@ def chat_router(context: ServerContext) -> APIRouter:
         tools = body.tool_request(config.max_tools_per_request)
         formats[0].check(tools)
         sampling = openai_sampling(body, body.token_limit(), context.generation_defaults)
-        said = await _said(context, body, tools, formats[0])
+        request_id = body.rid or new_id("chatcmpl")
+        said, token_ids = await until_disconnect(request.receive, _said(context, body, tools, formats[0], request_id))
         plan = formats[0].plan(
             said.text,
             sampling,
@@ -284,9 +289,7 @@ def chat_router(context: ServerContext) -> APIRouter:
             stream_reasoning=body.stream_reasoning is not False,
             shows_reasoning=body.shows_reasoning,
         )
-        most = client.model_info.context_length
-        token_ids = await client.encode(said.text, add_special_tokens=False, most_tokens=most, param="messages")
-        form = ChatFormat(body, plan, tokenizer, config.model_name, body.rid or new_id("chatcmpl"))
+        form = ChatFormat(body, plan, tokenizer, config.model_name, request_id)
         prompt = form.input(token_ids, sampling, request.headers, client.model_info.bos_token_id)
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
@@ -305,19 +308,27 @@ def _turn(turn: SessionTurnInput | None, token_ids: list[int], bos: int | None) 
     return replace(turn, opening=opening)
 
 
-async def _said(context: ServerContext, body: ChatBody, tools: ToolRequest | None, formats: ReplyFormats) -> ChatText:
-    """A conversation, rendered. Others are served meanwhile.
+async def _said(
+    context: ServerContext, body: ChatBody, tools: ToolRequest | None, formats: ReplyFormats, request_id: str
+) -> tuple[ChatText, list[int]]:
+    """A conversation, rendered and tokenized. Others are served meanwhile.
 
     **Raises:** as `chat_text` does; `PromptTooLongError` for what no context of the model's holds, in the messages or
     once they are rendered.
     """
     tokenizer, most = context.client.tokenizer, context.client.model_info.context_length
-    check_characters(body.num_characters(), tokenizer, most, "messages")
+    characters = body.num_characters()
+    check_characters(characters, tokenizer, most, "messages")
     calls = any(message.tool_calls or message.role == "tool" for message in body.messages)
     short_ids = calls and formats.family is not None and formats.family.short_ids
-    said = await context.render(partial(chat_text, tokenizer, body, tools, short_ids=short_ids))
+    work = partial(chat_text, tokenizer, body, tools, short_ids=short_ids)
+    size = characters + LIKE_CHARACTERS * len(body.messages)
+    said = await context.render(work, size=size, request_id=request_id)
     check_characters(len(said.text), tokenizer, most, "messages")
-    return said
+    token_ids = await context.encode(
+        said.text, request_id, add_special_tokens=False, most_tokens=most, param="messages"
+    )
+    return said, token_ids
 
 
 async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:

@@ -153,8 +153,8 @@ class ChatBody(OpenAIBody):
         """The reasoning is in the answer. Raises `ParameterError` where it is to be left out and left in the text."""
         if self.include_reasoning is False and self.separate_reasoning is False:
             raise ParameterError(
-                "include_reasoning: false leaves the reasoning out, separate_reasoning: false leaves it in the text: "
-                "they cannot both be given",
+                "include_reasoning: false drops the reasoning, separate_reasoning: false leaves it in the text: "
+                "give only one of them",
                 param="include_reasoning",
             )
         return self.include_reasoning is not False
@@ -286,14 +286,14 @@ def chat_text(
     begun = tokenizer.marked(said)
     if conversation[-1]["role"] != "assistant" or not begun or "tool_calls" in conversation[-1]:
         raise ParameterError(
-            "continue_final_message needs a last message of the assistant that holds text, and calls no tools",
+            "continue_final_message needs a last message with role assistant, with text and without tool calls",
             param="continue_final_message",
         )
     text = tokenizer.render_chat(conversation, add_generation_prompt=False, tools=offered, variables=variables)
     end = text.rfind(begun) + len(begun)
     if end < len(begun):
         raise ParameterError(
-            "the chat template does not repeat the last message as it is, so it cannot be continued",
+            "the chat template changes the last message, so it cannot be continued",
             param="continue_final_message",
         )
     return ChatText(text[:end], said)

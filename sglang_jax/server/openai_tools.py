@@ -114,7 +114,7 @@ def read_tools(tools: Sequence[ToolBody] | None, choice: Any, parallel: bool | N
         checked = _checked(tool, f"tools[{number}]")
         if checked.name in known:
             raise ParameterError(
-                f"tools[{number}].function.name is {shown(checked.name)}, as another tool's is",
+                f"tools[{number}].function.name is {shown(checked.name)}, which another tool already has",
                 param=f"tools[{number}].function.name",
             )
         known[checked.name] = checked
@@ -153,7 +153,7 @@ def _faults(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
         yield path, f"must be a JSON schema, got {shown(schema)}"
         return
     if depth == MAX_SCHEMA_DEPTH:
-        yield path, f"is nested more than {MAX_SCHEMA_DEPTH} deep"
+        yield path, f"is nested more than {MAX_SCHEMA_DEPTH} levels deep"
         return
     kinds = schema.get("type")
     for kind in kinds if isinstance(kinds, list) else [] if kinds is None else [kinds]:
@@ -196,7 +196,10 @@ def _read_choice(choice: Any, known: Mapping[str, Tool]) -> tuple[bool, Sequence
             return False, ()
         case "required":
             if not known:
-                raise ParameterError("tool_choice is required, and there are no tools", param="tool_choice")
+                raise ParameterError(
+                    "tool_choice is required, but the request has no tools; add tools, or remove tool_choice",
+                    param="tool_choice",
+                )
             return True, tuple(known)
         case {"type": "function", "function": {"name": str(name)}}:
             return True, (_offered(name, "tool_choice.function.name", known),)
@@ -210,7 +213,7 @@ def _read_choice(choice: Any, known: Mapping[str, Tool]) -> tuple[bool, Sequence
                     case _:
                         raise ParameterError(f"{place} must name a function, got {shown(one)}", param=place)
             if mode == "required" and not names:
-                raise ParameterError("tool_choice requires a tool and allows none", param="tool_choice")
+                raise ParameterError("tool_choice requires a tool but allows none", param="tool_choice")
             return mode == "required", tuple(dict.fromkeys(names))
     raise ParameterError(
         'tool_choice must be "auto", "none", "required", {"type": "function", "function": {"name": ...}} or '
@@ -222,7 +225,7 @@ def _read_choice(choice: Any, known: Mapping[str, Tool]) -> tuple[bool, Sequence
 def _offered(name: str, place: str, known: Mapping[str, Tool]) -> str:
     if name not in known:
         raise ParameterError(
-            f"{place} is {shown(name)}, not one of the tools: {', '.join(known) or 'there are none'}",
+            f"{place} is {shown(name)}, which is not one of the tools: {', '.join(known) or 'there are none'}",
             param=place,
         )
     return name

@@ -44,7 +44,7 @@ class AllowedOrigins:
                 app = self._shared
             elif scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 error = OriginNotAllowedError(
-                    f"pages of {shown(headers.get('origin', ''))} may not use this server: name that origin in "
+                    f"pages of {shown(headers.get('origin', ''))} may not use this server: add that origin to "
                     "--allowed-origins"
                 )
                 app = error_response(error)

@@ -230,9 +230,9 @@ class RemoteLink:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})
-        self._lose("it was let go")
+        self._lose("it was released")
         for outputs in list(self._runs):
-            outputs.fail(EngineDeadError(f"{self.address} was let go", started=outputs.started or None))
+            outputs.fail(EngineDeadError(f"{self.address} was released", started=outputs.started or None))
             self.release(outputs)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.aclose()
@@ -257,8 +257,8 @@ class RemoteLink:
             rename_field(error, _NATIVE_NAMES)
             outputs.fail(error)
         except Exception as error:  # an answer that is none
-            logger.exception("%s answered what cannot be read", self.address)
-            unread = RequestError(f"{self.address} answered what cannot be read: {type(error).__name__} {error}")
+            logger.exception("%s sent an invalid response", self.address)
+            unread = RequestError(f"{self.address} sent an invalid response: {type(error).__name__} {error}")
             unread.status = 500
             outputs.fail(unread)
 
@@ -293,7 +293,7 @@ class RemoteLink:
         try:
             error = response.json()["error"]
         except (ValueError, KeyError, TypeError):
-            error = {"message": f"{self.address} answered {response.status_code}: {response.text[:200]}"}
+            error = {"message": f"{self.address} returned status {response.status_code}: {response.text[:200]}"}
         return self._as_raised(error, response.status_code)
 
     def _as_raised(self, error: Mapping[str, Any], status: int) -> RequestError:
@@ -313,7 +313,7 @@ class RemoteLink:
         try:
             await self._http.post("/abort_request", json={"rid": request_id}, timeout=CONNECT_SECONDS)
         except httpx2.TransportError as error:
-            logger.warning("%s was not told to abort a request: %s", self.address, error)
+            logger.warning("Could not send the abort of a request to %s: %s", self.address, error)
 
     async def _call(
         self, method: str, path: str, body: dict[str, object] | None = None, seconds: float = CONNECT_SECONDS
@@ -369,7 +369,7 @@ async def _get(http: httpx2.AsyncClient, path: str) -> Any:
         ) from error
     if response.status_code != 200:
         raise EngineDeadError(
-            f"{http.base_url.netloc.decode()} answers {path} with {response.status_code}: {response.text[:200]}"
+            f"{http.base_url.netloc.decode()} returned status {response.status_code} for {path}: {response.text[:200]}"
         )
     return response.json()
 
@@ -377,11 +377,12 @@ async def _get(http: httpx2.AsyncClient, path: str) -> Any:
 async def _check_tokenizer(http: httpx2.AsyncClient, address: str, tokenizer: TextTokenizer) -> None:
     response = await http.post("/tokenize", json={"prompt": PROBE}, timeout=CONNECT_SECONDS)
     if response.status_code != 200:
-        raise EngineDeadError(f"{address} answers /tokenize with {response.status_code}: {response.text[:200]}")
+        raise EngineDeadError(f"{address} returned status {response.status_code} for /tokenize: {response.text[:200]}")
     theirs = response.json()["tokens"]
     if theirs != tokenizer.encode(PROBE):
         raise ConfigError(
-            f"{address} tokenizes text differently: --model-path or --tokenizer-path must name the model that it serves"
+            f"{address} tokenizes text differently: --model-path or --tokenizer-path must name the model that this "
+            "server serves"
         )
 
 

@@ -78,7 +78,7 @@ def read_addresses(text: str) -> tuple[list[str], bool]:
     if len(set(parts)) < len(parts):
         raise ConfigError(f"connect names a server twice: {text}")
     if not addresses:
-        raise ConfigError(f"connect names no other server: {text}; remove it to use only this server's engines")
+        raise ConfigError(f"connect has no other server: {text}; remove it to use only this server's engines")
     return addresses, len(addresses) < len(parts)
 
 

@@ -9,23 +9,35 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_jax.errors import RequestError
+from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.errors import BodyTooLargeError, BusyError, ClientTooSlowError, error_response
 
 BODIES_IN_FLIGHT = 8
 """Of how many of the largest bodies there is room for the bytes, at once."""
 
 SMALL_BODY = 65_536
-"""Bodies of so many bytes are read however much others hold."""
+"""Bodies of so many bytes are read however much the larger ones hold."""
+
+MOST_OF_SMALL_BODIES = 64 * 2**20
+"""Most bytes of all bodies together that are still small and not whole."""
 
 SLOWEST = 16_384
 """Bytes a second that a client must send on average, behind its first `client_timeout` seconds."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Share:
-    """Bytes that one request's body holds."""
+    """Bytes that one request's body holds. `deadline`: while it is waited for; `refusal`: why it is no longer."""
 
     size: int = 0
+    deadline: asyncio.Timeout | None = None
+    refusal: RequestError | None = None
+
+    def refuse(self, error: RequestError) -> None:
+        """The rest is not waited for."""
+        self.refusal = error
+        if self.deadline is not None and not self.deadline.expired():
+            self.deadline.reschedule(asyncio.get_running_loop().time())
 
 
 class BodyLimit:
@@ -40,6 +52,7 @@ class BodyLimit:
         self._most = max_body_bytes
         self._patience = client_timeout
         self._held = 0
+        self._small = Beginnings(MOST_OF_SMALL_BODIES, "small bodies")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
@@ -51,7 +64,10 @@ class BodyLimit:
             try:
                 message = await self._read(headers, receive, share)
             except RequestError as error:
-                await error_response(error)(scope, receive, send)
+                response = error_response(error)
+                if share.refusal is not None:
+                    response.headers["Connection"] = "close"
+                await response(scope, receive, send)
                 return
             unread = [message]
 
@@ -64,29 +80,50 @@ class BodyLimit:
 
     async def _read(self, headers: Headers, receive: Receive, share: _Share) -> Message:
         """The message that carries all of a body, or that tells that the client has left. Raises `RequestError`."""
-        announced = headers.get("content-length", "")
-        if announced.isdecimal():
-            self._check(int(announced), 0)
+        length = headers.get("content-length", "")
+        announced = int(length) if length.isdecimal() else 0
+        self._check(announced, 0)
         chunks: list[bytes] = []
         begin = asyncio.get_running_loop().time()
         try:
             while True:
-                async with asyncio.timeout_at(begin + self._patience + share.size / SLOWEST):
-                    message = await receive()
+                message = await self._next(receive, share, begin + self._patience + share.size / SLOWEST)
                 if message["type"] != "http.request":
                     return message
                 chunk: bytes = message.get("body", b"")
-                self._check(share.size + len(chunk), len(chunk))
+                size = max(announced, share.size + len(chunk))
+                self._check(size, len(chunk))
                 chunks.append(chunk)
                 share.size += len(chunk)
                 self._held += len(chunk)
                 if not message.get("more_body", False):
                     return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
+                self._small.hold(share, share.size if size <= SMALL_BODY else 0)
+                if share.refusal is not None:
+                    raise share.refusal
         except TimeoutError as error:
             raise ClientTooSlowError(
-                f"{share.size} bytes of the body came in {asyncio.get_running_loop().time() - begin:.1f} s; the limit "
+                f"{share.size} bytes of the body arrived in {asyncio.get_running_loop().time() - begin:.1f} s; the "
+                "limit "
                 f"is {self._patience:g} s without data (--client-timeout), then {SLOWEST} bytes/s"
             ) from error
+        finally:
+            self._small.hold(share, 0)
+
+    async def _next(self, receive: Receive, share: _Share, until: float) -> Message:
+        """The next part of a body. Raises `TimeoutError`, and why it is not waited for."""
+        try:
+            async with asyncio.timeout_at(until) as share.deadline:
+                message = await receive()
+        except TimeoutError:
+            if share.refusal is not None:
+                raise share.refusal from None
+            raise
+        finally:
+            share.deadline = None
+        if share.refusal is not None:
+            raise share.refusal
+        return message
 
     def _check(self, size: int, more: int) -> None:
         """May a body of `size` bytes be read, the last `more` of them new? Raises `BodyTooLargeError`, `BusyError`."""

@@ -106,7 +106,7 @@ class DrainingServer(uvicorn.Server):
             logger.info("Stopping")
         else:
             logger.info(
-                "Draining: %d requests in flight have %g s; a second signal stops at once",
+                "Draining: %d requests in flight have %g s to finish; a second signal stops the server at once",
                 len(self._context.in_flight),
                 seconds,
             )
@@ -115,7 +115,7 @@ class DrainingServer(uvicorn.Server):
 
     def _stop(self) -> None:
         if self._context.in_flight:
-            logger.warning("Stopping: %d requests in flight are aborted", len(self._context.in_flight))
+            logger.warning("Stopping: aborting %d requests in flight", len(self._context.in_flight))
         self.should_exit = self.force_exit = True
         self._context.client.abort_all()
         for connection in list(self.server_state.connections):
@@ -149,7 +149,7 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
     callers = Callers.of(config)
     if not callers.asks_for_a_key and not is_loopback(config.host):
         logger.warning(
-            "Anyone who reaches %s may use this server: it has no key. Give it one with --api-key-file, or let it "
+            "Anyone who can connect to %s may use this server, because it has no key. Set --api-key-file, or "
             "listen on 127.0.0.1",
             config.host,
         )

@@ -21,6 +21,7 @@ from sglang_jax.server.held_answers import hold
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 FEW_LOGPROBS = 2048
 """So many logprobs are written on the event loop: about 2 ms."""
@@ -30,6 +31,9 @@ LIKE_LOGPROBS = 16
 
 RESPONSE_SLICE = 131_072
 """Bytes of an answer that a connection is given at once."""
+
+LIST_SLICE = 64
+"""Items of a list that are written at a time."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -66,6 +70,17 @@ class LongResponse(Response):
 
 def json_response(payload: object) -> Response:
     return _response([_encoder.encode(payload)])
+
+
+def json_list(items: Sequence[Item], shape: Callable[[Item], object]) -> msgspec.Raw:
+    """The list of what `shape` makes of each item, as JSON: a few items at a time, as a prompt's logprobs are several
+    times as large before they are written."""
+    content = bytearray(b"[")
+    for start in range(0, len(items), LIST_SLICE):
+        content += b"," if start else b""
+        content += memoryview(_encoder.encode([shape(item) for item in items[start : start + LIST_SLICE]]))[1:-1]
+    content += b"]"
+    return msgspec.Raw(content)
 
 
 def json_list_response(head: bytes, items: Iterable[object], tail: bytes) -> Response:

@@ -164,7 +164,7 @@ def test_layers_of_exaone4_rotate_unless_they_see_all_beside_others_that_do_not(
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported; supported: silu, gelu"),
         ("exaone4", {"sliding_window_pattern": "LGLG"}, "sliding_window_pattern is 'LGLG', it must be"),
-        ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers has 2 entries, one for each of 8 layers"),
+        ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers has 2 entries, it must have one for each of 8 layers"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' is not supported"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.75}}, "partial_rotary_factor 0.75 is not supported"),
         (
@@ -178,15 +178,15 @@ def test_layers_of_exaone4_rotate_unless_they_see_all_beside_others_that_do_not(
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
             "partial_rotary_factor 0.25 of rope scaling yarn is not supported",
         ),
-        ("glm4", {"head_dim": 20, "partial_rotary_factor": 0.25}, "5 of the 20 numbers of a head rotate, by a"),
-        ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.05}, "0 of the 16 numbers of a head rotate, by a"),
+        ("glm4", {"head_dim": 20, "partial_rotary_factor": 0.25}, "rotates 5 of the 20 numbers of a head"),
+        ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.05}, "rotates 0 of the 16 numbers of a head"),
         ("qwen3_5_text", {"linear_num_key_heads": 5}, "linear_num_value_heads .32. must be a multiple of"),
-        ("qwen3_5_text", {"num_experts": 8}, "num_experts is 8, which qwen3_5_text does not have here"),
-        ("olmo2", {"residual_multiplier": 0.5}, "residual_multiplier is 0.5, which olmo2 does not have here"),
+        ("qwen3_5_text", {"num_experts": 8}, "num_experts is 8, which qwen3_5_text does not support here"),
+        ("olmo2", {"residual_multiplier": 0.5}, "residual_multiplier is 0.5, which olmo2 does not support here"),
         ("nemotron_h", {}, "layers_block_type .or hybrid_override_pattern. has 0 entries for 8 layers; supported: "),
         ("nemotron_h", {"hybrid_override_pattern": "M-"}, "has 2 entries for 8 layers; supported: linear_attention .M"),
         ("nemotron_h", {"hybrid_override_pattern": "M-M*-MX-"}, "has 'X'; supported: linear_attention .M., full_att"),
-        ("nemotron_h", {"hybrid_override_pattern": "M-MEM*-E"}, "layer 3 has experts: of Nemotron-H only dense models"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-MEM*-E"}, "layer 3 has experts; only dense Nemotron-H models"),
         (
             "nemotron_h",
             {"layers_block_type": ["mlp"] * 8, "mlp_hidden_act": "silu"},
@@ -208,5 +208,5 @@ def test_the_first_files_of_gemma_say_gelu_and_mean_its_approximation(tmp_path: 
 def test_configs_that_have_no_common_form_are_not_written(name: str, tmp_path: Path) -> None:
     from sglang_jax.checkpoint import write_hf_config
 
-    with pytest.raises(CheckpointError, match="cannot be written: copy the checkpoint's own"):
+    with pytest.raises(CheckpointError, match=r"cannot be written: copy the checkpoint's config\.json"):
         write_hf_config(configured(tmp_path, name), tmp_path)

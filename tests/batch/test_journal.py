@@ -153,7 +153,7 @@ def test_a_line_of_somebody_else_is_refused_and_named(tmp_path: Path) -> None:
 def test_a_line_that_is_answered_twice_is_refused_and_named(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_bytes(line(4))
     (tmp_path / "err.jsonl").write_bytes(line(4))
-    with pytest.raises(BatchError, match="answers line 5"):
+    with pytest.raises(BatchError, match="has a second response to line 5"):
         open_journal(tmp_path)
 
 

@@ -97,7 +97,7 @@ def test_lines_that_score_a_prompt_and_lines_whose_role_nobody_knows(run: Run, t
     assert answer["response"]["body"]["usage"]["completion_tokens"] == 0
     [refused] = read(tmp_path / "out.jsonl.errors.jsonl")
     assert refused["response"]["body"]["error"]["param"] == "messages[1].role"
-    assert "it knows system, developer, user" in refused["error"]["message"]
+    assert "supported: system, developer, user" in refused["error"]["message"]
 
 
 def test_what_fails_is_in_the_error_file_and_stops_nobody(
@@ -238,7 +238,7 @@ def test_a_run_goes_on_with_the_options_that_it_began_with(
 def test_files_that_are_not_ours_are_left_alone(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "in.jsonl", {"prompt": "one"})
     write(tmp_path / "out.jsonl", {"mine": 1})
-    assert "exists and is of no run" in refusal(run, capsys)
+    assert "exists, but no run" in refusal(run, capsys)
     assert read(tmp_path / "out.jsonl") == [{"mine": 1}]
 
 
@@ -248,8 +248,8 @@ def test_files_that_are_not_ours_are_left_alone(run: Run, tmp_path: Path, capsys
         ([], {"input": "nowhere.jsonl"}, ["file not found: ", "nowhere.jsonl"]),
         ([], {"input": "."}, ["is not a regular file"]),
         ([], {"output": "no/folder/out.jsonl"}, ["no/folder", "does not exist"]),
-        ([], {"output": "in.jsonl"}, ["three files"]),
-        ([], {"error-file": "out.jsonl"}, ["three files"]),
+        ([], {"output": "in.jsonl"}, ["three different files"]),
+        ([], {"error-file": "out.jsonl"}, ["three different files"]),
         ([], {"error-file": "err.parquet"}, ["err.parquet", "JSON lines"]),
         ([], {"defaults": "[1]"}, ["--defaults '[1]'", "object"]),
         (["--max-queued-requests", "5"], {}, ["--max-queued-requests (5)"]),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,3 +30,40 @@ def test_its_core_serves(monkeypatch: pytest.MonkeyPatch) -> None:
             break
     assert channel.finished[1].num_tokens == 2
     core.close()
+
+
+MET = {"health s": 0.25, "ttft x": 2.0, "chat x": 1.0, "peak MiB": 64.0, "left MiB": -3.0, "held s": 0.02}
+
+
+@pytest.mark.parametrize("over", [None, *MET])
+def test_a_target_that_is_missed_is_its_exit_status(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], over: str | None
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    abuse = importlib.import_module("abuse")
+    assert list(abuse.TARGETS) == list(MET)
+    (tmp_path / "log").touch()
+
+    def measure(name: str, *_: Any) -> dict[str, Any]:
+        row = {"attack": name, "ttft ms": 5.0, "chat ms": 5.0, **MET}
+        if name == "deep" and over is not None:
+            row |= {over: 100.0, "ttft ms": 500.0 if over == "ttft x" else 5.0}
+            row["chat ms"] = 500.0 if over == "chat x" else 5.0
+        return row
+
+    monkeypatch.setattr(abuse, "running_server", lambda: nullcontext((0, None, tmp_path / "log")))
+    monkeypatch.setattr(abuse, "post", lambda *_: None)
+    monkeypatch.setattr(abuse, "measure", measure)
+    monkeypatch.setattr("sys.argv", ["abuse.py"])
+    assert abuse.main() == (over is not None)
+    told = [line.partition(": ") for line in capsys.readouterr().out.splitlines()]
+    said = {name: rest for name, _, rest in told if name in abuse.ATTACKS}
+    assert set(said) == set(abuse.ATTACKS) - {"none"}
+    missed = {name: rest for name, rest in said.items() if rest != "all targets are met"}
+    assert missed == ({} if over is None else {"deep": f"{over} 100.00, target {abuse.TARGETS[over]:g}"})
+
+
+def test_wrong_requests_that_break_the_server_are_its_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    abuse = importlib.import_module("abuse")
+    assert [abuse.tell_failures([{"5xx": count}]) for count in (0, 3)] == [0, 3]

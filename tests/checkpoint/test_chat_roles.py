@@ -75,7 +75,7 @@ def test_roles_that_a_template_knows(tmp_path: Path, template: str, roles: list[
             tokenizer.check_roles(["user", "assistant", other])
         assert caught.value.param == "messages[2].role"
         assert caught.value.message == (
-            f"messages[2].role is {other!r}, which the model's chat template does not know; it knows "
+            f"messages[2].role is {other!r}, which the model's chat template does not support; supported: "
             + ", ".join(roles)
         )
 
@@ -96,7 +96,7 @@ def test_roles_that_have_a_token(tmp_path: Path, template: str, further: str | N
     with pytest.raises(ParameterError) as caught:
         tokenizer.check_roles(["alien"])
     listed = "user, assistant" if further is None else ", ".join(ALL) + further
-    assert caught.value.message.endswith(f"it knows {listed}")
+    assert caught.value.message.endswith(f"supported: {listed}")
     if further:
         assert rendered(tokenizer, ("observation", "a")) == "<|im_start|><|observation|>\na<|im_end|>"
 
@@ -166,7 +166,7 @@ def test_no_default_among_several_templates(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"^the chat template refused the messages: .*no default"):
         rendered(tokenizer, ("user", "a"))
     one_of_two = byte_tokenizer(tmp_path, {"default": chat_templates.GEMMA, "tool_use": chat_templates.LLAMA})
-    with pytest.raises(ParameterError, match=r"it knows user, assistant$"):
+    with pytest.raises(ParameterError, match=r"supported: user, assistant$"):
         rendered(one_of_two, ("system", "a"))
 
 

@@ -87,7 +87,7 @@ def test_defaults(tmp_path: Path) -> None:
 
 def test_counts_for_each_layer_must_agree(tmp_path: Path) -> None:
     assert config_of(tmp_path, change={"attention.head_count_kv": [2, 2, 2]}).layers[0].mixer.num_kv_heads == 2
-    with pytest.raises(CheckpointError, match=r"head_count_kv is \[2, 1, 2\]; one integer for all layers"):
+    with pytest.raises(CheckpointError, match=r"head_count_kv is \[2, 1, 2\]; it must be one integer for all layers"):
         config_of(tmp_path, change={"attention.head_count_kv": [2, 1, 2]})
 
 
@@ -160,7 +160,7 @@ def test_other_factors_are_refused(tmp_path: Path) -> None:
     ("architecture", "change", "message"),
     [
         ("mamba", {}, "architecture 'mamba' is not supported; supported: .*llama, .*qwen2, qwen3"),
-        ("llama", {"expert_count": 8}, "mixture of 8 experts is not supported"),
+        ("llama", {"expert_count": 8}, r"mixtures of experts \(8 experts\) are not supported"),
         ("llama", {"attention.sliding_window": 1024}, "sliding window of 1024 tokens"),
         ("llama", {"rope.dimension_count": 8}, r"rope\.dimension_count is 8; only whole heads \(16\)"),
         ("llama", {"rope.scaling.type": "longrope"}, "'longrope' is not supported; supported: none, linear, yarn"),

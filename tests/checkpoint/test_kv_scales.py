@@ -146,7 +146,7 @@ def test_layers_and_sides_without_a_scale_are_named(folder: Path) -> None:
     tensors = named("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale")
     del tensors["model.layers.1.self_attn.k_proj.output_scale"], tensors["model.layers.0.self_attn.v_proj.output_scale"]
     add_tensors(folder, tensors)
-    there = "(other scales of keys and values are there)"
+    there = "(other scales of keys and values are present)"
     assert faults_of(folder) == [
         f"  missing: model.layers.0.self_attn.v_proj.output_scale {there}",
         f"  missing: model.layers.1.self_attn.k_proj.output_scale {there}",

@@ -63,7 +63,7 @@ def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path: Path) -> No
         "  missing: model.layers.1.mlp.up_proj.weight (128, 64)",
         "  missing: model.norm.weight (64,)",
         "  extra: model.layers.7.mlp.up_proj.weight (3,)",
-        "  misshapen: model.layers.0.self_attn.q_proj.weight is (64, 32), the config calls for (64, 64)",
+        "  misshapen: model.layers.0.self_attn.q_proj.weight is (64, 32), the config requires (64, 64)",
     ]
 
 

@@ -138,7 +138,7 @@ def test_the_tokenizer_has_the_models_revision_or_its_own(folder: Path, monkeypa
 
 @pytest.mark.parametrize("path", ["demo", "here"])
 def test_a_revision_of_what_is_here_is_refused(folder: Path, path: str) -> None:
-    with pytest.raises(CheckpointError, match="revision 'v1' needs a repository on the hub"):
+    with pytest.raises(CheckpointError, match="revision 'v1' is only for repositories on the hub"):
         resolve_model(path if path == "demo" else str(folder), revision="v1")
 
 

@@ -27,17 +27,17 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
     [
         ("mixtral", "MixtralForCausalLM", ["num_local_experts 8 (a mixture of experts)"]),
         ("gpt_oss", "GptOssForCausalLM", ["num_local_experts 128 (a mixture of experts)", "swiglu_limit 7.0"]),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", ["kv_lora_rank 512 (keys and values in a compressed form)"]),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", ["kv_lora_rank 512 (latent attention)"]),
         ("bert", "BertForMaskedLM", ["type_vocab_size 2 (an encoder)"]),
-        ("t5", "T5ForConditionalGeneration", ["is_encoder_decoder True (an encoder beside the decoder)"]),
+        ("t5", "T5ForConditionalGeneration", ["is_encoder_decoder True (an encoder in addition to the decoder)"]),
         ("whisper", "WhisperForConditionalGeneration", ["num_mel_bins 80 (audio)", " and 12 more"]),
         ("apertus", "ApertusForCausalLM", ["hidden_act 'xielu'"]),
-        ("vaultgemma", "VaultGemmaForCausalLM", ["all its fields are those of supported families, so the difference"]),
+        ("vaultgemma", "VaultGemmaForCausalLM", ["supported families have the same fields, so this file"]),
         ("jamba", "JambaForCausalLM", ["num_experts 16 (a mixture of experts)", "mamba_dt_rank 256"]),
         ("qwen3_next", "Qwen3NextForCausalLM", ["num_experts 512 (a mixture of experts)"]),
-        ("starcoder2", "Starcoder2ForCausalLM", ["norm_epsilon 1e-05 (norms of another kind)"]),
+        ("starcoder2", "Starcoder2ForCausalLM", ["norm_epsilon 1e-05 (an unsupported kind of norm)"]),
         ("gpt2", "GPT2LMHeadModel", ["n_embd 768", "n_layer 12"]),
-        ("laguna", "LagunaForCausalLM", ["num_attention_heads_per_layer [...] (layers with heads of their own)"]),
+        ("laguna", "LagunaForCausalLM", ["num_attention_heads_per_layer [...] (a number of heads for each layer)"]),
         (
             "gemma3",
             "Gemma3ForConditionalGeneration",
@@ -60,12 +60,15 @@ def test_fields_that_no_family_has_are_named(model_type: str, class_name: str, t
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForCausalLM, of the same model_type, is; supported"),
+        (
+            {"architectures": ["LlamaForTokenClassification"]},
+            "LlamaForCausalLM, with the same model_type, is supported; supported",
+        ),
         ({"architectures": None, "model_type": "crow"}, "architecture crow is not supported; supported: "),
         ({"architectures": None, "model_type": None}, "neither architectures nor model_type given"),
         ({"per_layer_config": {"2": {"head_dim": 8}}}, "per_layer_config is {'2': {'head_dim': 8}}, which llama does"),
         ({"num_attention_heads_per_layer": [4, 8]}, "num_attention_heads_per_layer is [4, 8], which llama does not"),
-        ({"clip_qkv": 8.0}, "clip_qkv is 8.0, which llama does not have here: its outputs would be wrong"),
+        ({"clip_qkv": 8.0}, "clip_qkv is 8.0, which llama does not support here: outputs would be wrong"),
     ],
 )
 def test_of_a_known_type(change: dict[str, Any], told: str, tmp_path: Path) -> None:

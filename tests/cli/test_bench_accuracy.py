@@ -49,7 +49,7 @@ def test_where_an_answer_begins(prompt: list[int], whole: list[int], start: int)
         ('{"prompt": "a", "choices": ["b", "c"]}', "answer: Field required"),
         (
             '{"prompt": "a", "choices": ["b", "c"], "answer": 2}',
-            "answer must be from 0 to 1, the number of a choice, got 2",
+            "answer must be the index of a choice, from 0 to 1, got 2",
         ),
         ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "a choice is empty"),
         ('{"prompt": "a", "choices": ["b"], "answer": 0}', "choices: .* at least 2"),

@@ -116,7 +116,7 @@ def test_intervals_are_left_out_where_the_server_hides_counts(
     assert line["requests_with_itl"] == 0
     assert "mean_itl_ms" not in line
     assert "mean_chunk_gap_ms" in line
-    assert "of 0 of 6 requests" in capsys.readouterr().out
+    assert "covers 0 of 6 requests" in capsys.readouterr().out
 
 
 TURNS = ["--dataset-name", "multi-turn", "--multi-turn-num-turns", "3", "--num-prompts", "2"]

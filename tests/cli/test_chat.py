@@ -119,7 +119,7 @@ def test_commands_that_nobody_knows_are_named(capsys: pytest.CaptureFixture[str]
     conversation.take("/rset")
     conversation.take("/help")
     captured = capsys.readouterr()
-    assert captured.err.startswith("There is no command /rset:")
+    assert captured.err.startswith("Unknown command /rset:")
     assert "/reset" in captured.out
     assert not script.asked
 

@@ -290,13 +290,13 @@ def test_the_nodes_secret_is_that_of_the_file_or_of_the_environment(
     config = EngineConfig(group_secret_file=file)
     assert config.group_secret() == b"of the file, which wins"
     file.write_text("\n")
-    with pytest.raises(ConfigError, match=r"group_secret_file .*secret holds 0 characters, a secret has at least 16"):
+    with pytest.raises(ConfigError, match=r"group_secret_file .*secret must have at least 16 characters, got 0"):
         config.group_secret()
     file.unlink()
     with pytest.raises(ConfigError, match="secret cannot be read"):
         config.group_secret()
     monkeypatch.setenv("SGLANG_JAX_GROUP_SECRET", "short")
-    with pytest.raises(ConfigError, match="SGLANG_JAX_GROUP_SECRET holds 5 characters") as refused:
+    with pytest.raises(ConfigError, match="SGLANG_JAX_GROUP_SECRET must have at least 16 characters, got 5") as refused:
         EngineConfig().group_secret()
     assert "'short'" not in str(refused.value)
 

@@ -100,18 +100,18 @@ def test_fewer_prompts_than_asked_for_are_told() -> None:
     assert len(conversations) == 1
     assert note == "1 prompts instead of 5: of 3 conversations 1 are too short and 1 too long"
     assert sample_pairs(config(num_prompts=1), pairs[:1], ByteTokenizer())[1] == ""
-    with pytest.raises(ConfigError, match="no conversation to ask: 1 are too short and 1 too long"):
+    with pytest.raises(ConfigError, match="no usable conversation: 1 are too short and 1 too long"):
         sample_pairs(config(), pairs[1:], ByteTokenizer())
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[{", "is not in ShareGPT's format: .*char 2.* fetch ShareGPT_V3"),
+        ("[{", "is not in ShareGPT's format: .*char 2.* download ShareGPT_V3"),
         ({"conversations": []}, "is not in ShareGPT's format: Expected `array`, got `object`"),
         ([conversation("a", "b"), {"conversations": [{"from": "human"}]}], r"missing .*`value` - at `\$\[1\]"),
         ("[" * 100_000, "is not in ShareGPT's format"),
-        ([conversation("alone")], "has no conversation of two turns"),
+        ([conversation("alone")], "has no conversation with two turns"),
     ],
 )
 def test_a_file_of_another_form(tmp_path: Path, content: object, message: str) -> None:
@@ -126,7 +126,10 @@ def test_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["--dataset-name", "sharegpt", "--dataset-path", str(tmp_path / "nope.json")]
         assert run(command, "bench", arguments) == 2
         told = capsys.readouterr().err
-        assert f"data set not found: {tmp_path}/nope.json; nothing is downloaded: fetch ShareGPT_V3" in told
+        assert (
+            f"data set not found: {tmp_path}/nope.json; nothing is downloaded automatically: download ShareGPT_V3"
+            in told
+        )
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         read_pairs(tmp_path)
 
@@ -163,7 +166,7 @@ def test_a_server_whose_tokenizer_is_not_known(tmp_path: Path, capsys: pytest.Ca
     measure(tmp_path, "--tokenizer", str(tmp_path / "none"), status=2)
     assert f"{tmp_path}/none does not exist" in capsys.readouterr().err
     assert run(bench_serving, "bench", ["--tokenizer", "demo"]) == 2
-    assert "--tokenizer belongs to sharegpt, not to random-ids" in capsys.readouterr().err
+    assert "--tokenizer is only for sharegpt, not for random-ids" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("echo_engine")

@@ -460,7 +460,7 @@ def test_wrong_options_of_an_engine(options: dict[str, Any], message: str) -> No
 
 
 def test_a_model_by_its_place() -> None:
-    with pytest.raises(ConfigError, match=r"^a model is given by its name: Engine\(model_path='demo'\)$"):
+    with pytest.raises(ConfigError, match=r"^pass the model by keyword: Engine\(model_path='demo'\)$"):
         Engine("demo")  # type: ignore[arg-type]
 
 

@@ -120,7 +120,7 @@ def test_conversations_have_their_turns() -> None:
 )
 def test_an_option_without_effect_is_refused(dataset: str, field: str) -> None:
     value = "file.json" if field == "dataset_path" else 2
-    with pytest.raises(ValidationError, match=f"--{field.replace('_', '-')} belongs to .*not to {dataset}"):
+    with pytest.raises(ValidationError, match=f"--{field.replace('_', '-')} is only for .*not for {dataset}"):
         WorkloadConfig.model_validate({"dataset_name": dataset, field: value})
 
 

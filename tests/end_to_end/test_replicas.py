@@ -139,4 +139,4 @@ def test_more_replicas_than_cores_are_refused_at_once() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     cores = len(os.sched_getaffinity(0))
-    assert f"--dp-size 4000 needs a CPU core for each replica, and this process may use {cores}" in done.stderr
+    assert f"--dp-size 4000 needs a CPU core for each replica; this process may use {cores}" in done.stderr

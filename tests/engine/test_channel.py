@@ -201,7 +201,7 @@ async def test_waiting_costs_no_processor_time(ends: tuple[ClientChannel, CoreCh
 async def test_sending_to_nobody_is_an_error(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = ClientChannel(context, f"ipc://{tmp_path}/nobody")
-    with pytest.raises(EngineDeadError, match="engine is gone"):
+    with pytest.raises(EngineDeadError, match="engine has ended"):
         client.send(GetState(0))
     client.close()
     with pytest.raises(EngineDeadError, match="shut down"):

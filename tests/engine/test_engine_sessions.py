@@ -110,7 +110,7 @@ async def test_a_session_is_lost_with_its_replica_and_no_other_is_asked() -> Non
         await anext(client.generate(GenerateInput(prompt=[1], session=SessionTurnInput(homes[1]))))
     with pytest.raises(SessionNotFoundError, match=f"'{homes[1]}'"):
         await client.close_session(homes[1], "")
-    with pytest.raises(ReplicaLostError, match="belongs on a replica that is down at the moment"):
+    with pytest.raises(ReplicaLostError, match="belongs to a replica that is down"):
         await client.open_session(SessionOptions(session_id=homes[1]))
     made_up = await client.open_session(SessionOptions())
     assert session_home(made_up, 2) == 0

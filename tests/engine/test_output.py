@@ -130,7 +130,7 @@ async def test_streams_that_nobody_reads_have_a_size_together(monkeypatch: pytes
     for _ in range(12):
         step({unread: 100, little: 10})
     assert core.aborted == [unread]
-    with pytest.raises(errors.UnreadError, match=r"of this stream wait to be read.*the limit of all is 100000"):
+    with pytest.raises(errors.UnreadError, match=r"of this stream are unread.*the limit for all is 100000"):
         await anext(streams[0])
     assert (await anext(streams[1])).token_ids == [97] * 120
     core.deliver(
@@ -461,3 +461,70 @@ async def test_an_error_that_ended_a_request_keeps_nothing_of_it() -> None:
         assert left() is None
     finally:
         gc.enable()
+
+
+def with_prompt_logprobs(n: int) -> tuple[RequestOutputs, list[Completion]]:
+    request = GenerateInput(
+        prompt=[1] * 100,
+        sampling=SamplingParams(n=n),
+        stream=True,
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=20,
+    )
+    outputs = RequestOutputs(request)
+    each = [
+        Completion(outputs, index=index, prompt_tokens=100, text=OutputText(ByteDecoder(), (), frozenset({0})))
+        for index in range(n)
+    ]
+    outputs.completions = each
+    each[0].add_prompt_logprobs([WireLogprob(1, -1.0, [1] * 20, [-1.0] * 20)] * 100)
+    return outputs, each
+
+
+async def test_the_logprobs_of_a_prompt_wait_until_all_completions_have_begun() -> None:
+    """They were not counted as unread, and were kept for as long as the request ran."""
+    outputs, each = with_prompt_logprobs(2)
+    assert outputs.unread_bytes > 100 * 20 * 12
+    for completion in each:
+        assert outputs.prompt_logprobs is not None
+        completion.push(97)
+        [delta] = await outputs.take()
+        assert delta.prompt_logprobs is not None
+        assert len(delta.prompt_logprobs) == 100
+        kept = weakref.ref(delta.prompt_logprobs)
+    del delta
+    assert outputs.prompt_logprobs is None
+    assert kept() is None
+    each[0].add_prompt_logprobs([logprob(1)])  # of a prompt that was aborted on the way
+    assert outputs.unread_bytes == 0
+    each[0].push(98)
+    assert [delta.prompt_logprobs for delta in await outputs.take()] == [None]
+
+
+def test_a_stream_that_is_given_up_keeps_no_logprobs_of_its_prompt() -> None:
+    outputs, _ = with_prompt_logprobs(1)
+    outputs.give_up(errors.UnreadError("unread"))
+    assert outputs.prompt_logprobs is None
+    assert outputs.unread_bytes == 0
+
+
+async def test_a_client_that_is_slow_to_come_back_leaves_nothing_with_the_engine() -> None:
+    """What it was given last was kept until it asked again: megabytes, if it was a prompt's logprobs."""
+    core = ScriptedCore()
+    client = core.client()
+    request = GenerateInput(prompt=[1, 2], stream=True, return_logprob=True, logprob_start_len=0)
+    stream = client.generate(request)
+    first = asyncio.create_task(anext(stream))
+    while not core.new:
+        await asyncio.sleep(0.001)
+    wire_id = core.new[0].id
+    ids, tokens = np.array([wire_id], np.int64).tobytes(), np.array([97], np.int32).tobytes()
+    prompt = [(wire_id, [logprob(1), logprob(2)])]
+    core.deliver(StepOutputs(ids=ids, tokens=tokens, prompt_logprobs=prompt, logprobs=[(wire_id, logprob(97))]))
+    kept = weakref.ref((await first).prompt_logprobs or [])
+    del first
+    await asyncio.sleep(0)  # the task's own turn ends
+    assert kept() is None
+    await stream.aclose()
+    await client.close()

@@ -86,7 +86,7 @@ def test_cpus_without_a_topology_are_cores(machine: Machine, monkeypatch: pytest
 
 def test_more_replicas_than_cores_are_refused(machine: Machine) -> None:
     machine.cpus({0: (0, 0), 1: (0, 1)})
-    with pytest.raises(ConfigError, match="dp_size 3 needs a CPU core for each replica, and this process may use 2"):
+    with pytest.raises(ConfigError, match="dp_size 3 needs a CPU core for each replica; this process may use 2"):
         places(3)
 
 
@@ -159,7 +159,7 @@ def test_a_tpu7x_chip_is_two_devices(machine: Machine) -> None:
 
 def test_tpu_chips_that_do_not_divide_are_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.chips(8, "0x006f")
-    with pytest.raises(ConfigError, match="tp_size 3 gives each of 2 replicas 3 TPU chips"):
+    with pytest.raises(ConfigError, match="tp_size 3 needs 3 TPU chips for each of 2 replicas"):
         places(2, tp_size=3)
     with pytest.raises(ConfigError, match="dp_size 3 with tp_size 4 needs 12 TPU chips, and this machine has 8"):
         places(3, tp_size=4)

@@ -75,7 +75,7 @@ async def test_bad_requests_reach_no_replica(two: ToldReplicas, client: AsyncEng
             await collect(client, GenerateInput(prompt=prompt))
     running = ask(client, request_id="a")
     await until(lambda: bool(two.engine(0).asked))
-    with pytest.raises(ParameterError, match="request_id 'a' belongs to a request that still runs"):
+    with pytest.raises(ParameterError, match="request_id 'a' belongs to a request that is still running"):
         await collect(client, GenerateInput(prompt="x", request_id="a"))
     two.engine(0).answer_all()
     await running
@@ -98,7 +98,7 @@ async def test_what_a_lost_replica_ran_fails_cleanly(two: ToldReplicas, client: 
     two.engine(0).started.add(only(two.engine(0)))
     two.engine(0).die("killed by SIGKILL")
     with pytest.raises(
-        ReplicaLostError, match=r"replica 0 was lost while it had the request \(killed by SIGKILL\)"
+        ReplicaLostError, match=r"replica 0 was lost while it ran the request \(killed by SIGKILL\)"
     ) as lost:
         await running
     assert (lost.value.status, lost.value.code) == (503, "replica_lost")
@@ -355,8 +355,8 @@ def test_pools_of_all_replicas_are_added_up_by_name() -> None:
 async def test_all_replicas_record_a_profile_or_none(two: ToldReplicas, client: AsyncEngineClient) -> None:
     assert await client.start_profile("a", None) == ["a/replica-0", "a/replica-1"]
     assert await client.stop_profile() == ["a/replica-0", "a/replica-1"]
-    two.engine(1).profile_error = ParameterError("a profile is being taken already", param="output_dir")
-    with pytest.raises(ParameterError, match=r"^replica 1: a profile is being taken already; no") as seen:
+    two.engine(1).profile_error = ParameterError("a profile is already being recorded", param="output_dir")
+    with pytest.raises(ParameterError, match=r"^replica 1: a profile is already being recorded; no") as seen:
         await client.start_profile("b", 3)
     assert seen.value.param == "output_dir"
     assert [two.engine(index).profiles for index in (0, 1)] == [[], []]
@@ -365,7 +365,7 @@ async def test_all_replicas_record_a_profile_or_none(two: ToldReplicas, client: 
 async def test_what_some_replicas_recorded_is_told(two: ToldReplicas, client: AsyncEngineClient) -> None:
     await client.start_profile("a", None)
     two.engine(0).profiles.clear()  # as after a restart
-    with pytest.raises(ParameterError, match=r"^replica 0: no profile is being taken; others wrote a/replica-1$"):
+    with pytest.raises(ParameterError, match=r"^replica 0: no profile is being recorded; others wrote a/replica-1$"):
         await client.stop_profile()
     assert two.engine(1).profiles == []
     two.engine(0).profile_error = EngineDeadError("killed")

@@ -152,7 +152,7 @@ async def test_what_is_known_of_the_ranks_is_said() -> None:
     await some_of(barks)
     watchdog.stop()
     assert re.search(
-        r"; rank 1 launched its step 30 \d+ s ago, and was heard of \d+ s ago; rank 2 launched its step 28 ", barks[0]
+        r"; rank 1 launched its step 30 \d+ s ago, and last reported \d+ s ago; rank 2 launched its step 28 ", barks[0]
     )
 
 

@@ -165,9 +165,9 @@ REFUSED: list[tuple[GrammarKind, Any, str]] = [
     (GrammarKind.JSON_SCHEMA, NO_TYPE, "at /properties/a/properties/b~1c: Invalid type: intger"),
     (GrammarKind.JSON_SCHEMA, NO_KEYWORD, "at /items/anyOf/1: Unimplemented keys"),
     (GrammarKind.JSON_SCHEMA, NO_PLACE, "at /properties/a: Pointer '/$defs/no' does not exist"),
-    (GrammarKind.JSON_SCHEMA, {"$ref": "#"}, "field: $ref '#' leads back to itself"),
-    (GrammarKind.JSON_SCHEMA, LOOP, "at /$defs/a: $ref '#/$defs/b' leads back to itself"),
-    (GrammarKind.JSON_SCHEMA, ALL_LOOP, "at /$defs/a~1b/allOf/1: $ref '#/$defs/a~1b' leads back to itself"),
+    (GrammarKind.JSON_SCHEMA, {"$ref": "#"}, "field: $ref '#' refers to itself"),
+    (GrammarKind.JSON_SCHEMA, LOOP, "at /$defs/a: $ref '#/$defs/b' refers to itself"),
+    (GrammarKind.JSON_SCHEMA, ALL_LOOP, "at /$defs/a~1b/allOf/1: $ref '#/$defs/a~1b' refers to itself"),
     (GrammarKind.JSON_SCHEMA, NO_PATTERN, "at /properties/x: Expected string for 'pattern'"),
     (GrammarKind.JSON_SCHEMA, {"minimum": 10**400}, "number out of range"),
     (GrammarKind.JSON_SCHEMA, {"enum": []}, "anyOf is empty"),
@@ -466,7 +466,7 @@ def test_a_fault_of_the_library_costs_one_request_and_no_thread(
     settle(compiler, bad)
     settle(compiler, good)
     assert bad.error is not None
-    assert bad.error.message == "regex could not be compiled; the engine's log says why"
+    assert bad.error.message == "regex could not be compiled; for the reason see the engine's log"
     assert good.grammar is not None
     assert "index out of bounds" in caplog.text
     assert len(closed) == 1  # its process may have an answer left that nobody is to take for the next one

@@ -121,7 +121,7 @@ class ToldLink:
 
     async def stop_profile(self) -> str:
         if not self.profiles:
-            raise ParameterError("no profile is being taken")
+            raise ParameterError("no profile is being recorded")
         return self.profiles.pop()
 
     async def cache_reports(self) -> list[dict[str, object]]:

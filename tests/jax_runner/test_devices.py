@@ -22,7 +22,7 @@ def test_the_cpu_is_there(wanted: Device) -> None:
 
 
 def test_a_missing_device_is_an_error_that_names_what_is_there() -> None:
-    with pytest.raises(ConfigError, match="device tpu was asked for, but JAX sees only: cpu"):
+    with pytest.raises(ConfigError, match="device tpu was given, but JAX sees only: cpu"):
         select_device(Device.TPU)
 
 
@@ -105,6 +105,6 @@ def test_a_bucket_keeps_its_address(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     use_compilation_cache(config.cache_address())
     assert set_to["jax_compilation_cache_dir"] == "gs://bucket/compiled"
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"local folder, got gs://bucket/compiled"):
+    with pytest.raises(ConfigError, match=r"local folder for compiled programs, got gs://bucket/compiled"):
         config.cache_folder()
     assert EngineConfig(compilation_cache_dir=tmp_path / "here").cache_address() == str(tmp_path / "here")

@@ -126,9 +126,9 @@ def test_keys_and_values_of_8_bits_take_a_byte_each(folder: Path, kv_cache_dtype
 
 
 def test_options_that_cannot_be_met_are_refused_before_weights_are_read(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="context_length 600 is beyond the 512 positions"):
+    with pytest.raises(ConfigError, match="context_length 600 exceeds the model's maximum of 512 positions"):
         make_runner(options(folder, context_length=600))
-    with pytest.raises(ConfigError, match="device tpu was asked for, but JAX sees only: cpu"):
+    with pytest.raises(ConfigError, match="device tpu was given, but JAX sees only: cpu"):
         make_runner(options(folder, device=Device.TPU))
     with pytest.raises(ConfigError, match="max_total_tokens 10000000000 needs"):
         make_runner(options(folder, max_total_tokens=10**10))
@@ -146,7 +146,7 @@ def test_a_tpu_that_the_kernels_do_not_know_is_refused_at_the_start(folder: Path
     assert choose_attention(options(folder), TpuDevice("TPU v6 lite")) is AttentionImplementation.PALLAS_CHECKED
     quick = options(folder, debug_memory=False)
     assert choose_attention(quick, TpuDevice("TPU v6 lite")) is AttentionImplementation.PALLAS
-    with pytest.raises(ConfigError, match=r"know TPU v4, .*, and the device is 'TPU v99': choose .* xla"):
+    with pytest.raises(ConfigError, match=r"support TPU v4, .*, and the device is 'TPU v99': choose .* xla"):
         choose_attention(options(folder), TpuDevice("TPU v99"))
     by_xla = options(folder, attention_backend=AttentionBackend.XLA)
     assert choose_attention(by_xla, TpuDevice("TPU v99")) is AttentionImplementation.XLA

@@ -171,7 +171,7 @@ def test_misshapen_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         restore_orbax(tmp_path, build(other, "bfloat16"), other, make_mesh(jax.devices()[:1]))
     message = str(caught.value)
-    assert "misshapen: layers.1.feed_forward.down.kernel is (48, 32), the config calls for (64, 32)" in message
+    assert "misshapen: layers.1.feed_forward.down.kernel is (48, 32), the config requires (64, 32)" in message
     assert "missing: layers.0.attention.output.bias (32,)" in message
     assert "extra: layers.1.attention.key_norm.scale (16,)" in message
 

@@ -196,17 +196,17 @@ def test_a_run_without_an_engine_says_so_now_and_then(cluster: Nodes) -> None:
     with telling_what_is_awaited(attempts, {"CPU": 3, "GPU": 1}, 1, told.append, seconds_between=0.1):
         until(lambda: len(told) >= 3)
         node = cluster.add(num_cpus=3, num_gpus=1)
-        until(lambda: "It is starting, or its nodes are in use by others" in told[-1])
+        until(lambda: "It is starting, or other jobs use its nodes" in told[-1])
         with attempts.of("start"):
             pass
         cluster.kill(node)
         until(lambda: told[-1].startswith("Again without an engine"))
-    assert told[0] == "No node of the cluster has 3 CPU, 1 GPU, as an engine needs: waiting for one."
+    assert told[0] == "No node of the cluster has the 3 CPU, 1 GPU that an engine needs: waiting for one."
     assert re.fullmatch(r"Still without an engine after \d+ s\. No node .* has 3 CPU, 1 GPU, .*", told[1])
     told.clear()
     with telling_what_is_awaited(attempts, {"CPU": 3}, 2, told.append):
         pass
-    assert told == ["An engine needs 2 nodes with 3 CPU, and the cluster has 0: waiting for them."]
+    assert told == ["An engine needs 2 nodes with 3 CPU, but the cluster has 0: waiting for them."]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_run_without_an_engine_says_so_now_and_then(cluster: Nodes) -> None:
     [
         ({"nnodes": 2, "tp_size": 2}, {}, "nnodes 2 needs max_replicas"),
         ({"nnodes": 2, "tp_size": 3}, {"max_replicas": 1}, r"tp_size \(3\) must be a multiple of nnodes \(2\)"),
-        ({"nnodes": 2, "tp_size": 8, "device": Device.TPU}, {"max_replicas": 1}, "needs tpu_slice, such as v6e:4x4"),
+        ({"nnodes": 2, "tp_size": 8, "device": Device.TPU}, {"max_replicas": 1}, "needs --tpu-slice, such as v6e:4x4"),
         (
             {"nnodes": 2, "tp_size": 8, "device": Device.TPU},
             {"max_replicas": 1, "tpu_slice": "v6e:4x4"},

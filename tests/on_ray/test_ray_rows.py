@@ -115,16 +115,16 @@ def test_a_run_goes_on_with_the_same_input_and_options_only(
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     with pytest.raises(BatchError, match="the input is not the one"):
         echo(source, output, started)
-    with pytest.raises(BatchError, match="has files of no run known"):
+    with pytest.raises(BatchError, match="has files that no run"):
         echo(source, tmp_path, started)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ordered": True}, "--ordered has no meaning with --engine ray"),
-        ({"error_file": "errors.jsonl"}, "--error-file has no meaning with --engine ray"),
-        ({"defaults": '{"stream": true}'}, "--defaults .* must hold fields that lines may share"),
+        ({"ordered": True}, "--ordered is not supported with --engine ray"),
+        ({"error_file": "errors.jsonl"}, "--error-file is not supported with --engine ray"),
+        ({"defaults": '{"stream": true}'}, "--defaults .* may only contain fields that lines can share"),
     ],
 )
 def test_options_that_do_not_go_with_ray_are_refused(cluster: Nodes, tmp_path, started, options, message) -> None:

@@ -156,8 +156,8 @@ class TestAuto:
     @pytest.mark.parametrize(
         ("accelerator", "hidden", "backend", "words"),
         [
-            ("gpu", "torch", Backend.JAX, "by the torch backend, which is not installed; using jax."),
-            ("tpu", "jax", Backend.TORCH, "by the jax backend, which is not installed; using torch."),
+            ("gpu", "torch", Backend.JAX, "with the torch backend, which is not installed; using jax."),
+            ("tpu", "jax", Backend.TORCH, "with the jax backend, which is not installed; using torch."),
         ],
     )
     def test_an_accelerator_whose_backend_is_missing_is_a_warning(

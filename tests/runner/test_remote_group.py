@@ -205,7 +205,7 @@ def test_silence_is_a_loss_though_nothing_closed() -> None:
     RemoteFollowers(listener, 1, 5.0, lost.put)
     joining.join()
     start = time.monotonic()
-    assert lost.get(timeout=TIMEOUT) == "node 1 is lost: no sign of life for 0 s"
+    assert lost.get(timeout=TIMEOUT) == "node 1 is lost: nothing was received for 0 s"
     assert 0.4 < time.monotonic() - start < 3.0
     silent[0].close()
 

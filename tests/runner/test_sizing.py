@@ -60,7 +60,7 @@ def test_a_step_of_a_gpu_has_as_many_prompt_tokens_as_its_memory_suggests(gib: i
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="context_length 9000 is beyond the 8192 positions"):
+    with pytest.raises(ConfigError, match="context_length 9000 exceeds the model's maximum of 8192 positions"):
         choose_sizes(EngineConfig(context_length=9000), 8192, CPU)
 
 
@@ -72,7 +72,9 @@ def test_memory_that_holds_no_request_is_refused_with_its_numbers() -> None:
 
 
 def test_a_pool_that_memory_cannot_hold_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_total_tokens 1000000 needs 63,525 MiB .* 16,384 MiB are available"):
+    with pytest.raises(
+        ConfigError, match=r"max_total_tokens 1000000 needs 63,525 MiB .* only 16,384 MiB are available"
+    ):
         choose_sizes(EngineConfig(max_total_tokens=1_000_000), 8192, CPU)
 
 
@@ -128,7 +130,9 @@ def test_a_ratio_that_does_nothing_is_told(memory: Memory, why: str, caplog: pyt
 
 def test_all_pools_count_against_memory() -> None:
     config = EngineConfig(max_total_tokens=16 * 3000, swa_full_tokens_ratio=1.0)
-    with pytest.raises(ConfigError, match=r"max_total_tokens 48000 needs 19,030 MiB for weights and KV, 16,384 MiB"):
+    with pytest.raises(
+        ConfigError, match=r"max_total_tokens 48000 needs 19,030 MiB for weights and KV, but only 16,384 MiB"
+    ):
         choose_sizes(config, 65536, GEMMA)
 
 

@@ -115,7 +115,7 @@ def test_of_a_step_there_are_no_more_drafts_than_slots_for_their_states() -> Non
     assert 3 <= drafts_of(most) <= 7
     spec = subject.runner.spec
     refuse_drafts_of_states(most, spec)
-    with pytest.raises(ValueError, match="drafts: there are 7 slots for their states"):
+    with pytest.raises(ValueError, match="drafts, but there are only 7 slots for their states"):
         refuse_drafts_of_states(_with_tokens(most, [-1, *[DRAFT] * 8]), spec)
     with pytest.raises(ValueError, match="drafts alongside prompts"):
         refuse_drafts_of_states(_with_tokens(most, [-1, DRAFT, 5]), spec)

@@ -36,7 +36,7 @@ def test_what_cannot_be_written_is_told_and_another_may_be_taken(tmp_path: Path)
     assert runner.calls == ["start", "stop", "start"]
     profiling.after_step(7)  # nobody waits for an answer: it is logged, and the core goes on
     assert runner.calls == ["start", "stop", "start", "stop"]
-    with pytest.raises(ParameterError, match="no profile is being taken"):
+    with pytest.raises(ParameterError, match="no profile is being recorded"):
         profiling.stop()
 
 

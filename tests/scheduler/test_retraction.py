@@ -152,7 +152,8 @@ class TestCapacity:
         assert finished.error.name == "CapacityError"
         assert finished.error.code == "kv_capacity_exceeded"
         assert finished.error.message == (
-            "the request needs KV of 17 tokens and runs alone, but the pool holds 16; raise max_total_tokens"
+            "the request needs KV of 17 tokens, which does not fit even without other requests: the pool holds 16; "
+            "raise max_total_tokens"
         )
         assert bench.channel.streams[greedy] == bench.wanted[greedy][: len(bench.channel.streams[greedy])]
         assert bench.channel.finished[modest].kind == "length"

@@ -267,7 +267,7 @@ def test_logprobs_are_counted_in_what_a_turn_adds() -> None:
     bench = Bench()
     talk = Talk(bench)
     talk.turn([1, 5, 6])
-    for start, wanted in ((2, "must be in [-1, 1], as this turn adds 2 tokens to session 's', got 2"), (1, "")):
+    for start, wanted in ((2, "must be in [-1, 1], because this turn adds 2 tokens to session 's', got 2"), (1, "")):
         turn = SessionTurn("s", "me", "x", None, 1)
         prompt = [*talk.history, 7, 8]
         number = bench.add(prompt, 3, sent=[1, 7, 8], session=turn, logprob_start=start, top_logprobs=0)
@@ -312,7 +312,7 @@ def test_there_are_at_most_so_many_sessions_and_one_of_a_name() -> None:
     with pytest.raises(ParameterError, match="'a' is open already"):
         Talk(bench, "a")
     Talk(bench, "b")
-    with pytest.raises(SessionLimitError, match="2 are open"):
+    with pytest.raises(SessionLimitError, match="2 sessions are open"):
         Talk(bench, "c")
     bench.scheduler.sessions.close("a", "me")
     Talk(bench, "c")

@@ -154,7 +154,7 @@ CASES = [
     ),
     ("chat", {"messages": MESSAGES, "reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ("chat", {"messages": MESSAGES, "best_of": True}, "best_of", "not supported"),
-    ("chat", {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", "of the assistant"),
+    ("chat", {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", "with role assistant"),
     ("chat", {"messages": MESSAGES, "max_token": 3}, "max_token", "remove it (got 3); did you mean max_tokens?"),
     ("generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, "max_tokens", "did you mean max_new_tokens?"),
     ("chat", {"messages": MESSAGES, "return_routed_experts": True}, "return_routed_experts", "not supported"),
@@ -224,7 +224,7 @@ def test_bodies(server: EchoServer, path: str, content: str | bytes, code: str, 
 def test_half_a_surrogate_pair(server: EchoServer, path: str, body: str) -> None:
     error = error_of(server, path, body, 400)
     assert error["code"] == "malformed_json"
-    assert "half a surrogate pair, \\ud" in error["message"]
+    assert "the lone surrogate \\ud" in error["message"]
 
 
 def test_a_whole_surrogate_pair(server: EchoServer) -> None:

@@ -51,7 +51,7 @@ def refusal(server: EchoServer, body: dict[str, Any], *, stream: bool = False) -
 def test_a_role_that_no_template_knows(prints_any: EchoServer, stream: bool) -> None:
     body = {"messages": messages(("user", "a"), ("assistant", "b"), ("alien", "c"))}
     assert refusal(prints_any, body, stream=stream) == {
-        "message": "messages[2].role is 'alien', which the model's chat template does not know; it knows system, "
+        "message": "messages[2].role is 'alien', which the model's chat template does not support; supported: system, "
         "developer, user, assistant, tool, function",
         "type": "invalid_request_error",
         "param": "messages[2].role",
@@ -77,7 +77,7 @@ def test_roles_that_this_template_refuses_or_has_no_place_for(gemma: EchoServer,
     error = refusal(gemma, {"messages": messages((role, "a"), ("user", "b"))})
     assert error["param"] == "messages[0].role"
     assert error["message"].endswith(
-        f"is {role!r}, which the model's chat template does not know; it knows user, assistant"
+        f"is {role!r}, which the model's chat template does not support; supported: user, assistant"
     )
 
 

@@ -65,7 +65,7 @@ def test_an_engine_that_is_lost_is_started_again_and_in_the_end_the_server_ends(
         os.kill(running.engine_pids()[0], signal.SIGKILL)
         assert running.wait() == 1
         assert running.process.stderr is not None
-        assert "is not restarted again: it was started again 2 times in a row" in running.process.stderr.read()
+        assert "is not restarted again: it was restarted 2 times in a row" in running.process.stderr.read()
 
 
 def stalled_stream(running: Server) -> socket.socket:

@@ -35,7 +35,7 @@ class TemplateTokenizer(ByteTokenizer):
 
 
 @pytest.mark.parametrize(
-    ("trial", "what"), [(LOOPS, "computed for more than 2 s"), (BOMB, "took more memory than it may")]
+    ("trial", "what"), [(LOOPS, "took more than 2 s of processor time"), (BOMB, "exceeded its memory limit")]
 )
 def test_others_are_served_meanwhile(tmp_path: Path, trial: str, what: str) -> None:
     with serve_echo(load_tokenizer=lambda _: TemplateTokenizer(tmp_path, trial)) as server:

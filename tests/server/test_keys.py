@@ -99,7 +99,7 @@ class TestWhereKeysComeFrom:
     ) -> None:
         assert run_command(serve, "serve", [flag, key]) == 2
         error = capsys.readouterr().err
-        assert ("is empty, which would let everyone in" if not key else "holds spaces or control") in error
+        assert ("is empty, so anyone could use the server" if not key else "contains spaces or control") in error
         assert "two words" not in error
 
     def test_an_empty_file_or_variable_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,7 @@ class TestServersWithoutAKey:
 
         with caplog.at_level(logging.WARNING), pytest.raises(Launched):
             serving.run(ServerConfig(host=host, port=0, **options), launch)
-        assert (f"Anyone who reaches {host} may use this server" in caplog.text) == warned
+        assert (f"Anyone who can connect to {host} may use this server" in caplog.text) == warned
 
     @pytest.mark.parametrize(
         ("host", "status"),

@@ -18,7 +18,7 @@ from helpers.engine_fakes import CONTEXT_LENGTH, MAX_RUNNING, ByteTokenizer
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
-from sglang_jax.server import native, request_body
+from sglang_jax.server import repeats, request_body
 
 JSON = {"Content-Type": "application/json"}
 MOST_CHARACTERS = CONTEXT_LENGTH * ByteTokenizer.longest_token
@@ -319,7 +319,7 @@ def test_streams_that_repeat_have_a_pace(server: EchoServer, monkeypatch: pytest
     """1500 tokens with 5 alternatives make 300 MB where each has an event that repeats all before it. Short events,
     those of the first tokens, wait for nothing."""
     pace = 4 * 2**20
-    monkeypatch.setattr(native, "REPEATED_BYTES", pace)
+    monkeypatch.setattr(repeats, "REPEATED_BYTES", pace)
     fields = {
         "text": "ab" * 750,
         "stream": True,
@@ -330,7 +330,7 @@ def test_streams_that_repeat_have_a_pace(server: EchoServer, monkeypatch: pytest
     begin, total, events, last = time.monotonic(), 0, 0, ""
     with server.http.stream("POST", "/generate", json=fields) as response:
         for line in response.iter_lines():
-            total += len(line) if len(line) > native.SHORT_EVENT else 0
+            total += len(line) if len(line) > repeats.SHORT_EVENT else 0
             if line.startswith("data: {"):
                 events, last = events + 1, line
     answer = json.loads(last.removeprefix("data: "))

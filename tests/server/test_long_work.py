@@ -72,6 +72,18 @@ class TestOneAtATime:
         go.set()
         assert await asyncio.wait_for(work.run(10, lambda: "done"), 10) == "done"
 
+    async def test_who_leaves_as_its_turn_comes_passes_it_on(self) -> None:
+        """It had its turn and had not heard of it: nobody had another one, ever."""
+        work = LongWork()
+        work._free = False  # another piece is at work
+        leaving = asyncio.create_task(work.run(10, lambda: "never"))
+        await asyncio.sleep(0)
+        work._begin_next(over=True)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert await asyncio.wait_for(work.run(10, lambda: "done"), 10) == "done"
+
 
 class TestLongBodies:
     @pytest.fixture
@@ -94,6 +106,13 @@ class TestLongBodies:
         assert len(threads) == 2, "each once"
         assert "long-bodies" not in threads[0]
         assert "long-bodies" in threads[1]
+
+    def test_so_are_those_of_many_objects(self, server: EchoServer, threads: list[str]) -> None:
+        for count in (100, 600):
+            body = {"prompt": "a", "metadata": [{}] * count}
+            assert len(json.dumps(body)) < LONG_BODY
+            assert server.http.post("/v1/completions", json=body).status_code == 200
+        assert ["long-bodies" in name for name in threads] == [False, True]
 
     @pytest.mark.parametrize(
         "content",

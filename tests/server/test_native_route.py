@@ -13,8 +13,8 @@ from helpers.engine_fakes import CACHED_TOKENS, EOS
 from helpers.stepped_core import Steps, load_stepped
 
 from sglang_jax.engine.types import GenerateInput
-from sglang_jax.server.native import RepeatedAnswer
 from sglang_jax.server.remote_format import request_body
+from sglang_jax.server.repeats import RepeatedAnswer
 from sglang_jax.server.streaming import RESPONSE_SLICE, event
 
 

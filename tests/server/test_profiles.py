@@ -62,14 +62,14 @@ def test_a_recording_of_some_steps_ends_by_itself(server: EchoServer, root: Path
     assert server.http.post("/start_profile", json=body).json()["folders"] == [f"{root}/runs/seven"]
     generate(server, 20)
     assert 7 <= recorded_steps(root / "runs" / "seven") <= 9  # those in flight belong to it
-    assert "no profile is being taken" in server.http.post("/stop_profile").json()["error"]["message"]
+    assert "no profile is being recorded" in server.http.post("/stop_profile").json()["error"]["message"]
 
 
 def test_one_at_a_time(server: EchoServer) -> None:
     assert server.http.post("/start_profile", json={"output_dir": "first"}).status_code == 200
     second = server.http.post("/start_profile", json={"output_dir": "second"})
     assert second.status_code == 400
-    assert "being taken already" in second.json()["error"]["message"]
+    assert "already being recorded" in second.json()["error"]["message"]
     assert server.http.post("/stop_profile").status_code == 200
 
 
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_made(server: EchoServer, root: Path) -> None:
     (root / "file").write_text("")
     refused = server.http.post("/start_profile", json={"output_dir": "file"})
     assert refused.status_code == 400
-    assert "folder cannot be made" in refused.json()["error"]["message"]
+    assert "folder cannot be created" in refused.json()["error"]["message"]
     generate(server, 1)
 
 

@@ -340,7 +340,7 @@ async def test_a_key_opens_servers_that_ask_for_one() -> None:
 
     with serve() as behind:
         address = f"127.0.0.1:{behind.port}"
-        with pytest.raises(EngineDeadError, match="answers /model_info with 401"):
+        with pytest.raises(EngineDeadError, match="returned status 401 for /model_info"):
             await connect(config(connect=address))
         client = await connect(config(connect=address, api_key="secret"))
         assert client.alive
@@ -406,7 +406,7 @@ def test_a_server_before_another_says_whose_requests_are(tmp_path: Path) -> None
         ("a:70000", "got 'a:70000' in it"),
         ("a:1,a:1", "names a server twice"),
         ("local,a:1,local", "names a server twice"),
-        ("local", "names no other server: local"),
+        ("local", "has no other server: local"),
     ],
 )
 def test_addresses_that_cannot_be_read(text: str, words: str) -> None:

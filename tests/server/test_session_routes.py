@@ -363,7 +363,16 @@ def test_what_is_wrong_with_a_report_is_told_in_a_line(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 6
     for line, words in zip(
-        told, ("cannot be written", "500", "not a report", "not a report", "answer", "answer"), strict=True
+        told,
+        (
+            "cannot be written",
+            "500",
+            "did not return a cache report",
+            "did not return a cache report",
+            "answer",
+            "answer",
+        ),
+        strict=True,
     ):
         assert words in line
         assert line.isprintable()

@@ -355,15 +355,17 @@ def test_every_format_says_what_the_oracle_says(check: Callable[[Case], None], c
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "events"),
     [
-        ("/generate", {"text": PROMPT}),
-        ("/generate", {"text": PROMPT, "incremental_output": True}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
-        ("/v1/completions", {"prompt": PROMPT}),
+        ("/generate", {"text": PROMPT}, "_repeating"),
+        ("/generate", {"text": PROMPT, "incremental_output": True}, "_new_only"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}, "_events"),
+        ("/v1/completions", {"prompt": PROMPT}, "_events"),
     ],
 )
-def test_a_token_passes_two_generators_between_the_wire_and_the_reply(path: str, body: dict[str, Any]) -> None:
+def test_a_token_passes_two_generators_between_the_wire_and_the_reply(
+    path: str, body: dict[str, Any], events: str
+) -> None:
     """Each one more would cost every token a microsecond."""
     case = Case([[97, 98, 99, EOS]], [[1], [1]], [3, 3, 3], [], False, False)
     seen: list[str] = []
@@ -383,7 +385,7 @@ def test_a_token_passes_two_generators_between_the_wire_and_the_reply(path: str,
             sys.set_asyncgen_hooks(*before)
 
     asyncio.run(run())
-    assert sorted(seen) == ["AsyncEngineClient.generate", "_events"]
+    assert sorted(seen) == ["AsyncEngineClient.generate", events]
 
 
 async def test_a_long_event_is_given_to_its_connection_a_slice_at_a_time() -> None:

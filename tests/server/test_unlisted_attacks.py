@@ -224,8 +224,8 @@ def test_prompts_that_are_echoed_have_a_length_with_all_their_repetitions(server
         for stream in (False, True):
             error = refused(server, "/v1/completions", json.dumps({**body, "n": 11, "stream": stream}).encode())
             assert error["param"] == "echo"
-            assert "asks for 11000 characters" in error["message"]
-            assert f"the limit of one answer is {small}" in error["message"]
+            assert "would repeat 11000 characters" in error["message"]
+            assert f"the limit of one response is {small}" in error["message"]
         assert server.http.post("/v1/completions", json={**body, "n": 11, "echo": False}).status_code == 200
 
 
@@ -273,10 +273,7 @@ def test_the_logprobs_of_all_prompts_of_an_answer_have_a_number(
     grown = {**body, "n": 3} if wanted == "of outputs" else {**body, "prompt": ["a" * 49] * 3}
     error = refused(fake_model, path, json.dumps(grown).encode())
     assert error["param"] == "logprobs"
-    assert (
-        "logprobs asks for more than 400 logprobs, which are the limit of one answer (--max-logprobs-per-response)"
-        in error["message"]
-    )
+    assert "the request asks for more than 400 logprobs, the limit of one response" in error["message"]
     assert len(fake_model.events(path, grown)) >= 3  # what streams is not held
     wait_for(lambda: not fake_model.context.in_flight)
 

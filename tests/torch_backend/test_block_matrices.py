@@ -205,7 +205,7 @@ def test_kernels_that_multiply_wrongly_are_not_believed(
             assert not products.work(BlockFormat.FOUR_BITS, gated=False), name
             assert not products.work(BlockFormat.FOUR_BITS, gated=False)
         (message,) = caplog.messages
-        assert message.endswith("wrong on this machine")
+        assert message.endswith("wrong results on this machine")
         caplog.clear()
 
 

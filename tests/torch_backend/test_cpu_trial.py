@@ -50,7 +50,7 @@ def test_what_was_compiled_is_found_again(folder: Path, caplog: pytest.LogCaptur
     assert isinstance(kernels.operations, CpuOperations)
     assert files(folder) == before
     (message,) = caplog.messages
-    assert message.startswith("CPU kernels for torch.float32, ready after ")
+    assert message.startswith("CPU kernels for torch.float32 ready after ")
 
 
 def test_pages_that_are_not_contiguous_are_refused(folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: 
 
 def test_without_numba(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_trial, "find_spec", lambda name: None)
-    with pytest.raises(CpuKernelsError, match=r"numba, .*, is not installed: pip install -e '\.\[torch\]'"):
+    with pytest.raises(CpuKernelsError, match=r"need numba, which is not installed: pip install -e '\.\[torch\]'"):
         make_cpu_kernels(FORM, folder)
 
 
@@ -140,7 +140,7 @@ def test_kernels_that_compute_wrongly_are_not_believed(
         return tuple(part * wrong for part in found) if isinstance(found, tuple) else found * wrong
 
     monkeypatch.setattr(kernels, method, scaled)
-    with pytest.raises(CpuKernelsError, match=rf"wrong on this machine \({what}\)"):
+    with pytest.raises(CpuKernelsError, match=rf"wrong results on this machine \({what}\)"):
         make_cpu_kernels(FORM, folder)
 
 
@@ -154,7 +154,7 @@ def test_a_torch_without_openmp_runs_them_on_one_thread(
             make_cpu_kernels(FORM, folder)
     finally:
         team.openmp_parallel.cache_clear()
-    assert caplog.messages[0] == "CPU kernels run on one thread: this torch is built without OpenMP"
+    assert caplog.messages[0] == "CPU kernels run on one thread: this torch was built without OpenMP"
     assert len([message for message in caplog.messages if "one thread" in message]) == 1
 
 

@@ -70,7 +70,7 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do(
 ) -> None:
     gpus()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ConfigError, match=r"device cuda was asked for, but torch \S+ sees no CUDA GPU.*--device cpu"):
+    with pytest.raises(ConfigError, match=r"device cuda was given, but torch \S+ sees no CUDA GPU.*--device cpu"):
         select_device(Device.CUDA)
     with pytest.raises(ConfigError, match=r"no NVIDIA driver is loaded \(there is no /dev/nvidia0\)"):
         select_device(Device.CUDA)
@@ -91,7 +91,7 @@ class TestAGpuThatTorchCannotUse:
         message = f"this machine has an NVIDIA GPU, but torch .* sees no CUDA GPU: .*{reason}.*--device cpu"
         with pytest.raises(ConfigError, match=message):
             select_device(Device.AUTO)
-        with pytest.raises(ConfigError, match=f"device cuda was asked for.*{reason}.*--device cpu"):
+        with pytest.raises(ConfigError, match=f"device cuda was given.*{reason}.*--device cpu"):
             select_device(Device.CUDA)
         assert select_device(Device.CPU) == CPU
 
@@ -105,17 +105,17 @@ class TestAGpuThatTorchCannotUse:
 
         monkeypatch.setattr(torch.cuda, "init", refuse)
         self.assert_refused(
-            r"CUDA 13\.0 does not start with the driver 470\.82\.01 \(.* too old .*\)\. Install a driver"
+            r"CUDA 13\.0 does not work with driver 470\.82\.01 \(.* too old .*\)\. Install a newer driver"
         )
 
     def test_with_a_driver_that_shows_no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "init", lambda: None)
-        self.assert_refused(r"finds no device with the driver 470\.82\.01\. Check nvidia-smi")
+        self.assert_refused(r"finds no device with driver 470\.82\.01\. Check nvidia-smi")
 
     def test_without_permission(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Root may open anything, whatever its mode is.
         monkeypatch.setattr("torch_backend.devices.os.access", lambda path, mode: False)
-        self.assert_refused(r"this user may not open \S*nvidia0\. Run as one who may")
+        self.assert_refused(r"this user may not open \S*nvidia0\. Run as a user with access")
 
     @pytest.mark.parametrize("listed", ["", "-1", "-1,0"])
     def test_but_one_that_was_hidden_is_not_there(self, listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ class TestAGpuThatTorchCannotUse:
 
 def test_a_tpu_is_the_other_backends(gpus: Callable[..., None]) -> None:
     gpus((9, 0))
-    with pytest.raises(ConfigError, match=r"device tpu was asked for, .* choose --backend jax"):
+    with pytest.raises(ConfigError, match=r"device tpu is not supported by .* choose --backend jax"):
         select_device(Device.TPU)
 
 
@@ -146,7 +146,7 @@ def test_a_tpu_is_the_other_backends(gpus: Callable[..., None]) -> None:
 def test_each_rank_has_a_gpu_of_its_own(gpus: Callable[..., None], wanted: Device) -> None:
     gpus((9, 0), (8, 0))
     assert [select_device(wanted, rank) for rank in (0, 1)] == [torch.device("cuda:0"), torch.device("cuda:1")]
-    with pytest.raises(ConfigError, match="tp_size needs GPU number 2, and torch sees 2"):
+    with pytest.raises(ConfigError, match="tp_size needs GPU number 2, but torch sees only 2"):
         select_device(wanted, 2)
 
 
@@ -223,8 +223,8 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            ({"dtype": torch.float16, "kv_dtype": torch.float16}, "not with torch.float16"),
-            ({"kv_dtype": torch.float8_e4m3fn}, "not with torch.float32, torch.float8_e4m3fn"),
+            ({"dtype": torch.float16, "kv_dtype": torch.float16}, "not torch.float16"),
+            ({"kv_dtype": torch.float8_e4m3fn}, "not torch.float32, torch.float8_e4m3fn"),
             ({"heads": (HeadForm(33, 2),)}, "float32 and 33$"),
         ],
         ids=["float16", "float8 pages", "odd heads"],

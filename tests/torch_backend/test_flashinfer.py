@@ -186,7 +186,7 @@ def test_decode_steps_with_padding_and_layers_of_several_forms(attention: FlashI
 
 def test_sinks_are_refused(attention: FlashInferAttention) -> None:
     step = make_step(Case(kv_lens=(5,), query_lens=(1,), num_decode=1, dtype=torch.bfloat16, sinks=True))
-    with pytest.raises(ValueError, match="flashinfer knows no attention sinks: choose triton"):
+    with pytest.raises(ValueError, match="flashinfer does not support attention sinks: choose triton"):
         attention.prepare(step.batch)(step.queries, step.kv, step.options)
 
 

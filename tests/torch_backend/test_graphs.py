@@ -507,13 +507,13 @@ def test_steps_with_prompts_that_read_lengths_on_the_host_are_not_captured() -> 
     ("keeps_states", "states", "algorithm", "reason"),
     [
         (False, NativeStates(), SpeculativeAlgorithm.NONE, None),
-        (False, NativeStates(), SpeculativeAlgorithm.NGRAM, "not with speculative_algorithm ngram"),
+        (False, NativeStates(), SpeculativeAlgorithm.NGRAM, "not supported with speculative_algorithm ngram"),
         (True, TritonStates(), SpeculativeAlgorithm.NONE, None),
         (
             True,
             NativeStates(),
             SpeculativeAlgorithm.NONE,
-            "layers that keep a recurrent state read lengths on the host",
+            "layers with a recurrent state read lengths on the host",
         ),
     ],
 )

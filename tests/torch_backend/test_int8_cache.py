@@ -130,7 +130,7 @@ def test_keys_that_are_not_finite_are_told_by_layer(folder: Path, monkeypatch: p
 
 def test_float8_keys_and_sage_do_not_go_together(folder: Path) -> None:
     config = options(folder, kv_cache_dtype=KVCacheDtype.FLOAT8_E4M3, **SAGE)
-    with pytest.raises(ConfigError, match="sage keeps keys in int8, so that kv_cache_dtype must be auto or int8"):
+    with pytest.raises(ConfigError, match="sage stores keys in int8: kv_cache_dtype must be auto or int8"):
         create_runner(config, open_checkpoint(config.model_path, config.load_format, seed=0))
 
 
@@ -160,7 +160,7 @@ def test_means_of_the_checkpoint_take_the_place_of_calibrated_ones(
     add_tensors(folder, means)
     with caplog.at_level(logging.INFO):
         assert np.array_equal(logprobs_of(folder), own)
-    assert "The means of keys are the checkpoint's" in caplog.messages
+    assert "Using the checkpoint's means of keys" in caplog.messages
     add_tensors(folder, {name: mean + 0.5 for name, mean in means.items()})
     other = logprobs_of(folder)
     assert not np.array_equal(other, own)
@@ -180,7 +180,7 @@ def logprobs_of(folder: Path) -> np.ndarray:
 @pytest.mark.parametrize(
     ("shape", "layers", "told"),
     [
-        ((KV_HEADS, HEAD_DIM), (0,), r"missing: model.layers.1.self_attn.k_mean \(other means of keys are there\)"),
+        ((KV_HEADS, HEAD_DIM), (0,), r"missing: model.layers.1.self_attn.k_mean \(other means of keys are present\)"),
         ((KV_HEADS,), (0, 1), r"misshapen: model.layers.0.self_attn.k_mean is \(2,\), it must be \(2, 32\)"),
     ],
 )

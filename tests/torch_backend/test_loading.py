@@ -141,9 +141,9 @@ def test_a_float8_cache_takes_a_quarter_of_the_memory(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_length": 600}, "context_length 600 is beyond the 512 positions"),
-        ({"device": Device.TPU}, "device tpu was asked for, and the torch backend runs on cuda or cpu"),
-        ({"device": Device.CUDA}, "device cuda was asked for, but torch .* sees no CUDA GPU"),
+        ({"context_length": 600}, "context_length 600 exceeds the model's maximum of 512 positions"),
+        ({"device": Device.TPU}, "device tpu is not supported by the torch backend, which runs on cuda or cpu"),
+        ({"device": Device.CUDA}, "device cuda was given, but torch .* sees no CUDA GPU"),
         ({"max_total_tokens": 10**10}, "max_total_tokens 10000000000 needs"),
         (
             {"attention_backend": AttentionBackend.TRITON},

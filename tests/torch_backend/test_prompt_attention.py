@@ -122,7 +122,7 @@ def test_a_kernel_that_computes_wrongly_is_not_believed(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CpuPrompts, "attend_into", scaled)
     form = CpuForm(torch.bfloat16, torch.bfloat16, (HeadForm(64, 2),))
-    with pytest.raises(CpuKernelsError, match=r"wrong on this machine \(attention of prompts\)"):
+    with pytest.raises(CpuKernelsError, match=r"wrong results on this machine \(attention of prompts\)"):
         make_cpu_kernels(form, EngineConfig().cache_folder())
 
 

@@ -174,9 +174,9 @@ class Alone:
         (
             StandIn(fails_at="rendezvous"),
             True,
-            "NCCL, since the GPUs cannot read each other's memory: rendezvous is not",
+            "NCCL, because the GPUs cannot read each other's memory: rendezvous is not",
         ),
-        (StandIn(), False, "Sums over ranks: NCCL, as --disable-custom-all-reduce asks"),
+        (StandIn(), False, "Sums over ranks: NCCL, because of --disable-custom-all-reduce"),
     ],
 )
 def test_the_log_says_who_adds_up_and_why(

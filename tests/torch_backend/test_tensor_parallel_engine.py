@@ -175,7 +175,7 @@ def test_a_group_that_the_program_has_already_is_left_alone(folder: Path, tmp_pa
     meeting_point = f"file://{tmp_path / 'own'}"
     torch.distributed.init_process_group("gloo", init_method=meeting_point, rank=0, world_size=1)
     try:
-        with pytest.raises(ConfigError, match="which this process uses already"):
+        with pytest.raises(ConfigError, match="which this process already uses"):
             Engine(config=config(folder, tp_size=2))
         assert torch.distributed.is_initialized()
     finally:

@@ -238,7 +238,7 @@ def test_what_the_kernels_do_not_know_is_an_error(change: dict[str, float], mess
 
 def test_shapes_that_the_kernels_do_not_know_are_errors() -> None:
     step = make_step(replace(SHORT, kv_heads=2, group=2))
-    with pytest.raises(ValueError, match="3 query heads cannot be shared out among 2 kv heads"):
+    with pytest.raises(ValueError, match="3 query heads cannot be divided among 2 kv heads"):
         attend(replace(step, queries=step.queries[:, :3].contiguous()))
     with pytest.raises(ValueError, match="must be contiguous"):
         attend(replace(step, queries=step.queries.transpose(1, 2).contiguous().transpose(1, 2)))

@@ -175,4 +175,4 @@ class TestPacking:
         monkeypatch.setattr(PackedMatrix, "multiply_then_silu", lambda matrix, x: right(matrix, x) * 1.2)
         with caplog.at_level(logging.WARNING, logger="torch_backend"):
             assert not packing_works(torch.float32)
-        assert "multiplies wrongly" in caplog.text
+        assert "computes wrong products" in caplog.text

@@ -86,7 +86,7 @@ def test_the_environment_of_gke_wins(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_slice_that_is_not_its_nodes_is_refused(tmp_path: Path) -> None:
     attributes = {"accelerator-type": "v6e-16", "worker-network-endpoints": "10.0.0.1,10.0.0.2"}
-    with pytest.raises(ConfigError, match=r"v6e-16, with 16 v6e chips; its nodes have 8 v6e chips"):
+    with pytest.raises(ConfigError, match=r"v6e-16, with 16 v6e chips, but its nodes have 8 v6e chips"):
         detect_machine(NO_ENVIRONMENT, attributes.get, pci_bus(tmp_path, V6E, 4))
 
 
@@ -114,7 +114,7 @@ def test_weights_beyond_the_memory_are_refused() -> None:
 
 
 def test_nodes_that_would_stand_idle_are_refused() -> None:
-    with pytest.raises(ConfigError, match="can be spread over 4"):
+    with pytest.raises(ConfigError, match="the model can use 4"):
         choose(machine_of("v6e:4x4", nodes=4), small_config(vocab_size=96))
 
 
@@ -158,11 +158,11 @@ def test_replicas_divide_the_slice(machine: Machine, replicas: int, tp: int) -> 
 @pytest.mark.parametrize(
     ("machine", "options", "words"),
     [
-        (V6E_16, {"replicas": 2}, "has 4 nodes, and each replica lies on one .* a multiple of 4, got 2"),
+        (V6E_16, {"replicas": 2}, "has 4 nodes, and each replica runs on one .* a multiple of 4, got 2"),
         (V6E_16, {"replicas": 12}, "16 devices of v6e:4x4 cannot be divided among 12 replicas"),
         (machine_of("v6e:2x2"), {"replicas": 3}, "4 devices of v6e:2x2 cannot be divided among 3 replicas"),
         (V6E_16, {"replicas": 4, "tp": 8}, "--tp-size 8 is more than the 4 devices of each of 4 replicas"),
-        (V6E_16, {"tp": 4}, "choose a smaller slice, or --dp-size 4, a replica on each node"),
+        (V6E_16, {"tp": 4}, "choose a smaller slice, or --dp-size 4, one replica per node"),
     ],
 )
 def test_slices_that_cannot_be_divided_so_are_refused(machine: Machine, options: dict[str, int], words: str) -> None:

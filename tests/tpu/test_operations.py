@@ -162,7 +162,7 @@ def test_loops_count_as_often_as_they_run_and_branches_not_at_all() -> None:
     assert (permute.count, permute.bytes, permute.in_layers) == (4, 4 * 8 * 4 * 2, True)
     warnings = estimate.warnings("decode 8", 1e9)
     assert warnings[0] == (
-        "'decode 8' puts layers.0.qkv into another layout at every step: bf16[4,48], 1 us "
+        "'decode 8' converts layers.0.qkv to another layout at every step: bf16[4,48], 1 us "
         "(sglang_jax/layers/parameter.py:52)"
     )
     assert len(warnings) == 4

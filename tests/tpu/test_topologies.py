@@ -38,8 +38,8 @@ def test_a_name_means_a_slice(name: str, libtpu: str, chips: int, devices: int, 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h100:8", "is not known"),
-        ("v6e", "is not known"),
+        ("h100:8", "unknown topology"),
+        ("v6e", "unknown topology"),
         ("v6e:2x2x1", "has 2 dimensions, as in v6e:2x4"),
         ("v5p:2x2", "has 3 dimensions, as in v5p:2x2x1"),
         ("v6e:0x4", "has 2 dimensions"),

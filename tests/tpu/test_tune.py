@@ -103,7 +103,7 @@ def test_the_cheapest_that_compiles_is_chosen(capsys: pytest.CaptureFixture[str]
         ["16", "x", "1024", "does", "not", "compile"],
         ["16", "x", "2048", "4"],
     ]
-    with pytest.raises(ConfigError, match="no sizes of blocks compile for decode on v6e"):
+    with pytest.raises(ConfigError, match="no block sizes compile for decode on v6e"):
         chosen(None, None)
 
 
@@ -261,11 +261,11 @@ def test_so_few_heads_that_no_loop_over_them_is_left() -> None:
     ("arguments", "message"),
     [
         (("--by", "schedule"), "--by schedule needs --chip"),
-        (("--by", "device", "--chip", "v6e"), "--chip is for --by schedule"),
+        (("--by", "device", "--chip", "v6e"), "--chip is only for --by schedule"),
         (("--chip", "v9"), "'v9' is not one of"),
         (("--chip", "v6e", "--page-size", "48"), "page_size must be a power of two, got 48"),
         (("--chip", "v6e", "--tp", "3"), "4 heads and 2 kv heads cannot be spread over 3 devices"),
-        (("--by", "device"), "sizes are timed on a TPU, and JAX sees a cpu"),
+        (("--by", "device"), "--by device needs a TPU, but JAX sees a cpu"),
     ],
 )
 def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -57,7 +57,7 @@ class CpuAttention:
             )
         decode = self._decode[form]
         if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
-            raise ValueError("pages must be contiguous: CPU attention reads them by their address")
+            raise ValueError("pages must be contiguous: CPU attention reads them by address")
         queries = queries.contiguous()
         output = torch.empty_like(queries)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()

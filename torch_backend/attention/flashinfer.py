@@ -30,7 +30,7 @@ def check_form(dtype: torch.dtype, kv_dtype: torch.dtype, heads: Sequence[HeadFo
         raise ConfigError(f"attention_backend flashinfer needs dtype bfloat16 or float16, got {_name(dtype)}")
     if kv_dtype != dtype:
         raise ConfigError(
-            "attention_backend flashinfer reads keys and values as activations are, and knows no scale of each head: "
+            "attention_backend flashinfer needs keys and values in the dtype of activations, without scales: "
             f"kv_cache_dtype must be auto, got keys in {_name(kv_dtype)}"
         )
     for head_dim in sorted({form.head_dim for form in heads} - set(_HEAD_DIMS)):
@@ -108,7 +108,7 @@ class FlashInferStep:
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         """See `StepAttention`. Raises `ValueError` for sinks, which its kernels have not on every chip."""
         if options.sinks is not None:
-            raise ValueError("attention_backend flashinfer knows no attention sinks: choose triton")
+            raise ValueError("attention_backend flashinfer does not support attention sinks: choose triton")
         _, heads, head_dim = queries.shape
         _, kv_heads, page_size, _ = kv.keys.shape
         form = _Form(heads, kv_heads, head_dim, page_size, queries.dtype, options)

@@ -62,15 +62,15 @@ def _for_inference(model: PreTrainedModel) -> PreTrainedModel:
 def _refuse(config: PreTrainedConfig) -> None:
     kind, values = config.model_type, config.to_dict()
     if config.is_encoder_decoder:
-        raise refused(kind, "it has an encoder, and the scheduler knows decoders alone")
+        raise refused(kind, "it has an encoder; only decoder models are supported")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise refused(kind, "transformers has no causal language model of it")
+        raise refused(kind, "transformers has no causal language model of this type")
     for name in _EXPERTS:
         if isinstance(values.get(name), int) and values[name] > 1:
             raise refused(
                 kind,
-                f"it is a mixture of experts ({name} {values[name]}), whose choice depends on data: a trace of it "
-                "would compute every expert for every token, or one choice for all",
+                f"it is a mixture of experts ({name} {values[name]}). The choice of experts depends on data, so a "
+                "trace would compute every expert for every token, or the same experts for all tokens",
             )
 
 
@@ -83,7 +83,7 @@ def _from_config(config: PreTrainedConfig, dtype: torch.dtype, implementation: s
         )
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         if error.args == (_TRACED,):  # it looks up a class of its own for each implementation
-            reason = "its attention does not go through transformers' attention interface"
+            reason = "its attention does not use transformers' attention interface"
         else:
             reason = f"transformers cannot build it: {cut(' '.join(str(error).split()))}"
         raise refused(config.model_type, reason) from error
@@ -110,16 +110,18 @@ def _traced_attention(
     where = f"attention in {type(module).__name__}"
     kind = own["config"].model_type if "config" in own else type(module).__name__
     if not (own.get("is_causal", True) if is_causal is None else is_causal):
-        raise refused(kind, f"{where} is not causal: an encoder's")
+        raise refused(kind, f"{where} is not causal")
     if attention_mask is not None:
-        raise refused(kind, f"{where} has a mask of its own")
+        raise refused(kind, f"{where} has a custom mask")
     if "layer_idx" not in own:
-        raise refused(kind, f"{where} does not know the number of its layer")
+        raise refused(kind, f"{where} has no layer_idx")
     strange = [name for name, given in further.items() if _is_tensor(given) and name not in _SAYS_NOTHING_NEW]
     if strange:
-        raise refused(kind, f"{where} is given {', '.join(strange)}, which pages know nothing of")
+        raise refused(kind, f"{where} has the arguments {', '.join(strange)}, which paged attention does not support")
     if query.shape[-1] != value.shape[-1]:
-        raise refused(kind, f"{where} has keys of {query.shape[-1]} numbers and values of {value.shape[-1]}")
+        raise refused(
+            kind, f"{where} has keys of size {query.shape[-1]} and values of size {value.shape[-1]}; they must be equal"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     by_token = (each.transpose(1, 2) for each in (query, key, value))
     return attention(*by_token, s_aux, own["layer_idx"], scale, sliding_window, softcap), None

@@ -90,9 +90,10 @@ class PassManager:
         few = [each for each in counts if each.found < each.expected]
         if few:
             raise ConfigError(
-                f"model_impl transformers: the pass {few[0].name.value} found {few[0].found} places in "
-                f"{program.model_type}, whose modules imply {few[0].expected}: this release of transformers writes the "
-                "model in another way than the pass knows. --compile-passes without it serves the model, slower"
+                f"model_impl transformers: the pass {few[0].name.value} found {few[0].found} matches in "
+                f"{program.model_type}, but its modules imply {few[0].expected}: this release of transformers "
+                "implements "
+                "the model differently. Leave the pass out of --compile-passes to serve the model without it, slower"
             )
         return tuple(counts)
 

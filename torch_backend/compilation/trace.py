@@ -67,7 +67,7 @@ def trace(model: PreTrainedModel) -> Program:
         with torch.no_grad():
             traced = make_fx(run, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
     except _DEPENDS_ON_DATA as error:
-        raise refused(kind, f"what it computes depends on data: {_first_line(error)}{_place(error)}") from error
+        raise refused(kind, f"its computation depends on data: {_first_line(error)}{_place(error)}") from error
     except ConfigError:
         raise  # what attention refused while it was traced
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, LookupError) as error:
@@ -114,7 +114,9 @@ def _check_guards(shapes: ShapeEnv, kind: str) -> None:
         for count in _TRIED_TOKENS:
             found = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, count))
             if found is sympy.false:
-                raise refused(kind, f"its code takes another path where {sympy.Not(guard.expr)}, as for {count} tokens")
+                raise refused(
+                    kind, f"its code takes another path if {sympy.Not(guard.expr)}, for example with {count} tokens"
+                )
 
 
 def _cut(
@@ -130,7 +132,7 @@ def _cut(
     names = dict(zip(placeholders[2:], [*parameters, *buffers], strict=True))
     marks = list(calls(traced.graph, HIDDEN_STATES))
     if len(marks) != 1:
-        raise refused(kind, f"its body gives hidden states {len(marks)} times, and not once")
+        raise refused(kind, f"its body returns hidden states {len(marks)} times instead of once")
     (result,) = (node for node in traced.graph.nodes if node.op == "output")
     behind = _depends_on(marks[0])
     graphs = []

@@ -194,7 +194,7 @@ def check_sites(program: Program, config: ModelConfig) -> None:
         if site is None or strange:
             raise refused(
                 program.model_type,
-                f"attention is computed in layers {sorted(program.sites)}, and its config has {config.num_layers}",
+                f"attention is computed in layers {sorted(program.sites)}, but the config has {config.num_layers}",
             )
         window = site.options.window
         # A window that no sequence outgrows changes nothing.
@@ -204,5 +204,5 @@ def check_sites(program: Program, config: ModelConfig) -> None:
         if found != wanted:
             raise refused(
                 program.model_type,
-                f"layer {number} has heads, kv heads, head size and window {found}, and its config says {wanted}",
+                f"layer {number} has heads, kv heads, head size and window {found}, but the config says {wanted}",
             )

@@ -60,12 +60,12 @@ def check_twin(values: Mapping[str, Any], manager: PassManager, dump: Path | Non
     difference = _compare(eager, _rewritten(config, weights, manager, dump))
     if not difference < _TOLERANCE:
         raise ConfigError(
-            f"model_impl transformers: a tiny {config.model_type}, rewritten as this model would be, differs from "
-            f"transformers by {difference:.2g} of its largest logit ({_TOLERANCE:g} is allowed): it would serve wrong "
-            "outputs. --compile-passes none tells whether a pass is at fault, --dump-graphs DIR shows what each did"
+            f"model_impl transformers: a tiny {config.model_type}, rewritten like this model, differs from "
+            f"transformers by {difference:.2g} of its largest logit (limit {_TOLERANCE:g}), so outputs would be "
+            "wrong. Try --compile-passes none to find out whether a pass causes it; --dump-graphs DIR shows each pass"
         )
     logger.info(
-        "A tiny %s, rewritten in the same way, is within %.1g of transformers (%.1f s)",
+        "A tiny %s, rewritten in the same way, differs from transformers by at most %.1g (%.1f s)",
         config.model_type,
         difference,
         time.perf_counter() - begin,

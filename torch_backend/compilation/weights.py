@@ -49,7 +49,7 @@ class CheckpointWeights:
             names[name] = found
             if reader.shape(found) != tuple(parameter.shape):
                 raise CheckpointError(
-                    f"{found} is {reader.shape(found)} in the checkpoint, and {tuple(parameter.shape)} in the model"
+                    f"{found} is {reader.shape(found)} in the checkpoint, but {tuple(parameter.shape)} in the model"
                 )
         if missing:
             raise CheckpointError(f"the checkpoint lacks tensors of the model: {_told(missing)}")
@@ -58,7 +58,7 @@ class CheckpointWeights:
         ignored = [re.compile(each) for each in (*_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()))]
         extra = {name for name in extra if not any(pattern.search(name) for pattern in ignored)}
         if extra:
-            raise CheckpointError(f"the checkpoint has tensors that the model does not: {_told(sorted(extra))}")
+            raise CheckpointError(f"the checkpoint has tensors that the model does not have: {_told(sorted(extra))}")
         _read_buffers(model, reader, there)
         return cls(reader, names)
 
@@ -135,7 +135,7 @@ def _read_buffers(model: PreTrainedModel, reader: TensorReader, there: Mapping[s
             continue
         if reader.shape(found) != tuple(buffer.shape):
             raise CheckpointError(
-                f"{found} is {reader.shape(found)} in the checkpoint, and {tuple(buffer.shape)} in the model"
+                f"{found} is {reader.shape(found)} in the checkpoint, but {tuple(buffer.shape)} in the model"
             )
         buffer.copy_(torch.from_numpy(np.array(reader.read(found), dtype=np.float32)))
 

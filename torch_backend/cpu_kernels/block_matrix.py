@@ -39,7 +39,9 @@ class BlockProducts:
             try:
                 self._found[key] = self._right(form, gated)
             except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
-                logger.info("Blocks of %d bits are widened: numba cannot compile their product (%s)", form.value, error)
+                logger.info(
+                    "Blocks of %d bits are dequantised: numba cannot compile their product (%s)", form.value, error
+                )
                 self._found[key] = False
         return self._found[key]
 
@@ -60,7 +62,9 @@ class BlockProducts:
             allowed = 2 * torch.finfo(torch.bfloat16).eps * (1 + exact.abs().max())
             if not bool((found.double() - exact).abs().max() <= allowed):
                 logger.warning(
-                    "Blocks of %d bits are widened: the kernel of their product is wrong on this machine", form.value
+                    "Blocks of %d bits are dequantised: the kernel of their product computes wrong results on this "
+                    "machine",
+                    form.value,
                 )
                 return False
         return True

@@ -72,7 +72,7 @@ class CpuOperations:
     ) -> torch.Tensor:
         """See `Operations`. The pages are of the type of `qkv`."""
         if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
-            raise ValueError("pages must be contiguous: what is written to a copy of them would be lost")
+            raise ValueError("pages must be contiguous: writes to a copy of them would be lost")
         qkv, keys, values = self._own(qkv), self._own(kv.keys), self._own(kv.values)
         if norms is not None and norms.query.dtype is not self._dtype:
             return self._native.rotate_and_write(qkv, rotation, norms, kv, write_slots)

@@ -74,5 +74,5 @@ def openmp_parallel() -> ctypes._FuncPointer | None:
             logger.info("CPU kernels run on one thread: torch's OpenMP is not available (%s)", error)
             return None
         return _Parallel(ctypes.cast(function, ctypes.c_void_p).value or 0)
-    logger.info("CPU kernels run on one thread: this torch is built without OpenMP")
+    logger.info("CPU kernels run on one thread: this torch was built without OpenMP")
     return None

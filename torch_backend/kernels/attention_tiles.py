@@ -42,7 +42,7 @@ def check_options(queries: torch.Tensor, keys: torch.Tensor, options: AttentionO
     """Raises `ValueError` for what the kernels would get wrong without a word."""
     heads, kv_heads = queries.shape[1], keys.shape[1]
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot be shared out among {kv_heads} kv heads")
+        raise ValueError(f"{heads} query heads cannot be divided among {kv_heads} kv heads")
     if options.scale <= 0:
         raise ValueError(f"the scale of scores must be positive, not {options.scale}")
     if options.window is not None and options.window < 1:

@@ -64,11 +64,15 @@ def packing_works(dtype: torch.dtype) -> bool:
             (packed.multiply_then_scale(x, gate), exact * gate.double()),
         ]
     except (AttributeError, RuntimeError, TypeError) as error:
-        logger.info("Plain matrices of %s: torch %s cannot pack them (%s)", dtype, torch.__version__, error)
+        logger.info("Matrices of %s are not packed: torch %s cannot pack them (%s)", dtype, torch.__version__, error)
         return False
     for found, expected in pairs:
         allowed = 4 * torch.finfo(dtype).eps * (1 + expected.abs().max())
         if found.dtype != dtype or not bool((found.double() - expected).abs().max() <= allowed):
-            logger.warning("Plain matrices of %s: torch %s multiplies wrongly by packed ones", dtype, torch.__version__)
+            logger.warning(
+                "Matrices of %s are not packed: torch %s computes wrong products with packed ones",
+                dtype,
+                torch.__version__,
+            )
             return False
     return True

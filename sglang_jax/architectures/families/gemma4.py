@@ -117,8 +117,8 @@ def _refuse_unsupported(fields: JsonFields) -> None:
     size = fields.count_or("hidden_size_per_layer_input", 256)
     if size:
         raise CheckpointError(
-            f"{fields.file}: hidden_size_per_layer_input is {size} (256 if it is not given): embeddings of each layer "
-            "are not supported; models without them (0) are"
+            f"{fields.file}: hidden_size_per_layer_input is {size} (default 256), but per-layer embeddings are not "
+            "supported; use a model without them (0)"
         )
     for harmless in ("use_double_wide_mlp", "vocab_size_per_layer_input"):  # of what is refused here
         fields.value(harmless)

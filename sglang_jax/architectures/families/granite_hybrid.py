@@ -21,8 +21,8 @@ def configure(fields: JsonFields) -> ModelConfig:
     experts = fields.count_or("num_local_experts", 8)
     if experts:
         raise CheckpointError(
-            f"{fields.file}: num_local_experts is {experts}: of hybrid Granite models only dense ones are supported, "
-            "which have none"
+            f"{fields.file}: num_local_experts is {experts}; only dense hybrid Granite models are supported, without "
+            "experts (0)"
         )
     common = CommonFields.read(fields, _DEFAULTS)
     norm = common.norm()

@@ -87,13 +87,13 @@ def _kinds(fields: JsonFields) -> list[str]:
         seen = ", ".join(map(shown, unknown)) or f"{len(found)} entries for {count} layers"
         raise CheckpointError(
             f"{fields.file}: layers_block_type (or hybrid_override_pattern) has {seen}; supported: {_MAMBA} (M), "
-            f"{_ATTENTION} (*) or {_FEED_FORWARD} (-) for each layer, {MOST_LAYERS} at most"
+            f"{_ATTENTION} (*) or {_FEED_FORWARD} (-) for each layer, at most {MOST_LAYERS}"
         )
     kinds = [_SPELLINGS[one] for one in found]
     if _EXPERTS in kinds:
         raise CheckpointError(
-            f"{fields.file}: layer {kinds.index(_EXPERTS)} has experts: of Nemotron-H only dense models are supported, "
-            "which have none"
+            f"{fields.file}: layer {kinds.index(_EXPERTS)} has experts; only dense Nemotron-H models are supported, "
+            "without experts"
         )
     return kinds
 

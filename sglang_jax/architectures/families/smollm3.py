@@ -49,8 +49,8 @@ def _rotated_layers(common: CommonFields) -> list[bool]:
         return [bool((number + 1) % every) for number in range(common.num_layers)]
     if len(given) < common.num_layers:
         raise CheckpointError(
-            f"{fields.file}: no_rope_layers has {len(given)} entries, one for each of {common.num_layers} layers is "
-            "needed"
+            f"{fields.file}: no_rope_layers has {len(given)} entries, it must have one for each of "
+            f"{common.num_layers} layers"
         )
     return [bool(rotates) for rotates in given[: common.num_layers]]
 

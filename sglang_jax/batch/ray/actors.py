@@ -150,9 +150,9 @@ class _InferenceActor:
         task = ray.get_runtime_context().get_task_id()
         with self._attempts.of(f"{task}-{hashlib.sha256(key).hexdigest()}") as attempt:
             if attempt > 1:
-                logger.warning("A batch of %d rows is started for the %dth time", len(lines), attempt)
+                logger.warning("Starting a batch of %d rows for the %dth time", len(lines), attempt)
             if attempt > self._max_retries + 1:
-                message = f"the actor or its node was lost each of the {attempt - 1} times that this batch was begun"
+                message = f"the actor or its node was lost each of the {attempt - 1} times that this batch was started"
                 return [failed(line, "replica_lost", message) for line in lines]
             with _leaving_without_engine():
                 return self._engine.answer(lines)
@@ -179,7 +179,7 @@ def _leaving_without_engine() -> Iterator[None]:
 def _leave(reason: str) -> NoReturn:
     """Ends this process, so that Ray starts the actor again, which may be elsewhere, and gives it the rows. Leaving
     through Ray would be for good, and an error would end the job."""
-    logger.critical("This actor ends: %s", reason)
+    logger.critical("Ending this actor: %s", reason)
     logging.shutdown()
     sys.stderr.flush()
     os._exit(1)

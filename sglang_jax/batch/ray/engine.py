@@ -157,7 +157,7 @@ class LocalEngine:
         elif self._queue.lose(index, job):
             return
         else:
-            message = f"the engine was lost each of the {job.losses} times that this line was asked"
+            message = f"the engine was lost each of the {job.losses} times that this line was run"
             answer = failed(line, "engine_dead", message)
         self._queue.finish(index)
         self._waiting.pop(line.number).set_result(answer)

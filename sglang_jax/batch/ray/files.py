@@ -46,7 +46,10 @@ class RequestFiles(FileBasedDatasource):  # type: ignore[misc]  # Ray has no typ
         super().__init__(list(paths))
         formats = {FileFormat.of(PurePosixPath(path)) for path in self._paths()}
         if len(formats) > 1:
-            raise ValueError("some of its files are Parquet, by their names, and some are not")
+            raise ValueError(
+                "all input files must have the same format, but by their names only some are Parquet; run each "
+                "format separately"
+            )
         self._file_format = formats.pop()
         self._number_of = {path: number for number, path in enumerate(sorted(self._paths()))}
 

@@ -88,7 +88,7 @@ class GroupPlacement:
                 for other in tried.values():
                     other.shutdown()
                 return taken.placement_group
-            logger.warning("Waiting for %s; slices that are in use in part: %d", self, len(tried))
+            logger.warning("Waiting for %s; partly used slices: %d", self, len(tried))
 
     def _try_slice(self, version: str, topology: str) -> SlicePlacementGroup | None:
         """A slice whose first node is free, and which is asked for the others; None if there is none for a turn."""
@@ -156,7 +156,7 @@ class GroupKeeper:
     def __init__(self, placement: GroupPlacement, user: ActorHandle) -> None:
         logs.configure(logging.INFO)
         self._placement = placement
-        self._end_after([user.stay.remote()], "whose engine it is has ended")
+        self._end_after([user.stay.remote()], "the engine's driver has ended")
 
     def start(self, config: ServerConfig, asking: Asking, launch: Launch) -> ActorHandle:
         """Reserves nodes and starts the engine. Returns the `NodeActor` that answers. Raises what any node raises."""
@@ -183,7 +183,7 @@ class GroupKeeper:
 
         def wait() -> None:
             ray.wait(calls)
-            logger.info("The nodes are given back: %s", reason)
+            logger.info("Releasing the nodes: %s", reason)
             ray.kill(this)
 
         threading.Thread(target=wait, daemon=True, name=reason).start()

@@ -138,10 +138,10 @@ def _placed(answering: Answering, options: RayOptions) -> Answering:
     if config.nnodes == 1:
         return answering
     if options.max_replicas is None:
-        raise ConfigError(f"nnodes {config.nnodes} needs max_replicas: groups of nodes have no other limit")
+        raise ConfigError(f"nnodes {config.nnodes} needs --max-replicas, the number of such engines")
     needs = node_resources(config, options)
     if "TPU" in needs and options.tpu_slice is None:
-        raise ConfigError(f"nnodes {config.nnodes} on TPUs needs tpu_slice, such as v6e:4x4: nodes of one slice")
+        raise ConfigError(f"nnodes {config.nnodes} on TPUs needs --tpu-slice, such as v6e:4x4")
     on_tpus = "TPU" in needs
     return replace(
         answering,
@@ -206,7 +206,7 @@ def telling_what_is_awaited(
             if short:
                 tell(f"{'Again' if had_an_engine else 'Still'} without an engine {since}. {_lack(needs, nodes)}.")
             elif not had_an_engine:
-                tell(f"Still without an engine {since}. It is starting, or its nodes are in use by others.")
+                tell(f"Still without an engine {since}. It is starting, or other jobs use its nodes.")
 
     watcher = threading.Thread(target=watch, name="sglang-jax-waiting", daemon=True)
     watcher.start()
@@ -226,5 +226,5 @@ def nodes_with(needs: Mapping[str, float]) -> int:
 def _lack(needs: Mapping[str, float], nodes: int) -> str:
     told = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
     if nodes == 1:
-        return f"No node of the cluster has {told}, as an engine needs"
-    return f"An engine needs {nodes} nodes with {told}, and the cluster has {nodes_with(needs)}"
+        return f"No node of the cluster has the {told} that an engine needs"
+    return f"An engine needs {nodes} nodes with {told}, but the cluster has {nodes_with(needs)}"

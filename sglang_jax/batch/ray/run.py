@@ -81,11 +81,16 @@ def run_ray_batch(batch: BatchConfig, options: RayOptions, engine: EngineConfig,
 
 def _refuse(batch: BatchConfig, engine: EngineConfig) -> None:
     if batch.ordered:
-        raise BatchError("--ordered has no meaning with --engine ray, whose answers are many files; sort them by id")
+        raise BatchError(
+            "--ordered is not supported with --engine ray, which writes many files: sort the responses by id"
+        )
     if batch.error_file is not None:
-        raise BatchError(f"--error-file has no meaning with --engine ray: files named *{ERRORS_ENDING} are in --output")
+        raise BatchError(
+            f"--error-file is not supported with --engine ray: failed lines are in files named *{ERRORS_ENDING} in "
+            "--output"
+        )
     if engine.dp_size > 1:
-        raise BatchError(f"--dp-size ({engine.dp_size}) is for one machine; with --engine ray say --min-replicas")
+        raise BatchError(f"--dp-size ({engine.dp_size}) is for one machine: with --engine ray, use --min-replicas")
 
 
 def _connect(options: RayOptions) -> None:
@@ -111,7 +116,7 @@ def _answer(batch: BatchConfig, options: RayOptions, answering: Answering) -> in
     output = _OutputFolder(batch.output, options)
     identity = _identify(requests.files)
     if output.claim(identity, shaping_options(batch, answering.config)):
-        click.echo("All lines were answered before.", err=True)
+        click.echo("All lines are already finished.", err=True)
     else:
         DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
         begin = time.monotonic()
@@ -123,7 +128,7 @@ def _answer(batch: BatchConfig, options: RayOptions, answering: Answering) -> in
             written = output.write(answers)
         click.echo(_summary(written, time.monotonic() - begin), err=True)
     if output.has_errors():
-        click.echo(f"Some lines failed: {batch.output}/*{ERRORS_ENDING} say why", err=True)
+        click.echo(f"Some lines failed: for the reasons see {batch.output}/*{ERRORS_ENDING}", err=True)
         return SOME_FAILED
     return ALL_ANSWERED
 
@@ -179,7 +184,9 @@ class _OutputFolder:
                 check_same(read_manifest(file.readall(), path), manifest, self._location, self._run)
             return self._exists(self._whole)
         if self._listed():
-            raise BatchError(f"{self._location} has files of no run known to {self._run}; choose another --output")
+            raise BatchError(
+                f"{self._location} has files that no run recorded in {self._run} wrote: choose another --output"
+            )
         self._write(path, msgspec.json.format(msgspec.json.encode(manifest)))
         return False
 

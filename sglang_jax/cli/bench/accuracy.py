@@ -36,7 +36,7 @@ class Question(BaseModel):
     def _check(self) -> Question:
         if self.answer >= len(self.choices):
             raise ValueError(
-                f"answer must be from 0 to {len(self.choices) - 1}, the number of a choice, got {self.answer}"
+                f"answer must be the index of a choice, from 0 to {len(self.choices) - 1}, got {self.answer}"
             )
         if not all(self.choices):
             raise ValueError("a choice is empty")

@@ -102,7 +102,7 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
         check_plotting()
     pairs = None if workload.dataset_path is None else read_pairs(workload.dataset_path)
     if pairs is None and load.tokenizer is not None:
-        raise click.UsageError(f"--tokenizer belongs to sharegpt, not to {workload.dataset_name}")
+        raise click.UsageError(f"--tokenizer is only for sharegpt, not for {workload.dataset_name}")
     records, duration = asyncio.run(_measure(load, workload, pairs))
     figures = serving_summary(records, duration)
     click.echo(format_serving(figures))
@@ -178,7 +178,7 @@ async def _vocab_size(client: httpx2.AsyncClient, load: LoadConfig) -> int:
         return len(WORDS)
     info = await call(client, "GET", "/model_info")
     if not isinstance(info, Mapping) or "vocab_size" not in info:
-        raise click.UsageError(f"{load.url}/model_info does not say the size of the vocabulary: give --vocab-size")
+        raise click.UsageError(f"{load.url}/model_info does not contain the vocabulary size: give --vocab-size")
     return int(info["vocab_size"])
 
 

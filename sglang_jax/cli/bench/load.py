@@ -96,7 +96,8 @@ class GenerateDialogue(Dialogue):
     def remember(self, reply: Reply) -> None:
         if len(reply.token_ids) != reply.tokens:
             raise ProtocolError(
-                f"the next turn needs all {reply.tokens} output_ids of this one, the server sent {len(reply.token_ids)}"
+                f"the next turn needs all {reply.tokens} output_ids of this turn, but the server sent "
+                f"{len(reply.token_ids)}"
             )
         self._said += reply.token_ids
 

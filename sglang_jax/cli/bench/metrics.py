@@ -221,8 +221,8 @@ def format_serving(figures: Mapping[str, float | int]) -> str:
         lines.append(f"{title:<24}{cells}")
     if figures["requests_with_itl"] < figures["completed"]:
         lines.append(
-            f"Inter-token latency is of {figures['requests_with_itl']} of {figures['completed']} requests: "
-            "for the others the server did not say how many tokens each chunk held."
+            f"Inter-token latency covers {figures['requests_with_itl']} of {figures['completed']} requests: "
+            "for the others, the server did not send the number of tokens per chunk."
         )
     return "\n".join(lines)
 

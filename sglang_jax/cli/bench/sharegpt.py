@@ -26,8 +26,8 @@ LONGEST = 2048
 """Longer prompts, and those longer with their answers, are left out; `--sharegpt-context-len` replaces both."""
 
 WHERE = (
-    "nothing is downloaded: fetch ShareGPT_V3_unfiltered_cleaned_split.json of the data set "
-    "anon8231489123/ShareGPT_Vicuna_unfiltered from the Hugging Face hub, or take another file of that form"
+    "nothing is downloaded automatically: download ShareGPT_V3_unfiltered_cleaned_split.json of the data set "
+    "anon8231489123/ShareGPT_Vicuna_unfiltered from the Hugging Face hub, or use another file in that format"
 )
 
 
@@ -62,7 +62,7 @@ def read_pairs(file: Path) -> list[Pair]:
     turns = [each.conversations or each.conversation for each in recorded]
     pairs = [Pair(_unicode(said[0].value), _unicode(said[1].value)) for said in turns if len(said) >= 2]
     if not pairs:
-        raise ConfigError(f"--dataset-path {file} has no conversation of two turns")
+        raise ConfigError(f"--dataset-path {file} has no conversation with two turns")
     return pairs
 
 
@@ -92,7 +92,7 @@ def sample_pairs(
             taken.append(Conversation((Turn(tuple(ids), output_len, pairs[index].prompt),)))
     left_out = f"{short} are too short and {long} too long"
     if not taken:
-        raise ConfigError(f"--dataset-path {config.dataset_path} has no conversation to ask: {left_out}")
+        raise ConfigError(f"--dataset-path {config.dataset_path} has no usable conversation: {left_out}")
     fewer = len(taken) < config.num_prompts
     note = f"{len(taken)} prompts instead of {config.num_prompts}: of {len(pairs)} conversations {left_out}"
     return taken, note if fewer else ""

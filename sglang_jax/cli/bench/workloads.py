@@ -96,7 +96,7 @@ class WorkloadConfig(BaseModel):
             datasets = _datasets_of(field)
             if self.dataset_name not in datasets:
                 names = " and ".join(datasets)
-                raise ValueError(f"{flag_name(field)} belongs to {names}, not to {self.dataset_name}")
+                raise ValueError(f"{flag_name(field)} is only for {names}, not for {self.dataset_name}")
         if self.dataset_name is Dataset.SHAREGPT and self.dataset_path is None:
             raise ValueError("--dataset-name sharegpt needs --dataset-path FILE, a ShareGPT file on this machine")
         return self

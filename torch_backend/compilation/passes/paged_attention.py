@@ -32,10 +32,12 @@ def page_attention(program: Program) -> int:
     for node in calls(graph, ATTENTION):
         query, key, values, sinks, layer, *numbers = _arguments(node)
         if layer in program.sites:
-            raise refused(program.model_type, f"layer {layer} attends twice; pages hold the keys of one attention")
+            raise refused(
+                program.model_type, f"layer {layer} computes attention twice; only one attention per layer is supported"
+            )
         learnt = weight_of(sinks)
         if sinks is not None and learnt is None:
-            raise refused(program.model_type, f"layer {layer} has sinks that are no weight: {sinks}")
+            raise refused(program.model_type, f"layer {layer} has sinks that are not a weight: {sinks}")
         program.sites[layer] = AttentionSite(
             heads=int(value(query).shape[2]),
             kv_heads=int(value(key).shape[2]),

@@ -36,7 +36,7 @@ def pallas_attention(
     rows, columns = batch.page_table.shape
     if lanes % _LANES:
         raise ValueError(
-            f"pages for TPU hold heads of a multiple of {_LANES} lanes, got {lanes}: allocate them for TPU"
+            f"pages for TPU must have heads of a multiple of {_LANES} lanes, got {lanes}: allocate them for TPU"
         )
     chip = current_chip()
     shape = Shape(chip, heads, kv_heads, parts, lanes, page_size, str(kv_pages.dtype))

@@ -62,7 +62,7 @@ def chip_of(device_kind: str) -> Chip:
     if device_kind not in _CHIPS:
         known = ", ".join(kind for kind, chip in _CHIPS.items() if chip is not Chip.INTERPRETER)
         raise ConfigError(
-            f"the attention kernels for TPU know {known}, and the device is {device_kind!r}: "
+            f"the TPU attention kernels support {known}, and the device is {device_kind!r}: "
             "choose --attention-backend xla"
         )
     return _CHIPS[device_kind]

@@ -1,0 +1,137 @@
+"""What has come of requests that are not whole is held up to a limit of all together."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
+
+from sglang_jax.errors import RequestError
+from sglang_jax.server import connections, request_body
+from sglang_jax.server.beginnings import Beginnings
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+MOST = 10_000
+
+
+class Client:
+    refusal: RequestError | None = None
+
+    def refuse(self, error: RequestError) -> None:
+        self.refusal = error
+
+
+def test_the_longest_is_refused_and_of_equal_ones_the_oldest() -> None:
+    held, clients = Beginnings(1000, "heads"), [Client() for _ in range(5)]
+    for client, size in zip(clients, (300, 100, 300, 300, 0), strict=True):
+        held.hold(client, size)
+    assert held.num_bytes == 1000
+    held.hold(clients[4], 1)
+    assert [client.refusal is not None for client in clients] == [True, False, False, False, False]
+    assert held.num_bytes == 701
+    assert clients[0].refusal is not None
+    assert "heads of all requests hold 1001 bytes, this one 300; the limit is 1000" in clients[0].refusal.message
+    assert (clients[0].refusal.status, clients[0].refusal.code) == (503, "busy")
+    held.hold(clients[0], 0)  # its connection is closed
+    held.hold(clients[4], 400)
+    assert clients[4].refusal is not None
+    for client in clients:
+        held.hold(client, 0)
+    assert held.num_bytes == 0
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EchoServer]:
+    monkeypatch.setattr(connections, "MOST_OF_HEADS", MOST)
+    monkeypatch.setattr(request_body, "MOST_OF_SMALL_BODIES", MOST)
+    with serve_echo(model_path="echo:0.02") as server:
+        yield server
+
+
+def connect(server: EchoServer, sent: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection.sendall(sent)
+    return connection
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    received = b""
+    while more := connection.recv(65536):
+        received += more
+    return received
+
+
+def refused(connection: socket.socket, what: str) -> None:
+    """It is answered why, and closed."""
+    head, _, body = rest_of(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503")
+    error = json.loads(body)["error"]
+    assert error["code"] == "busy"
+    assert f"unfinished {what} of all requests hold" in error["message"]
+    assert f"the limit is {MOST}" in error["message"]
+    connection.close()
+
+
+def test_heads_that_do_not_end_have_a_size_together(server: EchoServer) -> None:
+    """32 KiB on each of 4,096 connections were 130 MiB, for half a minute."""
+    honest = connect(server, HEAD)
+    first, second = connect(server, HEAD + b"X: " + b"x" * 4000), connect(server, HEAD + b"X: " + b"x" * 4000)
+    behind = connect(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD + b"X: " + b"x" * 5000)
+    received = b""
+    while b"503" not in received:  # the longest, behind a request that is answered
+        received += behind.recv(65536)
+    assert received.startswith(b"HTTP/1.1 200")
+    more = connect(server, HEAD + b"X: " + b"x" * 3000)
+    refused(first, "heads")
+    for connection in (honest, second, more):
+        connection.sendall(b"\r\n\r\n")
+        assert rest_of(connection).startswith(b"HTTP/1.1 200")
+        connection.close()
+    behind.close()
+
+
+def test_what_lies_behind_a_request_at_work_counts_too(server: EchoServer) -> None:
+    """Its answer has begun: another one would be taken for it."""
+    stream = post_bytes("/generate", {"text": "a" * 2000, "stream": True, "sampling_params": {"max_new_tokens": 2000}})
+    connection = connect(server, stream)
+    assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    connection.sendall(HEAD + b"X: " + b"x" * 6000)
+    idle = connect(server, HEAD + b"X: " + b"x" * 5000)
+    wait_for(lambda: server.running() == 0)
+    with suppress(ConnectionResetError):
+        assert b"[DONE]" not in rest_of(connection)
+    idle.sendall(b"\r\n\r\n")
+    assert rest_of(idle).startswith(b"HTTP/1.1 200")
+    idle.close()
+
+
+def body(size: int) -> bytes:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    content = json.dumps({"prompt": "a", "user": ""}).replace('"user": "', '"user": "' + "x" * (size - 27))
+    return f"{head}Content-Length: {size + 1}\r\n\r\n{content}".encode()
+
+
+def test_small_bodies_that_do_not_end_have_a_size_together(server: EchoServer) -> None:
+    """64 KiB but for a byte on each of 4,096 connections were 256 MiB."""
+    honest = connect(server, body(1000))
+    first, second = connect(server, body(4000)), connect(server, body(4000))
+    more = connect(server, body(3000))
+    refused(first, "small bodies")
+    large = connect(server, body(70_000))  # has another limit
+    for connection in (honest, second, more, large):
+        connection.sendall(b" ")
+        assert rest_of(connection).startswith(b"HTTP/1.1 200")
+        connection.close()
+
+
+def test_whose_body_is_the_longest_may_be_the_last(server: EchoServer) -> None:
+    others = [connect(server, body(3000)) for _ in range(3)]
+    refused(connect(server, body(9000)), "small bodies")
+    for connection in others:
+        connection.sendall(b" ")
+        assert rest_of(connection).startswith(b"HTTP/1.1 200")
+        connection.close()

@@ -1,0 +1,142 @@
+"""Small requests that cost the others: many texts, many events, many beginnings."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from helpers.echo_server import EchoServer, serve_echo, wait_for
+from helpers.engine_fakes import ByteTokenizer
+
+from sglang_jax.engine.client import AsyncEngineClient
+from sglang_jax.engine.types import OutputDelta
+from sglang_jax.server import callers, context
+from sglang_jax.server.callers import TokenBucket
+
+# -- Texts to tokenize -------------------------------------------------------------------------------------------------
+
+
+def test_one_request_has_so_many_texts_to_tokenize(server: EchoServer) -> None:
+    """A million held the event loop for hours: behind each text the counts of all before it were added up."""
+    response = server.http.post("/tokenize", json={"prompt": ["a"] * 1025})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "prompt")
+    assert "prompt has 1025 texts; the limit per request is 1024 (--max-completions-per-request)" in error["message"]
+    assert server.http.post("/tokenize", json={"prompt": ["a"] * 1024}).json()["count"] == [1] * 1024
+
+
+def test_nothing_is_tokenized_for_a_client_that_left(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = list[str](), list[str]()
+
+    async def encode(self: AsyncEngineClient, text: str, **_: Any) -> list[int]:
+        begun.append(text)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(text)
+        raise AssertionError
+
+    monkeypatch.setattr(AsyncEngineClient, "encode", encode)
+    connection = server.send("/tokenize", {"prompt": ["a", "b"]})
+    wait_for(lambda: begun == ["a"])
+    connection.close()
+    wait_for(lambda: ended == ["a"])
+    assert begun == ["a"]
+
+
+# -- Chats to render ---------------------------------------------------------------------------------------------------
+
+
+class GatedTemplate(ByteTokenizer):
+    """Renders nothing until it may; notes what was said in the chats that it began with."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.open = threading.Event()
+
+    def render_chat(self, messages: Sequence[dict[str, object]], **more: Any) -> str:
+        self.begun.append(str(messages[0]["content"]))
+        assert self.open.wait(20)
+        return super().render_chat(messages, **more)
+
+
+def test_chats_are_rendered_in_turns_and_not_for_clients_that_left() -> None:
+    """Whatever came before them was, in the order in which it came."""
+    template = GatedTemplate()
+    with serve_echo(load_tokenizer=lambda _: template) as server:
+
+        def say(content: str, more: int = 0) -> socket.socket:
+            messages = [{"role": "user", "content": content}] + [{"role": "user", "content": ""}] * more
+            waiting = server.await_(number_waiting(server))
+            connection = server.send("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+            if template.begun:
+                wait_for(lambda: server.await_(number_waiting(server)) == waiting + 1)
+            return connection
+
+        connections = [say("first")]
+        wait_for(lambda: template.begun == ["first"])
+        connections += [say("flood", 300), say("flood", 300), say("left"), say("chat")]
+        connections.pop(3).close()
+        wait_for(lambda: server.await_(number_waiting(server)) == 3)
+        template.open.set()
+        for connection in connections:
+            connection.settimeout(20)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            connection.close()
+    assert template.begun == ["first", "chat", "flood", "flood"]
+
+
+async def number_waiting(server: EchoServer) -> int:
+    turns = server.context._templates._turns
+    return sum(flow.waiting for tenant in turns._tenants.values() for flow in tenant.flows.values())
+
+
+# -- Logprobs of prompts -----------------------------------------------------------------------------------------------
+
+
+def test_prompts_whose_logprobs_are_many_are_begun_a_few_at_a_time(
+    slow_server: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them waited in the front end at once, for the one that was written."""
+    monkeypatch.setattr(context, "LOGPROBS_AT_ONCE", 300)
+    body = {"input_ids": [[65] * 50] * 8, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    connection = slow_server.send("/generate", {**body, "sampling_params": {"max_new_tokens": 50}})
+    wait_for(lambda: slow_server.running() == 2)
+    assert [slow_server.running() for _ in range(10)] == [2] * 10
+    connection.close()
+    wait_for(lambda: slow_server.running() == 0)
+
+
+# -- Keys and health ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health", "/livez", "/readyz"])
+def test_health_may_be_asked_for_its_head_alone(server: EchoServer, path: str) -> None:
+    """Load balancers do so; two of the three answered 405."""
+    response = server.http.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
+def test_what_a_call_used_is_counted_in_time_that_does_not_grow_with_it() -> None:
+    """All completions so far were looked through for each new prompt."""
+
+    class Places(dict[tuple[int, int], int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all places are looked through")
+
+    bucket = TokenBucket(1_000_000, clock=lambda: 0.0)
+    usage = callers.Usage(bucket)
+    usage._taken = Places()
+    for number in range(3):
+        for index in range(2):
+            for tokens in (1, 4):
+                usage.add(number, output(index, prompt_tokens=10, completion_tokens=tokens))
+    assert bucket._level == 1_000_000 - 3 * (10 + 2 * 4)
+
+
+def output(index: int, **fields: int) -> OutputDelta:
+    return OutputDelta(index=index, text="", token_ids=[], cached_tokens=0, **fields)
