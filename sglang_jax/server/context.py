@@ -102,6 +102,16 @@ class ServerContext:
                 param=param,
             )
 
+    def check_texts(self, texts: int, param: str) -> None:
+        """Raises `ParameterError` for more texts to tokenize than one HTTP request may have."""
+        limit = self.config.max_completions_per_request
+        if texts > limit:
+            raise ParameterError(
+                f"{param} has {texts} texts; the limit per request is {limit} (--max-completions-per-request); send "
+                "them in several",
+                param=param,
+            )
+
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raises `ParameterError` for stop strings or a grammar that are longer than the options allow."""
         characters, most = sum(map(len, sampling.stop)), self.config.max_stop_characters
@@ -115,16 +125,6 @@ class ServerContext:
             raise ParameterError(
                 f"{grammar.field} has {len(grammar.text)} characters, the limit is {most} (--max-grammar-characters)",
                 param=grammar.field,
-            )
-
-    def check_texts(self, texts: int, param: str) -> None:
-        """Raises `ParameterError` for more texts to tokenize than one HTTP request may have."""
-        limit = self.config.max_completions_per_request
-        if texts > limit:
-            raise ParameterError(
-                f"{param} has {texts} texts; the limit per request is {limit} (--max-completions-per-request); send "
-                "them in several",
-                param=param,
             )
 
     def generate(

@@ -273,7 +273,10 @@ def test_the_logprobs_of_all_prompts_of_an_answer_have_a_number(
     grown = {**body, "n": 3} if wanted == "of outputs" else {**body, "prompt": ["a" * 49] * 3}
     error = refused(fake_model, path, json.dumps(grown).encode())
     assert error["param"] == "logprobs"
-    assert "the request asks for more than 400 logprobs, the limit of one response" in error["message"]
+    assert (
+        "the request asks for more than 400 logprobs, the limit of one response (--max-logprobs-per-response)"
+        in error["message"]
+    )
     assert len(fake_model.events(path, grown)) >= 3  # what streams is not held
     wait_for(lambda: not fake_model.context.in_flight)
 
