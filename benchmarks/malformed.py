@@ -11,19 +11,78 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 9},
+        "b": {"type": "array", "items": {"enum": ["x", 1, None]}, "minItems": 1, "maxItems": 3},
+        "c": {"anyOf": [{"type": "string", "pattern": "^[a-z]{1,3}$"}, {"$ref": "#/$defs/d"}]},
+    },
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"d": {"type": "number", "exclusiveMinimum": 0}},
+}
+TOOL = {"type": "function", "function": {"name": "get", "description": "x", "parameters": SCHEMA, "strict": True}}
+TAGS = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}],
+    "triggers": ["<a"],
+}
+FORMAT = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<a"],
+        "tags": [{"begin": "<a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</a>"}],
+        "at_least_one": True,
+    },
+}
+USER = {"role": "user", "content": "hi"}
+CALLED = {"id": "1", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
+CHAT = {"messages": [USER], "max_tokens": 5}
+PROMPT = {"prompt": "a", "max_tokens": 5}
+SEQUENCE = {"type": "sequence", "elements": [{"type": "regex", "pattern": "a"}, {"type": "any_text"}]}
+GBNF = 'root ::= "a" [0-9]'
+
 VALID: dict[str, list[dict[str, Any]]] = {
     "/generate": [
         {"text": "hello", "sampling_params": {"max_new_tokens": 3, "stop": ["a"]}, "stream": True},
         {"input_ids": [[1, 2], [3]], "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0},
+        {"text": "a", "sampling_params": {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 5}},
+        {"text": "a", "sampling_params": {"regex": "(ab|c)+", "max_new_tokens": 5, "min_new_tokens": 2}},
+        {"text": ["a", "b"], "sampling_params": [{"ebnf": GBNF}, {"structural_tag": TAGS, "max_new_tokens": 3}]},
+        {"text": "a", "session_params": {"id": "s", "rid": None}, "sampling_params": {"max_new_tokens": 2}},
+        {"text": "a", "session_params": {"id": "s", "rid": "x", "replace": False}},
     ],
     "/v1/completions": [
         {"prompt": ["a", "b"], "max_tokens": 3, "n": 2, "logprobs": 1, "echo": True, "logit_bias": {"5": 1}},
         {"prompt": [1, 2], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}, "seed": 1},
+        {**PROMPT, "guided_json": SCHEMA, "stream": True},
+        {**PROMPT, "guided_regex": "[0-9]{3}-x"},
+        {**PROMPT, "guided_choice": ["yes", "no"]},
+        {**PROMPT, "guided_grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]{2}/'},
+        {**PROMPT, "structured_outputs": {"json": SCHEMA}},
+        {**PROMPT, "structured_outputs": {"structural_tag": json.dumps(FORMAT)}},
+        {**PROMPT, "structural_tag": {"type": "structural_tag", "format": SEQUENCE}},
+        {**PROMPT, "response_format": {"type": "json_object"}},
     ],
     "/v1/chat/completions": [
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0.5, "top_p": 0.5},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": "x"}], "stream": True},
+        {**CHAT, "tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": False, "stream": True},
+        {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "get"}}},
+        {**CHAT, "tools": [TOOL, {**TOOL, "function": {"name": "set"}}], "tool_choice": "required"},
+        {"messages": [USER, {"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "content": "4"}]},
+        {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+        {**CHAT, "response_format": FORMAT, "separate_reasoning": True},
+        {**CHAT, "chat_template_kwargs": {"mood": "good", "n": 1, "flags": [True, {"a": None}]}},
+        {**CHAT, "guided_json": json.dumps(SCHEMA), "continue_final_message": False},
     ],
+    "/open_session": [{"session_id": "s", "capacity_of_str_len": 100, "timeout": 5.0}, {}],
+    "/close_session": [{"session_id": "s"}],
+    "/start_profile": [{"output_dir": "x", "num_steps": 2}, {}],
+    "/stop_profile": [{}],
+    "/flush_cache": [{}],
     "/tokenize": [{"prompt": ["a b", "c"], "add_special_tokens": False}],
     "/detokenize": [{"tokens": [[1, 2], [3]], "skip_special_tokens": False}],
     "/abort_request": [{"rid": "x"}],
@@ -101,8 +160,8 @@ def malformed_requests(description: dict[str, Any], count: int, seed: int = 0) -
 
 
 def _schema(description: dict[str, Any], path: str) -> dict[str, Any]:
-    content = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-    schema: dict[str, Any] = content["schema"]
+    body = description["paths"][path]["post"].get("requestBody")  # some routes take none
+    schema: dict[str, Any] = body["content"]["application/json"]["schema"] if body else {}
     return schema
 
 
@@ -131,7 +190,9 @@ def _of_schema(schema: dict[str, Any], description: dict[str, Any], draw: random
             return draw.choice((0, 0.5, 1, 2.0, -1))
         case "boolean":
             return draw.random() < 0.5
-    return None
+        case "null":
+            return None
+    return _odd(draw)  # anything may stand there
 
 
 def _with_a_fault(value: Any, draw: random.Random) -> Any:

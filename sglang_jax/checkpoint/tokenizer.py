@@ -22,7 +22,7 @@ from sglang_jax.checkpoint.control_tokens import ControlTokens
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
-from sglang_jax.checkpoint.template_process import TEMPLATES, Rendering
+from sglang_jax.checkpoint.template_process import TEMPLATE_SECONDS, TEMPLATES, Rendering
 from sglang_jax.checkpoint.text_stream import TextStream
 from sglang_jax.checkpoint.token_spelling import spelling_of
 from sglang_jax.errors import CheckpointError, ParameterError, RequestError, cut
@@ -87,10 +87,19 @@ class Tokenizer:
     """A checkpoint's tokenizer. Thread-safe: nothing changes after construction but a cache of token bytes, and of what
     the chat template does with tools."""
 
-    def __init__(self, files: TokenizerFiles, source: str, *, special_tokens_in_content: bool = False) -> None:
+    def __init__(
+        self,
+        files: TokenizerFiles,
+        source: str,
+        *,
+        special_tokens_in_content: bool = False,
+        template_seconds: float = TEMPLATE_SECONDS,
+    ) -> None:
         """`source` names the checkpoint in errors. `special_tokens_in_content`: control tokens that messages of a chat
-        spell out are control tokens. Raises `CheckpointError` for a vocabulary of an unknown kind."""
+        spell out are control tokens. `template_seconds`: what a chat template may
+        take for a conversation. Raises `CheckpointError` for a vocabulary of an unknown kind."""
         self._files = files
+        self._template_seconds = template_seconds
         self._backend: Backend = files.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -335,7 +344,10 @@ class Tokenizer:
         # transformers leaves out what is None, which templates would write as it is.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         names: dict[str, object] = {**(variables or {}), **self._files.special_tokens_map}
-        return TEMPLATES.render(Rendering(template, given, names, list(tools) or None, add_generation_prompt))
+        rendering = Rendering(
+            template, given, names, list(tools) or None, add_generation_prompt, self._template_seconds
+        )
+        return TEMPLATES.render(rendering)
 
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json, its config and the chat template, as `load_tokenizer` reads them."""
@@ -350,19 +362,25 @@ def _give_memory_back() -> None:
 
 
 def load_tokenizer(
-    source: ModelSource, *, chat_template: str | None = None, special_tokens_in_content: bool = False
+    source: ModelSource,
+    *,
+    chat_template: str | None = None,
+    special_tokens_in_content: bool = False,
+    template_seconds: float = TEMPLATE_SECONDS,
 ) -> Tokenizer:
     """The tokenizer of a checkpoint (`Checkpoint.tokenizer_source`, or of `resolve_tokenizer`).
 
-    `chat_template` replaces the checkpoint's: a Jinja file, or the template itself. `special_tokens_in_content`: see
-    `Tokenizer`.
+    `chat_template` replaces the checkpoint's: a Jinja file, or the template itself. `special_tokens_in_content`,
+    `template_seconds`: see `Tokenizer`.
 
     **Raises:** `CheckpointError` if there is no tokenizer, or one of an unknown kind, or a template cannot be read.
     """
     files: TokenizerFiles = _from_gguf(source.path) if source.kind is SourceKind.GGUF else _from_folder(source.path)
     if chat_template is not None:
         files.chat_template = _template_text(chat_template)
-    return Tokenizer(files, str(source.path), special_tokens_in_content=special_tokens_in_content)
+    return Tokenizer(
+        files, str(source.path), special_tokens_in_content=special_tokens_in_content, template_seconds=template_seconds
+    )
 
 
 def _from_folder(folder: Path) -> TokenizerFiles:

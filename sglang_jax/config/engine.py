@@ -222,6 +222,12 @@ class EngineConfig(BaseModel):
         description="library that enforces JSON schemas, regular expressions and grammars; none: refuse requests with "
         "one",
     )
+    grammar_timeout: float = Field(
+        10.0,
+        gt=0.0,
+        le=60.0,
+        description="maximum seconds of processor time to compile a grammar; one that takes longer is refused",
+    )
     speculative_algorithm: SpeculativeAlgorithm = Field(
         SpeculativeAlgorithm.NONE,
         description="how to guess tokens ahead, so that one step yields several; the output stays the same; ngram: "
@@ -250,13 +256,25 @@ class EngineConfig(BaseModel):
         3600.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="maximum seconds for an engine process to start, including loading and compilation",
+        description="maximum seconds for an engine process to start, including loading and compilation, and for the "
+        "compilation of one program later",
     )
     max_engine_restarts: int = Field(
         5,
         ge=0,
         description="maximum consecutive restarts of an engine process that fails to start or runs for less than a "
         "minute; then the server exits with status 1",
+    )
+    max_unread_bytes: PositiveInt = Field(
+        32 * 2**20,
+        description="maximum bytes of output that wait for slow readers of streams, about, for each replica; above "
+        "that, the stream with the most unread output is ended",
+    )
+    template_timeout: float = Field(
+        2.0,
+        gt=0.0,
+        le=60.0,
+        description="maximum seconds of processor time for a chat template to render a conversation",
     )
     compilation_cache_dir: Annotated[str, BeforeValidator(_as_text)] | None = Field(
         None,

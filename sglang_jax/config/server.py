@@ -12,6 +12,10 @@ from sglang_jax.config.engine import EngineConfig, PositiveInt
 from sglang_jax.config.environment import Environment
 from sglang_jax.config.keys import one_key
 
+MAX_STOP_CHARACTERS = 65_536
+MAX_GRAMMAR_CHARACTERS = 2**20
+"""What --max-stop-characters and --max-grammar-characters may be: more would take too long."""
+
 
 class ServerConfig(EngineConfig):
     """Options of a server: those of its engine, and those of HTTP."""
@@ -21,6 +25,26 @@ class ServerConfig(EngineConfig):
     )
     max_completions_per_request: PositiveInt = Field(
         1024, description="maximum completions of an HTTP request (prompts times n); more are refused with 400"
+    )
+    max_logprobs_per_response: PositiveInt = Field(
+        2**21,
+        description="maximum logprobs of a response that does not stream, alternatives included; twice as many for all "
+        "responses in preparation",
+    )
+    max_stop_characters: int = Field(
+        4096,
+        ge=1,
+        le=MAX_STOP_CHARACTERS,
+        description="maximum characters of a request's stop strings together; more are refused with 400",
+    )
+    max_grammar_characters: int = Field(
+        128 * 2**10,
+        ge=1,
+        le=MAX_GRAMMAR_CHARACTERS,
+        description="maximum characters of a request's grammar or JSON schema; more are refused with 400",
+    )
+    max_json_depth: int = Field(
+        64, ge=8, le=200, description="maximum nesting of objects and lists in a request body; deeper ones get 400"
     )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: all interfaces")
     port: int = Field(30000, ge=0, le=65535, description="port to listen on; 0: any free port")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from typing import Protocol
 
@@ -45,8 +46,8 @@ Call = OpenSession | CloseSession | FlushCache | GetState | GetCacheReport | Sta
 
 MOST_UNREAD_BYTES = 32 * 2**20
 UNREAD_SECONDS = 0.1
-"""Most memory of all streams that waits for their readers, about, and how often it is looked at. A reader that is only
-slow has room for hundreds of thousands of tokens."""
+"""Most memory of all streams that waits for their readers, about, unless the options say otherwise, and how often it is
+looked at. A reader that is only slow has room for hundreds of thousands of tokens."""
 
 STOP_SECONDS = 5.0
 """How long a core that was told to stop at once may take."""
@@ -88,7 +89,7 @@ class CoreLink:
     A core that hangs is lost like one that died: it is killed, once it had a moment to say where it hangs.
 
     **Arguments:** `resources` is closed once the core has ended; `watchdog_timeout`: see `EngineConfig`, None if the
-    core is not watched.
+    core is not watched; `max_unread_bytes`: likewise; `build_timeout`: see `Watchdog`.
     """
 
     def __init__(
@@ -98,7 +99,10 @@ class CoreLink:
         ready: Ready,
         resources: contextlib.ExitStack,
         watchdog_timeout: float | None = None,
+        max_unread_bytes: int = MOST_UNREAD_BYTES,
+        build_timeout: float = math.inf,
     ) -> None:
+        self._max_unread_bytes = max_unread_bytes
         self._channel = channel
         self._core = core
         self._ready = ready
@@ -114,7 +118,7 @@ class CoreLink:
         self._unread_at = 0.0
         self._watchdog: Watchdog | None = None
         if watchdog_timeout is not None and core.pulse is not None:
-            self._watchdog = Watchdog(core.pulse, watchdog_timeout, self._waits, self._on_hang)
+            self._watchdog = Watchdog(core.pulse, watchdog_timeout, self._waits, self._on_hang, build_timeout)
         core.ended.add_done_callback(self._on_core_ended)
         channel.start(self._receive)
 
@@ -352,7 +356,7 @@ class CoreLink:
         self._unread_at = now + UNREAD_SECONDS
         waiting = {outputs: outputs.unread_bytes for outputs in self._requests}
         total = sum(waiting.values())
-        while total > MOST_UNREAD_BYTES:
+        while total > self._max_unread_bytes:
             outputs = max(waiting, key=waiting.__getitem__)
             size = waiting.pop(outputs)
             logger.warning(
@@ -364,7 +368,8 @@ class CoreLink:
             outputs.give_up(
                 UnreadError(
                     f"{size} bytes of this stream are unread, and {total} of all streams; the limit for all is "
-                    f"{MOST_UNREAD_BYTES}. Read streams as they come, and ask for fewer logprobs of prompts at a time"
+                    f"{self._max_unread_bytes} (--max-unread-bytes). Read streams as they come, and ask for fewer "
+                    "logprobs of prompts at a time"
                 )
             )
             total -= size
@@ -377,7 +382,10 @@ class CoreLink:
                 completions[started.id].cached_tokens = started.cached_tokens
                 completions[started.id].queue_seconds = started.queue_seconds
                 completions[started.id].prompt_tokens = started.prompt_tokens or completions[started.id].prompt_tokens
-                completions[started.id].outputs.started = True
+                completions[started.id].begin(guesses=started.guesses)
+        for wire_id, drafts, right in np.frombuffer(step.drafts, "<i8").reshape(-1, 3).tolist():
+            if wire_id in completions:
+                completions[wire_id].note_drafts(drafts, right)
         for wire_id, entries in step.prompt_logprobs:
             if wire_id in completions:
                 completions[wire_id].add_prompt_logprobs(entries)

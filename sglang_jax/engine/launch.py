@@ -139,7 +139,16 @@ async def _launch(
             raise
         if folder is not None:
             folder.cleanup()  # they are connected: nobody needs a path any more
-        return CoreLink(channel, core, ready, resources.pop_all(), config.watchdog_timeout), result
+        link = CoreLink(
+            channel,
+            core,
+            ready,
+            resources.pop_all(),
+            config.watchdog_timeout,
+            config.max_unread_bytes,
+            config.engine_start_timeout,
+        )
+        return link, result
 
 
 async def _until_over(core: CoreHandle) -> None:

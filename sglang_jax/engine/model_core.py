@@ -112,7 +112,9 @@ def load_grammars(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompil
     except CheckpointError as error:
         logger.warning("Requests with grammars are refused: %s", error)
         return None
-    return GrammarCompiler(LlguidanceBackend(table, model.vocab_size, model.eos_token_ids))
+    return GrammarCompiler(
+        LlguidanceBackend(table, model.vocab_size, model.eos_token_ids), seconds=config.grammar_timeout
+    )
 
 
 def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> GenerationDefaults:
@@ -140,7 +142,10 @@ def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
     chat_template = config.chat_template if isinstance(config, ServerConfig) else None
     source = tokenizer_source(config)
     return load_tokenizer(
-        source, chat_template=chat_template, special_tokens_in_content=config.allow_special_tokens_in_content
+        source,
+        chat_template=chat_template,
+        special_tokens_in_content=config.allow_special_tokens_in_content,
+        template_seconds=config.template_timeout,
     )
 
 

@@ -69,6 +69,7 @@ class Completion:
         self.finish: FinishReason | None = None
         self.delivered = False
         self.aborted = False
+        self._drafts_so_far: tuple[int, int, int] | None = None
         self._begun = False
         self._first_token = 0.0
         self._sampled: tuple[float, float] | None = None
@@ -80,6 +81,17 @@ class Completion:
         self._new_tokens: list[int] = []
         self._new_text: list[str] = []
         self._new_logprobs: list[TokenLogprob | PackedLogprob] = []
+
+    def begin(self, *, guesses: bool) -> None:
+        """The core has begun it, and guesses tokens or not."""
+        self.outputs.started = True
+        if guesses and self._drafts_so_far is None:
+            self._drafts_so_far = (0, 0, 0)
+
+    def note_drafts(self, drafts: int, right: int) -> None:
+        """A step had so many drafts of it, some of which were right."""
+        steps, before, right_before = self._drafts_so_far or (0, 0, 0)
+        self._drafts_so_far = (steps + 1, before + drafts, right_before + right)
 
     def add_prompt_logprobs(self, entries: Sequence[WireLogprob]) -> None:
         """Appends the logprobs of the next prompt positions, which all completions of the request share."""
@@ -106,6 +118,8 @@ class Completion:
             self._drop_surplus()
         else:
             self._sampled = (self._first_token, time.monotonic())  # the core is told to say no more of it
+            if self._drafts_so_far is not None:
+                self.drafts = DraftCounts(*self._drafts_so_far)
             self._finish(FinishReason(FinishKind.STOP, self._text.matched))
         return True
 

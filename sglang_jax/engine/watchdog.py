@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,8 @@ MOST_BETWEEN_LOOKS = 1.0
 
 
 class Silence:
-    """How long a core has had work and made no progress, in seconds.
+    """How long a core has had work and made no progress, in seconds; what of it was one build of a program counts
+    apart (`building`).
 
     Counted look by look, not read off a clock. Time in which nobody looked counts as two looks at most: when a machine
     was suspended, or this process stopped or busy with something else, that says nothing about the core.
@@ -23,6 +25,7 @@ class Silence:
 
     def __init__(self, between: float) -> None:
         self.seconds = 0.0
+        self.building = 0.0
         self._between = between
         self._ticks = -1
 
@@ -30,10 +33,10 @@ class Silence:
         """Takes in the pulse as it is `passed` seconds after the last look; `waited_for`: somebody waits for the core,
         whatever it says itself."""
         at_rest = not (beat.busy or waited_for)
-        if beat.ticks != self._ticks or beat.building or at_rest:
-            self.seconds = 0.0
-        else:
-            self.seconds += min(passed, 2 * self._between)
+        stands = beat.ticks == self._ticks and not at_rest
+        more = min(passed, 2 * self._between)
+        self.seconds = self.seconds + more if stands and not beat.building else 0.0
+        self.building = self.building + more if stands and beat.building else 0.0
         self._ticks = beat.ticks
         return self.seconds
 
@@ -42,15 +45,21 @@ class Watchdog:
     """Looks at a pulse until the core has been silent for too long, and says so once.
 
     **Arguments:** `timeout`: seconds; `waited_for`: see `Silence.look`; `on_hang`: called with what is to be said of
-    the core.
+    the core; `build_timeout`: seconds that one build of a program may take while the core has work.
     """
 
     def __init__(
-        self, pulse: Pulse, timeout: float, waited_for: Callable[[], bool], on_hang: Callable[[str], None]
+        self,
+        pulse: Pulse,
+        timeout: float,
+        waited_for: Callable[[], bool],
+        on_hang: Callable[[str], None],
+        build_timeout: float = math.inf,
     ) -> None:
         self._pulse = pulse
         self._timeout = timeout
-        self._between = min(MOST_BETWEEN_LOOKS, timeout / 10)
+        self._build_timeout = build_timeout
+        self._between = min(MOST_BETWEEN_LOOKS, timeout / 10, build_timeout / 10)
         self._silence = Silence(self._between)
         self._waited_for = waited_for
         self._on_hang = on_hang
@@ -75,6 +84,9 @@ class Watchdog:
             looked = now
             if silent >= self._timeout:
                 self._on_hang(_describe(beat, self._pulse.ranks(), silent, now))
+                return
+            if self._silence.building >= self._build_timeout:
+                self._on_hang(f"it has built a program for {self._silence.building:.0f} s while there was work to do")
                 return
 
 

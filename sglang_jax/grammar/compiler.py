@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import ref
 
 from sglang_jax.errors import GrammarError, GrammarUnavailableError
 from sglang_jax.grammar.interface import CompiledGrammar, GrammarBackend
@@ -23,9 +24,23 @@ COMPILE_SECONDS = 10.0
 """Most processor time that a grammar may take in the sandbox."""
 
 MOST_CACHED = 128
-MOST_CACHED_CHARACTERS = 4 << 20
-"""Grammars that are kept for whoever brings the same text again, the refused ones too."""
+"""Grammars that are remembered for whoever brings the same text again, the refused ones too."""
 
+MOST_CACHED_CHARACTERS = 1 << 20
+MOST_BUILT = 32
+"""How many of them are compiled ones, beside those that requests have. One takes up to 24 MB for 90,000 characters as
+it is, and 60 MB more for what its outputs have met: so 2.2 GB at most, where a thousandth of it is usual."""
+
+MOST_HELD_CHARACTERS = 4 << 20
+"""Of all that are compiled, those of queued requests too: no further one is until some have gone. 1.1 GB at most."""
+
+MOST_HELD_SECONDS = 60.0
+"""How long one waits for that."""
+
+_LOOK_SECONDS = 0.02
+"""How often a thread looks whether some have gone."""
+
+FlowKey = tuple[str, str]
 
 _THREAD_STACK_BYTES = 8 * STACK_BYTES
 
@@ -59,24 +74,31 @@ class Compilation:
 
 
 class Queue:
-    """Grammars that wait for a thread. Whoever's have taken least of the threads' time comes next, and of one's own the
-    first: who brings many that are slow keeps nobody else from theirs."""
+    """Grammars that wait for a thread, by tenant and client request. The tenant whose have taken least of the threads'
+    time comes next, of its requests the one whose have, and of one's own the first: who brings many that are slow keeps
+    nobody else from theirs."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[Compilation]] = {}
+        self._waiting: dict[str, dict[str, deque[Compilation]]] = {}
         self._taken: dict[str, float] = {}
-        self._running = 0
+        self._taken_by_flow: dict[FlowKey, float] = {}
+        self._running: list[FlowKey] = []
         self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, compilation: Compilation, whose: str) -> None:
+    def put(self, compilation: Compilation, whose: FlowKey) -> None:
         """Who comes anew has had as much as the one who has had least."""
+        tenant, flow = whose
         with self._changed:
-            self._taken.setdefault(whose, min(self._taken.values(), default=0.0))
-            self._waiting.setdefault(whose, deque()).append(compilation)
+            self._taken.setdefault(tenant, min(self._taken.values(), default=0.0))
+            flows = self._waiting.setdefault(tenant, {})
+            others = [self._taken_by_flow[tenant, other] for other in flows]
+            others += [self._taken_by_flow[other] for other in self._running if other[0] == tenant]
+            self._taken_by_flow.setdefault(whose, min(others, default=0.0))
+            flows.setdefault(flow, deque()).append(compilation)
             self._changed.notify()
 
-    def get(self) -> tuple[Compilation, str] | None:
+    def get(self) -> tuple[Compilation, FlowKey] | None:
         """Waits for the next one, and tells whose it is; None once the queue is closed and empty. `done` is to be
         called afterwards."""
         with self._changed:
@@ -84,28 +106,33 @@ class Queue:
                 if self._closed:
                     return None
                 self._changed.wait()
-            whose = min(self._waiting, key=self._taken.__getitem__)
-            compilation = self._waiting[whose].popleft()
-            self._drop_empty(whose)
-            self._running += 1
+            tenant = min(self._waiting, key=self._taken.__getitem__)
+            flow = min(self._waiting[tenant], key=lambda one: self._taken_by_flow[tenant, one])
+            whose = tenant, flow
+            compilation = self._waiting[tenant][flow].popleft()
+            self._running.append(whose)
+            self._forget_if_done(whose)
             return compilation, whose
 
-    def done(self, whose: str, seconds: float) -> None:
+    def done(self, whose: FlowKey, seconds: float) -> None:
         """What was got took so long."""
         with self._changed:
-            self._running -= 1
-            self._taken[whose] += seconds
+            self._running.remove(whose)
+            self._taken[whose[0]] += seconds
+            self._taken_by_flow[whose] += seconds
+            self._forget_if_done(whose)
             if not self._running and not self._waiting:
                 self._taken.clear()
 
     def withdraw(self, compilation: Compilation) -> bool:
         """Takes one out; False if a thread has it."""
         with self._changed:
-            for whose, waiting in self._waiting.items():
-                if compilation in waiting:
-                    waiting.remove(compilation)
-                    self._drop_empty(whose)
-                    return True
+            for tenant, flows in self._waiting.items():
+                for flow, waiting in flows.items():
+                    if compilation in waiting:
+                        waiting.remove(compilation)
+                        self._forget_if_done((tenant, flow))
+                        return True
             return False
 
     def close(self) -> None:
@@ -114,9 +141,35 @@ class Queue:
             self._closed = True
             self._changed.notify_all()
 
-    def _drop_empty(self, whose: str) -> None:
-        if not self._waiting[whose]:
-            del self._waiting[whose]
+    def _forget_if_done(self, whose: FlowKey) -> None:
+        """There are ever new requests: what they have taken is known as long as something of theirs waits or runs."""
+        tenant, flow = whose
+        flows = self._waiting.get(tenant, {})
+        if flow in flows and not flows[flow]:
+            del flows[flow]
+            if not flows:
+                del self._waiting[tenant]
+        if flow not in flows and whose not in self._running:
+            del self._taken_by_flow[whose]
+
+
+class Held:
+    """What compiled grammars there are, be they remembered or only of a request that has not ended."""
+
+    def __init__(self) -> None:
+        self._grammars: list[tuple[ref[CompiledGrammar], int]] = []
+        self._lock = threading.Lock()
+
+    def add(self, grammar: CompiledGrammar, characters: int) -> None:
+        with self._lock:
+            self._grammars.append((ref(grammar), characters))
+
+    @property
+    def characters(self) -> int:
+        """Of those that there still are."""
+        with self._lock:
+            self._grammars = [one for one in self._grammars if one[0]() is not None]
+            return sum(characters for _, characters in self._grammars)
 
 
 class GrammarCompiler:
@@ -139,26 +192,24 @@ class GrammarCompiler:
         self._seconds = seconds
         self._clock = clock
         self._known: OrderedDict[tuple[GrammarKind, str], Compilation] = OrderedDict()
-        self._characters = 0
+        self._held = Held()
         self._queue = Queue()
         self._news = threading.Event()
         self._threads = threads
         self._started = False
 
-    def start(self, grammar: Grammar, whose: str = "") -> Compilation:
+    def start(self, grammar: Grammar, whose: FlowKey = ("", "")) -> Compilation:
         """The compilation of a grammar, which may be over, or under way for somebody else. Who waits for it no longer
-        calls `leave`, unless it is settled."""
+        calls `leave`, unless it is settled. `whose`: tenant and client request."""
         found = self._known.get(grammar.content)
-        if found is not None and found.failed:
-            del self._known[grammar.content]
-            self._characters -= len(found.source.text)
-        elif found is not None:
+        if found is not None and not found.failed and not (found.grammar is not None and found.grammar.spoiled):
             self._known.move_to_end(grammar.content)
             found.waiting += 1
             return found
         self._start_threads()
-        compilation = self._known[grammar.content] = Compilation(grammar, waiting=1)
-        self._characters += len(grammar.text)
+        compilation = Compilation(grammar, waiting=1)
+        self._known[grammar.content] = compilation
+        self._known.move_to_end(grammar.content)
         self._forget()
         self._queue.put(compilation, whose)
         return compilation
@@ -167,9 +218,9 @@ class GrammarCompiler:
         """One who waited for it has left. What nobody waits for is not begun: it would be in the way of others, for
         clients that are gone."""
         compilation.waiting -= 1
-        if compilation.waiting == 0 and self._queue.withdraw(compilation):
+        withdrawn = compilation.waiting == 0 and self._queue.withdraw(compilation)
+        if withdrawn and self._known.get(compilation.source.content) is compilation:
             del self._known[compilation.source.content]
-            self._characters -= len(compilation.source.text)
 
     def settled(self, compilation: Compilation) -> bool:
         """Whether it is over, be it that it took too long."""
@@ -221,19 +272,34 @@ class GrammarCompiler:
     def _compile(self, trier: Trier, compilation: Compilation) -> None:
         try:
             trier.prepare()
-            compilation.begun = self._clock()
             source = compilation.source
-            compilation.grammar = self.backend.build(source, trier.try_out(source))
+            self._wait_for_room(source)
+            compilation.begun = self._clock()
+            grammar = self.backend.build(source, trier.try_out(source))
+            self._held.add(grammar, len(source.text))
+            compilation.grammar = grammar
         except GrammarUnavailableError as error:
             compilation.failed, compilation.error = True, compilation.error or error
         except GrammarError as error:
             compilation.error = compilation.error or error
 
+    def _wait_for_room(self, source: Grammar) -> None:
+        until = self._clock() + MOST_HELD_SECONDS
+        while self._held.characters + len(source.text) > MOST_HELD_CHARACTERS:
+            if self._clock() > until:
+                raise GrammarUnavailableError(
+                    f"{source.field} was not compiled within {MOST_HELD_SECONDS:g} s: the grammars of requests in "
+                    "progress take all the memory that there is for grammars; send it again later",
+                    param=source.field,
+                )
+            time.sleep(_LOOK_SECONDS)
+
     def _forget(self) -> None:
         """What was asked for longest ago goes, but not what is still compiled."""
-        for content, compilation in list(self._known.items()):
-            if len(self._known) <= MOST_CACHED and self._characters <= MOST_CACHED_CHARACTERS:
-                return
-            if compilation.done:
+        built = characters = 0
+        for known, (content, compilation) in enumerate(reversed(list(self._known.items())), 1):
+            characters += len(compilation.source.text)
+            built += compilation.grammar is not None
+            over = known > MOST_CACHED or built > MOST_BUILT or characters > MOST_CACHED_CHARACTERS
+            if over and compilation.done:
                 del self._known[content]
-                self._characters -= len(compilation.source.text)

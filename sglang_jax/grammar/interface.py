@@ -34,7 +34,13 @@ class Matcher(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """A grammar that outputs can be followed in; shared by the requests that bring it."""
+    """A grammar that outputs can be followed in; shared by the requests that bring it. What it takes in memory stays
+    while it, or a matcher of it, does."""
+
+    @property
+    def spoiled(self) -> bool:
+        """Its outputs have used up what they share: who brings it again is to have it compiled again."""
+        ...
 
     def matcher(self) -> Matcher:
         """A matcher of an empty output."""

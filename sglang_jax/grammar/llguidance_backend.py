@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -14,6 +14,12 @@ from sglang_jax.sampling.grammar import Grammar
 
 MASK_THREADS = 4
 """Most threads that a step's masks are computed on."""
+
+MOST_CHARACTERS_BUILT_AGAIN = 16 << 10
+"""Longest grammar that is built again for one output, between two steps: tens of milliseconds at most."""
+
+_OF_THE_LEXER = "lexer error"
+"""How errors begin that all who share its states get: too many of them, or too much work on one mask."""
 
 
 class _Vocabulary:
@@ -31,26 +37,47 @@ class _Vocabulary:
 
 
 class LlguidanceMatcher:
-    """See `Matcher`."""
+    """See `Matcher`. `tokens`: what it was told; None once its states are its own."""
 
-    __slots__ = ("inner",)
+    __slots__ = ("grammar", "inner", "tokens")
 
-    def __init__(self, inner: LLMatcher) -> None:
+    def __init__(self, inner: LLMatcher, grammar: LlguidanceGrammar) -> None:
         self.inner = inner
+        self.grammar = grammar
+        self.tokens: list[int] | None = [] if grammar.can_part else None
 
     @property
     def failure(self) -> str:
         return brief(self.inner.get_error())
 
+    def part(self) -> bool:
+        """Whether it goes on with states of its own: where the shared ones are full, which others may have filled."""
+        if not self.failure.startswith(_OF_THE_LEXER):
+            return False
+        self.grammar.spoiled = True
+        if self.tokens is None:
+            return False
+        told, self.tokens = self.tokens, None
+        self.inner = self.grammar.build()
+        self.inner.consume_tokens(told)
+        return not self.inner.is_error()
+
 
 class LlguidanceGrammar:
-    """See `CompiledGrammar`. Copies share the states of the lexer that they have met."""
+    """See `CompiledGrammar`. Matchers share the states of the lexer that they have met, up to a limit, at which the
+    library fails all of them, whosever output it was. They part then.
 
-    def __init__(self, prototype: LLMatcher) -> None:
+    **Arguments:** `build`: makes a matcher of an empty output that shares nothing; `can_part`: it is quick to.
+    """
+
+    def __init__(self, prototype: LLMatcher, build: Callable[[], LLMatcher], *, can_part: bool) -> None:
         self._prototype = prototype
+        self.build = build
+        self.can_part = can_part
+        self.spoiled = False
 
     def matcher(self) -> LlguidanceMatcher:
-        return LlguidanceMatcher(self._prototype.deep_copy())
+        return LlguidanceMatcher(self._prototype.deep_copy(), self)
 
 
 class LlguidanceBackend:
@@ -74,38 +101,51 @@ class LlguidanceBackend:
     def build(self, grammar: Grammar, lark: str) -> CompiledGrammar:
         """See `GrammarBackend`. Other threads run meanwhile."""
         text = LLMatcher.grammar_from_lark(lark)
-        prototype = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+
+        def build() -> LLMatcher:
+            return LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+
+        prototype = build()
         if not prototype.is_error():
             prototype.deep_copy().compute_bitmask()  # the first mask of a grammar is the dearest
         if prototype.is_error():
             raise GrammarError(f"{grammar.field}: {brief(prototype.get_error())}", param=grammar.field)
-        return LlguidanceGrammar(prototype)
+        return LlguidanceGrammar(prototype, build, can_part=len(lark) <= MOST_CHARACTERS_BUILT_AGAIN)
 
     def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[Progress]:
-        inner = _inner(matchers)
-        if len(inner) == 1:
-            inner[0].consume_token(tokens[0])
+        own = _own(matchers)
+        for matcher, token in zip(own, tokens, strict=True):
+            if matcher.tokens is not None:
+                matcher.tokens.append(token)
+        if len(own) == 1:
+            own[0].inner.consume_token(tokens[0])
         else:
-            self._executor.consume_token_par(list(zip(inner, tokens, strict=True)))
-        return [_progress(matcher) for matcher in inner]
+            self._executor.consume_token_par([(one.inner, token) for one, token in zip(own, tokens, strict=True)])
+        for matcher in own:
+            if matcher.inner.is_error():
+                matcher.part()
+        return [_progress(matcher.inner) for matcher in own]
 
     def fill(self, matchers: Sequence[Matcher], words: Int32) -> list[Progress]:
-        inner = _inner(matchers)
+        own = _own(matchers)
         row_bytes = words.shape[1] * words.itemsize
-        if len(inner) == 1:
-            inner[0].unsafe_compute_mask_ptr(words.ctypes.data, row_bytes)
+        if len(own) == 1:
+            own[0].inner.unsafe_compute_mask_ptr(words.ctypes.data, row_bytes)
         else:
-            pairs = list(zip(inner, range(len(inner)), strict=True))
-            self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, row_bytes, len(inner))
-        return [_progress(matcher) for matcher in inner]
+            pairs = [(matcher.inner, line) for line, matcher in enumerate(own)]
+            self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, row_bytes, len(own))
+        for line, matcher in enumerate(own):
+            if matcher.inner.is_error() and matcher.part():
+                matcher.inner.unsafe_compute_mask_ptr(words[line].ctypes.data, row_bytes)
+        return [_progress(matcher.inner) for matcher in own]
 
 
-def _inner(matchers: Sequence[Matcher]) -> list[LLMatcher]:
-    inner = []
+def _own(matchers: Sequence[Matcher]) -> list[LlguidanceMatcher]:
+    own = []
     for matcher in matchers:
         assert isinstance(matcher, LlguidanceMatcher)
-        inner.append(matcher.inner)
-    return inner
+        own.append(matcher)
+    return own
 
 
 def _progress(matcher: LLMatcher) -> Progress:

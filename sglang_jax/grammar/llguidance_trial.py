@@ -13,7 +13,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from sglang_jax.errors import GrammarError
 from sglang_jax.grammar.lark import HEADER_LINES, json_rule, tag_writer, to_lark
-from sglang_jax.grammar.places import MOST_SECONDS, find_fault, find_reference_fault
+from sglang_jax.grammar.places import MOST_SECONDS, find_constant_fault, find_fault, find_reference_fault
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
 LIMITS = LLParserLimits(
@@ -25,10 +25,12 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """What one grammar may take: seconds and tens of megabytes to compile, a few milliseconds a step, and for the states of
-its lexer, which grow as outputs do, up to a hundred megabytes."""
+its lexer, which grow as outputs do, some 60 MB. An output of 10,000 characters that a schema counts takes 35,000
+states: fewer are no limit for it."""
 
 _EXCERPT = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_LONG_NUMBER = re.compile(r"\d{16}")
 _LEAD = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 
 
@@ -44,12 +46,30 @@ class Trial:
         """The grammar in Lark, once it has been compiled and has told what an output may begin with. Raises
         `GrammarError`."""
         lark = to_lark(grammar, self._specials)
+        if _LONG_NUMBER.search(grammar.text):
+            self._check_constants(grammar)
         text = LLMatcher.grammar_from_lark(lark)
         # Of tokens with names a vocabulary of bytes has none.
         names_tokens = "<[" in lark or "<|" in lark
         if error := _fault(text) if names_tokens else self._begin(text):
             raise self._explain(grammar, error)
         return lark
+
+    def _check_constants(self, grammar: Grammar) -> None:
+        for field, schema in self._schemas(grammar):
+            if found := find_constant_fault(schema):
+                raise GrammarError(f"{field} at {found[0]}: {found[1]}", param=field)
+
+    def _schemas(self, grammar: Grammar) -> list[tuple[str, Any]]:
+        """What a client calls the schemas of a grammar, and these."""
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                return [(grammar.field, json.loads(grammar.text))]
+            case GrammarKind.STRUCTURAL_TAG:
+                writer = tag_writer(grammar, self._specials)
+                writer.write(json.loads(grammar.text))
+                return writer.schemas
+        return []
 
     def _explain(self, grammar: Grammar, error: str) -> GrammarError:
         """What is wrong, and where, in the client's words."""
@@ -58,10 +78,8 @@ class Trial:
             case GrammarKind.JSON_SCHEMA:
                 return _of_schema(grammar.field, json.loads(grammar.text), message)
             case GrammarKind.STRUCTURAL_TAG:
-                writer = tag_writer(grammar, self._specials)
-                writer.write(json.loads(grammar.text))
                 until = time.monotonic() + MOST_SECONDS
-                for field, schema in writer.schemas:
+                for field, schema in self._schemas(grammar):
                     if time.monotonic() > until:
                         break
                     if _schema_fault(schema):

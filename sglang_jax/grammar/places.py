@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
+
+from sglang_jax.errors import shown
 
 IN_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 IN_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -31,6 +34,42 @@ def find_reference_fault(schema: Any) -> tuple[str, str] | None:
                 return place, f"$ref '#{pointer}' refers to itself"
         going.extend(reversed([(place + path, child) for path, child in _children(inner)]))
     return None
+
+
+def find_constant_fault(schema: Any) -> tuple[str, str] | None:
+    """The JSON pointer of the first schema with a whole number in its `const` or `enum` that the library does not spell
+    as it is, and what that is; None if there is none. It takes them for floating-point numbers,
+    and overflows its stack at -2**63."""
+    going: list[tuple[str, Any]] = [("", schema)]
+    while going:
+        place, inner = going.pop()
+        for name in ("const", "enum"):
+            number = _lost_number(inner.get(name)) if isinstance(inner, dict) else None
+            if number is not None:
+                return f"{place}/{name}", f"the whole number {shown(number)} is not supported; use a string for it"
+        going.extend(reversed([(place + path, child) for path, child in _children(inner)]))
+    return None
+
+
+def _lost_number(value: Any) -> int | None:
+    going = [value]
+    while going:
+        inner = going.pop()
+        if isinstance(inner, int) and not isinstance(inner, bool) and inner != 2**63 - 1 and _as_float(inner) != inner:
+            return inner
+        going.extend(inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ())
+    return None
+
+
+def _as_float(number: int) -> int | None:
+    """What the library spells; None for what it cannot take."""
+    try:
+        nearest = float(number)
+    except OverflowError:
+        return None
+    if number == -(2**63):
+        return None
+    return int(nearest) if abs(number) < 2**63 else int(Decimal(repr(nearest)))
 
 
 _NOWHERE = object()

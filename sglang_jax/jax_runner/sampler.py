@@ -176,9 +176,12 @@ def _add_bias(logits: jax.Array, own: SamplingState, biased: jax.Array) -> jax.A
 
 
 def _mask_stop_ids(logits: jax.Array, own: SamplingState, masked: jax.Array) -> jax.Array:
-    lines = jnp.arange(logits.shape[0])[:, None]
-    stop_ids = jnp.where(masked[:, None], own.stop_ids, logits.shape[1])
-    return _when(jnp.any(masked), lambda x: x.at[lines, stop_ids].set(-jnp.inf, mode="drop"), logits)
+    def mask(x: jax.Array) -> jax.Array:
+        # Not outside the condition, where every step would read the table of all rows.
+        stop_ids = jnp.where(masked[:, None], own.stop_ids, x.shape[1])
+        return x.at[jnp.arange(x.shape[0])[:, None], stop_ids].set(-jnp.inf, mode="drop")
+
+    return _when(jnp.any(masked), mask, logits)
 
 
 def _penalise(logits: jax.Array, own: SamplingState, rows: jax.Array, penalised: jax.Array) -> jax.Array:

@@ -9,8 +9,9 @@ from enum import StrEnum
 
 from sglang_jax.errors import ParameterError, shown
 
-MAX_GRAMMAR_CHARACTERS = 128 << 10
-"""Most characters of a grammar's text. What compiling takes grows with it, in places by its square."""
+MAX_GRAMMAR_CHARACTERS = 1 << 20
+"""Most characters of a grammar's text, whatever a server allows. What compiling takes grows with it, in places by its
+square."""
 
 MAX_CHOICES = 4096
 """Most texts of which an output may be one."""

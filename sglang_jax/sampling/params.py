@@ -16,8 +16,9 @@ MAX_LOGIT_BIAS = 320
 MAX_STOP_TOKEN_IDS = 16
 """Maximum token ids that may end one request, the model's end-of-sequence ids included."""
 
-MAX_STOP_CHARACTERS = 4096
-"""Maximum characters of all stop strings of a request: that much text is held back and searched at each token."""
+MAX_STOP_CHARACTERS = 65_536
+"""Maximum characters of all stop strings of a request, whatever a server allows: that much text is held back and
+searched at each token."""
 
 MAX_TOP_LOGPROBS = 20
 """Maximum alternatives reported per position."""

@@ -59,7 +59,7 @@ class Constraints:
         """Has the grammar of a request compiled."""
         assert self._compiler is not None
         assert request.sampling.grammar is not None
-        compilation = self._compiler.start(request.sampling.grammar, request.flow_key[0])
+        compilation = self._compiler.start(request.sampling.grammar, request.flow_key)
         self._waiting[request.id] = (request, compilation)
 
     def forget(self, request: Request) -> None:

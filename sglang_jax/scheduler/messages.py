@@ -169,12 +169,14 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
     """A request got its row for the first time, `queue_seconds` after its arrival. `cached_tokens` of its prompt were
-    found in the prefix cache. `prompt_tokens`: of the prompt, with all before it where it is a turn of a session."""
+    found in the prefix cache. `prompt_tokens`: of the prompt, with all before it where it is a turn of a session.
+    `guesses`: whether the engine guesses tokens."""
 
     id: int
     cached_tokens: int
     queue_seconds: float = 0.0
     prompt_tokens: int = 0
+    guesses: bool = False
 
 
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -214,6 +216,8 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     - `logprobs`: (request id, entry) for every request that asked, streaming or not, in order of positions.
     - `prompt_logprobs`: likewise for prompt positions; they all come before the request's first output token. A
       later entry list for the same request replaces nothing: lists are appended.
+    - `drafts`: int64 bytes `[requests, 3]`: id, drafts in this step and how many were right, of streaming requests with
+      drafts. `Finished` has the sums, but a client that sees a stop string does not wait for it.
     """
 
     ids: bytes
@@ -222,6 +226,7 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     finished: list[Finished] = []
     logprobs: list[tuple[int, WireLogprob]] = []
     prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
+    drafts: bytes = b""
 
 
 class GroupUsage(msgspec.Struct, frozen=True):

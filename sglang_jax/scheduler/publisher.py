@@ -36,6 +36,15 @@ class Publisher:
         self._finished: list[Finished] = []
         self._logprobs: list[tuple[int, WireLogprob]] = []
         self._prompt_logprobs: list[tuple[int, list[WireLogprob]]] = []
+        self._draft_counts = b""
+
+    def drafts(self, rows: Index, drafted: NDArray[np.int64]) -> None:
+        """What came of drafts in a step of `rows` `[rows]`: `drafted` as `Rows.drafts`. Tells the streaming ones that
+        have not ended since it was launched."""
+        told = self._rows.streams[rows] & self._rows.active[rows] & (drafted[:, 0] > 0)
+        if np.count_nonzero(told):
+            counts = np.column_stack((self._rows.ids[rows[told]], drafted[told, 1:])).astype(np.int64)
+            self._draft_counts += counts.tobytes()
 
     def tokens(self, rows: Index, tokens: Int32, counts: Int32) -> None:
         """Rows `[rows]` sampled the first `counts` `[rows]` of `tokens` `[rows, width]`; tells the streaming ones."""
@@ -55,7 +64,7 @@ class Publisher:
     def started(self, request: Request, now: float) -> None:
         """A request got its row for the first time."""
         waited = max(now - request.arrival, 0.0)
-        self._started.append(Started(request.id, request.cached_tokens or 0, waited, request.prompt_len))
+        self._started.append(Started(request.id, request.cached_tokens or 0, waited, request.prompt_len, self._drafts))
 
     def finished(
         self,
@@ -134,8 +143,10 @@ class Publisher:
                 finished=self._finished,
                 logprobs=self._logprobs,
                 prompt_logprobs=self._prompt_logprobs,
+                drafts=self._draft_counts,
             )
         )
+        self._draft_counts = b""
         self._ids, self._tokens = _NO_IDS, _NO_TOKENS
         self._started, self._finished, self._logprobs, self._prompt_logprobs = [], [], [], []
 

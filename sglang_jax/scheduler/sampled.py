@@ -63,6 +63,7 @@ class Sampled:
         self._drafting.observe(rows, widths, counts)
         drafted = np.stack((widths > 1, widths - 1, counts - 1), axis=1).astype(np.int64)
         self._rows.drafts[rows] += drafted
+        self._publisher.drafts(rows, drafted)
         self._log.drafted(drafted)
 
     def _judge_step(self, planned: Planned, result: StepResult) -> None:

@@ -37,6 +37,7 @@ def create_app(context: ServerContext) -> FastAPI:
     runs on."""
     app = FastAPI(title="sglang-jax", docs_url=None, redoc_url=None)
     app.state.long_work = LongWork()
+    app.state.max_json_depth = context.config.max_json_depth
     install_error_handlers(app)
     routers = (
         native_router(context),

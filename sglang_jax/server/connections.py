@@ -350,6 +350,9 @@ class BoundedConnection(H11Protocol):
             for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(content)):
                 self.transport.write(self.conn.send(event) or b"")
             self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
+        if self.cycle is not None:  # who is about to answer the request has nobody left to answer
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
     def _watch(self) -> None:

@@ -14,7 +14,7 @@ from sglang_jax.engine.batch import FLIGHTS_PER_ROW
 from sglang_jax.engine.fair_threads import FairThreads
 from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
 from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, shown
-from sglang_jax.sampling import GenerationDefaults
+from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.server.callers import Caller, Callers, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
 from sglang_jax.server.held_logprobs import HeldLogprobs
@@ -55,8 +55,11 @@ class ServerContext:
     draining: bool = False
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_engine: dict[str, Caller] = field(default_factory=dict)
-    _logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
+    _logprobs: HeldLogprobs = field(init=False)
     _templates: FairThreads = field(default_factory=lambda: FairThreads(1, "chat-template"))
+
+    def __post_init__(self) -> None:
+        self._logprobs = HeldLogprobs(self.config.max_logprobs_per_response)
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
@@ -107,6 +110,21 @@ class ServerContext:
                 f"{param} has {texts} texts; the limit per request is {limit} (--max-completions-per-request); send "
                 "them in several",
                 param=param,
+            )
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raises `ParameterError` for stop strings or a grammar that are longer than the options allow."""
+        characters, most = sum(map(len, sampling.stop)), self.config.max_stop_characters
+        if characters > most:
+            raise ParameterError(
+                f"stop may hold at most {most} characters together (--max-stop-characters), got {characters}",
+                param="stop",
+            )
+        grammar, most = sampling.grammar, self.config.max_grammar_characters
+        if grammar is not None and len(grammar.text) > most:
+            raise ParameterError(
+                f"{grammar.field} has {len(grammar.text)} characters, the limit is {most} (--max-grammar-characters)",
+                param=grammar.field,
             )
 
     def generate(
@@ -186,6 +204,8 @@ class Call:
 
     async def __aenter__(self) -> Self:
         prompts = self._prompts
+        for prompt in prompts:
+            self._context.check_sampling(prompt.sampling)
         self._completions = self._caller.enter(prompts)
         try:
             self._context.enter(self._request_id, prompts, self._caller)

@@ -9,21 +9,22 @@ from sglang_jax.engine.types import OutputDelta
 from sglang_jax.errors import ParameterError
 from sglang_jax.server.errors import BusyError
 
-MOST_LOGPROBS = 2**21
-"""Of one answer, of prompts and outputs, alternatives and repetitions for n completions included. Each takes about a
-hundred bytes, and then some thirty as JSON."""
-
-MOST_OF_ALL = 2 * MOST_LOGPROBS
-"""Of all answers together that are not whole yet."""
+OF_ALL = 2
+"""Times as many as one answer may have: of all answers together that are not whole yet."""
 
 FEW = 2**16
 """An answer with so many is never refused for those of others."""
 
 
 class HeldLogprobs:
-    """How many all answers of a server hold. All methods run on one event loop."""
+    """How many all answers of a server hold. All methods run on one event loop.
 
-    def __init__(self) -> None:
+    **Arguments:** `most`: of one answer, of prompts and outputs, alternatives and repetitions for n completions
+    included. Each takes about a hundred bytes, and then some thirty as JSON.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.count = 0
 
     @contextmanager
@@ -37,17 +38,17 @@ class HeldLogprobs:
             more = _count(output)
             mine += more
             self.count += more
-            if mine > MOST_LOGPROBS:
+            if mine > self.most:
                 raise ParameterError(
-                    f"the request asks for more than {MOST_LOGPROBS} logprobs, the limit of one response, counting "
-                    "alternatives of all prompts and outputs. Send fewer prompts per request, or set "
-                    "stream",
+                    f"the request asks for more than {self.most} logprobs, the limit of one response "
+                    "(--max-logprobs-per-response), counting alternatives of all prompts and outputs. Send fewer "
+                    "prompts per request, or set stream",
                     param="top_logprobs_num",
                 )
-            if self.count > MOST_OF_ALL and mine > FEW:
+            if self.count > OF_ALL * self.most and mine > FEW:
                 raise BusyError(
-                    f"responses in preparation hold {self.count} logprobs; the limit is {MOST_OF_ALL}. Try again "
-                    "later, or set stream"
+                    f"responses in preparation hold {self.count} logprobs; the limit is {OF_ALL * self.most}. Try "
+                    "again later, or set stream"
                 )
 
         try:

@@ -17,9 +17,6 @@ from fastapi.routing import APIRoute
 from sglang_jax.server.errors import BodyTooComplexError
 from sglang_jax.server.long_work import LongWork
 
-MAX_DEPTH = 64
-"""Deepest nesting of a body's objects and lists."""
-
 MAX_OBJECTS = 32_768
 """Most objects and lists of a body, and most fields of its objects: each costs much more than its bytes."""
 
@@ -41,13 +38,15 @@ for _characters, _kind in ((b'"', _QUOTE), (b"[{", _OPEN), (b"]}", _CLOSE), (b",
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def check_shape(body: bytes) -> None:
+def check_shape(body: bytes, max_depth: int) -> None:
     """Raises `BodyTooComplexError` for JSON that is nested too deeply, or made of more parts than it has room for.
 
     Parsing, checking and repeating a value costs by its parts and depth, not by its bytes, and holds up all else
     meanwhile. So they are counted first, all at once, by what cannot be text: marks outside of strings.
+
+    **Arguments:** `max_depth`: deepest nesting of objects and lists.
     """
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH and body.count(b",") < MAX_OBJECTS:
+    if body.count(b"[") + body.count(b"{") <= max_depth and body.count(b",") < MAX_OBJECTS:
         return  # whatever of it is text: it is neither deep nor many
     kinds = _KINDS[np.frombuffer(body.replace(b"\\\\", b"  ").replace(b'\\"', b"  "), np.uint8)]
     kinds = kinds[kinds > 0]
@@ -58,13 +57,14 @@ def check_shape(body: bytes) -> None:
     num_objects, num_fields = np.count_nonzero(opened), np.count_nonzero(kinds == _COLON)
     num_values = np.count_nonzero(kinds == _COMMA) + num_objects
     for what, count, limit in (
-        ("levels of nesting", depth, MAX_DEPTH),
+        ("levels of nesting", depth, max_depth),
         ("objects and lists", num_objects, MAX_OBJECTS),
         ("fields", num_fields, MAX_OBJECTS),
         ("values", num_values, MAX_VALUES),
     ):
         if count > limit:
-            raise BodyTooComplexError(f"the body has {count} {what}; the limit is {limit}")
+            flag = " (--max-json-depth)" if what == "levels of nesting" else ""
+            raise BodyTooComplexError(f"the body has {count} {what}; the limit is {limit}{flag}")
 
 
 _UNREAD: Any = object()
@@ -136,7 +136,7 @@ class JsonRoute(APIRoute):
             json_request = JsonRequest(request.scope, request.receive)
             body = await json_request.body()
             if len(body) <= LONG_BODY and body.count(b"{") + body.count(b"[") <= FEW_OBJECTS:
-                check_shape(body)
+                check_shape(body, request.app.state.max_json_depth)
             else:
                 json_request.read = await long_work(request).run(len(body), partial(self._read, json_request, body))
             return await handle(json_request)
@@ -145,7 +145,7 @@ class JsonRoute(APIRoute):
 
     def _read(self, request: JsonRequest, body: bytes) -> Any:
         """What the route takes a long body for. Raises `BodyTooComplexError`, `RequestValidationError`."""
-        check_shape(body)
+        check_shape(body, request.app.state.max_json_depth)
         if self.body_field is None or not request.announces_json:
             return _UNREAD
         try:

@@ -14,10 +14,9 @@ from sglang_jax.errors import ParameterError, shown
 from sglang_jax.replies.call_reader import MOST_NAME_CHARACTERS, NAME
 from sglang_jax.replies.forms import Tool
 from sglang_jax.replies.json_scan import json_value
-from sglang_jax.sampling.grammar import MAX_GRAMMAR_CHARACTERS
 from sglang_jax.server.fields import Body
 
-MAX_TOOL_BYTES = MAX_GRAMMAR_CHARACTERS
+MAX_TOOL_BYTES = 128 << 10
 """Most bytes of a request's tools as JSON: as much as any grammar may have."""
 
 MAX_SCHEMA_DEPTH = 32

@@ -342,7 +342,7 @@ def test_check_knows_other_names(
     monkeypatch.setattr(tpu.check, "require_compiler", lambda: None)
     monkeypatch.setattr(tpu.check, "compile_in_child", refuse)
     assert run(cli, "x", ["check", "qwen3-8b", "--topology", "v6e-4", *flags]) == 2
-    assert capsys.readouterr().err == "Error: the compiling process said nothing\n"
+    assert capsys.readouterr().err == "Error: the compiling process ended without a result\n"
     fields = {**dict(OTHER_NAMES), "tp_size": "tp_size"}
     field = fields[flags[0].strip("-").replace("-", "_")]
     assert (asked[0].model_path, getattr(asked[0], field)) == ("qwen3-8b", int(flags[1]))

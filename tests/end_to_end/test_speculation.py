@@ -136,6 +136,13 @@ def test_outputs_are_the_same_with_guesses_and_without(
     assert found > right, "hardly any guess was right"
 
 
+@pytest.mark.slow
+def test_outputs_are_the_same_with_as_many_guesses_as_pay(served: tuple[EngineConfig, Runner]) -> None:
+    """By how often those of each row were right, and by how long steps take."""
+    found = check_same_outputs(*served, count=16, at_once=2, reuse=True, adaptive=True)
+    assert found > 10, "hardly any guess was right"
+
+
 @pytest.fixture(scope="module", params=["torch", "jax"])
 def backend_of_many(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -164,5 +171,7 @@ def served_to_many(
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("at_once", [1, 8, 32])
 def test_many_outputs_are_the_same(served_to_many: tuple[EngineConfig, Runner], at_once: int, reuse: bool) -> None:
-    """200 requests, greedy and sampled."""
-    check_same_outputs(*served_to_many, count=200, at_once=at_once, reuse=reuse)
+    """200 requests, greedy and sampled, some with stop strings, some under a grammar; as many guesses as fit, and as
+    pay."""
+    for adaptive in (False, True):
+        check_same_outputs(*served_to_many, count=200, at_once=at_once, reuse=reuse, adaptive=adaptive)

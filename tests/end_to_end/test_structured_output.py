@@ -13,7 +13,7 @@ import regex
 import torch
 from helpers.schemas import REGEXES, SCHEMAS, Schema, conforms
 from helpers.tiny_models import make_tiny_checkpoint
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -162,6 +162,28 @@ def test_text_follows_its_expression(
     engine: Engine, table: TokenTable, patterns: list[str], seed: int, most: int
 ) -> None:
     check_regexes(engine, table, patterns, seed, most)
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.soak)])
+def demo(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """A real model and its vocabulary, whose tokens have several letters."""
+    options = EngineConfig(backend=Backend(request.param), device="cpu", max_total_tokens=2048, skip_warmup=True)
+    with Engine(config=options.model_copy(update={"max_running_requests": 6})) as engine:
+        yield engine
+
+
+@settings(max_examples=3, phases=[Phase.generate], **EXAMPLES)
+@given(
+    schemas=st.lists(SCHEMAS, min_size=3, max_size=3),
+    patterns=st.lists(REGEXES, min_size=3, max_size=3),
+    seed=SEEDS,
+)
+def test_the_demo_model_follows_schemas_and_expressions(
+    demo: Engine, completer: Completer, schemas: list[Schema], patterns: list[str], seed: int
+) -> None:
+    words = load_token_table(resolve_model("demo"))
+    check_schemas(demo, words, completer, schemas, seed, 20)
+    check_regexes(demo, words, patterns, seed, 20)
 
 
 @pytest.mark.soak

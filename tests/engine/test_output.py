@@ -27,7 +27,7 @@ from sglang_jax.engine.packed_logprobs import token_logprob
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, GenerateOutput, OutputDelta
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling import SamplingParams
-from sglang_jax.scheduler.messages import Finished, StepOutputs, WireError, WireLogprob
+from sglang_jax.scheduler.messages import DraftCounts, Finished, Started, StepOutputs, WireError, WireLogprob
 
 
 def completion(stop: tuple[str, ...] = ()) -> Completion:
@@ -105,10 +105,9 @@ async def test_others_have_a_turn_between_pieces() -> None:
 
 async def test_streams_that_nobody_reads_have_a_size_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one for which most waits is ended; the others go on. What does not stream waits for its end."""
-    monkeypatch.setattr(core_link, "MOST_UNREAD_BYTES", 100_000)
     monkeypatch.setattr(core_link, "UNREAD_SECONDS", 0.0)
     core = ScriptedCore()
-    client = core.client()
+    client = core.client(max_unread_bytes=100_000)
     sampling = SamplingParams(max_new_tokens=4000)
     names = ("unread", "little", "whole")
     streams = [
@@ -145,6 +144,31 @@ async def test_streams_that_nobody_reads_have_a_size_together(monkeypatch: pytes
     for stream in streams:
         await stream.aclose()
     await client.close()
+
+
+@pytest.mark.parametrize("guesses", [True, False])
+async def test_a_stop_string_ends_an_output_with_what_came_of_its_guesses(guesses: bool) -> None:
+    """The core has no last word on it, in which it says so of others."""
+    core = ScriptedCore()
+    client = core.client()
+    sampling = SamplingParams(max_new_tokens=9, stop=("d",))
+    reader = asyncio.create_task(anext(client.generate(GenerateInput(prompt=[1], sampling=sampling))))
+    while not core.new:
+        await asyncio.sleep(0)
+    number = core.new[0].id
+    for text, drafts in (("ab", [(3, 1)]), ("c", []), ("def", [(5, 4)])):
+        core.deliver(
+            StepOutputs(
+                ids=np.array([number] * len(text), "<i8").tobytes(),
+                tokens=np.array(list(text.encode()), "<i4").tobytes(),
+                started=[Started(number, 0, guesses=guesses)] if text == "ab" else [],
+                drafts=np.array([(number, *one) for one in drafts if guesses], "<i8").tobytes(),
+            )
+        )
+    output = await reader
+    assert output.text == "abc"
+    assert output.drafts == (DraftCounts(2, 8, 5) if guesses else None)
+    assert core.stopped == [number]
 
 
 @pytest.mark.parametrize("kind", ["abort", "length"])

@@ -57,6 +57,35 @@ def test_who_is_silent(now: Beat, waited_for: bool, silent: float) -> None:
     assert silence.look(now, waited_for=waited_for, passed=1.0) == silent
 
 
+def test_a_build_is_counted_apart() -> None:
+    silence = Silence(between=1.0)
+    for passed in (1.0, 2.0, 3.0, 99.0):
+        assert silence.look(beat(5, building=True), waited_for=True, passed=passed) == 0.0
+    assert silence.building == 2.0 + 2.0 + 2.0
+    assert silence.look(beat(5), waited_for=True, passed=1.0) == 1.0
+    assert silence.building == 0.0
+    silence.look(beat(5, building=True), waited_for=True, passed=1.0)
+    silence.look(beat(6, building=True), waited_for=True, passed=1.0)  # another one
+    assert silence.building == 0.0
+    silence.look(beat(6, busy=False, building=True), waited_for=False, passed=1.0)
+    assert silence.building == 0.0
+
+
+async def test_a_build_that_does_not_end_is_noticed() -> None:
+    """Time of builds did not count at all: a compiler that hung was waited for without end."""
+    pulse, barks = Pulse(), list[str]()
+    pulse.note(steps=3, busy=True)
+    watchdog = Watchdog(pulse, 0.05, lambda: True, barks.append, build_timeout=0.3)
+    for _ in range(20):
+        with pulse.building():
+            await asyncio.sleep(0.01)
+    assert not barks
+    with pulse.building():
+        await some_of(barks)
+    watchdog.stop()
+    assert re.fullmatch(r"it has built a program for \d+ s while there was work to do", barks[0])
+
+
 def test_time_in_which_nobody_looked_is_not_held_against_the_core() -> None:
     silence = Silence(between=1.0)
     silence.look(beat(5), waited_for=True, passed=1.0)

@@ -8,19 +8,23 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.fake_grammars import FakeGrammar
+from llguidance import LLParserLimits
 
 from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.errors import GrammarError, GrammarUnavailableError, ParameterError
-from sglang_jax.grammar.compiler import Compilation, GrammarCompiler
-from sglang_jax.grammar.interface import Progress
+from sglang_jax.grammar.compiler import MOST_BUILT, MOST_CACHED_CHARACTERS, Compilation, GrammarCompiler, Queue
+from sglang_jax.grammar.interface import CompiledGrammar, Matcher, Progress
 from sglang_jax.grammar.lark import json_rule
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
-from sglang_jax.grammar.llguidance_trial import Trial
+from sglang_jax.grammar.llguidance_trial import LIMITS, Trial
 from sglang_jax.grammar.sandbox import Sandbox
 from sglang_jax.runner.plan import allowed_tokens, mask_words
 from sglang_jax.sampling.grammar import Grammar, GrammarKind, choice_grammar, json_grammar, tag_grammar
@@ -153,6 +157,8 @@ ALL_LOOP = {
     "items": {"$ref": "#/$defs/a~1b"},
 }
 NO_PATTERN = {"type": "object", "properties": {"x": {"type": "string", "pattern": ["a"]}}}
+LEAST = {"properties": {"a/b": {"anyOf": [{"type": "null"}, {"enum": [1, {"c": [-(2**63)]}]}]}}}
+TAG_OF_LEAST = {"format": {"type": "json_schema", "json_schema": {"const": -(2**63)}}}
 NO_TAG = {"format": {"type": "or", "elements": [{"type": "tagg"}]}}
 
 REFUSED: list[tuple[GrammarKind, Any, str]] = [
@@ -165,6 +171,13 @@ REFUSED: list[tuple[GrammarKind, Any, str]] = [
     (GrammarKind.JSON_SCHEMA, NO_PATTERN, "at /properties/x: Expected string for 'pattern'"),
     (GrammarKind.JSON_SCHEMA, {"minimum": 10**400}, "number out of range"),
     (GrammarKind.JSON_SCHEMA, {"enum": []}, "anyOf is empty"),
+    (GrammarKind.JSON_SCHEMA, LEAST, "at /properties/a~1b/anyOf/1/enum: the whole number -9223372036854775808 is not"),
+    (GrammarKind.JSON_SCHEMA, {"const": -(2**63) + 1}, "at /const: the whole number -9223372036854775807 is not"),
+    (GrammarKind.JSON_SCHEMA, {"const": -(2**53) - 1}, "at /const: the whole number -9007199254740993 is not"),
+    (GrammarKind.JSON_SCHEMA, {"const": 2**53 + 1}, "at /const: the whole number 9007199254740993 is not"),
+    (GrammarKind.JSON_SCHEMA, {"enum": [2**64 - 1]}, "at /enum: the whole number 18446744073709551615 is not"),
+    (GrammarKind.JSON_SCHEMA, {"const": 10**400}, "at /const: the whole number 1000"),
+    (GrammarKind.STRUCTURAL_TAG, TAG_OF_LEAST, "json_schema at /const: the whole number -9223372036854775808 is not"),
     (GrammarKind.REGEX, "(ab[c", "unclosed character class"),
     (GrammarKind.REGEX, "a\\\\\\", "field: the pattern ends in a backslash"),
     (
@@ -212,6 +225,14 @@ def test_the_limits_of_numbers_of_64_bits_are_no_fault(
     assert [json.loads(output) for output, finished in outputs(backend, trial, json_grammar(schema), 3) if finished]
     assert json.dumps(schema) == written
     assert "-9223372036854774784" in trial.lark(json_grammar(schema))
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 2**62, 2**53, -(2**53), -(10**18), -(10**25), 10**25, -9.3e18, -1, 0])
+def test_a_constant_number_is_spelt_as_it_is(backend: LlguidanceBackend, trial: Trial, number: float) -> None:
+    for schema in ({"const": number}, {"enum": [number]}):
+        ((output, finished),) = outputs(backend, trial, json_grammar(schema), 1)
+        assert finished
+        assert json.loads(output) == number
 
 
 def test_a_constant_is_no_limit() -> None:
@@ -316,6 +337,113 @@ def test_the_same_text_is_compiled_once(backend: LlguidanceBackend, monkeypatch:
     compiler.close()
 
 
+@dataclass(eq=False)
+class Stub:
+    """A backend whose grammars are empty, and that knows which there are."""
+
+    alive: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    specials: dict[str, int] = field(default_factory=dict)
+
+    def build(self, grammar: Grammar, lark: str) -> Any:
+        built = FakeGrammar(len(self.alive))
+        self.alive.add(built)
+        return built
+
+
+def compile_all(compiler: GrammarCompiler, texts: Iterable[str]) -> list[CompiledGrammar | None]:
+    """Grammars by their texts, one after the other."""
+    built = []
+    for text in texts:
+        compilation = compiler.start(Grammar(GrammarKind.REGEX, text, "regex"))
+        settle(compiler, compilation)
+        built.append(compilation.grammar)
+    return built
+
+
+def test_compiled_grammars_are_kept_up_to_a_number_and_those_in_use() -> None:
+    """One takes up to 60 MB once its outputs have been long, and 128 were kept."""
+    stub: Any = Stub()
+    compiler = GrammarCompiler(stub, trier=Quick)
+    used = compile_all(compiler, ["used"])
+    compile_all(compiler, (str(number) for number in range(MOST_BUILT + 40)))
+    assert len(stub.alive) <= MOST_BUILT + 2  # the last one is looked at with the next
+    assert used[0] in stub.alive
+    tried = Quick.tried
+    compile_all(compiler, [str(MOST_BUILT + 39)])
+    assert Quick.tried == tried
+    long = "x" * (MOST_CACHED_CHARACTERS // 8 - 10)
+    compile_all(compiler, (f"{number}{long}" for number in range(20)))
+    assert len(stub.alive) <= 8 + 2
+    compiler.close()
+
+
+def test_no_grammar_is_compiled_while_those_of_requests_take_all_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of queued requests: 4,096 of them with grammars of 24 MB took it all."""
+    monkeypatch.setattr("sglang_jax.grammar.compiler.MOST_HELD_CHARACTERS", 10)
+    monkeypatch.setattr("sglang_jax.grammar.compiler.MOST_CACHED_CHARACTERS", 5)
+    now = [0.0]
+    stub: Any = Stub()
+    compiler = GrammarCompiler(stub, trier=Quick, threads=1, clock=lambda: now[0])
+    used = compile_all(compiler, ["12345", "67890"])
+    waits = compiler.start(Grammar(GrammarKind.REGEX, "abc", "regex"))
+    compiler.wait(0.1)
+    assert not compiler.settled(waits)
+    used.clear()
+    settle(compiler, waits)
+    assert waits.grammar is not None
+    used = compile_all(compiler, ["1234567"])
+    late = compiler.start(Grammar(GrammarKind.REGEX, "abcd", "regex"))
+    compiler.wait(0.1)
+    now[0] = 61.0
+    settle(compiler, late)
+    assert late.error is not None
+    assert late.error.status == 503
+    assert "take all the memory" in late.error.message
+    compiler.close()
+
+
+COUNTED = Grammar(GrammarKind.REGEX, "(a|b)*a(a|b){40}x7", "regex")
+"""Its lexer meets a new state with almost each letter."""
+
+
+def follow(backend: LlguidanceBackend, matchers: Sequence[Matcher], texts: Sequence[str]) -> list[list[Any]]:
+    """The tokens that each output may go on with before each letter of its text; None where it is over."""
+    found: list[list[Any]] = []
+    words = np.zeros((len(matchers), mask_words(VOCAB)), np.int32)
+    for letters in zip(*texts, strict=True):
+        progress = backend.fill(matchers, words)
+        pairs = zip(progress, words, strict=True)
+        found.append([allowed_tokens(row).tolist() if one is Progress.GOES_ON else None for one, row in pairs])
+        progress = backend.accept(matchers, [ord(letter) for letter in letters])
+        found[-1] = [None if one is Progress.FAILED else own for one, own in zip(progress, found[-1], strict=True)]
+    return found
+
+
+def test_an_output_does_not_fail_by_what_others_of_its_grammar_have_met(
+    backend: LlguidanceBackend, trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two outputs of 10,000 characters made every later request with the same schema fail at once, for good."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("ab", k=60)) for _ in range(6)]
+    lark = trial.lark(COUNTED)
+    right = follow(backend, [backend.build(COUNTED, lark).matcher() for _ in texts], texts)
+    few = {name: getattr(LIMITS, name) for name in ("initial_lexer_fuel", "step_lexer_fuel", "step_max_items")}
+    monkeypatch.setattr(
+        "sglang_jax.grammar.llguidance_backend.LIMITS",
+        LLParserLimits(**few, max_grammar_size=200_000, max_lexer_states=200, verbose_errors=False),
+    )
+    compiler = GrammarCompiler(backend, trier=Quick)
+    monkeypatch.setattr(Quick, "try_out", lambda self, grammar: lark)
+    (first,) = compile_all(compiler, [COUNTED.text])
+    assert first is not None
+    assert follow(backend, [first.matcher() for _ in texts], texts) == right
+    (second,) = compile_all(compiler, [COUNTED.text])
+    assert second is not first
+    (whole,) = zip(*follow(backend, [first.matcher()], ["".join(texts)]), strict=True)
+    assert whole[-1] is None  # alone it takes more than there is
+    compiler.close()
+
+
 class Panic(BaseException):
     """What a library in Rust raises where it has a fault."""
 
@@ -379,20 +507,48 @@ class Held(Quick):
         return super().try_out(grammar)
 
 
-def test_who_brings_many_slow_grammars_keeps_nobody_else_from_theirs(backend: LlguidanceBackend) -> None:
+@pytest.mark.parametrize(
+    ("many", "few"), [(("many", "1"), ("few", "1")), (("", "many"), ("", "few"))], ids=["tenants", "requests"]
+)
+def test_who_brings_many_slow_grammars_keeps_nobody_else_from_theirs(
+    backend: LlguidanceBackend, many: tuple[str, str], few: tuple[str, str]
+) -> None:
     tried: list[str] = []
     held, now = Held(tried), [0.0]
     compiler = GrammarCompiler(backend, trier=lambda: held, threads=1, clock=lambda: now[0])
-    many = [compiler.start(Grammar(GrammarKind.REGEX, f"slow{number}", "regex"), "many") for number in range(4)]
-    while many[0].begun is None:
+    slow = [compiler.start(Grammar(GrammarKind.REGEX, f"slow{number}", "regex"), many) for number in range(4)]
+    while slow[0].begun is None:
         time.sleep(0.001)
-    few = [compiler.start(Grammar(GrammarKind.REGEX, f"quick{number}", "regex"), "few") for number in range(2)]
+    quick = [compiler.start(Grammar(GrammarKind.REGEX, f"quick{number}", "regex"), few) for number in range(2)]
     now[0] = 10.0  # for so long the first one has taken up the thread
     held.begin.release(6)
-    for compilation in (*many, *few):
+    for compilation in (*slow, *quick):
         settle(compiler, compilation)
     assert tried == ["slow0", "quick0", "quick1", "slow1", "slow2", "slow3"]
     compiler.close()
+
+
+def test_turns_of_requests_that_have_ended_are_forgotten() -> None:
+    """There are ever new ones."""
+    queue = Queue()
+    waiting = [Compilation(Grammar(GrammarKind.REGEX, str(number))) for number in range(40)]
+    for number, compilation in enumerate(waiting):
+        queue.put(compilation, ("", str(number // 4)))
+    queue.put(Compilation(Grammar(GrammarKind.REGEX, "x")), ("other", "0"))
+    for compilation in waiting[::3]:
+        assert queue.withdraw(compilation)
+        assert not queue.withdraw(compilation)
+    seen = []
+    while queue._waiting:
+        got = queue.get()
+        assert got is not None
+        seen.append(got[1])
+        queue.done(got[1], 1.0)
+        assert len(queue._taken_by_flow) <= 11
+    assert len(seen) == 40 + 1 - 14
+    assert ("other", "0") in seen[:2]
+    assert not queue._taken_by_flow
+    assert not queue._taken
 
 
 def test_what_nobody_waits_for_is_not_compiled(backend: LlguidanceBackend) -> None:

@@ -15,10 +15,13 @@ import numpy as np
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint.chat_roles import OPENAI_ROLES, ChatRoles
+from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.types import ModelInfo
 from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.grammar.compiler import GrammarCompiler
+from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.scheduler.loop import SchedulerLoop
@@ -317,13 +320,15 @@ FAKE_INVALID = 127
 
 
 class FakeModelCore:
-    """The scheduler's loop over `FakeRunner`. `max_total_tokens` is the pool, `max_running_requests` the rows."""
+    """The scheduler's loop over `FakeRunner`. `max_total_tokens` is the pool, `max_running_requests` the rows. With
+    `model_path` grammars it follows those of requests."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
         pool = PoolSpec(CacheKind.FULL, (config.max_total_tokens or 1024) // config.page_size + 1, config.page_size)
         spec = RunnerSpec((pool,), config.max_running_requests or MAX_RUNNING, 64, 128, FAKE_VOCAB_SIZE)
         runner = FakeRunner(spec, invalid_token=FAKE_INVALID if config.model_path == "numerical" else None)
-        self._loop = SchedulerLoop(runner, (FAKE_EOS,), config, channel, channel.pulse)
+        self._grammars = fake_grammars(config) if config.model_path == "grammars" else None
+        self._loop = SchedulerLoop(runner, (FAKE_EOS,), config, channel, channel.pulse, self._grammars)
         info = dataclasses.replace(
             MODEL_INFO,
             context_length=spec.max_context,
@@ -337,7 +342,16 @@ class FakeModelCore:
         self._loop.run()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Grammars have threads."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+
+def fake_grammars(config: EngineConfig) -> GrammarCompiler:
+    """Of a vocabulary of bytes."""
+    table = TokenTable(tuple(bytes([byte]) for byte in range(FAKE_VOCAB_SIZE)), frozenset({FAKE_EOS}))
+    backend = LlguidanceBackend(table, FAKE_VOCAB_SIZE, (FAKE_EOS,))
+    return GrammarCompiler(backend, seconds=config.grammar_timeout)
 
 
 def load_fake_model(config: EngineConfig, channel: CoreChannel) -> FakeModelCore:

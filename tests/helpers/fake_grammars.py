@@ -85,6 +85,7 @@ class FakeMatcher:
 @dataclass(frozen=True)
 class FakeGrammar:
     key: int
+    spoiled: bool = False
 
     def matcher(self) -> FakeMatcher:
         return FakeMatcher(self.key, late=self.key % 2 == 0)
@@ -131,7 +132,7 @@ class FakeCompiler:
         self.backend = backend
         self._looks: dict[int, int] = {}
 
-    def start(self, source: Grammar, whose: str = "") -> Compilation:
+    def start(self, source: Grammar, whose: tuple[str, str] = ("", "")) -> Compilation:
         compilation = Compilation(source, waiting=1)
         self._looks[id(compilation)] = int(source.text) % 4
         return compilation

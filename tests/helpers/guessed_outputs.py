@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from helpers import fake_grammars
+from helpers.fake_grammars import FakeCompiler, FakeGrammars
 from helpers.scheduling import RecordingChannel
 from helpers.stand_in_subject import Narrowed
 from helpers.tiny_models import TINY_VOCAB_SIZE
@@ -13,7 +18,7 @@ from sglang_jax.config import EngineConfig, SpeculativeAlgorithm
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import Finished, NewRequest
+from sglang_jax.scheduler.messages import DraftCounts, NewRequest
 from sglang_jax.scheduler.scheduler import Scheduler
 
 STYLES = (
@@ -22,7 +27,24 @@ STYLES = (
     SamplingParams(temperature=0.3, top_k=8, min_p=0.02, seed=11, min_new_tokens=9, stop_token_ids=(5, 6, 7, 8, 9)),
     SamplingParams(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.4),
     SamplingParams(temperature=1.1, seed=5, logit_bias={17: 3.0, 40: 2.0, 41: 2.0}),
+    SamplingParams(temperature=0.0, stop=("ab", "k", "xyz")),
+    SamplingParams(temperature=0.9, seed=3, stop=("q", "de")),
+    SamplingParams(temperature=0.7, seed=13, grammar=fake_grammars.grammar(5)),
 )
+"""Stop strings are looked for in texts of a letter for each token. Rows under a grammar run beside the others."""
+
+EOS = 2
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """A letter for each token."""
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def stopped_at(tokens: Sequence[int], stop: Sequence[str]) -> int | None:
+    """Tokens up to the end of the stop string that is complete first; None while none is."""
+    text = text_of(tokens)
+    return min((text.find(one) + len(one) for one in stop if one in text), default=None)
 
 
 def requests(count: int, words: int | None = None) -> list[tuple[list[int], SamplingParams, int]]:
@@ -42,24 +64,53 @@ def requests(count: int, words: int | None = None) -> list[tuple[list[int], Samp
     return made
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """Of each request its tokens and logprobs, and what came of drafts."""
+
+    tokens: dict[int, list[int]]
+    logprobs: dict[int, list[float | None]]
+    drafts: dict[int, DraftCounts]
+
+
 def outputs(
     config: EngineConfig, runner: Runner, asked: list[tuple[list[int], SamplingParams, int]], at_once: int
-) -> tuple[dict[int, list[int]], dict[int, list[float | None]], list[Finished]]:
-    """Tokens and logprobs of each request, at most `at_once` of them in flight; and what the scheduler said last."""
+) -> Outputs:
+    """At most `at_once` requests are in flight. Who sees a stop string has the request stopped, as a client does."""
     channel = RecordingChannel()
-    scheduler = Scheduler(runner, (2,), config, channel)
+    grammars: Any = FakeCompiler(FakeGrammars(runner.spec.vocab_size, EOS))
+    clock = itertools.count()  # every step takes as long, so that what pays does not depend on the machine
+    scheduler = Scheduler(runner, (EOS,), config, channel, lambda: next(clock) * 1e-3, grammars)
     waiting = [
-        NewRequest(id=number, token_ids=np.array(prompt, np.int32).tobytes(), sampling=how, stream=True, top_logprobs=k)
+        NewRequest(
+            id=number,
+            token_ids=np.array(prompt, np.int32).tobytes(),
+            sampling=replace(how, stop=()),
+            stream=True,
+            top_logprobs=k,
+        )
         for number, (prompt, how, k) in enumerate(asked, 1)
     ]
+    stops = {number: how.stop for number, (_, how, _) in enumerate(asked, 1) if how.stop}
+    ends: dict[int, int] = {}
     while waiting or not scheduler.idle:
         while waiting and len(scheduler.requests) < at_once:
             scheduler.add(waiting.pop(0))
         scheduler.step()
         check_everything(scheduler.cache)
+        for number, stop in stops.items():
+            end = None if number in ends else stopped_at(channel.streams.get(number, []), stop)
+            if end is not None:
+                ends[number] = end
+                scheduler.stop(number, end)
     numbers = range(1, len(asked) + 1)
-    logprobs = {number: [logprob for _, logprob in channel.logprobs.get(number, [])] for number in numbers}
-    return {number: channel.output(number) for number in numbers}, logprobs, [channel.finished[one] for one in numbers]
+    told = {number: channel.streams[number][: ends.get(number)] for number in numbers}
+    for number in numbers:
+        assert number in ends or channel.output(number) == told[number]
+    logprobs = {
+        number: [logprob for _, logprob in channel.logprobs.get(number, [])[: len(told[number])]] for number in numbers
+    }
+    return Outputs(told, logprobs, {number: channel.drafts.get(number, DraftCounts(0, 0, 0)) for number in numbers})
 
 
 def check_same_outputs(
@@ -70,22 +121,21 @@ def check_same_outputs(
     reuse: bool,
     words: int | None = None,
     atol: float = 1e-3,
+    adaptive: bool = False,
 ) -> int:
-    """Compares outputs with drafts and without, and logprobs up to `atol`; how many drafts were right."""
+    """Compares outputs with drafts and without, and logprobs up to `atol`; how many drafts were right. `adaptive`: with
+    as many drafts as pay, and not as fit."""
     config = config.model_copy(update={"disable_radix_cache": not reuse})
     plain = config.model_copy(update={"speculative_algorithm": SpeculativeAlgorithm.NONE})
     one_by_one = Narrowed(runner, replace(runner.spec, max_samples=1), lambda result: None)
     asked = requests(count, words)
-    expected, expected_logprobs, _ = outputs(plain, one_by_one, asked, at_once)
-    # Without a policy that measures time, so that there are as many drafts whatever the machine does.
-    tokens, logprobs, ended = outputs(plain, runner, asked, at_once)
-    assert tokens == expected
-    for number, found in logprobs.items():
-        np.testing.assert_allclose(found, expected_logprobs[number], atol=atol, err_msg=f"request {number}")
-    counts = [one.drafts for one in ended if one.drafts is not None]
-    assert len(counts) == count
-    for (_, sampling, _), one in zip(asked, ended, strict=True):
-        assert one.drafts is not None
-        assert one.drafts.right <= min(one.drafts.drafts, one.num_tokens)
-        assert not (sampling.counts_tokens and one.drafts.drafts), "penalties depend on the token before"
-    return sum(one.right for one in counts)
+    expected = outputs(plain, one_by_one, asked, at_once)
+    found = outputs(config if adaptive else plain, runner, asked, at_once)
+    assert found.tokens == expected.tokens
+    for number, logprobs in found.logprobs.items():
+        np.testing.assert_allclose(logprobs, expected.logprobs[number], atol=atol, err_msg=f"request {number}")
+    for (_, sampling, _), one in zip(asked, found.drafts.values(), strict=True):
+        assert one.right <= one.drafts
+        assert not (sampling.counts_tokens and one.drafts), "penalties depend on the token before"
+        assert not (sampling.grammar and one.drafts), "a mask tells of one token"
+    return sum(one.right for one in found.drafts.values())

@@ -20,7 +20,15 @@ from sglang_jax.runner.fake_model import Oracle
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.runner.protocol import Runner
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import Finished, Inbound, NewRequest, Outbound, SchedulerStats, StepOutputs
+from sglang_jax.scheduler.messages import (
+    DraftCounts,
+    Finished,
+    Inbound,
+    NewRequest,
+    Outbound,
+    SchedulerStats,
+    StepOutputs,
+)
 from sglang_jax.scheduler.scheduler import Scheduler
 
 Sees = int | None | CacheKind
@@ -41,6 +49,7 @@ class RecordingChannel:
         self.cached: dict[int, int] = {}
         self.logprobs: dict[int, list[tuple[int, float | None]]] = {}
         self.prompt_logprobs: dict[int, list[tuple[int, float | None]]] = {}
+        self.drafts: dict[int, DraftCounts] = {}
 
     def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
         assert self.inbox or not block, "the loop would sleep for ever"
@@ -62,7 +71,13 @@ class RecordingChannel:
             self.logprobs.setdefault(request_id, []).append((entry.token_id, entry.logprob))
         for request_id, entries in message.prompt_logprobs:
             self.prompt_logprobs.setdefault(request_id, []).extend((e.token_id, e.logprob) for e in entries)
+        for request_id, drafts, right in np.frombuffer(message.drafts, np.int64).reshape(-1, 3).tolist():
+            assert request_id not in self.finished, "drafts after the end"
+            told = self.drafts.get(request_id, DraftCounts(0, 0, 0))
+            self.drafts[request_id] = DraftCounts(told.steps + 1, told.drafts + drafts, told.right + right)
         for finished in message.finished:
+            if finished.drafts is not None and finished.id in self.streams:
+                assert self.drafts.get(finished.id, DraftCounts(0, 0, 0)) == finished.drafts
             assert finished.id not in self.finished, "finished twice"
             self.finished[finished.id] = finished
 

@@ -29,10 +29,11 @@ class ScriptedCore:
         self.deliver: Callable[[Published], None] = lambda message: None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def client(self) -> AsyncEngineClient:
-        """A front end over this core."""
+    def client(self, **options: Any) -> AsyncEngineClient:
+        """A front end over this core. `options`: of `CoreLink`."""
         end: Any = self
-        return AsyncEngineClient(SingleLink(CoreLink(end, end, READY, contextlib.ExitStack())), ByteTokenizer())
+        link = CoreLink(end, end, READY, contextlib.ExitStack(), **options)
+        return AsyncEngineClient(SingleLink(link), ByteTokenizer())
 
     def start(self, deliver: Callable[[Published], None]) -> None:
         self.deliver = deliver

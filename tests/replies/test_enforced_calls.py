@@ -523,6 +523,6 @@ def test_what_a_familys_calls_cannot_name() -> None:
 
 def test_too_many_tools_for_a_grammar() -> None:
     family = CALLS[ToolCallParser.HERMES]
-    large = [replace(CITY, name=f"t{i}", parameters={"description": "x" * 2000}) for i in range(100)]
-    with pytest.raises(ParameterError, match="the limit is 131072"):
+    large = [replace(CITY, name=f"t{i}", parameters={"description": "x" * 11_000}) for i in range(100)]
+    with pytest.raises(ParameterError, match="the limit is 1048576"):
         grammar_of_format(calls_format(family, family.enforced(""), large, required=True, parallel=True), "tools")

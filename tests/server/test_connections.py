@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +17,14 @@ import h11
 import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
+from sglang_jax.errors import RequestError
 from sglang_jax.server import connections, held_answers
 from sglang_jax.server.connections import (
     LEAST_SLICE,
     MAX_HEAD_BYTES,
     SLICE,
     SLICE_SECONDS,
+    BoundedConnection,
     next_slice,
 )
 
@@ -329,3 +333,32 @@ def test_the_process_may_open_as_many_files_as_connections_need() -> None:
     result = subprocess.run([sys.executable, "-c", DESCRIPTORS], check=True, capture_output=True, text=True)
     assert result.stdout.splitlines() == ["1000 1256 2000", "1000 1500 1500", "444 700 700"]
     assert result.stderr.count("--max-connections is 1000, but the process may open 700 files") == 1
+
+
+def test_what_is_refused_while_it_is_answered_has_one_answer(
+    strict: EchoServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes behind a request of HTTP/1.0: what the application answered after that was an error of the log."""
+    asked, refused = threading.Event(), asyncio.Event()
+    refuse = BoundedConnection._refuse
+
+    async def wait() -> bool:
+        asked.set()
+        await refused.wait()
+        return True
+
+    def refuse_and_go_on(connection: BoundedConnection, error: RequestError) -> None:
+        refused.set()  # the application goes on before the connection is lost
+        refuse(connection, error)
+
+    monkeypatch.setattr(strict.context.client, "flush_cache", wait)
+    monkeypatch.setattr(BoundedConnection, "_refuse", refuse_and_go_on)
+    with connect(strict) as connection:
+        connection.sendall(b"POST /flush_cache HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert asked.wait(20)
+        connection.sendall(b"{}")
+        answered = rest_of(connection)
+    assert answered.startswith(b"HTTP/1.1 400")
+    assert answered.count(b"HTTP/1.1 ") == 1
+    assert strict.http.get("/health").status_code == 200
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []

@@ -21,7 +21,7 @@ COUNT = 600
 
 @pytest.fixture(scope="module")
 def scheduled() -> Iterator[EchoServer]:
-    with serve_echo(load_fake_model, client_timeout=2.0) as server:
+    with serve_echo(load_fake_model, client_timeout=2.0, model_path="grammars", grammar_timeout=1.0) as server:
         yield server
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import sglang_jax
 from sglang_jax import Engine
 from sglang_jax.config import Backend
 from sglang_jax.engine.model_core import load_core, load_text_tokenizer
-from sglang_jax.grammar.compiler import GrammarCompiler
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,13 +47,10 @@ BOMBS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EchoServer]:
     folder = make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
-    options = {"backend": Backend.TORCH, "device": "cpu", "dtype": "float32", "max_total_tokens": 2048}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sglang_jax.engine.model_core.GrammarCompiler", partial(GrammarCompiler, seconds=0.5))
-        with serve_echo(
-            load_core, load_text_tokenizer, model_path=str(folder), served_model_name="tiny", **options
-        ) as server:
-            yield server
+    options: dict[str, Any] = {"backend": Backend.TORCH, "device": "cpu", "dtype": "float32", "max_total_tokens": 2048}
+    options |= {"model_path": str(folder), "served_model_name": "tiny", "grammar_timeout": 0.5}
+    with serve_echo(load_core, load_text_tokenizer, **options) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +168,7 @@ def test_a_bomb_is_refused_and_delays_nobody(server: EchoServer) -> None:
     for response in refused:
         assert response.status_code == 400, response.text
         assert response.json()["error"]["code"] == "invalid_grammar"
+    assert any("takes more than 0.5 s of processor time" in response.text for response in refused)
     assert answered > len(BOMBS)  # whoever waited for one at a time would be answered as often as one ends
     assert native(server, "hi", regex="ab")["text"] == "ab"
 

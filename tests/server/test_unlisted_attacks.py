@@ -265,7 +265,7 @@ def test_the_logprobs_of_all_prompts_of_an_answer_have_a_number(
     fake_model: EchoServer, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
     """The limit was that of each prompt alone: one request of a thousand prompts had as many times of it."""
-    monkeypatch.setattr(held_logprobs, "MOST_LOGPROBS", 400)
+    monkeypatch.setattr(fake_model.context._logprobs, "most", 400)
     path, body = "/v1/completions", {"prompt": ["a" * 49] * 2, "logprobs": 3, "max_tokens": 1, "echo": True}
     if wanted == "of outputs":
         body |= {"prompt": "a", "n": 2, "echo": False, "max_tokens": 50, "ignore_eos": True}
@@ -273,7 +273,10 @@ def test_the_logprobs_of_all_prompts_of_an_answer_have_a_number(
     grown = {**body, "n": 3} if wanted == "of outputs" else {**body, "prompt": ["a" * 49] * 3}
     error = refused(fake_model, path, json.dumps(grown).encode())
     assert error["param"] == "logprobs"
-    assert "the request asks for more than 400 logprobs, the limit of one response" in error["message"]
+    assert (
+        "the request asks for more than 400 logprobs, the limit of one response (--max-logprobs-per-response)"
+        in error["message"]
+    )
     assert len(fake_model.events(path, grown)) >= 3  # what streams is not held
     wait_for(lambda: not fake_model.context.in_flight)
 
@@ -281,7 +284,7 @@ def test_the_logprobs_of_all_prompts_of_an_answer_have_a_number(
 def test_the_logprobs_of_all_answers_have_a_number(fake_model: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of few logprobs are answered all the same."""
     held = fake_model.context._logprobs
-    monkeypatch.setattr(held_logprobs, "MOST_OF_ALL", 1000)
+    monkeypatch.setattr(held, "most", 500)
     monkeypatch.setattr(held_logprobs, "FEW", 100)
     monkeypatch.setattr(held, "count", 990)
     body = {"prompt": "a" * 49, "logprobs": 3, "max_tokens": 1, "echo": True}
