@@ -90,7 +90,7 @@ def test_host_step(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     module = load("host_step", STEPS=40, CONTEXTS=(96, 160), WINDOW=64)
     rows = rows_written(module, monkeypatch, tmp_path)
     assert [(row["rows"], row["second group"]) for row in rows] == [
-        (rows, second) for rows in (64, 256) for second in ("", "", "window", "state")
+        (rows, second) for rows in (64, 256) for second in ("", "", "window", "window", "state", "state")
     ]
     assert all(row["median us"] > 0 for row in rows)
 

@@ -84,7 +84,7 @@ def test_scales_of_keys_and_values_come_along(original: Path, tmp_path: Path) ->
             json.dumps(json.loads(marker.read_text()) | {"kv_scales": {"made_for": None, "numbers": wrong}})
         )
         with pytest.raises(
-            CheckpointError, match=r"sglang_jax_orbax\.json cannot be read: .*scales of keys and values"
+            CheckpointError, match=r"sglang_jax_orbax\.json cannot be read: .*KV scales must be positive"
         ):
             converted.kv_scales()
 

@@ -159,7 +159,7 @@ class JaxSampler:
         self._state = self._state.count(np.array(rows, np.int32), sampled, sampled >= 0)
 
     def parameter(self, name: str) -> np.ndarray:
-        return np.asarray(self._state.__dict__[name])
+        return np.asarray(self._state.__getattribute__(name))
 
 
 class TorchSampler:

@@ -47,7 +47,8 @@ some[[12, 2, 9]] = True
 mixed = state(
     temperature=jnp.where(some, 0.8, 0.0),
     top_p=jnp.where(some, 0.7, 1.0),
-    seed=jnp.asarray(rng.integers(0, 2**32, (LINES + 2, 2)), jnp.uint32),
+    seed_low=jnp.asarray(rng.integers(0, 2**32, LINES + 2), jnp.uint32),
+    seed_high=jnp.asarray(rng.integers(0, 2**32, LINES + 2), jnp.uint32),
     presence_penalty=jnp.where(jnp.arange(LINES + 2) % 2 == 1, 1.5, 0.0),
     occurrences=counts,
     bias_ids=greedy.bias_ids.at[4, 0].set(388),

@@ -343,9 +343,10 @@ def test_samples_the_tokens_that_the_jax_sampler_samples() -> None:
 
 
 def sampled_by_jax(rows: list[Row]) -> list[int]:
-    seeds = np.array([[row.seed & 0xFFFFFFFF, row.seed >> 32] for row in rows], np.uint32)
+    low, high = np.array([[row.seed & 0xFFFFFFFF, row.seed >> 32] for row in rows], np.uint32).T
+    seeds = {"seed_low": jax.numpy.asarray(low), "seed_high": jax.numpy.asarray(high)}
     changes = {name: jax.numpy.asarray(values.numpy()) for name, values in columns(rows).items()}
-    state = replace(SamplingState.empty(len(rows), len(rows[0].logits)), seed=jax.numpy.asarray(seeds), **changes)
+    state = replace(SamplingState.empty(len(rows), len(rows[0].logits)), **seeds, **changes)
     positions = np.array([row.position for row in rows], np.int32)
     logits = np.stack([row.logits for row in rows])
     everyone = np.arange(len(rows))
