@@ -16,7 +16,7 @@ Float64 = NDArray[np.float64]
 _MEMORY = 0.8
 """Weight of what a row's drafts did before, after one more step with drafts: about five are remembered."""
 
-_OWN_PRIOR = 1.0
+_OWN_PRIOR = 0.5
 """Drafts that what is known of all rows counts for, when a row is judged."""
 
 _ALL_MEMORY = 0.99
