@@ -129,9 +129,9 @@ class SpreadLogits:
 
             def randomly() -> jax.Array:
                 lines = _Lines(columns.shape[0], self._devices)
-                small = replace(own, occurrences=own.temperature)
+                small = replace(own, occurrences=own.temperature, stop_ids=own.temperature)
                 mine, asked_here, rows_here, kv_lens_here = lines.mine((small, asked, rows, kv_lens))
-                mine = replace(mine, occurrences=own.occurrences)
+                mine = replace(mine, occurrences=own.occurrences, stop_ids=own.stop_ids)
                 whole = lines.exchange(columns)[:, : state.vocab_size]
                 return lines.gather(adjust_and_sample(whole, mine, asked_here, rows_here, kv_lens_here))
 

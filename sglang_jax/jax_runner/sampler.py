@@ -121,7 +121,7 @@ def adjust_and_sample(
     """What `sample` does for lines of which some ask for something: int32 `[n]`, the vocabulary's size or more where
     no token has the largest logit."""
     logits = _add_bias(logits, own, asked.biased)
-    logits = _mask_stop_ids(logits, own, asked.masked)
+    logits = _mask_stop_ids(logits, own, rows, asked.masked)
     logits = _penalise(logits, own, rows, asked.penalised)
     # Read by several reductions: without the barrier each would compute the whole chain again.
     logits = lax.optimization_barrier(logits)
@@ -175,10 +175,10 @@ def _add_bias(logits: jax.Array, own: SamplingState, biased: jax.Array) -> jax.A
     return _when(jnp.any(biased), lambda x: x.at[lines, own.bias_ids].add(own.bias_values, mode="drop"), logits)
 
 
-def _mask_stop_ids(logits: jax.Array, own: SamplingState, masked: jax.Array) -> jax.Array:
+def _mask_stop_ids(logits: jax.Array, own: SamplingState, rows: jax.Array, masked: jax.Array) -> jax.Array:
     def mask(x: jax.Array) -> jax.Array:
         # Not outside the condition, where every step would read the table of all rows.
-        stop_ids = jnp.where(masked[:, None], own.stop_ids, x.shape[1])
+        stop_ids = jnp.where(masked[:, None], own.stop_ids[rows], x.shape[1])
         return x.at[jnp.arange(x.shape[0])[:, None], stop_ids].set(-jnp.inf, mode="drop")
 
     return _when(jnp.any(masked), mask, logits)

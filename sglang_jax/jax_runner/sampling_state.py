@@ -77,9 +77,11 @@ class SamplingState:
         return (self.repetition_penalty != 1.0) | (self.frequency_penalty != 0.0) | (self.presence_penalty != 0.0)
 
     def select(self, rows: jax.Array) -> SamplingState:
-        """The parameters of `rows` int32 `[n]`. `occurrences`, which is large, stays that of all rows."""
-        small = replace(self, occurrences=self.temperature)
-        return replace(jax.tree.map(lambda values: values[rows], small), occurrences=self.occurrences)
+        """The parameters of `rows` int32 `[n]`. `occurrences`, which is large, and `stop_ids`, which few steps read,
+        stay those of all rows."""
+        small = replace(self, occurrences=self.temperature, stop_ids=self.temperature)
+        selected = jax.tree.map(lambda values: values[rows], small)
+        return replace(selected, occurrences=self.occurrences, stop_ids=self.stop_ids)
 
     def count(self, rows: jax.Array, tokens: jax.Array, counted: jax.Array) -> SamplingState:
         """Counts a sampled token in each of `rows` for which `counted` (all three `[n]`) holds."""

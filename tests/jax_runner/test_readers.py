@@ -53,6 +53,8 @@ mixed = state(
     occurrences=counts,
     bias_ids=greedy.bias_ids.at[4, 0].set(388),
     bias_values=greedy.bias_values.at[4, 0].set(50.0),
+    min_new_tokens=greedy.min_new_tokens.at[8].set(1000),
+    stop_ids=greedy.stop_ids.at[8, 0].set(int(logits[9, :VOCAB].argmax())),
 )
 kv_lens = np.arange(LINES, dtype=np.int32) + 20
 active = np.ones(LINES, bool)
@@ -75,6 +77,7 @@ for given in (greedy, mixed):
         for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
             np.testing.assert_array_equal(one, other)
 assert expected[0][6] == 388  # what is biased
+assert expected[0][9] == int(np.argsort(logits[9, :VOCAB])[-2])  # the likeliest may not end the output yet
 """
 
 
