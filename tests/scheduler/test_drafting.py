@@ -56,6 +56,26 @@ def test_rows_whose_drafts_are_right_get_all_that_fit() -> None:
     assert rate > 3.5 / memory_bound(1)
 
 
+def test_what_a_row_s_own_drafts_came_to_counts_before_long() -> None:
+    """Another request takes the row, whose drafts are all wrong. What all rows came to before has drafts made for half
+    as many steps as it would if it counted for a whole one."""
+
+    def clock(queries: int) -> float:
+        return 0.010 if queries == 1 else 0.0107
+
+    drafting, one = WhatPays(4, 8), ROWS[:1]
+    serve(drafting, clock, [0.8], 300)
+    drafting.seated(one)
+    drafted = 0
+    for _ in range(300):
+        widths = drafting.choose(one, np.array([8], np.int32), 32)
+        if widths[0] > 1:
+            drafting.observe(one, widths, np.ones(1, np.int32))
+        drafting.took(int(widths[0]), clock(int(widths[0])))
+        drafted += int(widths[0] > 1)
+    assert drafted < 150
+
+
 @pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_text_that_does_not_repeat_is_hardly_slower(seconds: Callable[[int], float], rows: int) -> None:

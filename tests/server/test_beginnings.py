@@ -44,6 +44,22 @@ def test_the_longest_is_refused_and_of_equal_ones_the_oldest() -> None:
     assert held.num_bytes == 0
 
 
+def test_a_thousand_refusals_are_one_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An attacker writes no log."""
+    now = 100.0
+    monkeypatch.setattr("sglang_jax.server.beginnings.time.monotonic", lambda: now)
+    held = Beginnings(10, "heads")
+    for _ in range(1000):
+        held.hold(Client(), 11)
+    now += 2.0
+    held.hold(Client(), 11)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.endswith("(1 refused since the last such line)")
+    assert second.endswith("(1000 refused since the last such line)")
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EchoServer]:
     monkeypatch.setattr(connections, "MOST_OF_HEADS", MOST)
