@@ -144,42 +144,14 @@ def _load_on(
     own_pages = pages_in_memory(memory, sizes)[:own_groups]
     kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_form, device, kv_scales, state_dtypes)
     if integers:
-        logger.info(
-            "Keys%s are stored in int8 with one scale per token%s",
-            " and values" if kv_form.values == torch.int8 else "",
-            "; those of the checkpoint are not used" if checkpoint.has_kv_scales else "",
-        )
-        means = checkpoint.key_means()
-        if means is None:
-            give_key_means(built.model, kv, checkpoint.config, dtype=dtype, max_context=sizes.max_context)
-        else:
-            logger.info("Using the checkpoint's means of keys")
-            write_key_means(means, kv, checkpoint.config, shard)
+        _set_key_means(built.model, kv, checkpoint, shard, kv_form, dtype=dtype, max_context=sizes.max_context)
     drafting = None
     if draft is not None:
         draft.load()
-        pages = _allocate(
-            draft.config,
-            draft.shard,
-            sizes.num_pages[own_groups:],
-            config.page_size,
-            KVForm(dtype, dtype),
-            device,
-            None,
-            state_dtypes,
-        )
-        drafting = DraftPart(PagedTransformer(draft.model, pages), own_groups)
-    spec = RunnerSpec(
-        pools=pool_specs(memory, sizes, config.page_size),
-        max_rows=sizes.max_rows,
-        token_budget=sizes.token_budget,
-        max_context=sizes.max_context,
-        vocab_size=checkpoint.config.vocab_size,
-        max_samples=config.max_samples,
-        drafts_with_prompts=False,
-        max_drafts=sizes.draft_slots if checkpoint.config.keeps_states else None,
-        prompt_tokens=sizes.prompt_tokens,
-    )
+        form, pages = KVForm(dtype, dtype), sizes.num_pages[own_groups:]
+        cache = _allocate(draft.config, draft.shard, pages, config.page_size, form, device, None, state_dtypes)
+        drafting = DraftPart(PagedTransformer(draft.model, cache), own_groups)
+    spec = _runner_spec(config, checkpoint.config, memory, sizes)
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
     capture = _capture(stream, config, device, kernels)
     return TorchRunner(
@@ -198,6 +170,44 @@ def _load_on(
         details=_details(config, checkpoint, dtype, kv_form, kernels, parallel, drafting=draft is not None),
         draft=drafting,
         states=[pool for layer in kv for pool in layer.states],
+    )
+
+
+def _set_key_means(
+    model: Transformer | TracedTransformer,
+    kv: Sequence[LayerMemory],
+    checkpoint: Checkpoint,
+    shard: ModelShard,
+    form: KVForm,
+    *,
+    dtype: torch.dtype,
+    max_context: int,
+) -> None:
+    """Means of keys for a cache in int8: the checkpoint's, or those of a fixed prefill."""
+    logger.info(
+        "Keys%s are stored in int8 with one scale per token%s",
+        " and values" if form.values == torch.int8 else "",
+        "; those of the checkpoint are not used" if checkpoint.has_kv_scales else "",
+    )
+    means = checkpoint.key_means()
+    if means is None:
+        give_key_means(model, kv, checkpoint.config, dtype=dtype, max_context=max_context)
+    else:
+        logger.info("Using the checkpoint's means of keys")
+        write_key_means(means, kv, checkpoint.config, shard)
+
+
+def _runner_spec(config: EngineConfig, model: ModelConfig, memory: Memory, sizes: Sizes) -> RunnerSpec:
+    return RunnerSpec(
+        pools=pool_specs(memory, sizes, config.page_size),
+        max_rows=sizes.max_rows,
+        token_budget=sizes.token_budget,
+        max_context=sizes.max_context,
+        vocab_size=model.vocab_size,
+        max_samples=config.max_samples,
+        drafts_with_prompts=False,
+        max_drafts=sizes.draft_slots if model.keeps_states else None,
+        prompt_tokens=sizes.prompt_tokens,
     )
 
 
