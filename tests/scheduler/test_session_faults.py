@@ -138,7 +138,7 @@ FAULTS: dict[Plant, str] = {
     let_go_twice: "unpinned more often than pinned|unlocked more often than locked|let go by more sessions",
     lock_and_keep_no_window_or_state: "its state is pinned 0 times|kept 0 {}, pins",
     extend_no_lock: r"0 locks, \d+ requests and pins",
-    # Whichever comes first: the next turn is refused, is taken where it was to be refused, or goes on from what is false.
+    # Whichever comes first: the next turn is refused, is taken though it was to be refused, or goes on from a lie.
     keep_what_an_aborted_turn_computed: r"follows the last finished one|turn .* was taken|^request \d+",
     go_on_behind_what_nobody_saw: r"^request \d+",
     begin_before_the_last_turn_is_cached: "a turn computes what its session keeps",
