@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -26,6 +27,27 @@ CLIENT_TIMEOUT = 5.0
 
 GREEDY = {"temperature": 0.0}
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards", "boil", "green", "soup"]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"enum": WORDS}, "times": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["word", "times"],
+    "additionalProperties": False,
+}
+
+
+def _follows_schema(text: str) -> bool:
+    found = json.loads(text)
+    return set(found) == {"word", "times"} and found["word"] in WORDS and 0 <= found["times"] <= 99
+
+
+PATTERN = "(fox|dog){1,3} [0-9]{2}"
+GRAMMARS: list[tuple[str, str, Callable[[str], bool]]] = [
+    ("regex", PATTERN, lambda text: re.fullmatch(PATTERN, text) is not None),
+    ("json_schema", json.dumps(SCHEMA), _follows_schema),
+    ("ebnf", 'root ::= "yes" | "no" | "perhaps"', {"yes", "no", "perhaps"}.__contains__),
+]
+"""Name in `sampling_params`, grammar, and whether a text that has ended follows it."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +173,59 @@ class Client:
         if status != 200:
             return _code(status, answer)
         return "" if json.loads(answer)["text"] == text else "text changed on its way to tokens and back"
+
+    def structured(self) -> str:
+        """An output under a grammar, of which there are a few: what has ended follows it."""
+        name, grammar, follows = self._draw.choice(GRAMMARS)
+        body = {"text": self._prompt(), "sampling_params": {"max_new_tokens": 48, name: grammar, **self._sampling()}}
+        status, content = self._post("/generate", body)
+        if status != 200:
+            return _code(status, content)
+        answer = json.loads(content)
+        if answer["meta_info"]["finish_reason"]["type"] != "length" and not follows(answer["text"]):
+            return f"not what {name} asks for: {answer['text'][:60]}"
+        return self._oracle.check(json.dumps(body), answer["text"])
+
+    def tools(self) -> str:
+        """A tool that must be called, with arguments of its schema."""
+        body = {
+            "messages": [{"role": "user", "content": self._prompt()}],
+            "tools": [{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}],
+            "tool_choice": "required",
+            "max_tokens": 64,
+            **self._sampling(),
+        }
+        status, content = self._post("/v1/chat/completions", body)
+        if status != 200:
+            return _code(status, content)
+        [choice] = json.loads(content)["choices"]
+        calls = [call["function"]["arguments"] for call in choice["message"].get("tool_calls") or []]
+        if choice["finish_reason"] != "length" and not (calls and all(map(_follows_schema, calls))):
+            return f"not the call that was asked for: {calls}"
+        return self._oracle.check(json.dumps(body), [choice["message"]["content"], calls])
+
+    def session(self) -> str:
+        """A conversation that sends what is new; some are left open until they time out."""
+        status, content = self._post("/open_session", {"streaming": True, "timeout": 20.0})
+        if status != 200:
+            return _code(status, content)
+        session, so_far = json.loads(content), "turns: "
+        for turn in range(self._draw.choice((2, 4))):
+            new = f" Turn {turn}:" if turn else self._prompt()
+            sampling = {"max_new_tokens": 8, "ignore_eos": True, **GREEDY}
+            body = {"text": new, "sampling_params": sampling, "session_params": {"id": session}}
+            status, content = self._post("/generate", body)
+            if status != 200:
+                return _code(status, content)
+            so_far += f"{new} "
+            output = json.loads(content)["output_ids"]
+            if error := self._oracle.check(so_far, output):
+                return error
+            so_far += f"{output} "
+        if self._draw.random() < 0.3:
+            return ""
+        status, content = self._post("/close_session", {"session_id": session})
+        return "" if status == 200 else _code(status, content)
 
     def housekeeping(self) -> str:
         """What load balancers and dashboards ask."""
@@ -343,6 +418,9 @@ WEIGHTS: dict[Callable[[Client], str], int] = {
     Client.long_prompt: 5,
     Client.many: 4,
     Client.tokens: 4,
+    Client.structured: 5,
+    Client.tools: 3,
+    Client.session: 4,
     Client.housekeeping: 6,
     Client.leaves_early: 6,
     Client.leaves: 6,

@@ -45,7 +45,7 @@ FLAT = 0.02
 IDLE_WORKERS = 16
 """Threads that a server may have more of once it has worked."""
 
-LOST = ("503 replica_lost", "500 replica_lost", "500 engine_dead")
+LOST = ("503 replica_lost", "500 replica_lost", "500 engine_dead", "404 session_not_found")
 """What whoever was served by a core that was lost may be told."""
 
 MODEL = {
@@ -69,7 +69,7 @@ OPTIONS = (
     *("--tokenizer-path", "demo", "--load-format", "dummy", "--device", "cpu", "--dtype", "float32"),
     *("--dp-size", "2", "--context-length", "1024", "--max-running-requests", "16", "--max-total-tokens", "8192"),
     *("--chunked-prefill-size", "128", "--client-timeout", str(CLIENT_TIMEOUT), "--watchdog-timeout", "15"),
-    *("--admin-api-key", ADMIN_KEY, "--served-model-name", "soak"),
+    *("--admin-api-key", ADMIN_KEY, "--served-model-name", "soak", "--max-engine-restarts", "100"),
 )
 
 
