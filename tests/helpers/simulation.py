@@ -18,15 +18,15 @@ import pytest
 from helpers.scheduling import VOCAB, Bench, Sees
 from helpers.stand_in_subject import StandInSubject, Undecided
 from helpers.watch import Watch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    get_state_machine_test,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from sglang_jax.architectures import CacheKind
@@ -476,17 +476,19 @@ def simulate(
     subject: StandInSubject | None = None,
     sizes: Mapping[str, Strategy] = MappingProxyType({}),
     kind: type[Simulation] = Simulation,
+    part: int = 0,
 ) -> Counter[str]:
     """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`; tells how often
     it met what it is about.
 
     `kind`: the machine. `sizes`: where some sizes are chosen from, in the place of `SIZES`. With `known_fault` the
-    schedules are always the same and a failure is not shrunk: its cause is known.
+    schedules are always the same and a failure is not shrunk: its cause is known. `part`: which schedules, where
+    hypothesis is told to choose the same ones in each run.
     """
     options = {"derandomize": True, "database": None, "phases": (Phase.generate,)} if known_fault else {}
     start = initialize(**SIZES | dict(sizes))(kind.start)
     machine = type(kind.__name__, (kind,), {"subject": subject, "start": start, "met": Counter()})
-    run_state_machine_as_test(
+    run = get_state_machine_test(
         machine,
         settings=settings(
             max_examples=schedules,
@@ -498,5 +500,8 @@ def simulate(
             **options,
         ),
     )
+    if part and settings().derandomize:
+        run = seed(part)(run)
+    run()
     met: Counter[str] = machine.met
     return met
