@@ -188,6 +188,7 @@ class CoreLink:
                     flow=request.flow,
                     arrival=arrival,
                     session=self._turn(request),
+                    shared_len=request.shared_len,
                 )
             )
             logprob_start = -1  # the prompt's are the same for all

@@ -70,6 +70,8 @@ class GenerateInput:
     - `continues_text`: the output continues the prompt's text, so a leading space is kept. False: the output is a
       separate text, such as a chat answer; sentencepiece starts each text with a space.
     - `session`: the prompt is the next turn of a session that belongs to `tenant`.
+    - `shared_len`: so many tokens of the prompt probably begin other prompts too. Where layers keep states, one is kept
+      there for those.
     """
 
     prompt: str | Sequence[int] | NDArray[np.int32]
@@ -87,6 +89,7 @@ class GenerateInput:
     markers: frozenset[int] = frozenset()
     continues_text: bool = True
     session: SessionTurnInput | None = None
+    shared_len: int = 0
 
 
 class FinishKind(StrEnum):
@@ -173,7 +176,7 @@ class GenerateOutput(PutTogether):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Properties of the model. `generation_defaults`: values of sampling fields that a request leaves out; empty if the
-    engine does not apply the model's defaults."""
+    engine does not apply the model's defaults. `keeps_states`: some of its layers keep a state, and no keys."""
 
     model_path: str
     architecture: str
@@ -183,6 +186,7 @@ class ModelInfo:
     bos_token_id: int | None
     dtype: str
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    keeps_states: bool = False
 
 
 class ReplicaState(StrEnum):

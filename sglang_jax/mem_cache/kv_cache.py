@@ -171,9 +171,9 @@ class KVCache:
         """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
         return self.probe(tokens, limit, namespace).length
 
-    def open_row(self, probe: Probe, *, session: bool = False) -> RowKV:
+    def open_row(self, probe: Probe, *, session: bool = False, shared_len: int = 0) -> RowKV:
         """Gives a request, maybe a turn of a session, a row that starts with the prefix that was just probed, locked. A
-        row must be free."""
+        row must be free. `shared_len`: so many of its tokens probably begin other prompts too."""
         node = self.tree.claim(probe)
         self.tree.lock(node)
         self._serial += 1
@@ -188,6 +188,7 @@ class KVCache:
             self.states.open(record, node, probe.length // self.page_size)
             record.on_trust |= record.origin is not None and not record.origin.proven
             self.part_at(record, probe.known)
+            record.shared_end = shared_len // self.page_size * self.page_size
         self.open_rows[record.row] = record
         self.tree.writing.add(record.serial)
         return record

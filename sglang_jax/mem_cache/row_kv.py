@@ -21,7 +21,8 @@ class RowKV:
 
     Where layers keep states: `origin`: the snapshot that it began with, at the end of `origin_node`, which is None once
     there is one further on; `state_len`: tokens up to the last snapshot on its path that it knows of; `branches`: where
-    chunks of it are to end as other prompts part from it, ascending.
+    chunks of it are to end as other prompts part from it, ascending; `shared_end`: where others probably will, 0 if
+    nobody knows.
     """
 
     row: int
@@ -38,6 +39,7 @@ class RowKV:
     origin_node: Node | None = None
     state_len: int = 0
     branches: list[int] = field(default_factory=list)
+    shared_end: int = 0
 
     @property
     def cache_protected_len(self) -> int:

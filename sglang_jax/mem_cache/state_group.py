@@ -136,15 +136,15 @@ class StateGroup(Group):
 
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
         """Where the chunk `[start, end)` of a prompt of `total` tokens is to end, so that its state may be kept: at the
-        first branch point in it, at the last page boundary before the prompt's last token, or else at its last page
-        boundary if others go on alike behind it, or if the state is worth what the step is less full; but not where no
-        slot would be there to keep it."""
+        first branch point in it, where other prompts will probably part from it, at the last page boundary before the
+        prompt's last token, or else at its last page boundary if others go on alike behind it, or if the state is worth
+        what the step is less full; but not where no slot would be there to keep it."""
         if not self.available:
             return end
         on_trial = record.session or self.component.has_room_on_trial()
         least = self.least_gain
         tail = (total - 1) // self.page_size * self.page_size
-        for wanted in (*record.branches, tail) if on_trial else record.branches:
+        for wanted in (*record.branches, record.shared_end, tail) if on_trial else record.branches:
             if start < wanted < end and wanted - record.state_len >= least:
                 end = wanted
         if not on_trial:

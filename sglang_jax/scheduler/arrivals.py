@@ -62,6 +62,7 @@ class Arrivals:
             priority=message.priority,
             flow_key=(message.tenant, message.flow),
             arrival=message.arrival,
+            shared_len=message.shared_len,
             state=RequestState.WAITING if message.sampling.grammar is None else RequestState.COMPILING,
         )
 

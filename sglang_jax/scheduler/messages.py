@@ -43,6 +43,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
       the tokens that they ask for, and so have the client requests of each. Those without a name are one.
     - `arrival`: `time.monotonic()` of the client.
     - `session`: None for a request that stands alone.
+    - `shared_len`: so many tokens probably begin other prompts as well, as those of a system message do.
     """
 
     id: int
@@ -57,6 +58,7 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     flow: str = ""
     arrival: float = 0.0
     session: SessionTurn | None = None
+    shared_len: int = 0
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):

@@ -108,6 +108,7 @@ class Request:
     namespace: Namespace
     priority: int
     flow_key: FlowKey = ("", "")
+    shared_len: int = 0
     arrival: float = 0.0
     first_token: float | None = None
     state: RequestState = RequestState.WAITING

@@ -33,10 +33,13 @@ from sglang_jax.server.openai_schema import ChatBody, ChatText, chat_text
 from sglang_jax.server.openai_tools import ToolRequest
 from sglang_jax.server.openai_usage import Usage, UsageCount
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
+from sglang_jax.server.shared_beginnings import SharedBeginnings
 from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
 
+
+SYSTEM_ROLES = ("system", "developer")
 
 LIKE_CHARACTERS = 256
 """To render a message takes about as long as so many of its characters."""
@@ -266,6 +269,7 @@ def chat_router(context: ServerContext) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
     client, config = context.client, context.config
     formats: list[ReplyFormats] = []
+    beginnings = SharedBeginnings()
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -291,6 +295,8 @@ def chat_router(context: ServerContext) -> APIRouter:
         )
         form = ChatFormat(body, plan, tokenizer, config.model_name, request_id)
         prompt = form.input(token_ids, sampling, request.headers, client.model_info.bos_token_id)
+        if client.model_info.keeps_states and body.session is None:
+            prompt = replace(prompt, shared_len=await _shared_len(context, body, said, prompt, beginnings))
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
         [outputs] = await until_disconnect(request.receive, context.collect(form.request_id, [prompt], FIELD_NAMES))
@@ -329,6 +335,26 @@ async def _said(
         said.text, request_id, add_special_tokens=False, most_tokens=most, param="messages"
     )
     return said, token_ids
+
+
+async def _shared_len(
+    context: ServerContext, body: ChatBody, said: ChatText, prompt: GenerateInput, beginnings: SharedBeginnings
+) -> int:
+    """See `SharedBeginnings`."""
+    asked = next((message.content for message in body.messages if message.role not in SYSTEM_ROLES), None)
+    if isinstance(asked, list):
+        asked = next((part.text for part in asked if part.text), None)
+    if not asked:
+        return 0
+    encode = partial(
+        context.encode,
+        request_id=prompt.request_id or "",
+        add_special_tokens=False,
+        most_tokens=context.client.model_info.context_length,
+        param="messages",
+    )
+    assert isinstance(prompt.prompt, list)
+    return await beginnings.count(said.text, context.client.tokenizer.marked(asked.strip()), prompt.prompt, encode)
 
 
 async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:

@@ -159,12 +159,14 @@ class EchoCore:
     """Speaks the scheduler's messages. Each request gets its prompt back, one token a step, then EOS over and over; one
     that wants no token ends in its first step.
 
-    `config.model_path` is `echo`, or `echo:SECONDS` for a pause between steps. A prompt that starts with the token 257
+    `config.model_path` is `echo`, or `echo:SECONDS` for a pause between steps, or `states` for a model that keeps some.
+    A prompt that starts with the token 257
     makes the core fail, 258 ends the process on the spot, 259 is refused with a `CapacityError`.
     """
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
-        self.ready = Ready(model_info=MODEL_INFO, max_running_requests=MAX_RUNNING, max_total_tokens=CONTEXT_LENGTH)
+        info = dataclasses.replace(MODEL_INFO, keeps_states=config.model_path == "states")
+        self.ready = Ready(model_info=info, max_running_requests=MAX_RUNNING, max_total_tokens=CONTEXT_LENGTH)
         self._pause = float(config.model_path.partition(":")[2] or 0.0)
         self._channel = channel
         self._requests: dict[int, EchoRequest] = {}
@@ -243,6 +245,7 @@ class EchoCore:
                 "tenant": message.tenant,
                 "flow": message.flow,
                 "priority": message.priority,
+                "shared_len": message.shared_len,
                 "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()},
             }
         )

@@ -33,13 +33,14 @@ def hybrid(
     budget: int = 640,
     reuse: bool = True,
     gain_over_loss: int = GAIN_OVER_LOSS,
+    chunk: int = 512,
 ) -> Bench:
     """Full attention and states, with room for all and the figures of a server."""
     return Bench(
         pages=200_000 // page_size,
         page_size=page_size,
         rows=rows,
-        chunk=512,
+        chunk=chunk,
         budget=budget,
         context=1200,
         scribble=False,
@@ -91,11 +92,11 @@ def test_few_slots_are_for_what_many_begin_with() -> None:
     assert sum(later) >= 0.85 * 992 * len(later), later
 
 
-def one_after_the_other(bench: Bench, prompts: list[list[int]]) -> list[int]:
+def one_after_the_other(bench: Bench, prompts: list[list[int]], shared_len: int = 0) -> list[int]:
     """Cached tokens of each."""
     cached = []
     for prompt in prompts:
-        request = bench.add(prompt, sampling=endless(3))
+        request = bench.add(prompt, sampling=endless(3), shared_len=shared_len)
         bench.run()
         cached.append(bench.channel.cached[request])
     bench.check_outputs()
@@ -106,6 +107,29 @@ def test_one_after_the_other_the_second_sharer_begins_at_a_chunk_s_end_and_the_n
     """Nobody knew where prompts would part when the first one was computed."""
     cached = one_after_the_other(hybrid(16), workload()[::GROUPS][:5])
     assert cached == [0, 512, 992, 992, 992]
+
+
+@pytest.mark.parametrize("chunk", [512, 1200])
+def test_one_after_the_other_the_second_sharer_begins_where_the_first_was_said_to_be_like_others(chunk: int) -> None:
+    cached = one_after_the_other(hybrid(16, chunk=chunk, budget=1200), workload()[::GROUPS][:4], shared_len=COMMON)
+    assert cached == [0, 992, 992, 992]
+
+
+def test_what_is_wrongly_said_to_be_shared_goes_before_what_is() -> None:
+    """As ends of prompts it is on trial: 24 snapshots of these prompts pass through four slots."""
+    bench = hybrid(16, rows=2, states=6)
+    prompts = workload()[::GROUPS]
+    assert one_after_the_other(bench, prompts[:3])[-1] == 992
+    alone = np.random.default_rng(3).integers(1, 39, (8, 1040)).tolist()
+    one_after_the_other(bench, alone, shared_len=COMMON)
+    assert one_after_the_other(bench, prompts[3:4]) == [992]
+
+
+@pytest.mark.parametrize("shared_len", [1, LEAST_GAIN - 1, 1040, 10**6])
+def test_a_shared_beginning_that_is_of_no_use_changes_nothing(shared_len: int) -> None:
+    """Too short for a state of its own, or the whole prompt, or more than that."""
+    cached = one_after_the_other(hybrid(16), workload()[::GROUPS][:3], shared_len=shared_len)
+    assert cached == [0, 512, 992]
 
 
 def test_the_same_prompt_again_begins_before_its_last_token() -> None:
