@@ -148,8 +148,8 @@ def _load_on(
     drafting = None
     if draft is not None:
         draft.load()
-        form, pages = KVForm(dtype, dtype), sizes.num_pages[own_groups:]
-        cache = _allocate(draft.config, draft.shard, pages, config.page_size, form, device, None, state_dtypes)
+        own_form, pages = KVForm(dtype, dtype), sizes.num_pages[own_groups:]
+        cache = _allocate(draft.config, draft.shard, pages, config.page_size, own_form, device, None, state_dtypes)
         drafting = DraftPart(PagedTransformer(draft.model, cache), own_groups)
     spec = _runner_spec(config, checkpoint.config, memory, sizes)
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
