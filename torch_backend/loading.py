@@ -284,7 +284,13 @@ def _build(
         from torch_backend.compilation.building import build_traced
 
         traced, read = build_traced(
-            config, checkpoint, dtype=dtype, device=device, operations=kernels.operations, attention=kernels.attention
+            config,
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            operations=kernels.operations,
+            attention=kernels.attention,
+            parallel=parallel,
         )
         return _Built(traced, traced.weight_bytes(), partial(traced.load, read))
     reader = checkpoint.reader

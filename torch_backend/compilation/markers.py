@@ -1,5 +1,5 @@
-"""Two operators that stand in a traced graph for what is done elsewhere: attention over pages, and the hidden states at
-which the graph is cut in two. They are traced and replaced, and never run."""
+"""Operators that stand in a traced graph for what is done elsewhere: attention over pages, sums over ranks, and the
+hidden states at which the graph is cut in two. They are traced and replaced, and never run."""
 
 from __future__ import annotations
 
@@ -47,5 +47,17 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("sglang_jax::sum_of_ranks", mutates_args=())
+def sum_of_ranks(x: torch.Tensor) -> torch.Tensor:
+    """The sum of what all ranks have of `x`."""
+    raise NotImplementedError("sums of a traced graph are replaced before the graph runs")
+
+
+@sum_of_ranks.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 ATTENTION = torch.ops.sglang_jax.attention.default
 HIDDEN_STATES = torch.ops.sglang_jax.hidden_states.default
+SUM_OF_RANKS = torch.ops.sglang_jax.sum_of_ranks.default
