@@ -60,7 +60,7 @@ class CompilePass(Choice):
 
     NO_OPS = "no-ops"
     PAGED_ATTENTION = "paged-attention"
-    ALL_REDUCE = "all-reduce"
+    COLLECTIVES = "collectives"
     NORM = "norm"
     ROPE = "rope"
     HEAD_NORM = "head-norm"
@@ -73,7 +73,7 @@ class CompilePass(Choice):
 PASS_SUMMARIES: Mapping[CompilePass, str] = {
     CompilePass.NO_OPS: "remove casts, views, slices and products that change nothing",
     CompilePass.PAGED_ATTENTION: "write keys and values to pages, and compute attention over pages (always runs)",
-    CompilePass.ALL_REDUCE: "sum over ranks (--tp-size) what each has a part of (always runs)",
+    CompilePass.COLLECTIVES: "with --tp-size, sum or gather over ranks what each has a part of (always runs)",
     CompilePass.NORM: "fuse RMS norms with weights w or 1 + w",
     CompilePass.ROPE: "fuse rotary embedding of whole heads with writing keys and values",
     CompilePass.HEAD_NORM: "fuse RMS norms of each head with rope",
@@ -84,7 +84,7 @@ PASS_SUMMARIES: Mapping[CompilePass, str] = {
 }
 """What each pass does, in the order in which they run."""
 
-ALWAYS_RUN = frozenset({CompilePass.PAGED_ATTENTION, CompilePass.ALL_REDUCE})
+ALWAYS_RUN = frozenset({CompilePass.PAGED_ATTENTION, CompilePass.COLLECTIVES})
 """Without these nothing can be served."""
 
 

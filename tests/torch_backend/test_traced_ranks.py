@@ -22,6 +22,7 @@ from torch_backend.compilation.hf_model import config_of, eager_model, empty_mod
 from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PASSES, PassManager
 from torch_backend.compilation.part_of_rank import take_part
+from torch_backend.compilation.step import all_gather
 from torch_backend.compilation.trace import trace
 from torch_backend.compilation.traced_model import TracedTransformer
 from torch_backend.compilation.twin import check_twin, twin_config
@@ -45,11 +46,12 @@ def described_by(config: PreTrainedConfig) -> ModelConfig:
 
 
 QUICK: list[tuple[str, int, dict[str, Any]]] = [
-    ("llama", 2, {"attention_bias": True, "mlp_bias": True}),
-    ("qwen3", 4, {"num_key_value_heads": 2}),
+    ("llama", 2, {"attention_bias": True, "mlp_bias": True, "vocab_size": 129}),
+    ("qwen3", 4, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     ("phi", 2, {}),
 ]
-"""Biases that are added once; ranks that share kv heads, with norms of heads; attention next to feed-forward."""
+"""Biases that are added once, and a head that is not divided; ranks that share kv heads, with norms of heads, and a head
+that is tied; attention next to feed-forward, and a bias of the head."""
 
 LONG: list[tuple[str, int, dict[str, Any]]] = [
     (name, 2, {})
@@ -86,6 +88,9 @@ def test_ranks_that_do_not_sum_end_the_start() -> None:
         def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
+        def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat((x, x), -1)
+
     with pytest.raises(ConfigError, match="a tiny llama, rewritten like this model, differs from transformers"):
         check_twin({"model_type": "llama"}, ALL, None, Alone())  # type: ignore[arg-type]
 
@@ -102,12 +107,13 @@ def test_sums_over_ranks_are_counted(family: str, fused: int, apart: int) -> Non
     model = empty_model(config, torch.float32)
     part = take_part(model, described, ModelShard.of(described, 1, 2))
     program = trace(model)
-    counts = ALL.run(program, Implied.by(model, program, config.num_hidden_layers, part.sums))
+    counts = ALL.run(program, Implied.by(model, program, config.num_hidden_layers, part.marks))
     by_name = {each.name: (each.expected, each.found) for each in counts}
-    assert by_name[CompilePass.ALL_REDUCE] == (4, 4)
+    assert by_name[CompilePass.COLLECTIVES] == (5, 5)
     assert by_name[CompilePass.ALL_REDUCE_ADD_NORM] == (fused, fused)
     assert called(program).count("all_reduce_add_rms_norm") == fused
     assert called(program).count("all_reduce") == apart
+    assert [node.target for node in program.head.nodes].count(all_gather) == 1
     assert [each.rewrite(program) for each in PASSES] == [0] * len(PASSES)
 
 

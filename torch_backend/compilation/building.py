@@ -56,7 +56,7 @@ def build_traced(
     weights = replace(weights, cuts=part.cuts)
     check_twin(values, manager, None if dump is None else dump / "twin", parallel.on_host())
     program = trace(empty)
-    manager.run(program, Implied.by(empty, program, checkpoint.config.num_layers, part.sums), dump)
+    manager.run(program, Implied.by(empty, program, checkpoint.config.num_layers, part.marks), dump)
     check_sites(program, checkpoint.config, shard)
     model = TracedTransformer(
         program, checkpoint.config, device=device, operations=operations, attention=attention, parallel=parallel

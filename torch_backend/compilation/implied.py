@@ -31,9 +31,9 @@ class Implied:
     of: dict[CompilePass, int]
 
     @classmethod
-    def by(cls, model: PreTrainedModel, program: Program, layers: int, sums: int = 0) -> Implied:
-        """Of a model with `layers` layers of attention, of which `sums` modules give a part of what is summed over
-        ranks, and its trace, before any pass."""
+    def by(cls, model: PreTrainedModel, program: Program, layers: int, marks: int = 0) -> Implied:
+        """Of a model with `layers` layers of attention, of which `marks` modules give a rank's part of something, and
+        its trace, before any pass."""
         positional = _layers_with_positions(program)
         attentions = list(_attentions(model))
         inner = [_children(module) for module in model.modules()]
@@ -47,10 +47,10 @@ class Implied:
             {
                 CompilePass.NO_OPS: 0,
                 CompilePass.PAGED_ATTENTION: layers,
-                CompilePass.ALL_REDUCE: sums,
+                CompilePass.COLLECTIVES: marks,
                 CompilePass.NORM: sum(_is_rms_norm(module) for module in model.modules()),
                 CompilePass.ADD_NORM: sum(2 for each in inner if _is_pre_norm_layer(each)),
-                CompilePass.ALL_REDUCE_ADD_NORM: sum(2 for each in plain) if sums else 0,
+                CompilePass.ALL_REDUCE_ADD_NORM: 2 * len(plain) if marks else 0,
                 CompilePass.ROPE: len(rotated),
                 CompilePass.HEAD_NORM: sum(_normed_by_head(each) for each in direct),
                 CompilePass.GATED_ACTIVATION: len(gated) if _activation(model) in _GATED else 0,

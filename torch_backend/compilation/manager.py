@@ -15,7 +15,7 @@ from sglang_jax.errors import ConfigError
 from torch_backend.compilation.drawing import write_graphs
 from torch_backend.compilation.graph import Program
 from torch_backend.compilation.implied import Implied
-from torch_backend.compilation.passes.all_reduce import fuse_all_reduces, sum_over_ranks
+from torch_backend.compilation.passes.collectives import fuse_all_reduces, meet_other_ranks
 from torch_backend.compilation.passes.linears import fuse_gated_activations, merge_linears
 from torch_backend.compilation.passes.no_ops import remove_no_ops
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
@@ -39,7 +39,7 @@ class GraphPass:
 PASSES = (
     GraphPass(CompilePass.NO_OPS, remove_no_ops),
     GraphPass(CompilePass.PAGED_ATTENTION, page_attention),
-    GraphPass(CompilePass.ALL_REDUCE, sum_over_ranks),
+    GraphPass(CompilePass.COLLECTIVES, meet_other_ranks),
     GraphPass(CompilePass.NORM, fuse_norms),
     GraphPass(CompilePass.ROPE, fuse_rope),
     GraphPass(CompilePass.HEAD_NORM, fuse_head_norms),

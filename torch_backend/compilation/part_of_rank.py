@@ -1,8 +1,9 @@
 """The part of a model of transformers that one rank of several holds, by transformers' own plan of tensor parallelism.
 
 Linear layers are made smaller before the model is traced: those that the plan calls `colwise` give the rank's heads or
-columns, those that it calls `rowwise` read them, and what these give is marked to be summed over ranks. Whatever else a
-model has, embeddings and head too, each rank holds whole.
+columns, those that it calls `rowwise` read them, and what these give is marked to be summed over ranks. Of the head each
+rank has rows, whose logits are marked to be put side by side. Whatever else a model has, embeddings too, each rank holds
+whole.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.checkpoint.reader import Index
-from torch_backend.compilation.markers import sum_of_ranks
+from torch_backend.compilation.markers import side_by_side_of_ranks, sum_of_ranks
 from torch_backend.compilation.refusal import refused
+from torch_backend.compilation.weights import Cut
 from torch_backend.layers.shard import ModelShard
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
@@ -33,10 +33,10 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj")
 @dataclass(frozen=True, slots=True)
 class RankPart:
     """What of each parameter the rank reads, by its name, where it is not all of it; and how many modules give a part
-    of a sum."""
+    of what is summed or put side by side."""
 
-    cuts: dict[str, Index]
-    sums: int
+    cuts: dict[str, Cut]
+    marks: int
 
 
 def take_part(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) -> RankPart:
@@ -45,25 +45,44 @@ def take_part(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) ->
     **Raises:** `ConfigError` for a model without a plan, with a plan that needs more than `colwise` and `rowwise`, or
     with a layer that cannot be divided.
     """
-    cuts: dict[str, Index] = {}
-    sums = 0
+    cuts: dict[str, Cut] = {}
+    marks = 0
     if shard.size == 1:
-        return RankPart(cuts, sums)
+        return RankPart(cuts, marks)
     for name, module, style in _planned(model):
         if style == _ROWS:
-            sums += 1
+            marks += 1
             columns = _share(model, name, module.in_features, shard)
-            cuts[f"{name}.weight"] = (slice(None), slice(columns.start, columns.stop))
+            cuts[f"{name}.weight"] = Cut(f"{name}.weight", (slice(None), slice(columns.start, columns.stop)))
             module.weight = _empty(module.weight, (module.out_features, len(columns)))
             # The sum over ranks adds the bias once.
             module.bias = module.bias if shard.first else None
-            module.register_forward_hook(_mark)
+            module.register_forward_hook(lambda _, given, output: sum_of_ranks(output))
             continue
         rows = _outputs(model, name, module, config, shard)
-        for own, parameter in module.named_parameters():
-            cuts[f"{name}.{own}"] = (slice(rows.start, rows.stop),)
-            setattr(module, own, _empty(parameter, (len(rows), *parameter.shape[1:])))
-    return RankPart(cuts, sums)
+        cuts |= _take_rows(model, name, module, rows)
+    return RankPart(cuts, marks + _take_head(model, shard, cuts))
+
+
+def _take_rows(model: PreTrainedModel, name: str, module: nn.Linear, rows: range) -> dict[str, Cut]:
+    """Makes a layer that of some of its outputs. A weight that was tied to another is one of its own then."""
+    found = {}
+    known = {id(parameter): own for own, parameter in model.named_parameters()}
+    for own, parameter in list(module.named_parameters()):
+        found[f"{name}.{own}"] = Cut(known[id(parameter)], (slice(rows.start, rows.stop),))
+        setattr(module, own, _empty(parameter, (len(rows), *parameter.shape[1:])))
+    return found
+
+
+def _take_head(model: PreTrainedModel, shard: ModelShard, cuts: dict[str, Cut]) -> int:
+    """How many heads are marked: one, or none where ranks do not divide its rows, so that each has all."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.out_features % shard.size:
+        return 0
+    (name,) = (name for name, module in model.named_modules() if module is head)
+    cuts |= _take_rows(model, name, head, _share(model, name, head.out_features, shard))
+    head.register_forward_hook(lambda _, given, output: side_by_side_of_ranks(output, shard.size))
+    return 1
 
 
 def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear, str]]:
@@ -112,7 +131,3 @@ def _share(model: PreTrainedModel, name: str, length: int, shard: ModelShard) ->
 
 def _empty(parameter: torch.Tensor, shape: tuple[int, ...]) -> nn.Parameter:
     return nn.Parameter(parameter.new_empty(shape), requires_grad=False)
-
-
-def _mark(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return sum_of_ranks(output)

@@ -31,7 +31,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(slots=True)
 class GraphStep:
     """A step of the engine, as the calls of a graph see it. `attention` and `write_slots`: of each cache group;
-    `products`: the model's linear layers. Of a step of the head there is no more."""
+    `products`: the model's linear layers. A step of the head has no more but the ranks."""
 
     operations: Operations
     products: Sequence[Product]
@@ -120,6 +120,11 @@ def add_rms_norm(
 def all_reduce(step: GraphStep, x: torch.Tensor) -> torch.Tensor:
     """The sum of every rank's `x`, which may be overwritten."""
     return step.parallel.all_reduce(x)
+
+
+def all_gather(step: GraphStep, x: torch.Tensor) -> torch.Tensor:
+    """Every rank's `x [..., n]` in the order of ranks: `[..., size * n]`."""
+    return step.parallel.all_gather_last(x)
 
 
 def all_reduce_add_rms_norm(

@@ -79,7 +79,7 @@ class TracedTransformer:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
         assert self._head is not None, "the model is loaded"
-        step = GraphStep(self._operations, self._products)
+        step = GraphStep(self._operations, self._products, parallel=self._parallel)
         return self._head(step, hidden[None])[0].float()
 
     def weight_bytes(self) -> int:

@@ -95,7 +95,7 @@ def twin_config(values: Mapping[str, Any], ranks: int = 1) -> PreTrainedConfig:
         "hidden_size": kv_heads * group * head_dim,
         "num_hidden_layers": layers,
         "num_attention_heads": kv_heads * group,
-        "vocab_size": _VOCABULARY,
+        "vocab_size": ranks * _VOCABULARY + had["vocab_size"] % ranks,
     }
     optional = {
         "num_key_value_heads": kv_heads,
@@ -142,7 +142,7 @@ def _rewritten(
     shard = ModelShard.of(described, parallel.rank, parallel.size)
     part = take_part(model, described, shard)
     program = trace(model)
-    manager.run(program, Implied.by(model, program, described.num_layers, part.sums), dump)
+    manager.run(program, Implied.by(model, program, described.num_layers, part.marks), dump)
     check_sites(program, described, shard)
     twin = TracedTransformer(
         program,

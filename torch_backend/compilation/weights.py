@@ -26,13 +26,21 @@ _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """What a rank reads: a part of the whole model's parameter of that name."""
+
+    name: str
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """Reads weights by transformers' names. `names`: what each is called in the checkpoint; `cuts`: what is read of it,
-    where not all is."""
+    """Reads weights by transformers' names. `names`: what each is called in the checkpoint; `cuts`: of those that a rank
+    does not read whole, by the names that they have in its model."""
 
     reader: TensorReader
     names: dict[str, str]
-    cuts: Mapping[str, Index] = field(default_factory=dict)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: PreTrainedModel, reader: TensorReader) -> CheckpointWeights:
@@ -71,7 +79,8 @@ class CheckpointWeights:
         array = value.numpy() if target is None else target
         first = 0
         for part in weight.parts:
-            found = self.reader.read(self.names[part], self.cuts.get(part))
+            cut = self.cuts.get(part, Cut(part, ()))
+            found = self.reader.read(self.names[cut.name], cut.index)
             if weight.offset:
                 found = found.astype(np.float32) + np.float32(weight.offset)
             array[first : first + len(found)] = found
@@ -102,7 +111,7 @@ class RandomWeights:
 
     shapes: dict[str, tuple[int, ...]]
     seed: int = 0
-    cuts: Mapping[str, Index] = field(default_factory=dict)
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: PreTrainedModel, seed: int = 0) -> RandomWeights:
@@ -118,7 +127,8 @@ class RandomWeights:
 
     def read(self, weight: Weight) -> torch.Tensor:
         """See `CheckpointWeights.read`."""
-        together = torch.cat([self.tensor(part)[self.cuts.get(part, ())] for part in weight.parts])
+        cuts = [self.cuts.get(part, Cut(part, ())) for part in weight.parts]
+        together = torch.cat([self.tensor(cut.name)[cut.index] for cut in cuts])
         return (together + weight.offset).to(weight.dtype)
 
 

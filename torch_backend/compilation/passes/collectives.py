@@ -1,4 +1,5 @@
-"""What a rank has a part of is summed over ranks, where it can by the operation that adds and norms the sum."""
+"""What a rank has a part of is summed or gathered over ranks, where it can by the operation that adds and norms the
+sum."""
 
 from __future__ import annotations
 
@@ -19,13 +20,24 @@ from torch_backend.compilation.graph import (
     step_of,
     value,
 )
-from torch_backend.compilation.markers import SUM_OF_RANKS
-from torch_backend.compilation.step import add_rms_norm, all_reduce, all_reduce_add_rms_norm
+from torch_backend.compilation.markers import SIDE_BY_SIDE_OF_RANKS, SUM_OF_RANKS
+from torch_backend.compilation.step import add_rms_norm, all_gather, all_reduce, all_reduce_add_rms_norm
 
 
-def sum_over_ranks(program: Program) -> int:
+def meet_other_ranks(program: Program) -> int:
     """Replaces every mark. Two parts that are added up at once are added before, so that there is one sum."""
-    found, graph = 0, program.body
+    found = 0
+    for graph in program.graphs:
+        for node in calls(graph, SIDE_BY_SIDE_OF_RANKS):
+            with graph.inserting_before(node):
+                new = call(graph, all_gather, (step_of(graph), source(node)), like=node)
+            put_in_place(node, new)
+            found += 1
+    return found + _sum_over_ranks(program.body)
+
+
+def _sum_over_ranks(graph: fx.Graph) -> int:
+    found = 0
     for node in calls(graph, SUM_OF_RANKS):
         part = source(node)
         with graph.inserting_before(node):
