@@ -82,6 +82,11 @@ class TracedTransformer:
         step = GraphStep(self._operations, self._products, parallel=self._parallel)
         return self._head(step, hidden[None])[0].float()
 
+    @property
+    def layers_with_sinks(self) -> tuple[int, ...]:
+        """Numbers of layers whose attention has sinks."""
+        return tuple(number for number, site in sorted(self.program.sites.items()) if site.sinks is not None)
+
     def weight_bytes(self) -> int:
         """Bytes that weights take once they are loaded; known before."""
         plain, matrices = self._uses()
