@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.torch_ranks import on_threads, thread_ranks
+from helpers.equal_ranks import EqualRanks
+from helpers.torch_ranks import ThreadRank, on_threads, thread_ranks
 from helpers.traced_graphs import called
 from transformers import PreTrainedConfig
 
@@ -32,7 +33,7 @@ from torch_backend.layers.shard import ModelShard
 ALL = PassManager(chosen_passes("all"))
 
 
-def parts(family: str, ranks: list[Any], manager: PassManager = ALL, **values: Any) -> list[TracedTransformer]:
+def parts(family: str, ranks: list[ThreadRank], manager: PassManager, **values: Any) -> list[TracedTransformer]:
     """The tiny twin of a family, spread over ranks."""
     config = twin_config({"model_type": family, **values}, len(ranks))
     weights = RandomWeights.of(eager_model(config, torch.float32))
@@ -53,20 +54,21 @@ QUICK: list[tuple[str, int, dict[str, Any]]] = [
 """Biases that are added once, and a head that is not divided; ranks that share kv heads, with norms of heads, and a head
 that is tied; attention next to feed-forward, and a bias of the head."""
 
-LONG: list[tuple[str, int, dict[str, Any]]] = [
-    (name, 2, {})
-    for name in ("qwen2", "mistral", "gemma2", "gemma3_text", "granite", "smollm3", "cohere", "gpt_neox", "starcoder2")
-]
+LONG = ("qwen2", "mistral", "gemma2", "gemma3_text", "granite", "smollm3", "cohere", "gpt_neox", "starcoder2")
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "values"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.soak) for case in LONG)],
+    ("family", "size", "values", "chosen"),
+    [
+        *((*case, "all") for case in QUICK),
+        *(pytest.param(name, 2, {}, "all", marks=pytest.mark.soak) for name in LONG),
+        *(pytest.param(name, 2, {}, "none", marks=pytest.mark.soak) for name in ("llama", "gemma2")),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_ranks_compute_what_transformers_does(family: str, size: int, values: dict[str, Any]) -> None:
+def test_ranks_compute_what_transformers_does(family: str, size: int, values: dict[str, Any], chosen: str) -> None:
     ranks = thread_ranks(size)
-    found = parts(family, ranks, **values)
+    found = parts(family, ranks, PassManager(chosen_passes(chosen)), **values)
     config = twin_config({"model_type": family, **values}, size)
     eager = eager_model(config, torch.float32)
     weights = RandomWeights.of(eager)
@@ -82,17 +84,12 @@ def test_ranks_compute_what_transformers_does(family: str, size: int, values: di
 def test_ranks_that_do_not_sum_end_the_start() -> None:
     """The twin notices it."""
 
-    class Alone:
-        rank, size = 0, 2
-
+    class Alone(EqualRanks):
         def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-        def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat((x, x), -1)
-
     with pytest.raises(ConfigError, match="a tiny llama, rewritten like this model, differs from transformers"):
-        check_twin({"model_type": "llama"}, ALL, None, Alone())  # type: ignore[arg-type]
+        check_twin({"model_type": "llama"}, ALL, None, Alone())
 
 
 @pytest.mark.parametrize(
