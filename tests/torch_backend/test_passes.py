@@ -166,6 +166,10 @@ def test_two_parts_are_added_before_they_are_summed_over_ranks() -> None:
     ("form", "expected"),
     [
         (lambda x, a, b, w: norm((r := sum_of_ranks(a)) + x, w) * r, ["all_reduce", "add.Tensor", "rms_norm"]),
+        (
+            lambda x, a, b, w: (r := sum_of_ranks(a)).exp() * norm(x + r, w),
+            ["all_reduce", "exp.default", "add_rms_norm"],
+        ),
         (lambda x, a, b, w: norm(x + sum_of_ranks(a) * 3, w), ["all_reduce", "add_rms_norm"]),
         (lambda x, a, b, w: norm(sum_of_ranks(a), w) + x, ["all_reduce", "rms_norm", "add.Tensor"]),
         (lambda x, a, b, w: x + sum_of_ranks(a), ["all_reduce", "add.Tensor"]),
@@ -176,7 +180,19 @@ def test_two_parts_are_added_before_they_are_summed_over_ranks() -> None:
         (lambda x, a, b, w: (r := sum_of_ranks(a)) + sum_of_ranks(b) + r, ["all_reduce"] * 2 + ["add.Tensor"] * 2),
         (lambda x, a, b, w: sum_of_ranks(a) + sum_of_ranks(b)[:, :1], None),
     ],
-    ids=["used", "factor", "norm between", "no norm", "difference", "part used", "view", "twice", "kept", "broadcast"],
+    ids=[
+        "used",
+        "used before",
+        "factor",
+        "norm between",
+        "no norm",
+        "difference",
+        "part used",
+        "view",
+        "twice",
+        "kept",
+        "broadcast",
+    ],
 )
 def test_sums_over_ranks_that_stay_apart(form: Function, expected: list[str] | None) -> None:
     """What sums writes into what is summed, so that nothing else may read that."""
