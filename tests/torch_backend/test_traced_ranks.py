@@ -51,8 +51,8 @@ QUICK: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3", 4, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     ("phi", 2, {}),
 ]
-"""Biases that are added once, and a head that is not divided; ranks that share kv heads, with norms of heads, and a head
-that is tied; attention next to feed-forward, and a bias of the head."""
+"""Biases that are added once, and a head that is not divided; ranks that share kv heads, norms of heads, and a tied
+head; attention next to feed-forward, and a bias of the head."""
 
 LONG = ("qwen2", "mistral", "gemma2", "gemma3_text", "granite", "smollm3", "cohere", "gpt_neox", "starcoder2")
 

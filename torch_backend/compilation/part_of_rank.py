@@ -1,9 +1,9 @@
 """The part of a model of transformers that one rank of several holds, by transformers' own plan of tensor parallelism.
 
 Linear layers are made smaller before the model is traced: those that the plan calls `colwise` give the rank's heads or
-columns, those that it calls `rowwise` read them, and what these give is marked to be summed over ranks. Of the head each
-rank has rows, whose logits are marked to be put side by side. Whatever else a model has, embeddings too, each rank holds
-whole.
+columns, those that it calls `rowwise` read them, and what these give is marked to be summed over ranks. Each rank has
+rows of the head, whose logits are marked to be put side by side. Of whatever else a model has, embeddings too, each
+rank holds all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,8 +56,8 @@ def take_part(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) ->
             columns = _share(model, name, module.in_features, shard)
             cuts[f"{name}.weight"] = Cut(f"{name}.weight", (slice(None), slice(columns.start, columns.stop)))
             module.weight = _empty(module.weight, (module.out_features, len(columns)))
-            # The sum over ranks adds the bias once.
-            module.bias = module.bias if shard.first else None
+            if not shard.first:  # the sum over ranks adds the bias once
+                module.register_parameter("bias", None)
             module.register_forward_hook(lambda _, given, output: sum_of_ranks(output))
             continue
         rows = _outputs(model, name, module, config, shard)
@@ -76,7 +77,8 @@ def _take_rows(model: PreTrainedModel, name: str, module: nn.Linear, rows: range
 
 def _take_head(model: PreTrainedModel, shard: ModelShard, cuts: dict[str, Cut]) -> int:
     """How many heads are marked: one, or none where ranks do not divide its rows, so that each has all."""
-    head = model.get_output_embeddings()
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.out_features % shard.size:
         return 0
     (name,) = (name for name, module in model.named_modules() if module is head)

@@ -35,8 +35,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """Reads weights by transformers' names. `names`: what each is called in the checkpoint; `cuts`: of those that a rank
-    does not read whole, by the names that they have in its model."""
+    """Reads weights by transformers' names. `names`: what each is called in the checkpoint; `cuts`: what a rank reads
+    of those that it does not read whole, by the names in its model."""
 
     reader: TensorReader
     names: dict[str, str]
