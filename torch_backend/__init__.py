@@ -8,7 +8,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from sglang_jax.config import ModelImpl
 from sglang_jax.errors import ConfigError, how_to_install
 from torch_backend.openmp import spin_shortly
 
@@ -28,10 +27,6 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
         raise ConfigError(f"the Torch backend needs torch: {how_to_install('cuda')}, or '.[torch]' on a CPU")
     if config.nnodes > 1:
         raise ConfigError(f"the Torch backend runs on one node, nnodes must be 1, got {config.nnodes}")
-    if config.tp_size > 1 and config.model_impl is ModelImpl.TRANSFORMERS:
-        raise ConfigError(
-            f"model_impl transformers does not support tensor parallelism: tp_size must be 1, got {config.tp_size}"
-        )
     spin_shortly()
     if config.tp_size > 1:
         from torch_backend.leader import launch_group

@@ -43,7 +43,11 @@ def main(orders: Connection) -> None:
     logs.configure(assignment.log_level, as_json=assignment.json_logs, process=f"rank {assignment.rank}")
     config = assignment.engine_config()
     checkpoint = open_checkpoint(
-        config.model_path, config.load_format, seed=config.random_seed, revision=config.revision
+        config.model_path,
+        config.load_format,
+        seed=config.random_seed,
+        revision=config.revision,
+        model_impl=config.model_impl,
     )
     device = select_device(config.device, assignment.rank)
     orders.send_bytes(READY)

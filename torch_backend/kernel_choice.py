@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,6 +43,9 @@ _ATTENTION_ON_GPU = (
 )
 _OF_TRITON = (AttentionBackend.TRITON, AttentionBackend.SAGE)
 """Kernels that go by how keys are stored: `sage` is the name of the same where these are in int8."""
+
+
+_MOST_TOLD = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,15 @@ def choose_kernels(wanted: AttentionBackend, device: torch.device, form: CpuForm
     if name not in _OF_TRITON:
         return Kernels(_attention_without_kernels(name), name, operations, sampler)
     return Kernels(TritonAttention(chip), name, operations, sampler, states=TritonStates())
+
+
+def refuse_sinks(name: AttentionBackend, layers: Sequence[int]) -> None:
+    """Raises `ConfigError` for attention that has no sinks, where `layers` have some."""
+    if name is AttentionBackend.FLASHINFER and layers:
+        told = ", ".join(map(str, layers[:_MOST_TOLD])) + (" and others" if len(layers) > _MOST_TOLD else "")
+        raise ConfigError(
+            f"attention_backend flashinfer does not support attention sinks, which layers {told} have: choose triton"
+        )
 
 
 def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cache_folder: Path) -> Kernels:

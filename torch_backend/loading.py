@@ -33,7 +33,7 @@ from torch_backend.block_weights import KeptMatrix, matrices_to_keep, measure_fo
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
-from torch_backend.kernel_choice import Kernels, choose_kernels
+from torch_backend.kernel_choice import Kernels, choose_kernels, refuse_sinks
 from torch_backend.key_means import give_key_means, write_key_means
 from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
 from torch_backend.layers.shard import ModelShard
@@ -134,6 +134,8 @@ def _load_on(
     kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
     built = _build(config, checkpoint, dtype, device, kernels, parallel)
     draft = None if guessing is None else _build_draft(guessing, dtype, device, kernels, parallel)
+    for model in (built.model, *(() if draft is None else (draft.model,))):
+        refuse_sinks(kernels.attention_name, model.layers_with_sinks)
     memory, sizes = _sizes(
         config, checkpoint.config, shard, device, dtype, kv_form, state_dtypes, built.weight_bytes, parallel, draft
     )
@@ -294,7 +296,13 @@ def _build(
         from torch_backend.compilation.building import build_traced
 
         traced, read = build_traced(
-            config, checkpoint, dtype=dtype, device=device, operations=kernels.operations, attention=kernels.attention
+            config,
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            operations=kernels.operations,
+            attention=kernels.attention,
+            parallel=parallel,
         )
         return _Built(traced, traced.weight_bytes(), partial(traced.load, read))
     reader = checkpoint.reader

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from torch_backend.kv_pages import LARGEST_INT8, KVPages
 from torch_backend.operations import HeadNorms, Rotation
+from torch_backend.parallel import TensorParallel
 
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
@@ -26,6 +27,12 @@ class NativeOperations:
         """See `Operations`. Writes the sum into `residual`."""
         residual += x
         return self.rms_norm(residual, weight, eps), residual
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: TensorParallel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Operations`."""
+        return self.add_rms_norm(parallel.all_reduce(x), residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations`."""

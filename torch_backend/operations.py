@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from torch_backend.kv_pages import KVPages
+from torch_backend.parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ class Operations(Protocol):
         """The norm of `x + residual`, and that sum, rounded to its type before the norm. Both `[T, hidden]`.
 
         An implementation may write the sum into `residual` and the norm into `x`; callers use neither again."""
+        ...
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: TensorParallel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`add_rms_norm` of the sum of every rank's `x` and of `residual`, which every rank has: the same bits on
+        every rank, those of the sum over ranks and then `add_rms_norm`. Both may be overwritten."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,10 @@ class TensorParallel(Protocol):
         """The smallest of every process's `value`: what all of them can hold."""
         ...
 
+    def on_host(self) -> TensorParallel:
+        """The same processes, for tensors on the host."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SingleProcess:
@@ -56,6 +60,10 @@ class SingleProcess:
     def least(self, value: int) -> int:
         """`value` itself."""
         return value
+
+    def on_host(self) -> SingleProcess:
+        """Itself."""
+        return self
 
 
 SINGLE = SingleProcess()
@@ -108,6 +116,10 @@ class DistributedTensorParallel:
         least = torch.tensor(value, dtype=torch.int64)
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=self._control)
         return int(least)
+
+    def on_host(self) -> DistributedTensorParallel:
+        """See `TensorParallel`: over gloo."""
+        return DistributedTensorParallel(self._control, self._control)
 
     def abort(self) -> None:
         """Breaks off collectives that wait for a process which is gone; gloo notices by itself."""

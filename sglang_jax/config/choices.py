@@ -60,27 +60,31 @@ class CompilePass(Choice):
 
     NO_OPS = "no-ops"
     PAGED_ATTENTION = "paged-attention"
+    COLLECTIVES = "collectives"
     NORM = "norm"
     ROPE = "rope"
     HEAD_NORM = "head-norm"
     GATED_ACTIVATION = "gated-activation"
     MERGE_LINEARS = "merge-linears"
     ADD_NORM = "add-norm"
+    ALL_REDUCE_ADD_NORM = "all-reduce-add-norm"
 
 
 PASS_SUMMARIES: Mapping[CompilePass, str] = {
     CompilePass.NO_OPS: "remove casts, views, slices and products that change nothing",
     CompilePass.PAGED_ATTENTION: "write keys and values to pages, and compute attention over pages (always runs)",
+    CompilePass.COLLECTIVES: "with --tp-size, sum or gather over ranks what each has a part of (always runs)",
     CompilePass.NORM: "fuse RMS norms with weights w or 1 + w",
     CompilePass.ROPE: "fuse rotary embedding of whole heads with writing keys and values",
     CompilePass.HEAD_NORM: "fuse RMS norms of each head with rope",
     CompilePass.GATED_ACTIVATION: "fuse SiLU or GELU (tanh) of the gate, times up",
     CompilePass.MERGE_LINEARS: "merge linear layers that read the same input (qkv, gate and up)",
     CompilePass.ADD_NORM: "fuse a sum with the RMS norm after it",
+    CompilePass.ALL_REDUCE_ADD_NORM: "fuse a sum over ranks with the sum and the RMS norm after it",
 }
 """What each pass does, in the order in which they run."""
 
-ALWAYS_RUN = frozenset({CompilePass.PAGED_ATTENTION})
+ALWAYS_RUN = frozenset({CompilePass.PAGED_ATTENTION, CompilePass.COLLECTIVES})
 """Without these nothing can be served."""
 
 

@@ -67,7 +67,7 @@ class TorchPagedModel:
         }
         self.model: Transformer | TracedTransformer
         if traced:
-            self.model, read = build_traced(EngineConfig(), checkpoint, **kinds)
+            self.model, read = build_traced(EngineConfig(), checkpoint, parallel=parallel, **kinds)
             self.model.load(read)
         else:
             self.model = build_model(config, parallel=parallel, states=states, **kinds)

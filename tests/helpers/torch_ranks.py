@@ -1,9 +1,13 @@
-"""A model of the torch backend spread over processes that speak gloo."""
+"""A model of the torch backend spread over processes that speak gloo, or over threads of one process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +18,51 @@ from numpy.typing import NDArray
 
 from torch_backend.parallel import DistributedTensorParallel
 
+T = TypeVar("T")
+
+
+@dataclass
+class ThreadRank:
+    """One of several threads that sum as ranks do: in their order, into what they are given."""
+
+    rank: int
+    size: int
+    barrier: threading.Barrier
+    given: list[torch.Tensor | None]
+    sums: int = field(default=0)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        return x.copy_(torch.stack(self._everyones(x)).sum(0))
+
+    def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._everyones(x), -1)
+
+    def _everyones(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.given[self.rank] = x.clone()
+        self.barrier.wait(60)
+        found = [each for each in self.given if each is not None]
+        self.barrier.wait(60)
+        return found
+
+    def least(self, value: int) -> int:
+        raise NotImplementedError
+
+    def on_host(self) -> ThreadRank:
+        return self
+
+
+def thread_ranks(size: int) -> list[ThreadRank]:
+    """Ranks that know each other."""
+    barrier, given = threading.Barrier(size), [None] * size
+    return [ThreadRank(rank, size, barrier, given) for rank in range(size)]
+
+
+def on_threads(actions: Sequence[Callable[[], T]]) -> list[T]:
+    """What each of them returns, all at the same time."""
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return [each.result() for each in [pool.submit(action) for action in actions]]
+
 
 def run_ranks(
     folders: Sequence[Path],
@@ -21,9 +70,13 @@ def run_ranks(
     sequences: Sequence[NDArray[np.int32]],
     steps: Sequence[Mapping[int, int]],
     scratch: Path,
+    *,
+    traced: Sequence[Path] = (),
 ) -> list[list[list[NDArray[np.float32]]]]:
-    """`TorchPagedModel.run` of each checkpoint on `size` processes: logits by rank, checkpoint, sequence."""
-    arguments = (size, [str(folder) for folder in folders], list(sequences), list(steps), str(scratch))
+    """`TorchPagedModel.run` of each checkpoint on `size` processes, of those in `traced` by way of transformers: logits
+    by rank, checkpoint, sequence."""
+    every = [*((str(folder), False) for folder in folders), *((str(folder), True) for folder in traced)]
+    arguments = (size, every, list(sequences), list(steps), str(scratch))
     torch.multiprocessing.spawn(_run_rank, arguments, nprocs=size)
     return [torch.load(scratch / f"logits_{rank}", weights_only=False) for rank in range(size)]
 
@@ -31,7 +84,7 @@ def run_ranks(
 def _run_rank(
     rank: int,
     size: int,
-    folders: list[str],
+    folders: list[tuple[str, bool]],
     sequences: list[NDArray[np.int32]],
     steps: list[Mapping[int, int]],
     scratch: str,
@@ -41,6 +94,7 @@ def _run_rank(
     world = torch.distributed.group.WORLD
     assert world is not None
     parallel = DistributedTensorParallel(world, world)
-    found = [TorchPagedModel(Path(folder), parallel=parallel).run(sequences, steps) for folder in folders]
+    models = (TorchPagedModel(Path(folder), parallel=parallel, traced=traced) for folder, traced in folders)
+    found = [model.run(sequences, steps) for model in models]
     torch.save(found, Path(scratch) / f"logits_{rank}")
     torch.distributed.destroy_process_group()

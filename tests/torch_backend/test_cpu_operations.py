@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.cpu_kernels import cpu_operations
+from helpers.equal_ranks import EqualRanks
 from torch.nn import functional
 
 from torch_backend.kv_pages import KVPages
@@ -77,6 +78,9 @@ def test_add_rms_norm(numba: bool, dtype: torch.dtype, rows: int, generator: tor
     normed, found = operations(numba, dtype).add_rms_norm(x.clone(), residual.clone(), weight, EPS)
     assert torch.equal(found, total)
     check_rounded_once(normed, exact_norm(total, weight))
+    # Of two ranks that each have half of x, which is exact.
+    of_ranks = operations(numba, dtype).all_reduce_add_rms_norm(x / 2, residual.clone(), weight, EPS, EqualRanks())
+    assert torch.equal(torch.stack(of_ranks), torch.stack((normed, total)))
 
 
 @every_dtype

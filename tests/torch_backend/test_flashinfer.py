@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.family_cases import FAMILIES
+from helpers.tiny_models import make_tiny_checkpoint
 from helpers.torch_attention_steps import Case, Step, make_step, softmax_attention
 
-from sglang_jax.config import AttentionBackend, EngineConfig
+from sglang_jax.checkpoint.opening import open_checkpoint
+from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
+from sglang_jax.config import AttentionBackend, Device, EngineConfig, ModelImpl
 from sglang_jax.errors import ConfigError
-from torch_backend import kernel_choice
+from torch_backend import create_runner, kernel_choice, loading
 from torch_backend.attention.flashinfer import FlashInferAttention
 from torch_backend.attention.interface import AttentionOptions, HeadForm
+from torch_backend.attention.native import NativeAttention
 from torch_backend.cpu_trial import CpuForm
-from torch_backend.kernel_choice import choose_kernels
+from torch_backend.kernel_choice import Kernels, choose_kernels
 from torch_backend.kernels.chip import Chip
+from torch_backend.native_operations import NativeOperations
+from torch_backend.native_sampler import NativeSampler
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -188,6 +196,25 @@ def test_sinks_are_refused(attention: FlashInferAttention) -> None:
     step = make_step(Case(kv_lens=(5,), query_lens=(1,), num_decode=1, dtype=torch.bfloat16, sinks=True))
     with pytest.raises(ValueError, match="flashinfer does not support attention sinks: choose triton"):
         attention.prepare(step.batch)(step.queries, step.kv, step.options)
+
+
+@pytest.mark.parametrize("impl", ModelImpl)
+def test_models_with_sinks_are_refused_before_weights_are_read(
+    impl: ModelImpl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def read(*given: object, **further: object) -> None:
+        raise AssertionError("weights are read")
+
+    case = FAMILIES["granite_swa"]
+    folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
+    kernels = Kernels(NativeAttention(), AttentionBackend.FLASHINFER, NativeOperations(), NativeSampler())
+    monkeypatch.setattr(loading, "choose_kernels", lambda *given: kernels)
+    monkeypatch.setattr(SafetensorsReader, "read", read)
+    config = EngineConfig(model_path=str(folder), device=Device.CPU, model_impl=impl)
+    with pytest.raises(
+        ConfigError, match=r"flashinfer does not support attention sinks, which layers [0-9, ]+ have: c"
+    ):
+        create_runner(config, open_checkpoint(config.model_path, model_impl=impl))
 
 
 FORM = CpuForm(torch.bfloat16, torch.bfloat16, (HeadForm(128, 4), HeadForm(64, 1)))

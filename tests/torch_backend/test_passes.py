@@ -11,7 +11,8 @@ from helpers.traced_graphs import TOKENS, called, program_of
 from torch.nn import functional
 
 from torch_backend.compilation.graph import Program, move, weight_of
-from torch_backend.compilation.markers import attention
+from torch_backend.compilation.markers import attention, sum_of_ranks
+from torch_backend.compilation.passes.collectives import fuse_all_reduces, meet_other_ranks
 from torch_backend.compilation.passes.linears import fuse_gated_activations, merge_linears
 from torch_backend.compilation.passes.no_ops import remove_no_ops
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
@@ -122,6 +123,84 @@ def test_sums_whose_summands_are_needed_are_left(form: Function) -> None:
 def test_inputs_are_never_written_to() -> None:
     program = fused(lambda x, y, w: norm(x + y, w), X, X.clone(), weights=W)
     assert fuse_sums_with_norms(program) == 0
+
+
+def summed(form: Function) -> list[str]:
+    """What is called of a form of a residual stream, of two parts of sums and of a weight, behind the products."""
+    program = program_of(
+        lambda x, y, a, b, w: form(x * 2, functional.linear(y, a), functional.linear(y, b), w),
+        X,
+        X.clone(),
+        weights={"a": torch.zeros(HIDDEN, HIDDEN), "b": torch.zeros(HIDDEN, HIDDEN)} | W,
+    )
+    passes = (meet_other_ranks, fuse_norms, fuse_sums_with_norms, fuse_all_reduces)
+    for rewrite in (remove_no_ops, *passes):
+        rewrite(program)
+        remove_no_ops(program)
+        program.body.lint()
+    assert [rewrite(program) for rewrite in passes] == [0] * len(passes)
+    return [name for name in called(program) if name not in ("mul.Tensor", "linear.default", "getitem")]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, a, b, w: norm(x + sum_of_ranks(a), w),
+        lambda x, a, b, w: norm(sum_of_ranks(a) + x, w),
+        lambda x, a, b, w: norm(total := x + sum_of_ranks(a), w) * total,
+    ],
+    ids=["residual first", "part first", "sum used behind"],
+)
+def test_a_sum_over_ranks_goes_into_the_sum_and_its_norm(form: Function) -> None:
+    assert summed(form) == ["all_reduce_add_rms_norm"]
+
+
+def test_two_parts_are_added_before_they_are_summed_over_ranks() -> None:
+    """Also where these three are normed at once."""
+    assert summed(lambda x, a, b, w: sum_of_ranks(a) + sum_of_ranks(b)) == ["add.Tensor", "all_reduce"]
+    found = summed(lambda x, a, b, w: norm(sum_of_ranks(a) + sum_of_ranks(b) + x, w))
+    assert found == ["add.Tensor", "all_reduce_add_rms_norm"]
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (lambda x, a, b, w: norm((r := sum_of_ranks(a)) + x, w) * r, ["all_reduce", "add.Tensor", "rms_norm"]),
+        (
+            lambda x, a, b, w: (r := sum_of_ranks(a)).exp() * norm(x + r, w),
+            ["all_reduce", "exp.default", "add_rms_norm"],
+        ),
+        (lambda x, a, b, w: norm(x + sum_of_ranks(a) * 3, w), ["all_reduce", "add_rms_norm"]),
+        (lambda x, a, b, w: norm(sum_of_ranks(a), w) + x, ["all_reduce", "rms_norm", "add.Tensor"]),
+        (lambda x, a, b, w: x + sum_of_ranks(a), ["all_reduce", "add.Tensor"]),
+        (lambda x, a, b, w: norm(x - sum_of_ranks(a), w), ["all_reduce", "sub.Tensor", "rms_norm"]),
+        (lambda x, a, b, w: sum_of_ranks(a) * a, ["clone.default", "all_reduce"]),
+        (lambda x, a, b, w: sum_of_ranks(a.transpose(1, 2)) * 2, ["transpose.int", "clone.default", "all_reduce"]),
+        (lambda x, a, b, w: (r := sum_of_ranks(a)) + r, ["all_reduce", "add.Tensor"]),
+        (lambda x, a, b, w: (r := sum_of_ranks(a)) + sum_of_ranks(b) + r, ["all_reduce"] * 2 + ["add.Tensor"] * 2),
+        (lambda x, a, b, w: sum_of_ranks(a) + sum_of_ranks(b)[:, :1], None),
+    ],
+    ids=[
+        "used",
+        "used before",
+        "factor",
+        "norm between",
+        "no norm",
+        "difference",
+        "part used",
+        "view",
+        "twice",
+        "kept",
+        "broadcast",
+    ],
+)
+def test_sums_over_ranks_that_stay_apart(form: Function, expected: list[str] | None) -> None:
+    """What sums writes into what is summed, so that nothing else may read that."""
+    found = summed(form)
+    if expected is None:
+        assert found.count("all_reduce") == 2
+    else:
+        assert found == expected
 
 
 MATRICES = {"gate": torch.zeros(6, HIDDEN), "up": torch.zeros(6, HIDDEN)}

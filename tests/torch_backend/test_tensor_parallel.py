@@ -78,6 +78,9 @@ class OneOf:
     def least(self, value: int) -> int:
         return value
 
+    def on_host(self) -> OneOf:
+        return self
+
 
 class CountingReader(DummyReader):
     """Counts the values read of each tensor."""
@@ -109,7 +112,8 @@ def load(config: ModelConfig, rank: int, size: int) -> tuple[Transformer, Counti
 
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     """Biases that must be added once, one kv head for two ranks, a vocabulary that two do not divide, norms of what
-    ranks have summed, and blocks side by side whose sum is summed once; recurrent layers of each kind."""
+    ranks have summed, and blocks side by side whose sum is summed once; recurrent layers of each kind. A model of
+    transformers too, of which each rank's twin is compared with transformers as it starts."""
     checkpoints = [
         make_tiny_checkpoint(tmp_path / "biases", "llama", attention_bias=True, mlp_bias=True),
         make_tiny_checkpoint(tmp_path / "one_kv_head", "qwen3", num_key_value_heads=1, tie_word_embeddings=True),
@@ -123,9 +127,11 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
             for number, (kind, more) in enumerate(HYBRID_FORMS)
         ),
     ]
-    ranks = run_ranks(checkpoints, 2, prompts()[:3], STEPS, tmp_path)
-    for number, folder in enumerate(checkpoints):
-        expected = TorchPagedModel(folder).run(prompts()[:3], STEPS)
+    foreign = [checkpoints[1]]
+    ranks = run_ranks(checkpoints, 2, prompts()[:3], STEPS, tmp_path, traced=foreign)
+    every = [*((folder, False) for folder in checkpoints), *((folder, True) for folder in foreign)]
+    for number, (folder, traced) in enumerate(every):
+        expected = TorchPagedModel(folder, traced=traced).run(prompts()[:3], STEPS)
         for found in ranks:
             for logits, wanted in zip(found[number], expected, strict=True):
                 assert logits.shape == wanted.shape

@@ -16,7 +16,7 @@ import torch.distributed
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax import Engine, SamplingParams, json_grammar, regex_grammar
-from sglang_jax.config import Backend, Device, EngineConfig, SpeculativeAlgorithm
+from sglang_jax.config import Backend, Device, EngineConfig, KVCacheDtype, ModelImpl, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError, EngineDeadError
 from sglang_jax.runner.pulse import Pulse
 
@@ -125,6 +125,20 @@ def test_two_processes_with_states_say_what_one_does(tmp_path: Path) -> None:
         assert max(out.cached_tokens for out in outputs[2][:2]) >= 32, outputs[2]
         found.append([[out.output_ids for out in each] for each in outputs])
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_model_of_transformers_say_what_one_does(tmp_path: Path) -> None:
+    """One that is not native; also with int8 keys, whose means all ranks calibrate together."""
+    folder = make_tiny_checkpoint(tmp_path, "starcoder2", vocab_size=385)
+    found = []
+    for size in (1, 2):
+        for cache in (KVCacheDtype.AUTO, KVCacheDtype.INT8):
+            changes = {"model_impl": ModelImpl.TRANSFORMERS, "kv_cache_dtype": cache, "attention_backend": "native"}
+            changed = EngineConfig(**config(folder, size).model_dump() | changes)
+            with Engine(config=changed) as engine:
+                found.append([run(engine, GREEDY), run(engine, RANDOM)])
+    assert found[:2] == found[2:]
 
 
 @pytest.mark.alone

@@ -90,7 +90,7 @@ def test_norms_of_heads_rotation_and_rounding_to_8_bits_are_one_operation(monkey
         return write(operations, qkv, rotation, norms, kv, write_slots)
 
     monkeypatch.setattr(NativeOperations, "rotate_and_write", counted)
-    monkeypatch.setattr(twin, "_empty_pages", lambda config, _: LayerMemory(_float8_pages(config)))
+    monkeypatch.setattr(twin, "_empty_pages", lambda found, _: LayerMemory(_float8_pages(found.config)))
     differences = []
     for chosen, fused in (("all", True), ("none", False)):
         config = twin_config({"model_type": "qwen3"})
@@ -199,8 +199,8 @@ def test_requests_are_served_as_transformers_computes_them(family: str, tmp_path
     assert {file.name for file in dump.glob("*.*")} == {file.name for file in (dump / "twin").iterdir()}
     assert stages == ["00-traced", *(f"{number:02d}-{each.name.value}" for number, each in enumerate(PASSES, 1))]
     assert "sglang_jax.attention.default" in (dump / "00-traced.body.txt").read_text()
-    assert "attend(" in (dump / "08-add-norm.body.txt").read_text()
-    drawing = ElementTree.parse(dump / "08-add-norm.body.svg").getroot()
+    assert "attend(" in (dump / "09-add-norm.body.txt").read_text()
+    drawing = ElementTree.parse(dump / "09-add-norm.body.svg").getroot()
     assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
 
 
@@ -289,7 +289,7 @@ def test_the_twin_has_several_kv_heads_where_the_model_has(heads: int, kv_heads:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"backend": "jax"}, "needs the Torch backend"), ({"tp_size": 2}, "tp_size must be 1, got 2")],
+    [({"backend": "jax"}, "needs the Torch backend")],
 )
 def test_what_does_not_go_with_it_is_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, "llama")
@@ -332,6 +332,6 @@ def test_configs_that_say_too_little_or_too_much(changes: dict[str, Any], told: 
 def test_names_of_passes() -> None:
     assert chosen_passes("all") == frozenset(CompilePass) == {each.name for each in PASSES}
     assert chosen_passes("none") == ALWAYS_RUN
-    assert chosen_passes("rope, norm") == {CompilePass.ROPE, CompilePass.NORM, CompilePass.PAGED_ATTENTION}
+    assert chosen_passes("rope, norm") == {CompilePass.ROPE, CompilePass.NORM} | ALWAYS_RUN
     with pytest.raises(ValueError, match="unknown pass 'ropes'"):
         chosen_passes("ropes")

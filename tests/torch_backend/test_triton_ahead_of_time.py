@@ -5,6 +5,7 @@ After a change of a kernel, `make kernel-table` writes the table anew; its diffe
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -191,35 +192,82 @@ for options in ({}, {"maxnreg": 96}):
 """
 
 
-MERGING = """
+ASSEMBLY = """
+import json
 import helpers.triton_ahead_of_time as ahead
 from helpers.triton_inventory import shipped_kernels
 from torch_backend.kernels.chip import Chip
 
-wanted = "decode_attention", "bfloat16, head_dim 128, group 4, bfloat16 pages of 16"
-launch = next(each.launch for each in shipped_kernels() if (each.operation, each.configuration) == wanted)
+wanted = ("bfloat16, head_dim 128, group 4, bfloat16 pages of 16", "bfloat16, width 4")
+operations = ("decode_attention", "extend_attention", "convolve")
 found, figures = {}, ahead._figures
-ahead._figures = lambda kernel: found.update({kernel.metadata.name: kernel.asm["ptx"]}) or figures(kernel)
-ahead.compile_launch(lambda: launch(Chip(90, 132, True)), 90)
-print(found["decode_splits"])
+
+
+def note(kernel):
+    found[kernel.metadata.name] = kernel.asm["ptx"]
+    found[kernel.metadata.name + " before"] = kernel.asm["ttgir"]
+    return figures(kernel)
+
+
+ahead._figures = note
+for each in shipped_kernels():
+    if each.operation in operations and each.configuration in wanted:
+        ahead.compile_launch(lambda: each.launch(Chip(90, 132, True)), 90)
+print(json.dumps(found))
 """
 
 
-def test_the_last_split_reads_what_others_have_stored(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """PTX of kernels by name, of attention for common sizes and of convolutions; behind the names with `before` what it
+    is made of, in which barriers are the kernel's own."""
+    program = tmp_path_factory.mktemp("assembly") / "assembly.py"
+    program.write_text(ASSEMBLY)
+    found: dict[str, str] = json.loads(run_compiling([sys.executable, str(program)]))
+    return found
+
+
+def test_the_last_split_reads_what_others_have_stored(assembly: dict[str, str]) -> None:
     """All threads have stored their sums when one counts, and none reads before it has; they are read from the cache
     that all multiprocessors share. And nothing is read before the kernel in front has ended."""
-    program = tmp_path / "merging.py"
-    program.write_text(MERGING)
-    assembly = run_compiling([sys.executable, str(program)])
-    before, counting, after = assembly.partition("atom.global.gpu.acq_rel.add")
+    before, counting, after = assembly["decode_splits"].partition("atom.global.gpu.acq_rel.add")
     assert counting
     assert before.rindex("bar.sync") > before.rindex("st.global")
+    # The compiler may put one there too, but only for what counting itself keeps in shared memory.
+    asked_for, counting, _ = assembly["decode_splits before"].partition("tt.atomic_rmw add, acq_rel")
+    assert counting
+    assert asked_for.rindex("ttg.barrier") > asked_for.rindex("tt.store")
     assert after.index("bar.sync") < after.index("ld.global")
     loads = re.findall(r"ld\.global[.a-z0-9]*", after[: after.rindex("ld.global.cg")])
     assert loads
     assert all(".cg" in load for load in loads)
-    waiting = assembly.index("griddepcontrol.wait")
-    assert waiting < min(assembly.index("ld.global"), assembly.index("cp.async"))
+    waiting = assembly["decode_splits"].index("griddepcontrol.wait")
+    assert waiting < min(assembly["decode_splits"].index("ld.global"), assembly["decode_splits"].index("cp.async"))
+
+
+def accesses(text: str) -> list[str]:
+    """Barriers and accesses of global memory in order, those with a predicate as `@ld` and `@st`."""
+    found = re.findall(r"^\s*(@!?%p\d+ )?(bar\.sync|ld\.global|st\.global)", text, re.MULTILINE)
+    return [("@" if predicate else "") + name[:2].replace("ba", "bar") for predicate, name in found]
+
+
+def test_what_earlier_splits_gave_is_read_behind_a_barrier(assembly: dict[str, str]) -> None:
+    """Also of the kernel's own, whatever other barriers the compiler puts there; and written anew behind another."""
+    blocks = re.split(r"\bbra(?:\.uni)?\s|^\$L__BB", assembly["extend_blocks"], flags=re.MULTILINE)
+    (number,) = (i for i, block in enumerate(blocks) if re.search(r"^\s*ld\.global\.v4\.b32", block, re.MULTILINE))
+    reading = accesses(blocks[number])
+    assert reading[0] == "bar"
+    behind = reading[len(reading) - reading[::-1].index("ld") :] + accesses("".join(blocks[number + 1 :]))
+    assert "bar" in behind[: behind.index("st")]
+
+
+@pytest.mark.parametrize(("kernel", "stores"), [("convolve_one_token", 3), ("keep_last_inputs", 3)])
+def test_inputs_that_are_kept_move_behind_barriers(kernel: str, stores: int, assembly: dict[str, str]) -> None:
+    """Slots may be read and written at once: no thread writes what another has yet to read."""
+    found = accesses(assembly[kernel])
+    assert found.count("@st") >= stores
+    places = [place for place, name in enumerate(found) if name == "@st"][-stores:]
+    assert [found[place - 1] for place in places] == ["bar"] * stores
 
 
 def test_spills_and_matrix_instructions_are_seen(tmp_path: Path) -> None:

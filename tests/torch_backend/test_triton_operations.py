@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers.equal_ranks import EqualRanks
 from helpers.triton_interpreter import shuffled_programs
 
 from torch_backend.kernels.float8 import encode_e4m3
@@ -65,6 +66,13 @@ def test_add_rms_norm_norms_the_rounded_sum(hidden: int, dtype: torch.dtype) -> 
     normed, summed = OPERATIONS.add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(summed, total)
     assert_rounded_once(normed, exact_norm(total, weight))
+
+
+def test_the_sum_over_ranks_is_added_and_normed() -> None:
+    x, residual, weight = random(3, 576), random(3, 576, seed=1), random(576, seed=2)
+    expected = OPERATIONS.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+    found = OPERATIONS.all_reduce_add_rms_norm(x / 2, residual, weight, EPS, EqualRanks())
+    assert torch.equal(torch.stack(found), torch.stack(expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sglang_jax.checkpoint.opening import Checkpoint
@@ -10,11 +12,14 @@ from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.compilation.hf_model import config_of, empty_model
 from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PassManager
+from torch_backend.compilation.part_of_rank import take_part
 from torch_backend.compilation.trace import trace
 from torch_backend.compilation.traced_model import ReadWeight, TracedTransformer, check_sites
 from torch_backend.compilation.twin import check_twin
 from torch_backend.compilation.weights import CheckpointWeights, RandomWeights, has_own_head
+from torch_backend.layers.shard import ModelShard
 from torch_backend.operations import Operations
+from torch_backend.parallel import SINGLE, TensorParallel
 
 
 def build_traced(
@@ -25,15 +30,18 @@ def build_traced(
     device: torch.device,
     operations: Operations,
     attention: AttentionImplementation,
+    parallel: TensorParallel = SINGLE,
 ) -> tuple[TracedTransformer, ReadWeight]:
-    """A model without values, and what makes them, for its `load`.
+    """A model without values, or a rank's part of it, and what makes them, for its `load`. All ranks call it at once.
 
-    **Raises:** `ConfigError` where the model cannot be traced or is not what its config says, where a pass finds too
-    little, and where the tiny twin differs from transformers; `CheckpointError` for tensors that do not fit.
+    **Raises:** `ConfigError` where the model cannot be traced or is not what its config says, where it cannot be
+    divided among so many ranks, where a pass finds too little, and where the tiny twin differs from transformers;
+    `CheckpointError` for tensors that do not fit.
     """
     assert checkpoint.foreign is not None
     manager = PassManager(config.passes)
-    dump = config.dump_graphs
+    dump = config.dump_graphs if parallel.rank == 0 else None
+    shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
     values = checkpoint.foreign
     empty = empty_model(config_of(values), dtype)
     if checkpoint.reader is not None and has_own_head(empty, checkpoint.reader):
@@ -44,9 +52,13 @@ def build_traced(
         weights = RandomWeights.of(empty, config.random_seed)
     else:
         weights = CheckpointWeights.of(empty, checkpoint.reader)
-    check_twin(values, manager, None if dump is None else dump / "twin")
+    part = take_part(empty, checkpoint.config, shard)
+    weights = replace(weights, cuts=part.cuts)
+    check_twin(values, manager, None if dump is None else dump / "twin", parallel.on_host())
     program = trace(empty)
-    manager.run(program, Implied.by(empty, program, checkpoint.config.num_layers), dump)
-    check_sites(program, checkpoint.config)
-    model = TracedTransformer(program, checkpoint.config, device=device, operations=operations, attention=attention)
+    manager.run(program, Implied.by(empty, program, checkpoint.config.num_layers, part.marks), dump)
+    check_sites(program, checkpoint.config, shard)
+    model = TracedTransformer(
+        program, checkpoint.config, device=device, operations=operations, attention=attention, parallel=parallel
+    )
     return model, weights.read

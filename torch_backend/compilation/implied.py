@@ -31,12 +31,14 @@ class Implied:
     of: dict[CompilePass, int]
 
     @classmethod
-    def by(cls, model: PreTrainedModel, program: Program, layers: int) -> Implied:
-        """Of a model with `layers` layers of attention and its trace, before any pass."""
+    def by(cls, model: PreTrainedModel, program: Program, layers: int, marks: int = 0) -> Implied:
+        """Of a model with `layers` layers of attention, of which `marks` modules give a rank's part of something, and
+        its trace, before any pass."""
         positional = _layers_with_positions(program)
         attentions = list(_attentions(model))
         inner = [_children(module) for module in model.modules()]
         gated = [each for each in inner if _has_linears(each, _GATE_UP) or "gate_up_proj" in each]
+        plain = [each for each in model.modules() if _adds_what_blocks_give(each)]
         rotated = [each for each in attentions if _layer(each) in positional and _rotates_whole_heads(each)]
         # Nothing stands between projections and pages, once rotations are part of writing them.
         direct = rotated + [each for each in attentions if _layer(each) not in positional]
@@ -45,8 +47,10 @@ class Implied:
             {
                 CompilePass.NO_OPS: 0,
                 CompilePass.PAGED_ATTENTION: layers,
+                CompilePass.COLLECTIVES: marks,
                 CompilePass.NORM: sum(_is_rms_norm(module) for module in model.modules()),
                 CompilePass.ADD_NORM: sum(2 for each in inner if _is_pre_norm_layer(each)),
+                CompilePass.ALL_REDUCE_ADD_NORM: 2 * len(plain) if marks else 0,
                 CompilePass.ROPE: len(rotated),
                 CompilePass.HEAD_NORM: sum(_normed_by_head(each) for each in direct),
                 CompilePass.GATED_ACTIVATION: len(gated) if _activation(model) in _GATED else 0,
@@ -100,6 +104,14 @@ def _is_pre_norm_layer(children: dict[str, nn.Module]) -> bool:
     """Whether both its norms read a sum: of what attention gives, and of what the layer gives to the next norm."""
     names = ("input_layernorm", "post_attention_layernorm")
     return all(name in children and _is_rms_norm(children[name]) for name in names)
+
+
+def _adds_what_blocks_give(layer: nn.Module) -> bool:
+    """Whether the sums that its norms read are of the residual stream and of what a block gives, as it gives it: there
+    is no norm behind the block, and no factor."""
+    children = _children(layer)
+    norms = sum(_is_rms_norm(each) for each in children.values())
+    return _is_pre_norm_layer(children) and norms == 2 and vars(layer).get("residual_multiplier", 1.0) == 1.0
 
 
 def _head_norms(attention: nn.Module) -> list[nn.Parameter]:

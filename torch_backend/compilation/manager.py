@@ -15,6 +15,7 @@ from sglang_jax.errors import ConfigError
 from torch_backend.compilation.drawing import write_graphs
 from torch_backend.compilation.graph import Program
 from torch_backend.compilation.implied import Implied
+from torch_backend.compilation.passes.collectives import fuse_all_reduces, meet_other_ranks
 from torch_backend.compilation.passes.linears import fuse_gated_activations, merge_linears
 from torch_backend.compilation.passes.no_ops import remove_no_ops
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
@@ -38,15 +39,17 @@ class GraphPass:
 PASSES = (
     GraphPass(CompilePass.NO_OPS, remove_no_ops),
     GraphPass(CompilePass.PAGED_ATTENTION, page_attention),
+    GraphPass(CompilePass.COLLECTIVES, meet_other_ranks),
     GraphPass(CompilePass.NORM, fuse_norms),
     GraphPass(CompilePass.ROPE, fuse_rope),
     GraphPass(CompilePass.HEAD_NORM, fuse_head_norms),
     GraphPass(CompilePass.GATED_ACTIVATION, fuse_gated_activations),
     GraphPass(CompilePass.MERGE_LINEARS, merge_linears),
     GraphPass(CompilePass.ADD_NORM, fuse_sums_with_norms),
+    GraphPass(CompilePass.ALL_REDUCE_ADD_NORM, fuse_all_reduces),
 )
-"""In the order in which they run: each finds what those before it leave. The one that writes to its inputs is last:
-it asks who reads them behind it, and none may move there."""
+"""In the order in which they run: each finds what those before it leave. Those that write to their inputs are last:
+they ask who reads them behind, and none may move there."""
 
 
 @dataclass(frozen=True, slots=True)

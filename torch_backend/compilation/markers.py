@@ -1,5 +1,5 @@
-"""Two operators that stand in a traced graph for what is done elsewhere: attention over pages, and the hidden states at
-which the graph is cut in two. They are traced and replaced, and never run."""
+"""Operators that stand in a traced graph for what is done elsewhere: attention over pages, what ranks do together,
+and the hidden states at which the graph is cut in two. They are traced and replaced, and never run."""
 
 from __future__ import annotations
 
@@ -47,5 +47,29 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("sglang_jax::sum_of_ranks", mutates_args=())
+def sum_of_ranks(x: torch.Tensor) -> torch.Tensor:
+    """The sum of what all ranks have of `x`."""
+    raise NotImplementedError("sums of a traced graph are replaced before the graph runs")
+
+
+@sum_of_ranks.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("sglang_jax::side_by_side_of_ranks", mutates_args=())
+def side_by_side_of_ranks(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """What all ranks have of `x [..., n]`, one after the other: `[..., ranks * n]`."""
+    raise NotImplementedError("what ranks put together is replaced before the graph runs")
+
+
+@side_by_side_of_ranks.register_fake
+def _(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], ranks * x.shape[-1]))
+
+
 ATTENTION = torch.ops.sglang_jax.attention.default
 HIDDEN_STATES = torch.ops.sglang_jax.hidden_states.default
+SIDE_BY_SIDE_OF_RANKS = torch.ops.sglang_jax.side_by_side_of_ranks.default
+SUM_OF_RANKS = torch.ops.sglang_jax.sum_of_ranks.default

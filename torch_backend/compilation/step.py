@@ -11,6 +11,7 @@ from torch_backend.attention.interface import AttentionImplementation, Attention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.operations import HeadNorms, Operations, Rotation
+from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.rotary import NoRotation
 
 
@@ -30,7 +31,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(slots=True)
 class GraphStep:
     """A step of the engine, as the calls of a graph see it. `attention` and `write_slots`: of each cache group;
-    `products`: the model's linear layers. Of a step of the head there is no more."""
+    `products`: the model's linear layers. A step of the head has no more but the ranks."""
 
     operations: Operations
     products: Sequence[Product]
@@ -39,6 +40,7 @@ class GraphStep:
     write_slots: Sequence[torch.Tensor] = ()
     memory: Sequence[LayerMemory] = ()
     positions: torch.Tensor | None = None
+    parallel: TensorParallel = SINGLE
     unrotated: dict[int, Rotation] = field(default_factory=dict)
 
     @classmethod
@@ -51,12 +53,13 @@ class GraphStep:
         layers: Sequence[LayerForm],
         memory: Sequence[LayerMemory],
         products: Sequence[Product],
+        parallel: TensorParallel,
     ) -> GraphStep:
         """Prepares what layers of a group share."""
         batches = [batch.of_group(group) for group in range(groups)]
         prepared = [attention.prepare(own) for own in batches]
         slots = [own.write_slots for own in batches]
-        return cls(operations, products, layers, prepared, slots, memory, batch.positions)
+        return cls(operations, products, layers, prepared, slots, memory, batch.positions, parallel)
 
     def no_rotation(self, head_dim: int) -> Rotation:
         """Tables that leave heads as they are; made once for all layers."""
@@ -111,6 +114,25 @@ def add_rms_norm(
     """See `Operations.add_rms_norm`: what it is given may be overwritten. `x`, `residual` `[..., hidden]`."""
     rows = (-1, x.shape[-1])
     normed, total = step.operations.add_rms_norm(x.reshape(rows), residual.reshape(rows), weight, eps)
+    return normed.view(x.shape), total.view(x.shape)
+
+
+def all_reduce(step: GraphStep, x: torch.Tensor) -> torch.Tensor:
+    """The sum of every rank's `x`, which may be overwritten."""
+    return step.parallel.all_reduce(x)
+
+
+def all_gather(step: GraphStep, x: torch.Tensor) -> torch.Tensor:
+    """Every rank's `x [..., n]` in the order of ranks: `[..., size * n]`."""
+    return step.parallel.all_gather_last(x)
+
+
+def all_reduce_add_rms_norm(
+    step: GraphStep, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` of the sum of every rank's `x`."""
+    rows, own = (-1, x.shape[-1]), step.operations
+    normed, total = own.all_reduce_add_rms_norm(x.reshape(rows), residual.reshape(rows), weight, eps, step.parallel)
     return normed.view(x.shape), total.view(x.shape)
 
 

@@ -32,13 +32,14 @@ from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.packed import PackedMatrix, packing_works
 from torch_backend.layers.shard import ModelShard
 from torch_backend.operations import Operations
+from torch_backend.parallel import SINGLE, TensorParallel
 
 ReadWeight = Callable[[Weight], torch.Tensor]
 """Makes the value of a weight, of its shape and type, on the host."""
 
 
 class TracedTransformer:
-    """Built without values; `load` gives them, and only then it runs.
+    """Built without values; `load` gives them, and only then it runs. Of several ranks each has its part.
 
     **Arguments:** `config`: what the engine has pages for, which the graph's `sites` agree with.
     """
@@ -51,14 +52,16 @@ class TracedTransformer:
         device: torch.device,
         operations: Operations,
         attention: AttentionImplementation,
+        parallel: TensorParallel = SINGLE,
     ) -> None:
         self.program = program
         self.config = config
         self.device = device
-        self.shard = ModelShard.of(config, 0, 1)
+        self.shard = ModelShard.of(config, parallel.rank, parallel.size)
         self.dtype = program.dtype
         self._operations = operations
         self._attention = attention
+        self._parallel = parallel
         self._groups = num_paged_groups(config)
         self._layers: tuple[LayerForm, ...] = ()
         self._products: list[Product] = []
@@ -68,14 +71,21 @@ class TracedTransformer:
     def __call__(self, batch: ForwardBatch, kv: Sequence[LayerMemory]) -> torch.Tensor:
         """Hidden states `[T, hidden]`. Writes the step's keys and values into `kv`."""
         assert self._body is not None, "the model is loaded"
-        step = GraphStep.of(batch, self._groups, self._operations, self._attention, self._layers, kv, self._products)
+        step = GraphStep.of(
+            batch, self._groups, self._operations, self._attention, self._layers, kv, self._products, self._parallel
+        )
         return self._body(step, batch.tokens.long()[None], batch.positions.long()[None])[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
         assert self._head is not None, "the model is loaded"
-        step = GraphStep(self._operations, self._products)
+        step = GraphStep(self._operations, self._products, parallel=self._parallel)
         return self._head(step, hidden[None])[0].float()
+
+    @property
+    def layers_with_sinks(self) -> tuple[int, ...]:
+        """Numbers of layers whose attention has sinks."""
+        return tuple(number for number, site in sorted(self.program.sites.items()) if site.sinks is not None)
 
     def weight_bytes(self) -> int:
         """Bytes that weights take once they are loaded; known before."""
@@ -182,8 +192,8 @@ def _is_linear(node: fx.Node) -> bool:
     return is_call(node, aten.linear.default) and all(weight_of(each) is not None for each in args(node)[1:])
 
 
-def check_sites(program: Program, config: ModelConfig) -> None:
-    """Compares what the graph attends to with what the engine has pages for.
+def check_sites(program: Program, config: ModelConfig, shard: ModelShard) -> None:
+    """Compares what the graph attends to with what the engine has pages for on this rank.
 
     **Raises:** `ConfigError` naming the first layer in which they differ.
     """
@@ -200,7 +210,8 @@ def check_sites(program: Program, config: ModelConfig) -> None:
         # A window that no sequence outgrows changes nothing.
         sees = None if window is None or window >= config.max_position else window
         found = (site.heads, site.kv_heads, site.head_dim, sees)
-        wanted = (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.window)
+        heads, kv_heads = len(shard.heads(attention.num_heads)), len(shard.kv_heads(attention.num_kv_heads))
+        wanted = (heads, kv_heads, attention.head_dim, attention.window)
         if found != wanted:
             raise refused(
                 program.model_type,

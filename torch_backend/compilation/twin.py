@@ -7,8 +7,10 @@ computes what transformers does: over pages, in chunks, token by token, and in s
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import ModelConfig, num_paged_groups
+from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint.foreign_config import foreign_model_config, under_usual_names
 from sglang_jax.errors import ConfigError
 from torch_backend.attention.native import NativeAttention
@@ -24,11 +26,14 @@ from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.compilation.hf_model import config_of, eager_model, empty_model
 from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PassManager
+from torch_backend.compilation.part_of_rank import take_part
 from torch_backend.compilation.trace import trace
 from torch_backend.compilation.traced_model import TracedTransformer, check_sites
 from torch_backend.compilation.weights import RandomWeights
 from torch_backend.kv_pages import KVPages, LayerMemory
+from torch_backend.layers.shard import ModelShard
 from torch_backend.native_operations import NativeOperations
+from torch_backend.parallel import SINGLE, TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +50,22 @@ _STEPS: Sequence[Mapping[int, int]] = ({0: 9}, {0: 1, 1: 10}, {0: 1, 1: 1}, {1: 
 """Tokens of each of two sequences in each step, the first ones of which decode."""
 
 
-def check_twin(values: Mapping[str, Any], manager: PassManager, dump: Path | None = None) -> None:
-    """Compares the twin of the config with such values. Its graphs go to the folder `dump`.
+def check_twin(
+    values: Mapping[str, Any], manager: PassManager, dump: Path | None = None, parallel: TensorParallel = SINGLE
+) -> None:
+    """Compares the twin of the config with such values, spread over the ranks of `parallel`, which sums on the host.
+    Its graphs go to the folder `dump`.
 
     **Raises:** `ConfigError` if the two differ, or if the twin cannot be made, traced or rewritten.
     """
     begin = time.perf_counter()
-    config = twin_config(values)
+    config = twin_config(values, parallel.size)
     eager = eager_model(config, torch.float32)
     weights = RandomWeights.of(eager)
     with torch.no_grad():
         for name, parameter in eager.named_parameters():
             parameter.copy_(weights.tensor(name))
-    difference = _compare(eager, _rewritten(config, weights, manager, dump))
+    difference = _compare(eager, _rewritten(config, weights, manager, dump, parallel))
     if not difference < _TOLERANCE:
         raise ConfigError(
             f"model_impl transformers: a tiny {config.model_type}, rewritten like this model, differs from "
@@ -72,27 +80,27 @@ def check_twin(values: Mapping[str, Any], manager: PassManager, dump: Path | Non
     )
 
 
-def twin_config(values: Mapping[str, Any]) -> PreTrainedConfig:
+def twin_config(values: Mapping[str, Any], ranks: int = 1) -> PreTrainedConfig:
     """The config with few and small heads, a small vocabulary and window, and the fewest layers that have one of each
-    kind; all else is the model's."""
+    kind; all else is the model's. It can be spread over `ranks` if the model can."""
     whole = config_of(values)
     names = whole.attribute_map
     had = under_usual_names(whole.to_dict(), names)
     had_kv_heads = had.get("num_key_value_heads") or had["num_attention_heads"]
     group = had["num_attention_heads"] // had_kv_heads
-    kv_heads = min(had_kv_heads, 2)  # of one alone it does not show which queries read which keys
+    kv_heads = min(had_kv_heads, 2 * ranks)  # of one alone it does not show which queries read which keys
     head_dim = had["hidden_size"] // had["num_attention_heads"] if _has_lists(had.get("rope_parameters")) else _HEAD_DIM
     layers = _layers_of_each_kind(had)
     tiny: dict[str, Any] = {
         "hidden_size": kv_heads * group * head_dim,
         "num_hidden_layers": layers,
         "num_attention_heads": kv_heads * group,
-        "vocab_size": _VOCABULARY,
+        "vocab_size": ranks * _VOCABULARY + had["vocab_size"] % ranks,
     }
     optional = {
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": _INTERMEDIATE,
+        "intermediate_size": math.lcm(_INTERMEDIATE, ranks),
         "sliding_window": _WINDOW,
         "pad_token_id": 0,
         "bos_token_id": 0,
@@ -121,23 +129,30 @@ def _layers_of_each_kind(had: Mapping[str, Any]) -> int:
 
 
 def _rewritten(
-    config: PreTrainedConfig, weights: RandomWeights, manager: PassManager, dump: Path | None
+    config: PreTrainedConfig,
+    weights: RandomWeights,
+    manager: PassManager,
+    dump: Path | None,
+    parallel: TensorParallel = SINGLE,
 ) -> TracedTransformer:
-    """The same model, by way of the passes."""
+    """The same model, or a rank's part of it, by way of the passes."""
     known = under_usual_names(config.to_dict(), config.attribute_map)
     described = foreign_model_config(JsonFields(known, Path("config.json")), (), "float32")
     model = empty_model(config, torch.float32)
+    shard = ModelShard.of(described, parallel.rank, parallel.size)
+    part = take_part(model, described, shard)
     program = trace(model)
-    manager.run(program, Implied.by(model, program, described.num_layers), dump)
-    check_sites(program, described)
+    manager.run(program, Implied.by(model, program, described.num_layers, part.marks), dump)
+    check_sites(program, described, shard)
     twin = TracedTransformer(
         program,
         described,
         device=torch.device("cpu"),
         operations=NativeOperations(),
         attention=NativeAttention(),
+        parallel=parallel,
     )
-    twin.load(weights.read, pack=False)
+    twin.load(replace(weights, cuts=part.cuts).read, pack=False)
     return twin
 
 
@@ -148,7 +163,7 @@ def _compare(eager: PreTrainedModel, twin: TracedTransformer) -> float:
     texts = [torch.randint(1, _VOCABULARY, (count,), generator=generator) for count in counts]
     with torch.inference_mode():
         expected = [eager(input_ids=text[None], use_cache=False).logits[0] for text in texts]
-        memory = [_empty_pages(twin.config, number) for number in range(twin.config.num_layers)]
+        memory = [_empty_pages(twin, number) for number in range(twin.config.num_layers)]
         # Pages in no order, so that none is right by chance.
         table = 1 + torch.randperm(2 * _COLUMNS, generator=generator).int().view(2, _COLUMNS)
         done, worst = [0, 0], 0.0
@@ -161,11 +176,12 @@ def _compare(eager: PreTrainedModel, twin: TracedTransformer) -> float:
     return worst / max(1.0, *(float(each.abs().max()) for each in expected))
 
 
-def _empty_pages(config: ModelConfig, layer: int) -> LayerMemory:
+def _empty_pages(twin: TracedTransformer, layer: int) -> LayerMemory:
     """Pages of a layer in which what was never written shows."""
-    attention = config.layers[layer].attention
+    attention = twin.config.layers[layer].attention
     assert attention is not None
-    shape = (1 + 2 * _COLUMNS, attention.num_kv_heads, _PAGE, attention.head_dim)
+    kv_heads = len(twin.shard.kv_heads(attention.num_kv_heads))
+    shape = (1 + 2 * _COLUMNS, kv_heads, _PAGE, attention.head_dim)
     return LayerMemory(KVPages(torch.full(shape, torch.nan), torch.full(shape, torch.nan)))
 
 

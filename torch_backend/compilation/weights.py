@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-from sglang_jax.checkpoint.reader import TensorReader
+from sglang_jax.checkpoint.reader import Index, TensorReader
 from sglang_jax.checkpoint.tied_head import head_differs
 from sglang_jax.errors import CheckpointError, cut
 from torch_backend.compilation.graph import Weight
@@ -26,11 +26,21 @@ _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """What a rank reads: a part of the whole model's parameter of that name."""
+
+    name: str
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """Reads weights by transformers' names. `names`: what each is called in the checkpoint."""
+    """Reads weights by transformers' names. `names`: what each is called in the checkpoint; `cuts`: what a rank reads
+    of those that it does not read whole, by the names in its model."""
 
     reader: TensorReader
     names: dict[str, str]
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: PreTrainedModel, reader: TensorReader) -> CheckpointWeights:
@@ -69,7 +79,8 @@ class CheckpointWeights:
         array = value.numpy() if target is None else target
         first = 0
         for part in weight.parts:
-            found = self.reader.read(self.names[part])
+            cut = self.cuts.get(part, Cut(part, ()))
+            found = self.reader.read(self.names[cut.name], cut.index)
             if weight.offset:
                 found = found.astype(np.float32) + np.float32(weight.offset)
             array[first : first + len(found)] = found
@@ -100,6 +111,7 @@ class RandomWeights:
 
     shapes: dict[str, tuple[int, ...]]
     seed: int = 0
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: PreTrainedModel, seed: int = 0) -> RandomWeights:
@@ -115,7 +127,8 @@ class RandomWeights:
 
     def read(self, weight: Weight) -> torch.Tensor:
         """See `CheckpointWeights.read`."""
-        together = torch.cat([self.tensor(part) for part in weight.parts])
+        cuts = [self.cuts.get(part, Cut(part, ())) for part in weight.parts]
+        together = torch.cat([self.tensor(cut.name)[cut.index] for cut in cuts])
         return (together + weight.offset).to(weight.dtype)
 
 

@@ -12,6 +12,7 @@ from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.kv_pages import KVPages
 from torch_backend.native_operations import NativeOperations
 from torch_backend.operations import HeadNorms, Rotation
+from torch_backend.parallel import TensorParallel
 
 
 class CpuOperations:
@@ -53,6 +54,12 @@ class CpuOperations:
             return self._native.add_rms_norm(x, residual, weight, eps)
         self._normalise(x, residual.data_ptr(), weight, x, eps)
         return x, residual
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: TensorParallel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Operations`; writes the norm and the sum as `add_rms_norm` does."""
+        return self.add_rms_norm(parallel.all_reduce(x), residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations`."""

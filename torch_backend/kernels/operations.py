@@ -9,6 +9,7 @@ from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Rotation
+from torch_backend.parallel import TensorParallel
 
 
 class TritonOperations:
@@ -31,6 +32,12 @@ class TritonOperations:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Operations`; writes the norm into `x` and the sum into `residual`."""
         return add_rms_norm(x, residual, weight, eps, self._dependent)
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: TensorParallel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Operations`: the sum over ranks, and one launch behind it."""
+        return self.add_rms_norm(parallel.all_reduce(x), residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Operations`."""

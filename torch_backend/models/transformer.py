@@ -73,6 +73,12 @@ class Transformer(nn.Module):
         self._attention = attention
         self._states = states
 
+    @property
+    def layers_with_sinks(self) -> tuple[int, ...]:
+        """Numbers of layers whose attention has sinks."""
+        mixers = enumerate(layer.attention for layer in self.config.layers)
+        return tuple(number for number, attention in mixers if attention is not None and attention.sinks)
+
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerMemory]) -> torch.Tensor:
         """Hidden states `[T, hidden]` after the final norm. Writes the step's keys, values and states into `kv`, the
         memory of each layer."""

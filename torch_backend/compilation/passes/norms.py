@@ -30,7 +30,7 @@ from torch_backend.compilation.graph import (
     value,
     weight_of,
 )
-from torch_backend.compilation.step import add_rms_norm, rms_norm
+from torch_backend.compilation.step import add_rms_norm, all_reduce_add_rms_norm, rms_norm
 
 
 def fuse_norms(program: Program) -> int:
@@ -158,7 +158,7 @@ def _fuse_sum(graph: fx.Graph, norm: fx.Node) -> bool:
 def _is_view(node: fx.Node) -> bool:
     """Whether a node may give its input's memory, by what its operator says of itself."""
     if is_call(node, operator.getitem):
-        return not is_call(node.args[0], add_rms_norm)
+        return not is_call(node.args[0], add_rms_norm, all_reduce_add_rms_norm)
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     returns = node.target._schema.returns

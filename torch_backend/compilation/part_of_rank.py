@@ -1,0 +1,135 @@
+"""The part of a model of transformers that one rank of several holds, by transformers' own plan of tensor parallelism.
+
+Linear layers are made smaller before the model is traced: those that the plan calls `colwise` give the rank's heads or
+columns, those that it calls `rowwise` read them, and what these give is marked to be summed over ranks. Each rank has
+rows of the head, whose logits are marked to be put side by side. Of whatever else a model has, embeddings too, each
+rank holds all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from sglang_jax.architectures.model_config import ModelConfig
+from torch_backend.compilation.markers import side_by_side_of_ranks, sum_of_ranks
+from torch_backend.compilation.refusal import refused
+from torch_backend.compilation.weights import Cut
+from torch_backend.layers.shard import ModelShard
+
+_COLUMNS, _ROWS = "colwise", "rowwise"
+_WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce")
+"""Styles of modules that give every rank the same: it may as well compute that by itself."""
+
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+"""Of which neighbouring ranks hold the same, where there are fewer kv heads than ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What of each parameter the rank reads, by its name, where it is not all of it; and how many modules give a part
+    of what is summed or put side by side."""
+
+    cuts: dict[str, Cut]
+    marks: int
+
+
+def take_part(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) -> RankPart:
+    """Makes an empty model that of a rank.
+
+    **Raises:** `ConfigError` for a model without a plan, with a plan that needs more than `colwise` and `rowwise`, or
+    with a layer that cannot be divided.
+    """
+    cuts: dict[str, Cut] = {}
+    marks = 0
+    if shard.size == 1:
+        return RankPart(cuts, marks)
+    for name, module, style in _planned(model):
+        if style == _ROWS:
+            marks += 1
+            columns = _share(model, name, module.in_features, shard)
+            cuts[f"{name}.weight"] = Cut(f"{name}.weight", (slice(None), slice(columns.start, columns.stop)))
+            module.weight = _empty(module.weight, (module.out_features, len(columns)))
+            if not shard.first:  # the sum over ranks adds the bias once
+                module.register_parameter("bias", None)
+            module.register_forward_hook(lambda _, given, output: sum_of_ranks(output))
+            continue
+        rows = _outputs(model, name, module, config, shard)
+        cuts |= _take_rows(model, name, module, rows)
+    return RankPart(cuts, marks + _take_head(model, shard, cuts))
+
+
+def _take_rows(model: PreTrainedModel, name: str, module: nn.Linear, rows: range) -> dict[str, Cut]:
+    """Makes a layer that of some of its outputs. A weight that was tied to another is one of its own then."""
+    found = {}
+    known = {id(parameter): own for own, parameter in model.named_parameters()}
+    for own, parameter in list(module.named_parameters()):
+        found[f"{name}.{own}"] = Cut(known[id(parameter)], (slice(rows.start, rows.stop),))
+        setattr(module, own, _empty(parameter, (len(rows), *parameter.shape[1:])))
+    return found
+
+
+def _take_head(model: PreTrainedModel, shard: ModelShard, cuts: dict[str, Cut]) -> int:
+    """How many heads are marked: one, or none where ranks do not divide its rows, so that each has all."""
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.out_features % shard.size:
+        return 0
+    (name,) = (name for name, module in model.named_modules() if module is head)
+    cuts |= _take_rows(model, name, head, _share(model, name, head.out_features, shard))
+    head.register_forward_hook(lambda _, given, output: side_by_side_of_ranks(output, shard.size))
+    return 1
+
+
+def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear, str]]:
+    """Linear layers that are spread, with their names and styles."""
+    kind, plan = model.config.model_type, model.config.base_model_tp_plan
+    if not plan:
+        raise refused(kind, "transformers has no plan of tensor parallelism for it: tp_size must be 1")
+    for pattern, style in plan.items():
+        if style in _WHOLE:
+            continue
+        if style not in (_COLUMNS, _ROWS):
+            raise refused(
+                kind,
+                f"transformers' plan of tensor parallelism has {style} for {pattern}; only {_COLUMNS} and {_ROWS} are "
+                "supported: tp_size must be 1",
+            )
+        wanted = re.compile(re.escape(f"{model.base_model_prefix}.{pattern}").replace(r"\*", r"\d+"))
+        for name, module in model.named_modules():
+            if wanted.fullmatch(name):
+                if not isinstance(module, nn.Linear):
+                    raise refused(kind, f"{name} is no linear layer that can be divided: tp_size must be 1")
+                yield name, module, style
+
+
+def _outputs(model: PreTrainedModel, name: str, module: nn.Linear, config: ModelConfig, shard: ModelShard) -> range:
+    *path, last = name.split(".")
+    if last not in _KEYS_AND_VALUES:
+        return _share(model, name, module.out_features, shard)
+    layer = next(int(each) for each in path if each.isdigit())
+    attention = config.layers[layer].attention
+    assert attention is not None
+    heads, size = shard.kv_heads(attention.num_kv_heads), module.out_features // attention.num_kv_heads
+    return range(heads.start * size, heads.stop * size)
+
+
+def _share(model: PreTrainedModel, name: str, length: int, shard: ModelShard) -> range:
+    if length % shard.size:
+        raise refused(
+            model.config.model_type,
+            f"{name} of {length} columns cannot be spread over {shard.size} processes: choose a tensor parallel size "
+            "that divides it",
+        )
+    share = length // shard.size
+    return range(shard.rank * share, (shard.rank + 1) * share)
+
+
+def _empty(parameter: torch.Tensor, shape: tuple[int, ...]) -> nn.Parameter:
+    return nn.Parameter(parameter.new_empty(shape), requires_grad=False)
