@@ -70,8 +70,8 @@ class GenerateInput:
     - `continues_text`: the output continues the prompt's text, so a leading space is kept. False: the output is a
       separate text, such as a chat answer; sentencepiece starts each text with a space.
     - `session`: the prompt is the next turn of a session that belongs to `tenant`.
-    - `shared_len`: so many tokens of the prompt probably begin other prompts too. Where layers keep states, one is kept
-      there for those.
+    - `shared_len`: the number of the prompt's first tokens that other prompts probably begin with too. Where layers
+      keep states, one is kept there for those.
     """
 
     prompt: str | Sequence[int] | NDArray[np.int32]
