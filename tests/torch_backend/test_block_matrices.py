@@ -25,12 +25,12 @@ from sglang_jax.checkpoint.blocks import BlockFormat, BlockParameters, Blocks
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
 from sglang_jax.config import AttentionBackend, EngineConfig
+from sglang_jax.cpu_kernels import vectors
+from sglang_jax.cpu_kernels.vectors import supported
 from sglang_jax.errors import ConfigError
 from torch_backend.attention.native import NativeAttention
 from torch_backend.block_weights import matrices_to_keep
-from torch_backend.cpu_kernels import vectors
 from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
-from torch_backend.cpu_kernels.vectors import supported
 from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import by_rows
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
