@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores
 
 logger = logging.getLogger(__name__)
+
+_MOST_ROWS = 16
+"""Of a step that blocks serve."""
 
 _ROWS_TRIED = (1, 3, 11)
 _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
@@ -52,7 +56,7 @@ def block_product(form: BlockFormat, cache_folder: Path | None) -> BlockProduct 
     from numba.core.errors import NumbaError
 
     try:
-        product = BlockProduct(form, _register(form, cache_folder), len(cpu_cores()))
+        product = BlockProduct(form, _register(form, cache_folder), len(cpu_cores()), _MOST_ROWS)
         wrong = _largest_error(product)
     except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM and XLA fail
         logger.warning("Blocks of %d bits are dequantised: XLA cannot call their kernel (%s)", form.value, error)
@@ -66,25 +70,27 @@ def block_product(form: BlockFormat, cache_folder: Path | None) -> BlockProduct 
     return product
 
 
-@functools.cache
 def _register(form: BlockFormat, cache_folder: Path | None) -> str:
-    """Compiles a kernel, and makes it known to XLA under a name that is returned. It has the version of the kernels:
-    programs in JAX's compilation cache call it by that name."""
+    """Makes a kernel known to XLA under a name that is returned. It has the version of the kernels: programs in JAX's
+    compilation cache call it by that name."""
     from sglang_jax.cpu_kernels.block_product import build_block_product
     from sglang_jax.cpu_kernels.compiling import KernelCompiler, version_of_kernels
     from sglang_jax.cpu_kernels.xla_call import build_xla_call
 
-    compiler = KernelCompiler(None) if cache_folder is None else KernelCompiler.keeping(cache_folder)
-    kernel = build_block_product(compiler, form.value, gated=False, width=4)
-    function = build_xla_call(kernel, form.value)
-    _compiled.append(function)
     name = f"block_product_{form.value}_{version_of_kernels()}"
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_Handler(function.address)), platform="cpu")
+    with _lock:
+        if name not in _registered:
+            compiler = KernelCompiler(None) if cache_folder is None else KernelCompiler.keeping(cache_folder)
+            kernel = build_block_product(compiler, form.value, gated=False, width=4)
+            function = build_xla_call(kernel, form.value)
+            _registered[name] = function
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_Handler(function.address)), platform="cpu")
     return name
 
 
-_compiled: list[object] = []
-"""XLA may call them as long as the process lives."""
+_lock = threading.Lock()
+_registered: dict[str, object] = {}
+"""What XLA may call as long as the process lives; it takes no name twice."""
 
 
 def _largest_error(product: BlockProduct) -> float:

@@ -67,14 +67,15 @@ class KeptBlocks:
         for place, module in _modules(model):
             found = module.blocks if isinstance(module, Linear) else model.head_blocks
             if found is not None:
-                packed = pack(self._read(self.matrices[place]))
+                packed = pack(self._read(place))
                 for parameter, values in ((found.levels, packed.levels), (found.scales, packed.scales)):
                     parameter.set_value(jax.device_put(values, named_sharding(mesh, parameter.axes)))
 
-    def _read(self, matrix: _Matrix) -> Blocks:
+    def _read(self, place: str) -> Blocks:
+        matrix = self.matrices[place]
         blocks = Blocks.stacked([self.parameters.read(name) for name in matrix.names])
         if blocks.least is not None and not bool(np.isfinite(blocks.least).all()):
-            raise CheckpointError(f"{matrix.names[0]} has a scale that blocks cannot hold: remove keep_gguf_blocks")
+            raise CheckpointError(f"{place or 'the head'} has scales that blocks cannot hold: remove keep_gguf_blocks")
         order = matrix.order
         return blocks if order is None else blocks.of_rows(lambda rows: rows[order])
 

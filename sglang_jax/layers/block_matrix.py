@@ -13,18 +13,20 @@ from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat
 from sglang_jax.cpu_kernels.block_layout import OUTPUTS, scratch_floats
 from sglang_jax.layers.parameter import Parameter
 
-MOST_ROWS = 16
-"""Of steps that the blocks serve."""
-
 
 @dataclass(frozen=True, slots=True)
 class BlockProduct:
-    """The kernel of products with matrices of one format, which XLA's CPU backend knows as `target`, and the most
-    threads that it works on."""
+    """The kernel of products with matrices of one format.
+
+    - `target`: as XLA's CPU backend knows it.
+    - `threads`: on so many it works at most.
+    - `most_rows`: it serves products of so many rows at most.
+    """
 
     form: BlockFormat
     target: str
     threads: int
+    most_rows: int
 
     def multiply(self, x: jax.Array, levels: jax.Array, scales: jax.Array) -> jax.Array:
         """bfloat16 `x [T, inputs]` by a matrix as `cpu_kernels.block_layout` has it → float32 `[T, outputs]`."""
@@ -53,7 +55,7 @@ class BlockMatrix(nnx.Module):
 
     def serves(self, rows: int) -> bool:
         """Whether products of so many rows are these."""
-        return rows <= MOST_ROWS
+        return rows <= self.product.most_rows
 
     def multiply(self, x: jax.Array) -> jax.Array:
         """bfloat16 `x [T, *in]` → float32 `[T, outputs]`."""

@@ -23,11 +23,12 @@ from sglang_jax.cpu_kernels.block_layout import pack, random_blocks
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner import block_kernels
 from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
-from sglang_jax.layers.block_matrix import MOST_ROWS, BlockProduct
+from sglang_jax.layers.block_matrix import BlockProduct
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 needs_units = pytest.mark.skipif(not vectors.supported(), reason="the kernels need a processor with avx512_bf16")
 
+MOST_ROWS = 16
 Product = Callable[[np.ndarray], np.ndarray]
 
 
@@ -111,9 +112,7 @@ def test_products_side_by_side_do_not_disturb_each_other() -> None:
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As in a process that has no kernels yet; XLA takes no name twice."""
-    register = block_kernels._register.__wrapped__
-    monkeypatch.setattr(block_kernels, "_register", register)
+    """As in a process that has no kernels yet."""
     monkeypatch.setattr(compiling, "version_of_kernels", lambda: f"test{id(monkeypatch)}")
     return monkeypatch
 
