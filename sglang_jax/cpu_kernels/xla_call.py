@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from sglang_jax.cpu_kernels.block_layout import OUTPUTS, TILES
 from sglang_jax.cpu_kernels.compiling import CompiledKernel
-from sglang_jax.cpu_kernels.language import integers, long_integers
+from sglang_jax.cpu_kernels.language import add, integers, long_integers
 from sglang_jax.cpu_kernels.work import ELEMENTS_WORTH_SHARING, FIRST_FIELD, ITEMS
 
 VERSION = (0, 3)
@@ -56,16 +56,6 @@ _I64 = ir.IntType(64)
 
 
 @intrinsic
-def _add(typing, pointer, index, value):
-    """What a word was before `value` is added to it. All threads see this, and what came before, in one order."""
-
-    def generate(context, builder, signature, values):
-        return builder.atomic_rmw("add", builder.gep(values[0], [values[1]]), values[2], "seq_cst")
-
-    return types.int64(pointer, types.int64, types.int64), generate
-
-
-@intrinsic
 def _call(typing, function, argument):
     """Calls the C function at an address with one word: the word that it returns, if it returns one."""
 
@@ -88,10 +78,10 @@ def build_xla_call(kernel: CompiledKernel, bits: int) -> CompiledKernel:
 
     def help_out(shared):
         words = long_integers(shared)
-        if _add(words, _GATE, 1) < _CLOSED:
+        if add(words, _GATE, 1) < _CLOSED:
             _call(address, shared)
-            _add(words, _FINISHED, 1)
-        if _add(words, _HOLDERS, -1) == 1:
+            add(words, _FINISHED, 1)
+        if add(words, _HOLDERS, -1) == 1:
             _free(shared)
 
     helper = numba.cfunc(types.void(types.int64))(help_out)
@@ -109,15 +99,15 @@ def build_xla_call(kernel: CompiledKernel, bits: int) -> CompiledKernel:
         words[_HOLDERS] = threads
         for _ in range(1, threads):
             if not _scheduled(words, call[_API], call[_CONTEXT], helper_address, shared):
-                _add(words, _HOLDERS, -1)
+                add(words, _HOLDERS, -1)
         _call(address, shared)
-        came = _add(words, _GATE, _CLOSED)
+        came = add(words, _GATE, _CLOSED)
         spins = 0
-        while _add(words, _FINISHED, 0) < came:
+        while add(words, _FINISHED, 0) < came:
             spins += 1
             if spins % _SPINS == 0:
                 _give_up_core()
-        if _add(words, _HOLDERS, -1) == 1:
+        if add(words, _HOLDERS, -1) == 1:
             _free(shared)
         return 0
 

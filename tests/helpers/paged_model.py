@@ -118,8 +118,12 @@ class PagedModel:
 
     def temporary_bytes(self) -> int:
         """Of the decode program."""
-        batch = self.batch([[5]], [0], {0: 1})
-        return self._step.lower(self.state, self.kv_caches, batch).compile().memory_analysis().temp_size_in_bytes
+        return self.program({0: 1}).compile().memory_analysis().temp_size_in_bytes
+
+    def program(self, step: Mapping[int, int]) -> jax.stages.Lowered:
+        """Of a step, see `run`; layers that are alike are one function of it."""
+        batch = self.batch([[5] * max(step.values())] * ROWS, [0] * ROWS, step)
+        return self._step.lower(self.state, self.kv_caches, batch)
 
     def batch(self, sequences: Sequence[Sequence[int]], done: Sequence[int], step: Mapping[int, int]) -> ForwardBatch:
         counts = np.array(list(step.values()))

@@ -20,10 +20,13 @@ from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
 from sglang_jax.config import EngineConfig
 from sglang_jax.cpu_kernels import compiling, vectors, xla_call
 from sglang_jax.cpu_kernels.block_layout import pack, random_blocks
+from sglang_jax.cpu_kernels.language import add, floats, store, take
+from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner import block_kernels
 from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
 from sglang_jax.layers.block_matrix import BlockProduct
+from sglang_jax.runner.this_machine import cpu_cores
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 needs_units = pytest.mark.skipif(not vectors.supported(), reason="the kernels need a processor with avx512_bf16")
@@ -108,6 +111,32 @@ def test_products_side_by_side_do_not_disturb_each_other() -> None:
     for _ in range(20):
         for found, wanted in zip([many(x) for x in inputs], expected, strict=True):
             np.testing.assert_array_equal(np.asarray(found).reshape(32, -1), wanted)
+
+
+def test_xla_s_threads_share_the_work_and_are_waited_for() -> None:
+    """A kernel that writes who did an item. The first thread waits until a second has come, which is slow."""
+
+    def write_slots(work):
+        slot = take(work, SLOT_COUNTER)
+        output = floats(work[FIRST_FIELD + 4])
+        while True:
+            item = take(work, ITEM_COUNTER)
+            if item >= work[ITEMS]:
+                return
+            spins = 0
+            while (slot == 1 or add(work, SLOT_COUNTER, 0) < 2) and spins < (1_000_000 if slot == 1 else 100_000_000):
+                spins += add(work, SLOT_COUNTER, 0) * 0 + 1
+            for at in range(item * 32, item * 32 + 32):
+                store(output, at, np.float32(slot + 1))
+
+    function = xla_call.build_xla_call(compiling.KernelCompiler(None)(write_slots), 8)
+    target = f"write_slots_{function.address}"
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(block_kernels._Handler(function.address)), platform="cpu")
+    kernel = BlockProduct(BlockFormat.EIGHT_BITS, target, threads=2, most_rows=1)
+    packed = pack(random_blocks(BlockFormat.EIGHT_BITS, 1024, 64))
+    x = jnp.zeros((1, 64), jnp.bfloat16)
+    found = np.asarray(jax.jit(kernel.multiply)(x, jnp.asarray(packed.levels), jnp.asarray(packed.scales)))
+    assert set(found.flat) in ([{1, 2}] if len(cpu_cores()) > 1 else [{1}, {1, 2}])
 
 
 @pytest.fixture
