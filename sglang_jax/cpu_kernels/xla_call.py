@@ -21,7 +21,8 @@ from sglang_jax.cpu_kernels.language import add, integers, long_integers
 from sglang_jax.cpu_kernels.work import ELEMENTS_WORTH_SHARING, FIRST_FIELD, ITEMS
 
 VERSION = (0, 3)
-"""Of the header whose offsets these are. XLA refuses the function if it does not know that version."""
+"""Of the header whose offsets these are, that of jaxlib 0.10.2; they are the same in 0.4, that of jaxlib 0.11.1. XLA
+asks for it before the first call, and refuses the function if it does not support it."""
 
 # What follows is in words of 8 bytes. Of XLA_FFI_CallFrame:
 _EXTENSION, _API, _CONTEXT, _ARGUMENTS, _RESULTS = 1, 2, 3, 9, 14
