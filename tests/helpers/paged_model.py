@@ -121,7 +121,7 @@ class PagedModel:
         return self.program({0: 1}).compile().memory_analysis().temp_size_in_bytes
 
     def program(self, step: Mapping[int, int]) -> jax.stages.Lowered:
-        """Of a step, see `run`; layers that are alike are one function of it."""
+        """Of a step, see `run`."""
         batch = self.batch([[5] * max(step.values())] * ROWS, [0] * ROWS, step)
         return self._step.lower(self.state, self.kv_caches, batch)
 

@@ -71,9 +71,9 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(
     found = model.run(tokens, steps)
     errors = [np.abs(logits - wanted) for logits, wanted in zip(found, expected, strict=True)]
     assert max(each.max() for each in errors) < 0.03 * max(np.abs(wanted).max() for wanted in expected)
-    # Of a layer, and of the head.
-    assert model.program({0: 1}).as_text().count("custom_call @block_product_") == 4 + 1
-    assert model.program({0: 8}).as_text().count("custom_call @block_product_") == (5 if most_rows == 48 else 0)
+    # Of both layers, and of the head.
+    assert model.program({0: 1}).as_text().count("custom_call @block_product_") == 2 * 4 + 1
+    assert model.program({0: 8}).as_text().count("custom_call @block_product_") == (9 if most_rows == 48 else 0)
 
 
 @needs_units
