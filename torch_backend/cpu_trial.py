@@ -78,13 +78,14 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
     # Imported here: a machine with a GPU needs no numba.
     from numba.core.errors import NumbaError
 
+    from sglang_jax.cpu_kernels import vectors
     from torch_backend.attention.cpu import CpuAttention
     from torch_backend.attention.cpu_prompts import CpuPrompts
-    from torch_backend.cpu_kernels import block_matrix, vectors
-    from torch_backend.cpu_kernels.compiling import KernelCompiler
+    from torch_backend.cpu_kernels import block_matrix
+    from torch_backend.cpu_kernels.compiling import compiler_keeping
     from torch_backend.cpu_kernels.operations import CpuOperations
 
-    compiler = KernelCompiler.keeping(cache_folder)
+    compiler = compiler_keeping(cache_folder)
     multiplies = form.dtype is torch.bfloat16 and vectors.supported()
     try:
         prompts = CpuPrompts(compiler, form.heads) if multiplies and CpuPrompts.take(form.heads) else None

@@ -25,5 +25,7 @@ class Axis(StrEnum):
     STATE_HEADS = "state_heads"
     TAPS = "taps"
     """How far back a convolution reaches."""
+    IN_BLOCKS = "in_blocks"
+    """Of a matrix in blocks: tiles of it, blocks of a tile, what these hold."""
     ONE = "one"
     """Of what is a single number."""

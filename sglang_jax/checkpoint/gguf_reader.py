@@ -126,7 +126,8 @@ class GgufReader:
         match entry.tensor.kind:
             case GGMLQuantizationType.Q4_0:
                 scales = halves[..., 0]
-                return Blocks(BlockFormat.FOUR_BITS, blocks[..., 2:], scales, scales * np.float16(-8))
+                with np.errstate(over="ignore"):  # whoever keeps them looks for infinity
+                    return Blocks(BlockFormat.FOUR_BITS, blocks[..., 2:], scales, scales * np.float16(-8))
             case GGMLQuantizationType.Q4_1:
                 return Blocks(BlockFormat.FOUR_BITS, blocks[..., 4:], halves[..., 0], halves[..., 1])
             case GGMLQuantizationType.Q8_0:

@@ -79,7 +79,7 @@ class EngineConfig(BaseModel):
     keep_gguf_blocks: bool = Field(
         False,
         description="also keep GGUF's Q4_0, Q4_1 and Q8_0 matrices quantised, for steps with few rows: faster on a CPU "
-        "with avx512_bf16 (torch); bfloat16 rounding then depends on the batch size",
+        "with avx512_bf16; bfloat16 rounding then depends on the batch size",
     )
     backend: Backend = Field(
         Backend.AUTO,

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from sglang_jax.checkpoint.kv_scales import LARGEST_STORED, ScalesOfLayers
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
+from sglang_jax.jax_runner.block_weights import KeptBlocks, blocks_to_keep
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
@@ -87,9 +90,15 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         refuse_drafts_with_states(config, checkpoint.config, "TPUs")
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
-    build = partial(
-        build_model, parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype
-    )
+    bare = partial(build_model, parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype)
+    kept = _blocks_to_keep(config, checkpoint, bare, device, dtype)
+
+    def build() -> Transformer:
+        built = bare()
+        if kept is not None:
+            kept.attach(built)
+        return built
+
     model = build()
     draft = _build_draft(config, checkpoint, dtype, attention, platform)
     memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype), draft)
@@ -109,6 +118,8 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     try:
         _begin_building(programs, config, spec)
         _load(model, checkpoint, parallel, mesh)
+        if kept is not None:
+            kept.load(model, mesh)
         _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
         _, weights = split_model(model)
         kv = allocate(cache, mesh)
@@ -130,6 +141,29 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     if draft is not None:
         details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
     return JaxRunner(programs, weights, kv, spec, details, mesh)
+
+
+def _blocks_to_keep(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    build: Callable[[], Transformer],
+    device: jax.Device,
+    dtype: jnp.dtype,
+) -> KeptBlocks | None:
+    """What is kept in blocks of the model that `build` makes.
+
+    **Raises:** `ConfigError` if it was asked for and cannot be.
+    """
+    if not config.keep_gguf_blocks:
+        return None
+    check_block_kernels(device, dtype, config.tp_size)
+    if checkpoint.blocks is None:
+        raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
+    model = build()
+    room = available_memory(device) - sum(_bytes_on_one_device(parameter, 1) for parameter in parameters(model))
+    address = config.cache_address()
+    product = partial(block_product, cache_folder=None if "://" in address else Path(address))
+    return blocks_to_keep(model, checkpoint.config, checkpoint.blocks, product, room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +215,6 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
     **Raises:** `ConfigError` for one, or for another option, that this backend does not have, and for a TPU that the
     kernels do not know.
     """
-    if config.keep_gguf_blocks:
-        raise ConfigError("keep_gguf_blocks needs the torch backend: remove it, or choose --backend torch")
     on_tpu = device.platform == "tpu"
     backend = config.attention_backend
     if backend is AttentionBackend.AUTO:

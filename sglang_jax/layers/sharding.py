@@ -35,6 +35,7 @@ MESH_AXIS: dict[Axis, str | None] = {
     Axis.CHANNELS: "tensor",
     Axis.STATE_HEADS: "tensor",
     Axis.TAPS: None,
+    Axis.IN_BLOCKS: None,
     Axis.ONE: None,
 }
 """Tensor parallelism after Megatron-LM (Shoeybi et al. 2019): each device computes whole heads and a part of the

@@ -16,6 +16,7 @@ from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import RotaryTables, with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.block_matrix import BlockMatrix
 from sglang_jax.layers.embedding import Embedding, Head
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.platform import PlatformForm
@@ -68,6 +69,7 @@ class Transformer(nnx.Module):
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
         own_head = form.own_head_for_tied_embeddings or not config.tie_word_embeddings
         self.head = Head(config.hidden_size, config.vocab_size, dtype) if own_head else None
+        self.head_blocks: BlockMatrix | None = nnx.data(None)
         self.num_groups = num_paged_groups(config)
         self.group_of_layer = group_of_layers(config)
         self.form = form
@@ -153,4 +155,6 @@ class Transformer(nnx.Module):
     def _products(self, hidden: jax.Array) -> jax.Array:
         table = self.embedding.table[...]
         hidden = hidden.astype(table.dtype)
+        if self.head_blocks is not None and self.head_blocks.serves(len(hidden)):
+            return self.head_blocks.multiply(hidden)
         return self.format.multiply_by_table(hidden, table) if self.head is None else self.head(hidden)

@@ -7,11 +7,12 @@ import functools
 import torch
 
 from sglang_jax.config import EngineConfig
+from sglang_jax.cpu_kernels.compiling import KernelCompiler
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.cpu_prompts import CpuPrompts
 from torch_backend.attention.interface import HeadForm
 from torch_backend.cpu_kernels.block_matrix import BlockProducts
-from torch_backend.cpu_kernels.compiling import KernelCompiler
+from torch_backend.cpu_kernels.compiling import compiler_keeping
 from torch_backend.cpu_kernels.operations import CpuOperations
 
 
@@ -32,4 +33,4 @@ def block_products() -> BlockProducts:
 
 
 def _compiler() -> KernelCompiler:
-    return KernelCompiler.keeping(EngineConfig().cache_folder())
+    return compiler_keeping(EngineConfig().cache_folder())

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.jax_runner.block_weights import KeptBlocks
 from sglang_jax.jax_runner.kv_scales import set_kv_scales
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.weights import load_weights
@@ -40,7 +41,8 @@ def slots_of_rows(rows: int) -> np.ndarray:
 
 
 class PagedModel:
-    """A loaded checkpoint and its caches; two programs: decode (4 rows) and mixed (48 tokens, 4 rows)."""
+    """A loaded checkpoint and its caches; two programs: decode (4 rows) and mixed (48 tokens, 4 rows). `kept`: what of
+    it is kept in blocks."""
 
     def __init__(
         self,
@@ -52,13 +54,18 @@ class PagedModel:
         page_size: int = 4,
         columns: int = 16,
         mesh: Mesh | None = None,
+        kept: KeptBlocks | None = None,
     ) -> None:
         checkpoint = open_checkpoint(str(folder))
         mesh = mesh or make_mesh(jax.devices()[:1])
         stored = jnp.dtype(kv_dtype or dtype)
         parallel = TensorParallel.of(checkpoint.config, mesh.shape["tensor"])
         model = build_model(parallel.config, dtype=jnp.dtype(dtype), attention=attention, kv_dtype=stored)
+        if kept is not None:
+            kept.attach(model)
         load_weights(model, checkpoint.reader, checkpoint.config, mesh)
+        if kept is not None:
+            kept.load(model, mesh)
         set_kv_scales(model, mesh)
         if mesh.size == 1:
             model.arrange()
@@ -111,8 +118,12 @@ class PagedModel:
 
     def temporary_bytes(self) -> int:
         """Of the decode program."""
-        batch = self.batch([[5]], [0], {0: 1})
-        return self._step.lower(self.state, self.kv_caches, batch).compile().memory_analysis().temp_size_in_bytes
+        return self.program({0: 1}).compile().memory_analysis().temp_size_in_bytes
+
+    def program(self, step: Mapping[int, int]) -> jax.stages.Lowered:
+        """Of a step, see `run`."""
+        batch = self.batch([[5] * max(step.values())] * ROWS, [0] * ROWS, step)
+        return self._step.lower(self.state, self.kv_caches, batch)
 
     def batch(self, sequences: Sequence[Sequence[int]], done: Sequence[int], step: Mapping[int, int]) -> ForwardBatch:
         counts = np.array(list(step.values()))

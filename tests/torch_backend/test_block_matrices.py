@@ -9,28 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from gguf import GGMLQuantizationType
+from helpers import gguf_blocks
 from helpers.cpu_kernels import block_products
-from helpers.gguf_files import make_tiny_gguf, write_gguf
-from helpers.small_configs import small_config
+from helpers.gguf_blocks import KINDS, opened, stored
+from helpers.gguf_files import make_tiny_gguf
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 from helpers.torch_paged_model import TorchPagedModel
 from torch.nn import functional
 
-from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import Activation
-from sglang_jax.architectures.tensor_names import Part
-from sglang_jax.checkpoint import ParameterReader, open_checkpoint
-from sglang_jax.checkpoint.blocks import BlockFormat, BlockParameters, Blocks
-from sglang_jax.checkpoint.gguf_file import open_gguf
-from sglang_jax.checkpoint.gguf_reader import GgufReader
+from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
 from sglang_jax.config import AttentionBackend, EngineConfig
+from sglang_jax.cpu_kernels import vectors
+from sglang_jax.cpu_kernels.vectors import supported
 from sglang_jax.errors import ConfigError
 from torch_backend.attention.native import NativeAttention
 from torch_backend.block_weights import matrices_to_keep
-from torch_backend.cpu_kernels import vectors
 from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
-from torch_backend.cpu_kernels.vectors import supported
 from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import by_rows
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
@@ -41,51 +38,15 @@ from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.weights import load_weights, weight_bytes
 
-KINDS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 needs_units = pytest.mark.skipif(not supported(), reason="the kernels need a processor with avx512_bf16")
 
 
-def stored(kind: GGMLQuantizationType, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Random levels with ordinary scales: uint8 `[rows, bytes of a row]`."""
-    random = np.random.default_rng(seed)
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    data = random.integers(0, 256, (rows, columns // block, block_bytes), dtype=np.uint8)
-    for at in (0, 2) if kind is GGMLQuantizationType.Q4_1 else (0,):
-        scales = (random.standard_normal(data.shape[:2]) / 8).astype(np.float16)
-        data[..., at : at + 2] = scales[..., None].view(np.uint8)
-    return data.reshape(rows, -1)
-
-
-def opened(
-    folder: Path, data: np.ndarray, kind: GGMLQuantizationType, architecture: str = "llama", interleaved: bool = False
-) -> tuple[BlockParameters, ParameterReader, ParameterName]:
-    """The query projection of a model of 2 heads of `rows / 2`, in a file."""
-    _, block_bytes = GGML_QUANT_SIZES[kind]
-    columns = data.shape[1] // block_bytes * 32
-    config = small_config(
-        architecture=architecture,
-        vocab_size=16,
-        hidden_size=columns,
-        intermediate_size=8,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=len(data) // 2,
-        attention_bias=False,
-    )
-    config = config.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, interleaved_rope=interleaved)))
-    file = open_gguf(write_gguf(folder / "x.gguf", architecture, {}, {"blk.0.attn_q.weight": (data, kind)}))
-    reader = GgufReader(file, config)
-    return BlockParameters(reader, config), ParameterReader(reader, config), ParameterName(Part.QUERY, layer=0)
-
-
 def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Path) -> tuple[Blocks, torch.Tensor]:
     """Blocks, and the matrix as the gguf package widens it, in bfloat16."""
-    data = stored(kind, outputs, inputs)
-    parameters, _, name = opened(folder, data, kind, "qwen2")
-    return parameters.read(name), torch.from_numpy(dequantize(data, kind)).bfloat16()
+    blocks, weight = gguf_blocks.blocks_of(kind, outputs, inputs, folder)
+    return blocks, torch.from_numpy(weight.astype(np.float32)).bfloat16()
 
 
 @every_kind

@@ -12,16 +12,18 @@ import pytest
 import torch
 from numba.core.errors import TypingError
 
+from sglang_jax.cpu_kernels.compiling import KernelCompiler
+from sglang_jax.cpu_kernels.language import floats, load, store, take
+from sglang_jax.cpu_kernels.work import FIRST_FIELD, SLOT_COUNTER
 from torch_backend import cpu_trial
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_kernels import team
-from torch_backend.cpu_kernels.compiling import KernelCompiler
-from torch_backend.cpu_kernels.language import floats, load, store, take
+from torch_backend.cpu_kernels.compiling import compiler_keeping
 from torch_backend.cpu_kernels.operations import CpuOperations
 from torch_backend.cpu_kernels.rms_norm import build_rms_norm
-from torch_backend.cpu_kernels.team import FIRST_FIELD, SLOT_COUNTER, Launcher
+from torch_backend.cpu_kernels.team import Launcher
 from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import Rotation
@@ -85,17 +87,21 @@ def test_another_form_is_compiled_beside_it(folder: Path) -> None:
     assert all(after[path] == time for path, time in before.items() if path.suffix == ".nbc")
 
 
-def test_a_change_of_any_file_of_the_kernels_compiles_them_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", ["language.py", "rms_norm.py"])
+def test_a_change_of_any_file_of_the_kernels_compiles_them_anew(
+    folder: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == "language.py" else b""))
-    assert KernelCompiler.keeping(folder).folder not in {path.parent.parent for path in files(folder)}
+    assert compiler_keeping(folder).folder in {path.parent.parent for path in files(folder)}
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == file else b""))
+    assert compiler_keeping(folder).folder not in {path.parent.parent for path in files(folder)}
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()
-    with caplog.at_level(logging.INFO, logger="torch_backend"):
-        compiler = KernelCompiler.keeping(in_the_way)
+    with caplog.at_level(logging.INFO, logger="sglang_jax"):
+        compiler = compiler_keeping(in_the_way)
     assert compiler.folder is None
     (message,) = caplog.messages
     assert message.startswith("CPU kernels are compiled again at each start: ")
@@ -166,7 +172,7 @@ def test_large_work_is_shared_by_torch_s_threads(folder: Path) -> None:
         slot = take(work, SLOT_COUNTER)
         store(marks, slot, load(marks, slot) + np.float32(1))
 
-    launcher = Launcher(KernelCompiler.keeping(folder)(mark), "q")
+    launcher = Launcher(compiler_keeping(folder)(mark), "q")
     marks = torch.zeros(4096)
     alone, together = [1.0] + [0.0] * 4095, [1.0] * launcher.slots + [0.0] * (4096 - launcher.slots)
     assert launcher.slots == torch.get_num_threads()

@@ -11,10 +11,10 @@ from helpers.cpu_kernels import cpu_attention
 from helpers.torch_attention_steps import Case, error, make_step
 
 from sglang_jax.config import EngineConfig
+from sglang_jax.cpu_kernels.vectors import supported
 from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.cpu_prompts import CpuPrompts
 from torch_backend.attention.interface import HeadForm
-from torch_backend.cpu_kernels.vectors import supported
 from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 
 pytestmark = pytest.mark.skipif(not supported(), reason="the kernel needs a processor with avx512_bf16")

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import torch
 
+from sglang_jax.cpu_kernels.compiling import KernelCompiler
 from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.batch import ForwardBatch
-from torch_backend.cpu_kernels.compiling import KernelCompiler
 from torch_backend.cpu_kernels.prompt_attention import (
     FIELDS,
     build_prompt_attention,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import torch
 from numba.core.errors import NumbaError
 from torch.nn import functional
 
 from sglang_jax.architectures.model_config import Activation
-from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, Blocks
-from sglang_jax.checkpoint.reader import Array
-from torch_backend.cpu_kernels import block_product
-from torch_backend.cpu_kernels.block_tiles import OUTPUTS
-from torch_backend.cpu_kernels.compiling import KernelCompiler
+from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
+from sglang_jax.cpu_kernels import block_product
+from sglang_jax.cpu_kernels.block_layout import OUTPUTS, TILES, pack, random_blocks, scratch_floats
+from sglang_jax.cpu_kernels.compiling import KernelCompiler
 from torch_backend.cpu_kernels.team import Launcher
 
 logger = logging.getLogger(__name__)
@@ -47,7 +45,7 @@ class BlockProducts:
 
     def _right(self, form: BlockFormat, gated: bool) -> bool:
         """Whether products of 1 row and of 17 are those of the widened matrix in float64, rounded."""
-        blocks = _random_blocks(form, outputs=256, inputs=96)
+        blocks = random_blocks(form, outputs=256, inputs=96)
         weights = torch.from_numpy(blocks.widened()).bfloat16().double()
         generator = torch.Generator().manual_seed(0)
         bias = torch.randn(256, generator=generator).bfloat16()
@@ -82,7 +80,7 @@ class BlockProducts:
         launcher = self.launcher(matrix.form, activation is not None)
         launcher(
             matrix.levels.numel() * rows,
-            -(-outputs // (OUTPUTS * block_product.TILES)),
+            -(-outputs // (OUTPUTS * TILES)),
             x.data_ptr(),
             matrix.levels.data_ptr(),
             matrix.scales.data_ptr(),
@@ -107,7 +105,7 @@ class BlockProducts:
 
     def _reserve(self, inputs: int) -> None:
         """Room for every thread to multiply by a matrix of so many inputs."""
-        needed = torch.get_num_threads() * block_product.scratch_floats(inputs)
+        needed = torch.get_num_threads() * scratch_floats(inputs)
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed)
 
@@ -123,8 +121,8 @@ class BlockMatrix:
     def __init__(self, products: BlockProducts, blocks: Blocks, bias: torch.Tensor | None) -> None:
         self.form = blocks.form
         self.outputs, self.inputs = blocks.shape
-        pack = {BlockFormat.FOUR_BITS: _pack_four_bits, BlockFormat.EIGHT_BITS: _pack_eight_bits}[blocks.form]
-        self.levels, self.scales = (torch.from_numpy(array) for array in pack(blocks))
+        packed = pack(blocks)
+        self.levels, self.scales = torch.from_numpy(packed.levels), torch.from_numpy(packed.scales)
         self.bias = bias
         self._products = products
 
@@ -140,40 +138,3 @@ class BlockMatrix:
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Of a matrix that is gate and up, one after the other: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         return self._products.run(self, x.contiguous(), activation, x.new_empty((len(x), self.outputs // 2)))
-
-
-def _random_blocks(form: BlockFormat, outputs: int, inputs: int) -> Blocks:
-    random, shape = np.random.default_rng(0), (outputs, inputs // BLOCK)
-    levels = random.integers(0, 256, (*shape, BLOCK * form.value // 8), dtype=np.uint8)
-    scales, least = (random.standard_normal(shape).astype(np.float16) / np.float16(2**form.value) for _ in range(2))
-    if form is BlockFormat.EIGHT_BITS:
-        return Blocks(form, levels.view(np.int8), scales, None)
-    return Blocks(form, levels, scales, least)
-
-
-def _pack_four_bits(blocks: Blocks) -> tuple[Array, Array]:
-    """As `multiply_tile` has them: levels, 16-bit words `[outputs / 4, blocks, 32]`, and float16
-    `[outputs / 4, blocks, 8]`."""
-    assert blocks.least is not None
-    outputs, count, half = blocks.levels.shape
-    tiles = blocks.levels.reshape(-1, OUTPUTS, count, half)
-    words = np.empty((outputs // OUTPUTS, count, 2 * half, 2), np.uint8)
-    for byte in range(2):  # of the words, the lower first: two outputs each
-        first, second = tiles[:, 2 * byte], tiles[:, 2 * byte + 1]
-        words[:, :, :half, byte] = first & 15 | second << 4
-        words[:, :, half:, byte] = first >> 4 | second & 0xF0
-    scales = np.stack((blocks.scales, blocks.least)).reshape(2, -1, OUTPUTS, count)
-    # As int16, which every release of torch has, to the same bits.
-    return words.reshape(*words.shape[:2], -1).view(np.int16), _by_tiles(scales.transpose(1, 3, 0, 2))
-
-
-def _pack_eight_bits(blocks: Blocks) -> tuple[Array, Array]:
-    """int8 `[outputs / 4, blocks, 4, 32]` and float16 `[outputs / 4, blocks, 4]`."""
-    count = blocks.levels.shape[1]
-    levels = blocks.levels.reshape(-1, OUTPUTS, count, blocks.levels.shape[2]).transpose(0, 2, 1, 3)
-    scales = blocks.scales.reshape(-1, OUTPUTS, count).transpose(0, 2, 1)
-    return np.ascontiguousarray(levels), np.ascontiguousarray(scales)
-
-
-def _by_tiles(scales: Array) -> Array:
-    return np.ascontiguousarray(scales).reshape(*scales.shape[:2], -1)

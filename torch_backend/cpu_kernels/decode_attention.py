@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from torch_backend.cpu_kernels.compiling import CompiledKernel, KernelCompiler
-from torch_backend.cpu_kernels.language import elements, exponential, float_field, floats, integers, load, store, take
-from torch_backend.cpu_kernels.team import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
+from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
+from sglang_jax.cpu_kernels.language import elements, exponential, float_field, floats, integers, load, store, take
+from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
 FIELDS = "qqqqqqqqqqqqqdd"
 """Addresses of queries, key pages, value pages, output, page table, lengths, sinks (0 for none) and scratch; slots of

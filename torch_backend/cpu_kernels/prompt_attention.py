@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from torch_backend.cpu_kernels.compiling import CompiledKernel, KernelCompiler
-from torch_backend.cpu_kernels.language import elements, exponential, float_field, floats, integers, load, store, take
+from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
+from sglang_jax.cpu_kernels.language import elements, exponential, float_field, floats, integers, load, store, take
+from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 from torch_backend.cpu_kernels.prompt_tiles import (
     LANES,
     ROWS,
@@ -29,7 +30,6 @@ from torch_backend.cpu_kernels.prompt_tiles import (
     pair_values,
     round_weights,
 )
-from torch_backend.cpu_kernels.team import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
 FIELDS = "qqqqqqqqqqqqqqqdd"
 """Addresses of queries, key pages, value pages, output, page table, lengths, starts of sequences among the queries,

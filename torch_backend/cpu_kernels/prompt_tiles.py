@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from torch_backend.cpu_kernels.vectors import (
+from sglang_jax.cpu_kernels.vectors import (
     DOUBLE_WORDS,
     FLOATS,
     I8,

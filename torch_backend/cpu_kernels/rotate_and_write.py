@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from torch_backend.cpu_kernels.compiling import CompiledKernel, KernelCompiler
-from torch_backend.cpu_kernels.language import elements, float_field, floats, load, long_integers, store, take
-from torch_backend.cpu_kernels.team import FIRST_FIELD, ITEM_COUNTER, ITEMS
+from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
+from sglang_jax.cpu_kernels.language import elements, float_field, floats, load, long_integers, store, take
+from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS
 
 FIELDS = "qqqqqqqqqqqqd"
 """Addresses of the product, cosines, sines, queries out, key pages, value pages, slots, norm weights of queries and of

@@ -1,7 +1,6 @@
 """Runs compiled kernels: small ones at once, large ones on the threads that torch's own operations run on.
 
-A kernel is a C function of one pointer, to words of 8 bytes: two counters that its threads share, the number of items
-of work, and what else it wants to know. Each thread takes items until none is left.
+A kernel is a C function of one pointer, to its arguments (see `sglang_jax.cpu_kernels.work`).
 """
 
 from __future__ import annotations
@@ -15,15 +14,10 @@ from pathlib import Path
 
 import torch
 
-from torch_backend.cpu_kernels.compiling import CompiledKernel
+from sglang_jax.cpu_kernels.compiling import CompiledKernel
+from sglang_jax.cpu_kernels.work import ELEMENTS_WORTH_SHARING
 
 logger = logging.getLogger(__name__)
-
-SLOT_COUNTER, ITEM_COUNTER, ITEMS, FIRST_FIELD = 0, 1, 2, 3
-"""Words of a kernel's arguments. A thread's slot is its place among the threads that take part."""
-
-_ELEMENTS_WORTH_SHARING = 2**15
-"""Elements read, of about half a nanosecond each. To wake a team takes some microseconds."""
 
 _Parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
@@ -50,7 +44,7 @@ class Launcher:
     def __call__(self, elements: int, items: int, *fields: int | float) -> None:
         """Returns when all `items` are done; `elements` are the numbers that this reads, roughly."""
         self._pack(self._arguments, 0, 0, 0, items, *fields)
-        if elements < _ELEMENTS_WORTH_SHARING:
+        if elements < ELEMENTS_WORTH_SHARING:
             self._run_holding_lock(self._pointer)
         elif self.slots == 1 or items == 1 or self._parallel is None:
             self._run_alone(self._pointer)

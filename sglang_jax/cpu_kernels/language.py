@@ -140,3 +140,14 @@ def take(typing, work, index):
         return builder.atomic_rmw("add", builder.gep(values[0], [values[1]]), _I64(1), "monotonic")
 
     return types.int64(work, types.int64), generate
+
+
+@intrinsic
+def add(typing, work, index, value):
+    """What the word `index` held before `value` is added to it. All threads see such sums, and what each wrote before
+    its own, in one order."""
+
+    def generate(context, builder, signature, values):
+        return builder.atomic_rmw("add", builder.gep(values[0], [values[1]]), values[2], "seq_cst")
+
+    return types.int64(work, types.int64, types.int64), generate

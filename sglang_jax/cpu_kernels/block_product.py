@@ -8,18 +8,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from torch_backend.cpu_kernels.block_tiles import (
-    BLOCK,
-    FEW_ROWS,
-    MOST_ROWS,
-    OUTPUTS,
-    multiply_tile,
-    widen_halves,
-    widen_tile,
-)
-from torch_backend.cpu_kernels.compiling import CompiledKernel, KernelCompiler
-from torch_backend.cpu_kernels.language import elements, exponential, floats, load, store, take
-from torch_backend.cpu_kernels.team import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
+from sglang_jax.checkpoint.blocks import BLOCK
+from sglang_jax.cpu_kernels.block_layout import LARGEST, OUTPUTS, TILES
+from sglang_jax.cpu_kernels.block_tiles import FEW_ROWS, MOST_ROWS, multiply_tile, widen_halves, widen_tile
+from sglang_jax.cpu_kernels.compiling import CompiledKernel, KernelCompiler
+from sglang_jax.cpu_kernels.language import elements, exponential, floats, load, store, take
+from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
 FIELDS = "qqqqqqqqqqq"
 """Addresses of x, levels, scales, bias (0 for none), output and scratch; slots of that; rows, outputs, inputs;
@@ -28,11 +22,6 @@ activation of a gated product.
 An item is `TILES` tiles. The matrix of a gated product is gate and up, one after the other along the outputs, each with
 `outputs` of them."""
 
-TILES = 8
-
-LARGEST = 64
-"""Rows of a call at most."""
-
 SILU, GELU_TANH = 1, 2
 """Activations of gated products."""
 
@@ -40,13 +29,9 @@ SILU, GELU_TANH = 1, 2
 _part: Callable[[Any], Any] = njit(inline="always")
 
 
-def scratch_floats(inputs: int) -> int:
-    """float32 words that each thread works in: scales of a tile, its widened weights, sums of two tiles."""
-    return inputs // BLOCK * 2 * OUTPUTS + inputs * OUTPUTS // 2 + 2 * LARGEST * OUTPUTS
-
-
-def build_block_product(compiler: KernelCompiler, bits: int, gated: bool) -> CompiledKernel:
-    """For levels of `bits` bits, 4 or 8. A gated product is `activation(gate) * up`, each rounded once."""
+def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width: int = 2) -> CompiledKernel:
+    """For levels of `bits` bits, 4 or 8, and outputs of `width` bytes: 2 of bfloat16, 4 of float32. A gated product is
+    `activation(gate) * up`, each rounded once."""
     numbers = {4: 2 * OUTPUTS, 8: OUTPUTS}[bits]
     level_bytes = OUTPUTS * BLOCK * bits // 8
     halves = 2 if gated else 1
@@ -79,7 +64,7 @@ def build_block_product(compiler: KernelCompiler, bits: int, gated: bool) -> Com
                         widen_tile(bits, levels, scratch, blocks, weights)
                         _multiply_many(rows, work[FIRST_FIELD], inputs * 2, weights, blocks, into)
                 for row in range(rows):
-                    output = elements(work[FIRST_FIELD + 4] + (row * outputs + tile * OUTPUTS) * 2, 2)
+                    output = elements(work[FIRST_FIELD + 4] + (row * outputs + tile * OUTPUTS) * width, width)
                     for i in range(OUTPUTS):
                         total = _total(sums, work[FIRST_FIELD + 3], row, i, tile * OUTPUTS + i)
                         if gated:

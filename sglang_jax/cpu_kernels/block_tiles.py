@@ -17,7 +17,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from torch_backend.cpu_kernels.vectors import (
+from sglang_jax.checkpoint.blocks import BLOCK
+from sglang_jax.cpu_kernels.block_layout import OUTPUTS
+from sglang_jax.cpu_kernels.vectors import (
     DOUBLE_WORDS,
     F16,
     F32,
@@ -34,12 +36,6 @@ from torch_backend.cpu_kernels.vectors import (
     splat,
     store_vector,
 )
-
-BLOCK = 32
-"""Weights along the inputs that share a scale."""
-
-OUTPUTS = 4
-"""Rows of the matrix in a tile."""
 
 MOST_ROWS = 6
 """Rows of activations that are multiplied at once: as many sums as registers hold beside the weights."""

@@ -1,0 +1,124 @@
+"""The kernels of products with matrices in blocks, compiled, made known to XLA's CPU backend, and tried."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
+from sglang_jax.cpu_kernels.block_layout import PackedBlocks, pack, random_blocks
+from sglang_jax.errors import ConfigError, how_to_install
+from sglang_jax.layers.block_matrix import BlockProduct
+from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16_tiles
+
+logger = logging.getLogger(__name__)
+
+_MOST_ROWS, _MOST_ROWS_BESIDE_TILES = 32, 4
+"""Of a step that blocks serve, the second where the CPU multiplies whole tiles of bfloat16 (AMX). All products of
+SmolLM2-135M take 11 ms of processor time in place of 38 at one row, 25 in place of 46 at 8, 41 in place of 60 at 16 and
+69 in place of 90 at 32 (Zen 4, busy). With AMX those of bfloat16 take a third of that time; nothing was measured there.
+"""
+
+_ROWS_TRIED = (1, 3, 11)
+_Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+
+
+def check_block_kernels(device: jax.Device, dtype: jnp.dtype, tp_size: int) -> None:
+    """Looks whether products with blocks can be had here at all.
+
+    **Raises:** `ConfigError` naming what is missing.
+    """
+    if device.platform != "cpu":
+        raise ConfigError(f"keep_gguf_blocks needs a CPU, the device is a {device.platform}: choose --device cpu")
+    if tp_size > 1:
+        raise ConfigError(f"keep_gguf_blocks needs one device, got tp_size {tp_size}: remove one of the two")
+    if dtype != jnp.bfloat16:
+        raise ConfigError(f"keep_gguf_blocks needs --dtype bfloat16, got {dtype.name}")
+    if find_spec("numba") is None:
+        raise ConfigError(f"keep_gguf_blocks needs numba, which is not installed: {how_to_install('jax', 'cpu')}")
+    from sglang_jax.cpu_kernels import vectors  # here: only blocks need numba
+
+    if not vectors.supported():
+        raise ConfigError("keep_gguf_blocks needs a CPU with avx512_bf16, which this one has not: remove it")
+
+
+def most_rows() -> int:
+    """Of a step that blocks serve on this CPU. It is not measured at each start, as on Torch: programs are built before
+    weights are there, and found again in the compilation cache."""
+    return _MOST_ROWS_BESIDE_TILES if cpu_multiplies_bfloat16_tiles() else _MOST_ROWS
+
+
+@functools.cache
+def block_product(form: BlockFormat, cache_folder: Path | None) -> BlockProduct | None:
+    """The product with matrices of a format, compiled, or found below `cache_folder` if there is one.
+
+    None where it cannot be compiled, where this jaxlib does not take it, and where it is wrong: said in the log.
+    """
+    from numba.core.errors import NumbaError
+
+    try:
+        product = BlockProduct(form, _register(form, cache_folder), len(cpu_cores()), most_rows())
+        wrong = _largest_error(product)
+    except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM and XLA fail
+        logger.warning("Blocks of %d bits are dequantised: XLA cannot call their kernel (%s)", form.value, error)
+        return None
+    if not wrong <= 1e-4:
+        logger.warning(
+            "Blocks of %d bits are dequantised: the kernel of their product computes wrong results on this machine",
+            form.value,
+        )
+        return None
+    return product
+
+
+def _register(form: BlockFormat, cache_folder: Path | None) -> str:
+    """Makes a kernel known to XLA under a name that is returned. It has the version of the kernels: programs in JAX's
+    compilation cache call it by that name."""
+    from sglang_jax.cpu_kernels.block_product import build_block_product
+    from sglang_jax.cpu_kernels.compiling import KernelCompiler, version_of_kernels
+    from sglang_jax.cpu_kernels.xla_call import build_xla_call
+
+    name = f"block_product_{form.value}_{version_of_kernels()}"
+    with _lock:
+        if name not in _registered:
+            compiler = KernelCompiler(None) if cache_folder is None else KernelCompiler.keeping(cache_folder)
+            kernel = build_block_product(compiler, form.value, gated=False, width=4)
+            function = build_xla_call(kernel, form.value)
+            _registered[name] = function
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_Handler(function.address)), platform="cpu")
+    return name
+
+
+_lock = threading.Lock()
+_registered: dict[str, object] = {}
+"""What XLA may call as long as the process lives; it takes no name twice."""
+
+
+def _largest_error(product: BlockProduct) -> float:
+    """Over all products with a small matrix, in parts of the largest: against the widened matrix in float64."""
+    blocks = random_blocks(product.form, outputs=256, inputs=160)
+    weights = _rounded(blocks)
+    packed = pack(blocks)
+    errors = []
+    for rows in _ROWS_TRIED:
+        x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 160)), jnp.bfloat16)
+        exact = np.asarray(x, np.float64) @ weights.T
+        errors.append(np.abs(_run(product, x, packed) - exact).max() / np.abs(exact).max())
+    return float(np.max(errors))  # NaN if there is one
+
+
+def _rounded(blocks: Blocks) -> np.ndarray:
+    return np.asarray(blocks.widened().astype(jnp.bfloat16), np.float64)
+
+
+def _run(product: BlockProduct, x: jax.Array, packed: PackedBlocks) -> np.ndarray:
+    with jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(jax.jit(product.multiply)(x, jnp.asarray(packed.levels), jnp.asarray(packed.scales)))

@@ -1,0 +1,62 @@
+"""Matrices in the blocks of GGUF files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from helpers.gguf_files import write_gguf
+from helpers.small_configs import small_config
+
+from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint import ParameterReader
+from sglang_jax.checkpoint.blocks import BlockParameters, Blocks
+from sglang_jax.checkpoint.gguf_file import open_gguf
+from sglang_jax.checkpoint.gguf_reader import GgufReader
+
+KINDS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
+
+
+def stored(kind: GGMLQuantizationType, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Random levels with ordinary scales: uint8 `[rows, bytes of a row]`."""
+    random = np.random.default_rng(seed)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    data = random.integers(0, 256, (rows, columns // block, block_bytes), dtype=np.uint8)
+    for at in (0, 2) if kind is GGMLQuantizationType.Q4_1 else (0,):
+        scales = (random.standard_normal(data.shape[:2]) / 8).astype(np.float16)
+        data[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def opened(
+    folder: Path, data: np.ndarray, kind: GGMLQuantizationType, architecture: str = "llama", interleaved: bool = False
+) -> tuple[BlockParameters, ParameterReader, ParameterName]:
+    """The query projection of a model of 2 heads of `rows / 2`, in a file."""
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    columns = data.shape[1] // block_bytes * 32
+    config = small_config(
+        architecture=architecture,
+        vocab_size=16,
+        hidden_size=columns,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=len(data) // 2,
+        attention_bias=False,
+    )
+    config = config.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, interleaved_rope=interleaved)))
+    file = open_gguf(write_gguf(folder / "x.gguf", architecture, {}, {"blk.0.attn_q.weight": (data, kind)}))
+    reader = GgufReader(file, config)
+    return BlockParameters(reader, config), ParameterReader(reader, config), ParameterName(Part.QUERY, layer=0)
+
+
+def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Path) -> tuple[Blocks, np.ndarray]:
+    """Blocks, and the matrix as the gguf package widens it, in bfloat16."""
+    data = stored(kind, outputs, inputs)
+    parameters, _, name = opened(folder, data, kind, "qwen2")
+    return parameters.read(name), dequantize(data, kind).astype(ml_dtypes.bfloat16)

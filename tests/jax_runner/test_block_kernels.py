@@ -1,0 +1,197 @@
+"""Products with matrices in blocks within programs of XLA's CPU backend: their numbers, and who may have them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from helpers import gguf_blocks
+from helpers.cpu_kernels import block_products
+from helpers.gguf_blocks import KINDS
+
+from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
+from sglang_jax.config import EngineConfig
+from sglang_jax.cpu_kernels import compiling, vectors, xla_call
+from sglang_jax.cpu_kernels.block_layout import pack, random_blocks
+from sglang_jax.cpu_kernels.language import add, floats, store, take
+from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner import block_kernels
+from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
+from sglang_jax.layers.block_matrix import BlockProduct
+from sglang_jax.runner.this_machine import cpu_cores
+
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+needs_units = pytest.mark.skipif(not vectors.supported(), reason="the kernels need a processor with avx512_bf16")
+
+MOST_ROWS = 16
+Product = Callable[[np.ndarray], np.ndarray]
+
+
+def product_with(blocks: Blocks) -> Product:
+    """By a program of its own for each number of rows, as in a runner."""
+    kernel, packed = block_product(blocks.form, EngineConfig().cache_folder()), pack(blocks)
+    assert kernel is not None
+    run = jax.jit(kernel.multiply)
+    levels, scales = jnp.asarray(packed.levels), jnp.asarray(packed.scales)
+    return lambda x: np.asarray(run(jnp.asarray(x), levels, scales))
+
+
+def rows_of(count: int, inputs: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((count, inputs)).astype(jnp.bfloat16)
+
+
+@needs_units
+@every_kind
+def test_products(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    """Against float64: sums in float32 of weights that are those of the widened matrix in bfloat16. With one thread,
+    and shared by several."""
+    for outputs in (104, 2048):
+        blocks, weight = gguf_blocks.blocks_of(kind, outputs, 160, tmp_path)
+        multiply = product_with(blocks)
+        for rows in (1, 2, 5, MOST_ROWS):
+            x = rows_of(rows, 160)
+            exact = x.astype(np.float64) @ weight.astype(np.float64).T
+            found = multiply(x)
+            assert found.dtype == np.float32
+            assert np.abs(found - exact).max() <= 1e-6 * np.abs(exact).max()
+
+
+@needs_units
+@every_kind
+def test_a_product_is_batch_invariant_and_torch_s(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    """Bit for bit: by itself, among few that are multiplied directly, among many whose weights are widened first. The
+    Torch backend's is the same, rounded."""
+    blocks, _ = gguf_blocks.blocks_of(kind, 2048, 160, tmp_path)
+    multiply = product_with(blocks)
+    x = rows_of(MOST_ROWS, 160)
+    together = multiply(x)
+    for first, last in ((0, 1), (15, 16), (5, 7), (4, 8), (3, 8), (1, 9)):
+        np.testing.assert_array_equal(multiply(x[first:last]), together[first:last])
+    other = block_products().matrix(blocks, None).multiply(torch.from_numpy(x.astype(np.float32)).bfloat16())
+    np.testing.assert_array_equal(other.float().numpy(), together.astype(jnp.bfloat16).astype(np.float32))
+
+
+@needs_units
+def test_nan_and_infinity_are_told() -> None:
+    multiply = product_with(random_blocks(BlockFormat.FOUR_BITS, 8, 64))
+    x = np.ones((6, 64), jnp.bfloat16)
+    x[1, 3], x[4, 60] = np.nan, np.inf
+    found = multiply(x)
+    assert np.isnan(found[1]).all()
+    assert not np.isfinite(found[4]).any()
+    assert np.isfinite(found[[0, 2, 3, 5]]).all()
+
+
+@needs_units
+def test_products_side_by_side_do_not_disturb_each_other() -> None:
+    """Programs that run at once, each with products that XLA may compute at once, on threads that all share."""
+    kernel = block_product(BlockFormat.EIGHT_BITS, EngineConfig().cache_folder())
+    assert kernel is not None
+    packed = pack(random_blocks(BlockFormat.EIGHT_BITS, 1024, 128))
+    levels, scales = jnp.asarray(packed.levels), jnp.asarray(packed.scales)
+
+    @jax.jit
+    def many(x: jax.Array) -> jax.Array:
+        return jnp.stack([kernel.multiply(x[first : first + 2], levels, scales) for first in range(0, 32, 2)])
+
+    @jax.jit
+    def one(x: jax.Array) -> jax.Array:
+        return kernel.multiply(x, levels, scales)
+
+    inputs = [jnp.asarray(rows_of(32, 128) * jnp.bfloat16(scale)) for scale in range(1, 5)]
+    expected = [np.concatenate([np.asarray(one(x[first : first + 2])) for first in range(0, 32, 2)]) for x in inputs]
+    for _ in range(20):
+        for found, wanted in zip([many(x) for x in inputs], expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(found).reshape(32, -1), wanted)
+
+
+def test_xla_s_threads_share_the_work_and_are_waited_for() -> None:
+    """A kernel that writes who did an item. The first thread waits until a second has come, which is slow."""
+
+    def write_slots(work):
+        slot = take(work, SLOT_COUNTER)
+        output = floats(work[FIRST_FIELD + 4])
+        while True:
+            item = take(work, ITEM_COUNTER)
+            if item >= work[ITEMS]:
+                return
+            spins = 0
+            while (slot == 1 or add(work, SLOT_COUNTER, 0) < 2) and spins < (1_000_000 if slot == 1 else 100_000_000):
+                spins += add(work, SLOT_COUNTER, 0) * 0 + 1
+            for at in range(item * 32, item * 32 + 32):
+                store(output, at, np.float32(slot + 1))
+
+    function = xla_call.build_xla_call(compiling.KernelCompiler(None)(write_slots), 8)
+    target = f"write_slots_{function.address}"
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(block_kernels._Handler(function.address)), platform="cpu")
+    kernel = BlockProduct(BlockFormat.EIGHT_BITS, target, threads=2, most_rows=1)
+    packed = pack(random_blocks(BlockFormat.EIGHT_BITS, 1024, 64))
+    x, levels, scales = jnp.zeros((1, 64), jnp.bfloat16), jnp.asarray(packed.levels), jnp.asarray(packed.scales)
+    run = jax.jit(kernel.multiply)
+    kept = []  # so that no result has the memory of one before
+    for _ in range(6):  # either thread may be the first
+        kept.append(run(x, levels, scales))
+        found = set(np.array(kept[-1]).flat)  # a copy at once: what is written later is missing
+        assert found in ([{1, 2}] if len(cpu_cores()) > 1 else [{1}, {1, 2}])
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As in a process that has no kernels yet."""
+    monkeypatch.setattr(compiling, "version_of_kernels", lambda: f"test{id(monkeypatch)}")
+    return monkeypatch
+
+
+@needs_units
+@pytest.mark.parametrize("wrong", [1.02, float("nan")], ids=["value", "NaN"])
+def test_kernels_that_multiply_wrongly_are_not_believed(
+    wrong: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = BlockProduct.multiply
+    monkeypatch.setattr(BlockProduct, "multiply", lambda *arguments: right(*arguments) * wrong)
+    with caplog.at_level(logging.WARNING, logger="sglang_jax"):
+        assert block_product.__wrapped__(BlockFormat.FOUR_BITS, EngineConfig().cache_folder()) is None
+    (message,) = caplog.messages
+    assert message.endswith("wrong results on this machine")
+
+
+@needs_units
+def test_a_jaxlib_with_other_offsets_takes_no_kernel(
+    anew: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """XLA asks for the version of the header before it calls."""
+    anew.setattr(xla_call, "VERSION", (xla_call.VERSION[0] + 1, 0))
+    with caplog.at_level(logging.WARNING, logger="sglang_jax"):
+        assert block_product.__wrapped__(BlockFormat.FOUR_BITS, None) is None
+    (message,) = caplog.messages
+    assert message.startswith("Blocks of 4 bits are dequantised: XLA cannot call their kernel (")
+    assert "version" in message
+
+
+def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = jax.devices("cpu")[0]
+    bfloat16, float32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+
+    class Tpu:
+        platform = "tpu"
+
+    with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU, the device is a tpu: choose --device cpu"):
+        check_block_kernels(Tpu(), bfloat16, 1)
+    with pytest.raises(ConfigError, match="keep_gguf_blocks needs one device, got tp_size 2"):
+        check_block_kernels(cpu, bfloat16, 2)
+    with pytest.raises(ConfigError, match="keep_gguf_blocks needs --dtype bfloat16, got float32"):
+        check_block_kernels(cpu, float32, 1)
+    monkeypatch.setattr(vectors.config, "CPU_FEATURES", "+avx2")
+    with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU with avx512_bf16"):
+        check_block_kernels(cpu, bfloat16, 1)
+    monkeypatch.setattr(block_kernels, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"keep_gguf_blocks needs numba, .*pip install -e '\.\[jax,cpu\]'"):
+        check_block_kernels(cpu, bfloat16, 1)

@@ -1,0 +1,138 @@
+"""Models that keep matrices in the blocks of a GGUF file: which ones, and that a runner serves what others serve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from helpers.gguf_files import make_tiny_gguf
+from helpers.paged_model import PagedModel
+from helpers.plan_driver import PlanDriver
+from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
+
+from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.checkpoint.blocks import BlockFormat
+from sglang_jax.config import Dtype, EngineConfig
+from sglang_jax.cpu_kernels import vectors
+from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.jax_runner.block_kernels import block_product
+from sglang_jax.jax_runner.block_weights import KeptBlocks, blocks_to_keep
+from sglang_jax.jax_runner.loading import load_rank
+from sglang_jax.models import AttentionImplementation, build_model
+from sglang_jax.models.parameters import HEAD
+from sglang_jax.runner.plan import PromptLogprobs
+
+needs_units = pytest.mark.skipif(not vectors.supported(), reason="the kernels need a processor with avx512_bf16")
+
+
+def tiny_gguf(folder: Path, kind: GGMLQuantizationType, architecture: str = "llama", **changes: object) -> Path:
+    model = make_tiny_model(architecture, hidden_size=128, intermediate_size=256, **changes)
+    return make_tiny_gguf(folder / "model.gguf", model, make_tiny_tokenizer(folder), architecture, kind)
+
+
+def kept_of(file: Path, room: int = 2**30) -> KeptBlocks | None:
+    checkpoint = open_checkpoint(str(file))
+    assert checkpoint.blocks is not None
+    model = build_model(
+        checkpoint.config, dtype=jnp.dtype(jnp.bfloat16), attention=AttentionImplementation.XLA, platform="cpu"
+    )
+    product = partial(block_product, cache_folder=EngineConfig().cache_folder())
+    return blocks_to_keep(model, checkpoint.config, checkpoint.blocks, product, room)
+
+
+@needs_units
+@pytest.mark.parametrize(
+    ("architecture", "kind", "tied", "most_rows"),
+    [
+        ("llama", GGMLQuantizationType.Q4_0, True, 4),  # decode steps alone
+        ("qwen2", GGMLQuantizationType.Q4_1, False, 48),  # with biases; prompts too
+    ],
+)
+def test_a_model_with_blocks_has_the_widened_one_s_logits(
+    architecture: str, kind: GGMLQuantizationType, tied: bool, most_rows: int, tmp_path: Path
+) -> None:
+    """Of every row, whichever form serves it; both forms have the same weights, and sums in float32."""
+    file = tiny_gguf(tmp_path, kind, architecture, tie_word_embeddings=tied)
+    kept = kept_of(file)
+    assert kept is not None
+    # Of each layer queries with keys and values, output, gate with up, down; and the head.
+    assert len(kept.matrices) == 4 * len(open_checkpoint(str(file)).config.layers) + 1
+    assert kept.matrices[""].names == (HEAD,)
+    tokens = np.random.default_rng(0).integers(0, 300, (4, 12)).astype(np.int32)
+    steps = [{0: 8, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]
+    expected = PagedModel(file, dtype="bfloat16").run(tokens, steps)
+    products = {place: replace(product, most_rows=most_rows) for place, product in kept.products.items()}
+    model = PagedModel(file, dtype="bfloat16", kept=replace(kept, products=products))
+    found = model.run(tokens, steps)
+    errors = [np.abs(logits - wanted) for logits, wanted in zip(found, expected, strict=True)]
+    assert max(each.max() for each in errors) < 0.03 * max(np.abs(wanted).max() for wanted in expected)
+    # Of both layers, and of the head.
+    assert model.program({0: 1}).as_text().count("custom_call @block_product_") == 2 * 4 + 1
+    assert model.program({0: 8}).as_text().count("custom_call @block_product_") == (9 if most_rows == 48 else 0)
+
+
+@needs_units
+def test_no_blocks_are_kept_where_they_do_not_fit(tmp_path: Path) -> None:
+    file = tiny_gguf(tmp_path, GGMLQuantizationType.Q8_0)
+    assert kept_of(file, room=2**10) is None
+    assert kept_of(tiny_gguf(tmp_path, GGMLQuantizationType.F32)) is None
+
+
+@needs_units
+def test_a_scale_that_float16_cannot_hold_is_told(tmp_path: Path) -> None:
+    """Q4_0's least weight is eight times its scale."""
+    model = make_tiny_model("llama", hidden_size=128, intermediate_size=256)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = 16e4
+    file = make_tiny_gguf(tmp_path / "x.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_0)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.feed_forward\.gate_up has scales that blocks"):
+        PagedModel(file, dtype="bfloat16", kept=kept_of(file))
+
+
+def options(folder: Path, **changes: object) -> EngineConfig:
+    values: dict[str, object] = {
+        "model_path": str(folder),
+        "dtype": Dtype.BFLOAT16,
+        "keep_gguf_blocks": True,
+        "max_total_tokens": 640,
+        "max_running_requests": 2,
+        "chunked_prefill_size": 32,
+        "skip_warmup": True,
+    }
+    return EngineConfig.model_validate(values | changes)
+
+
+@needs_units
+def test_a_runner_with_blocks(tmp_path: Path) -> None:
+    """Its programs find their kernels when they come from the compilation cache too."""
+    file = tiny_gguf(tmp_path, GGMLQuantizationType.Q8_0, tie_word_embeddings=False)
+    prompt = np.random.default_rng(2).integers(3, 380, 11).tolist()
+    found = []
+    for _ in range(2):
+        runner = load_rank(options(file, compilation_cache_dir=tmp_path / "compiled"), open_checkpoint(str(file)))
+        driver = PlanDriver(runner)
+        request = driver.admit(prompt)
+        wanted = PromptLogprobs(0, 0, np.array(prompt[1:], np.int32))
+        driver.step([(request, 10)], prompt_logprobs=[wanted])
+        bytes_held = runner.report().weight_bytes
+        found.append((request.prompt_logprobs[0].logprobs.tolist(), driver.generate(request, 6)))
+        runner.close()
+    assert found[0] == found[1]
+    hidden, inner, layers, vocab = 128, 256, 2, 384
+    weights = vocab * hidden + layers * (hidden * (2 * hidden + 2 * hidden // 2) + 3 * hidden * inner)
+    plain = 2 * (weights + vocab * hidden + (2 * layers + 1) * hidden)
+    assert bytes_held == plain + weights * BlockFormat.EIGHT_BITS.block_bytes // 32
+
+
+def test_what_a_checkpoint_or_machine_cannot_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tiny_gguf(tmp_path, GGMLQuantizationType.Q8_0)
+    with pytest.raises(ConfigError, match="keep_gguf_blocks needs --dtype bfloat16, got float32"):
+        load_rank(options(file, dtype=Dtype.FLOAT32), open_checkpoint(str(file)))
+    folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")
+    monkeypatch.setattr(vectors, "supported", lambda: True)
+    with pytest.raises(ConfigError, match=r"keep_gguf_blocks: .*tensors is not a GGUF file with weights"):
+        load_rank(options(folder), open_checkpoint(str(folder)))
