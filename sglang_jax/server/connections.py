@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import h11
@@ -22,6 +24,7 @@ from sglang_jax.server.auth import OPEN_PATHS
 from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.errors import TooManyConnectionsError, error_body, error_response
 from sglang_jax.server.held_answers import HeldAnswers, share_limit
+from sglang_jax.server.slices import BEGINNING, SLICE, SLICE_SECONDS, SliceTurns, next_slice
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +45,10 @@ full is not to think it dead, and start it again."""
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 """The blank line behind the headers, as h11 looks for it."""
 
+_HEALTH_CHECKS = tuple(f"{method} {path} ".encode() for method in ("GET", "HEAD") for path in OPEN_PATHS)
+
 _LEAST_OF_TEXT = 0x21
 """No request begins with a smaller byte."""
-
-SLICE, LEAST_SLICE = 8192, 512
-"""Most and fewest bytes that are parsed before the event loop turns."""
-
-SLICE_SECONDS = 0.001
-"""Processor time that a slice is to take: 8 KiB of a body's smallest chunks take some 20 ms, and a request needs a
-dozen turns of the event loop until its first token. Slices of a connection become smaller until they take no more."""
 
 OTHERS_SHARE = 5
 """So many times as long as a slice took that was slow to parse, its connection waits for the next one."""
@@ -64,6 +62,9 @@ SMALL_PIECE = 1024
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
 """Seconds for which nothing is read behind the last of these; behind each further piece it is twice as long as before.
 To be woken for six bytes costs as much as for 64 KiB, so that a few hundred clients that trickle would take a core."""
+
+MOST_DISCARDED = 262_144
+"""Bytes of a refused request that are taken from the kernel before its connection is closed."""
 
 SPARE_DESCRIPTORS = 256
 """What the process needs beside connections: the engine's sockets, logs, files that are read."""
@@ -83,10 +84,11 @@ def bounded_connections(limits: ConnectionLimits) -> type[H11Protocol]:
     idle: dict[BoundedConnection, None] = {}
     held = HeldAnswers()
     heads = Beginnings(MOST_OF_HEADS, "heads")
+    turns = SliceTurns()
 
     class Connection(BoundedConnection):
         def __init__(self, *arguments: object, **options: object) -> None:
-            super().__init__(limits, idle, held, heads, *arguments, **options)
+            super().__init__(limits, idle, held, heads, turns, *arguments, **options)
 
     return Connection
 
@@ -105,9 +107,10 @@ class BoundedConnection(H11Protocol):
 
     A head is parsed once it is whole: clients that send a line at a time would have h11 look at each. One in many
     pieces is read ever more seldom, and so is a body in many small ones, as a few clients could keep the event loop
-    busy with theirs. What comes is parsed in slices, as a client may send a body in thousands of chunks at once. Of an
-    answer whose length is not known, h11 writes the beginning and the end, and the connection the chunks between them:
-    a chunk changes nothing in h11's state, and its checks cost an event as much as the engine's client.
+    busy with theirs. What comes is parsed in slices, as a client may send a body in thousands of chunks at once, and
+    in turns with other connections (`SliceTurns`); health checks wait for nobody. Of an answer whose length is not
+    known, h11 writes the beginning and the end, and the connection the chunks between them: a chunk changes nothing in
+    h11's state, and its checks cost an event as much as the engine's client.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class BoundedConnection(H11Protocol):
         idle: dict[BoundedConnection, None],
         held: HeldAnswers,
         heads: Beginnings,
+        turns: SliceTurns,
         *arguments: object,
         **options: object,
     ) -> None:
@@ -124,9 +128,11 @@ class BoundedConnection(H11Protocol):
         self._idle = idle
         self._held = held
         self._heads = heads
+        self._turns = turns
         self._spare = False
         self._rest = bytearray()
         self._slice = SLICE
+        self._parsed = 0
         self._parsing = False
         self._looked_at = 0
         self._came = 0
@@ -179,12 +185,26 @@ class BoundedConnection(H11Protocol):
         """Parses a slice of what came, and the rest in later turns of the event loop."""
         self._rest += data
         self._came = len(self._rest)
-        if not self._parsing:  # otherwise a later turn is on its way
-            self._parse()
+        if self._parsing:  # a later turn is on its way; somebody else read on
+            self.transport.pause_reading()
+            return
+        self._parsing = True
+        if self.conn.their_state is h11.IDLE and self._rest.startswith(_HEALTH_CHECKS):
+            self.parse()  # whatever waits of others: who asks is to hear that the server lives
+        elif not self._turns.take(self, first=self._is_first):
+            self.transport.pause_reading()
 
-    def _parse(self) -> None:
+    def parse(self) -> None:
+        """Parses a slice, as its turn has come."""
         self._parse_next()
         self._count_head()
+
+    def _parse_later(self) -> None:
+        self._turns.put(self, first=self._is_first)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._parsed < BEGINNING or self.conn.their_state is h11.IDLE
 
     def _count_head(self) -> None:
         """Counts what is held of a head that is not whole, or of what came behind a request that is at work."""
@@ -208,6 +228,8 @@ class BoundedConnection(H11Protocol):
         if self.transport.is_closing() or not self._rest:  # nothing would be the connection's end for h11
             self._rest.clear()
             return
+        if self.conn.their_state is h11.IDLE:
+            self._parsed = 0
         size = self._size_of_next()
         if size == 0:
             self._unset_keepalive_if_required()
@@ -222,11 +244,15 @@ class BoundedConnection(H11Protocol):
         super().data_received(data)
         took = time.thread_time() - begin
         self._slice = next_slice(self._slice, took)
+        self._parsed += len(data)
         self._watch()
         if self._rest:
             self._parsing = True
             self.transport.pause_reading()
-            self.loop.call_later(took * OTHERS_SHARE if took > SLICE_SECONDS / 2 else 0.0, self._parse)
+            if took > SLICE_SECONDS / 2:
+                self.loop.call_later(took * OTHERS_SHARE, self._parse_later)
+            else:
+                self._parse_later()
         elif self._came <= SMALL_PIECE and self._in_part():
             self._await_piece()
         else:
@@ -316,6 +342,8 @@ class BoundedConnection(H11Protocol):
         super().on_response_complete()
         self._watch()
         self._count_head()
+        if self.transport.is_closing():
+            self._discard_unread()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than the server writes."""
@@ -354,6 +382,18 @@ class BoundedConnection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
+        self._discard_unread()
+
+    def _discard_unread(self) -> None:
+        """Takes from the kernel what came of a request that was refused: at the connection's end it would answer unread
+        bytes with a reset, and the client lose what it was answered."""
+        socket = self.transport.get_extra_info("socket")
+        if socket is None or self not in self.connections:  # the descriptor may be somebody else's
+            return
+        with suppress(OSError):  # nothing is there
+            for _ in range(MOST_DISCARDED // SLICE):
+                if not os.read(socket.fileno(), SLICE):
+                    return
 
     def _watch(self) -> None:
         """Starts or ends the client's time for the head of a request."""
@@ -391,13 +431,6 @@ class BoundedConnection(H11Protocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
-
-
-def next_slice(size: int, seconds: float) -> int:
-    """How many bytes to parse at once, after so many took so long."""
-    if seconds > SLICE_SECONDS:
-        return max(LEAST_SLICE, size // 2)
-    return min(SLICE, size * 2) if seconds < SLICE_SECONDS / 4 else size
 
 
 def _head_too_large() -> RequestError:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -39,6 +40,7 @@ from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
 from sglang_jax.server.requests_seen import RequestsSeen
 from sglang_jax.server.route_list import ROUTES_PATH
+from sglang_jax.server.slices import small_reads
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +189,7 @@ def http_config(context: ServerContext) -> uvicorn.Config:
         app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")), config.origins())
     return uvicorn.Config(
         RequestsSeen(app, context.metrics),
-        http=bounded_connections(limits),
+        http=cast(Any, small_reads(bounded_connections(limits))),  # which makes protocols, as their class does
         ws="none",
         lifespan="off",
         log_config=None,
