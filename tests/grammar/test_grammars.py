@@ -20,7 +20,8 @@ from llguidance import LLParserLimits
 
 from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.errors import GrammarError, GrammarUnavailableError, ParameterError
-from sglang_jax.grammar.compiler import MOST_BUILT, MOST_CACHED_CHARACTERS, Compilation, GrammarCompiler, Queue
+from sglang_jax.grammar.compile_queue import Compilation, Queue
+from sglang_jax.grammar.compiler import MOST_BUILT, MOST_CACHED_CHARACTERS, GrammarCompiler
 from sglang_jax.grammar.interface import CompiledGrammar, Matcher, Progress
 from sglang_jax.grammar.lark import json_rule
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
