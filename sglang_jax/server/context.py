@@ -30,6 +30,9 @@ AT_A_TIME = 2
 """Completions of one request that are begun before the event loop turns, or one prompt's: each takes some time to
 check and to send."""
 
+SHORT_CHAT = 16_384
+"""Characters of a chat that waits for no longer one to be rendered; a message counts as some more."""
+
 LOGPROBS_AT_ONCE = 2**19
 """Logprobs of prompts of one request that may wait at once, alternatives included: prompts with many are begun a few at
 a time. Each takes some twenty bytes until somebody writes it."""
@@ -57,6 +60,7 @@ class ServerContext:
     in_engine: dict[str, Caller] = field(default_factory=dict)
     _logprobs: HeldLogprobs = field(init=False)
     _templates: FairThreads = field(default_factory=lambda: FairThreads(1, "chat-template"))
+    _short_templates: FairThreads = field(default_factory=lambda: FairThreads(1, "short-chat-template"))
 
     def __post_init__(self) -> None:
         self._logprobs = HeldLogprobs(self.config.max_logprobs_per_response)
@@ -76,8 +80,9 @@ class ServerContext:
 
     async def render(self, work: Callable[[], Rendered], *, size: int, request_id: str) -> Rendered:
         """What `work` gives, which runs a chat template on about so many characters of a request: in a thread, one at a
-        time, as one process runs them all; in turns of callers and their requests."""
-        return await self._templates.run(work, size=size, tenant=current_caller().name, flow=request_id)
+        time, and short ones beside a long one; in turns of callers and their requests."""
+        threads = self._short_templates if size <= SHORT_CHAT else self._templates
+        return await threads.run(work, size=size, tenant=current_caller().name, flow=request_id)
 
     async def encode(
         self, text: str, request_id: str, *, add_special_tokens: bool, most_tokens: int, param: str
