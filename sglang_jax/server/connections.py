@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
 from sglang_jax.errors import RequestError
+from sglang_jax.logs import OnceASecond
 from sglang_jax.server.auth import OPEN_PATHS
 from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.errors import TooManyConnectionsError, error_body, error_response
@@ -27,6 +28,7 @@ from sglang_jax.server.held_answers import HeldAnswers, share_limit
 from sglang_jax.server.slices import BEGINNING, SLICE, SLICE_SECONDS, SliceTurns, next_slice
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceASecond())
 
 MAX_HEAD_BYTES = 32_768
 """Most bytes of a request's head: request line and headers."""

@@ -60,6 +60,9 @@ of megabytes are read and written in threads, and a request gives the lock away 
 Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
 
 
+MALFORMED_REQUESTS = logs.OnceASecond()
+"""Of what uvicorn says of them, which is a line each."""
+
 SECONDS_TO_TELL = 2.0
 """How long clients have to read that the engine is gone before the server ends."""
 
@@ -183,6 +186,7 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
 def http_config(context: ServerContext) -> uvicorn.Config:
     """How uvicorn serves the context's engine."""
     config = context.config
+    logging.getLogger("uvicorn.error").addFilter(MALFORMED_REQUESTS)
     limits = ConnectionLimits(raise_descriptor_limit(config.max_connections), config.client_timeout)
     app: ASGIApp = create_app(context)
     if not context.callers.asks_for_a_key and is_loopback(config.host):
