@@ -15,10 +15,11 @@ from helpers.echo_server import EchoServer, wait_for
 
 from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta
 from sglang_jax.server import json_body
+from sglang_jax.server.callers import Caller, set_caller
 from sglang_jax.server.context import MergedStreams
 from sglang_jax.server.json_body import LONG_BODY
 from sglang_jax.server.long_work import OTHERS_SHARE, LongWork
-from sglang_jax.server.streaming import RESPONSE_SLICE, json_list_response, json_response, written
+from sglang_jax.server.streaming import RESPONSE_SLICE, json_list_response, json_response
 
 JSON = {"Content-Type": "application/json"}
 PADDING = {"user": "x" * (LONG_BODY + 1)}
@@ -227,7 +228,9 @@ def test_a_long_answer_arrives_whole(server: EchoServer) -> None:
     assert len(answer.json()) == 12
 
 
-async def test_many_completions_are_written_in_a_thread() -> None:
+def test_many_completions_are_written_in_a_thread_one_request_after_the_other(server: EchoServer) -> None:
+    """In as many threads as there were requests, each of them in the event loop's way."""
+
     def outputs(count: int) -> list[OutputDelta]:
         finish = FinishReason(FinishKind.LENGTH)
         return [
@@ -243,6 +246,21 @@ async def test_many_completions_are_written_in_a_thread() -> None:
             for index in range(count)
         ]
 
-    names = [await written(lambda: threading.current_thread().name, outputs(count)) for count in (2, 1024)]
-    assert names[0] == threading.current_thread().name
-    assert names[1] != names[0]
+    at_once, most = 0, 0
+
+    def write() -> str:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.01)
+        at_once -= 1
+        return threading.current_thread().name
+
+    async def write_all(*counts: int) -> list[str]:
+        set_caller(Caller("anybody"))
+        return await asyncio.gather(*(server.context.written(write, outputs(count)) for count in counts))
+
+    names = server.await_(write_all(2, 1024, 1024, 1024))
+    assert "long-answers" not in names[0]
+    assert all("long-answers" in name for name in names[1:])
+    assert most == 1
