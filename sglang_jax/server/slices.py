@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Protocol
 
 SLICE, LEAST_SLICE = 8192, 512
@@ -16,7 +16,7 @@ SLICE_SECONDS = 0.001
 dozen turns of the event loop until its first token. Slices of a connection become smaller until they take no more."""
 
 TURN_SECONDS = 0.0005
-"""Processor time after which the event loop turns before the slices of further connections are parsed. A thousand
+"""Seconds after which the event loop turns before the slices of further connections are parsed. A thousand
 bodies at once would make each turn last as long as a slice of all of them."""
 
 BEGINNING = 16_384
@@ -57,9 +57,9 @@ class SliceTurns:
         self._turn_later()
 
     def _parse(self, parser: Parser) -> None:
-        begin = time.thread_time()
+        begin = perf_counter()
         parser.parse()
-        self._spent += time.thread_time() - begin
+        self._spent += perf_counter() - begin
         self._turn_later()
 
     def _turn_later(self) -> None:
