@@ -9,8 +9,10 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import h11
 import msgspec
@@ -25,7 +27,7 @@ from sglang_jax.server.auth import OPEN_PATHS
 from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.errors import TooManyConnectionsError, error_body, error_response
 from sglang_jax.server.held_answers import HeldAnswers, share_limit
-from sglang_jax.server.slices import BEGINNING, SLICE, SLICE_SECONDS, SliceTurns, next_slice
+from sglang_jax.server.slices import BEGINNING, SLICE, SLICE_SECONDS, SliceTurns, SmallReads, next_slice
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceASecond())
@@ -80,17 +82,28 @@ class ConnectionLimits:
     client_timeout: float
 
 
-def bounded_connections(limits: ConnectionLimits) -> type[H11Protocol]:
-    """uvicorn's connections with these limits, which all of them share."""
+def small_reads(limits: ConnectionLimits) -> Callable[..., SmallReads]:
+    """Makes what reads for a connection, as uvicorn makes one for each."""
+    turns = SliceTurns()
+    connection = bounded_connections(limits, turns)
+
+    def make(*arguments: Any, **options: Any) -> SmallReads:
+        return SmallReads(connection(*arguments, **options), turns)
+
+    return make
+
+
+def bounded_connections(limits: ConnectionLimits, turns: SliceTurns | None = None) -> type[H11Protocol]:
+    """uvicorn's connections with these limits, which all of them share, and in these turns."""
     # In the order in which they began to wait for a request; the first has waited longest.
     idle: dict[BoundedConnection, None] = {}
     held = HeldAnswers()
     heads = Beginnings(MOST_OF_HEADS, "heads")
-    turns = SliceTurns()
+    shared_turns = SliceTurns() if turns is None else turns
 
     class Connection(BoundedConnection):
         def __init__(self, *arguments: object, **options: object) -> None:
-            super().__init__(limits, idle, held, heads, turns, *arguments, **options)
+            super().__init__(limits, idle, held, heads, shared_turns, *arguments, **options)
 
     return Connection
 

@@ -82,6 +82,7 @@ class BodyLimit:
             await self._app(scope, replay, send)
         finally:
             self._hold(share, -share.size)
+            share.refusal = None  # it knows the frames that know the share, and what they hold
 
     async def _read(self, headers: Headers, receive: Receive, share: _Share) -> Message:
         """The message that carries all of a body, or that tells that the client has left. Raises `RequestError`."""
@@ -113,6 +114,7 @@ class BodyLimit:
             ) from error
         finally:
             self._small.hold(share, 0)
+            chunks.clear()
 
     async def _next(self, receive: Receive, share: _Share, until: float) -> Message:
         """The next part of a body. Raises `TimeoutError`, and why it is not waited for."""

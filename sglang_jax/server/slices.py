@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
@@ -21,6 +20,10 @@ bodies at once would make each turn last as long as a slice of all of them."""
 
 BEGINNING = 16_384
 """Bytes of a request that are parsed before the rest of longer ones: most requests have no more."""
+
+
+CROWD, CROWDED_SLICE = 256, 2048
+"""Where so many slices wait, so few bytes of each further connection are read at once: thousands wait with them."""
 
 
 class Parser(Protocol):
@@ -56,6 +59,11 @@ class SliceTurns:
         (self._first if first else self._rest).append(parser)
         self._turn_later()
 
+    @property
+    def crowded(self) -> bool:
+        """Many wait: no more is to be read of each than tells what it is about."""
+        return len(self._first) + len(self._rest) > CROWD
+
     def _parse(self, parser: Parser) -> None:
         begin = perf_counter()
         parser.parse()
@@ -84,8 +92,9 @@ class SmallReads(asyncio.BufferedProtocol):
     _buffer = memoryview(bytearray(SLICE))
     """Every connection's: what is read is taken out at once."""
 
-    def __init__(self, connection: asyncio.Protocol) -> None:
+    def __init__(self, connection: asyncio.Protocol, turns: SliceTurns) -> None:
         self._connection = connection
+        self._turns = turns
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._connection.connection_made(transport)
@@ -94,7 +103,7 @@ class SmallReads(asyncio.BufferedProtocol):
         self._connection.connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        return self._buffer[:CROWDED_SLICE] if self._turns.crowded else self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         self._connection.data_received(bytes(self._buffer[:nbytes]))
@@ -107,15 +116,6 @@ class SmallReads(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._connection.resume_writing()
-
-
-def small_reads(connections: Callable[..., asyncio.Protocol]) -> Callable[..., SmallReads]:
-    """Makes what reads for each of the connections that `connections` makes."""
-
-    def make(*arguments: object, **options: object) -> SmallReads:
-        return SmallReads(connections(*arguments, **options))
-
-    return make
 
 
 def next_slice(size: int, seconds: float) -> int:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
 from helpers.echo_server import EchoServer, serve_echo
 from helpers.wire import Wire, connect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.loops.auto import auto_loop_factory
 
 from sglang_jax.server import slices
+from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.connections import BoundedConnection, ConnectionLimits, bounded_connections
-from sglang_jax.server.slices import BEGINNING, SLICE, SliceTurns, SmallReads, small_reads
+from sglang_jax.server.request_body import BodyLimit
+from sglang_jax.server.serve import bind, listening_sockets
+from sglang_jax.server.slices import BEGINNING, CROWD, CROWDED_SLICE, SLICE, SliceTurns, SmallReads
 
 LIMITS = ConnectionLimits(max_connections=1000, client_timeout=60.0)
 KEY = "k" * 20
@@ -129,7 +135,7 @@ async def test_health_checks_wait_for_nobody(path: str) -> None:
         connection.connection_lost(None)
 
 
-def test_a_connection_holds_a_slice_of_what_comes() -> None:
+async def test_a_connection_holds_a_slice_of_what_comes() -> None:
     """A transport read up to 256 KiB of each of thousands, and kept it until its turn."""
     sizes: list[int] = []
 
@@ -137,14 +143,17 @@ def test_a_connection_holds_a_slice_of_what_comes() -> None:
         def data_received(self, data: bytes) -> None:
             sizes.append(len(data))
 
-    made = small_reads(lambda: Noted.__new__(Noted))()
-    assert isinstance(made, SmallReads)
+    turns = SliceTurns()
+    made = SmallReads(Noted.__new__(Noted), turns)
     for length in (SLICE, 5):
         buffer = made.get_buffer(262_144)
         assert len(buffer) == SLICE
         buffer[:length] = b"x" * length
         made.buffer_updated(length)
     assert sizes == [SLICE, 5]
+    for _ in range(CROWD + 1):
+        turns.put(Piece("waits", []), first=True)
+    assert len(made.get_buffer(262_144)) == CROWDED_SLICE
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +191,60 @@ def test_the_server_reads_so(locked: EchoServer, monkeypatch: pytest.MonkeyPatch
     assert locked.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}).is_success
     assert sum(sizes) > 1_000_000
     assert max(sizes) <= SLICE
+
+
+async def test_what_was_refused_is_not_kept_for_the_garbage_collector() -> None:
+    """Of a body that was refused its chunks stayed, as the error knew the frames that knew the error."""
+
+    class Chunk(bytearray):
+        """A reference to it can be weak."""
+
+    kept: list[weakref.ref[Chunk]] = []
+    limit = BodyLimit(size_of_body, 100_000, 60.0)
+    limit._small = Beginnings(5000, "small bodies")
+
+    async def receive() -> Message:
+        chunk = Chunk(b"x" * 2000)
+        kept.append(weakref.ref(chunk))
+        return {"type": "http.request", "body": chunk, "more_body": True}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    gc.disable()
+    try:
+        await limit({"type": "http", "headers": [(b"content-length", b"60000")]}, receive, send)
+        assert sent[0]["status"] == 503
+        assert len(kept) == 3
+        assert [chunk() for chunk in kept] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_crowd_is_accepted_in_few_turns_of_the_event_loop() -> None:
+    """One in each turn: a health check waited for seconds behind thousands, before the server had seen it."""
+
+    class Accepted(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.append(transport)
+
+    async def turns_for(count: int) -> int:
+        loop = asyncio.get_running_loop()
+        listener = bind("127.0.0.1", 0)
+        servers = [await loop.create_server(Accepted, sock=one, backlog=200) for one in listening_sockets(listener)]
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(count)]
+        turns = 0
+        while len(made) < count:
+            await asyncio.sleep(0)
+            turns += 1
+        for client in clients:
+            client.close()
+        for server in servers:
+            server.close()
+        return turns
+
+    made: list[asyncio.BaseTransport] = []
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        assert runner.run(turns_for(96)) <= 24
