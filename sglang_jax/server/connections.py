@@ -147,7 +147,7 @@ class BoundedConnection(H11Protocol):
         self._spare = False
         self._rest = bytearray()
         self._slice = SLICE
-        self._parsed = 0
+        self._parsed = self._announced = 0
         self._seems_slow = False
         self._parsing = False
         self._looked_at = 0
@@ -220,7 +220,10 @@ class BoundedConnection(H11Protocol):
 
     @property
     def _is_first(self) -> bool:
-        return self._parsed < BEGINNING or self.conn.their_state is h11.IDLE
+        """Among the first bytes of a request, unless it has announced that it is a long one."""
+        if self.conn.their_state is h11.IDLE:
+            return True
+        return self._parsed < BEGINNING and self._announced <= BEGINNING
 
     def _count_head(self) -> None:
         """Counts what is held of a head that is not whole, or of what came behind a request that is at work."""
@@ -256,7 +259,10 @@ class BoundedConnection(H11Protocol):
         del self._rest[:size]
         if self.server is None:
             self.server, self.client = get_local_addr(self.transport), get_remote_addr(self.transport)
+        cycle = self.cycle
         took = self._parse_slice(data)
+        if self.cycle is not cycle:
+            self._announced = next((int(size) for name, size in self.headers if name == b"content-length"), 0)
         self._slice = next_slice(self._slice, took)
         self._parsed += len(data)
         self._watch()

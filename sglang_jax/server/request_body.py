@@ -20,8 +20,11 @@ BODIES_IN_FLIGHT = 8
 SMALL_BODY = 65_536
 """Bodies of so many bytes are read however much the larger ones hold."""
 
-MOST_OF_SMALL_BODIES = 32 * 2**20
+MOST_OF_SMALL_BODIES = 24 * 2**20
 """Most bytes of all bodies together that are still small and not whole."""
+
+LIKE_BYTES = 8192
+"""A request whose body is waited for takes about as much memory as so many bytes of it, which count with them."""
 
 SLOWEST = 16_384
 """Bytes a second that a client must send on average, behind its first `client_timeout` seconds."""
@@ -92,6 +95,7 @@ class BodyLimit:
         chunks: list[bytes] = []
         begin = asyncio.get_running_loop().time()
         try:
+            self._small.hold(share, LIKE_BYTES)
             while True:
                 message = await self._next(receive, share, begin + self._patience + share.size / SLOWEST)
                 if message["type"] != "http.request":
@@ -103,7 +107,7 @@ class BodyLimit:
                 self._hold(share, len(chunk))
                 if not message.get("more_body", False):
                     return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
-                self._small.hold(share, share.size if size <= SMALL_BODY else 0)
+                self._small.hold(share, LIKE_BYTES + (share.size if size <= SMALL_BODY else 0))
                 if share.refusal is not None:
                     raise share.refusal
         except TimeoutError as error:

@@ -19,7 +19,7 @@ TURN_SECONDS = 0.0005
 bodies at once would make each turn last as long as a slice of all of them."""
 
 BEGINNING = 16_384
-"""Bytes of a request that are parsed before the rest of longer ones: most requests have no more."""
+"""Bytes of a request that are parsed before those of longer ones: most requests have no more."""
 
 
 CROWD, CROWDED_SLICE = 256, 2048
@@ -35,9 +35,9 @@ class Parser(Protocol):
 
 
 class SliceTurns:
-    """The slices of all connections, so many in a turn of the event loop as `TURN_SECONDS` allow: those of the first
-    `BEGINNING` bytes of requests, then those of the rest, at least one of which is parsed in each turn. All methods run
-    on one event loop."""
+    """The slices of all connections, so many in a turn of the event loop as `TURN_SECONDS` allow: those of heads and of
+    the first `BEGINNING` bytes of requests, then those of longer ones, at least one of which is parsed in each turn.
+    All methods run on one event loop."""
 
     def __init__(self) -> None:
         self._first: deque[Parser] = deque()
@@ -47,7 +47,8 @@ class SliceTurns:
 
     def take(self, parser: Parser, *, first: bool) -> bool:
         """Has a slice parsed now, or in a later turn of the event loop where others wait, or had this one; tells
-        whether it was. `first`: it is among the first `BEGINNING` bytes of a request."""
+        whether it was. `first`: of a head, or among the first `BEGINNING`
+        bytes of a request."""
         if self._spent < TURN_SECONDS and not self._first and (first or not self._rest):
             self._parse(parser)
             return True
@@ -66,9 +67,11 @@ class SliceTurns:
 
     def _parse(self, parser: Parser) -> None:
         begin = perf_counter()
-        parser.parse()
-        self._spent += perf_counter() - begin
-        self._turn_later()
+        try:
+            parser.parse()
+        finally:
+            self._spent += perf_counter() - begin
+            self._turn_later()
 
     def _turn_later(self) -> None:
         if not self._turning:
