@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections import Counter
 from contextvars import ContextVar
 from datetime import datetime
 
@@ -46,6 +49,29 @@ def own_level() -> int:
 def writes_json() -> bool:
     """True if `configure` was told so: processes that this one starts do as it does."""
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
+class OnceASecond(logging.Filter):
+    """Lets each warning pass once a second, with how many were kept back since the last time: clients cause some, and
+    are not to fill a disk. For one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[str, float] = {}
+        self._kept_back: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`. Messages are told apart before their arguments are filled in: there are few."""
+        if record.levelno != logging.WARNING:
+            return True
+        message, now = str(record.msg), time.monotonic()
+        if now - self._passed.get(message, -math.inf) < 1.0:
+            self._kept_back[message] += 1
+            return False
+        self._passed[message] = now
+        if kept_back := self._kept_back.pop(message, 0):
+            record.msg = f"{message} ({kept_back} more since the last such line)"
+        return True
 
 
 class TextLines(logging.Formatter):

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import LifoQueue
 
 from sglang_jax.errors import RequestError, cut
 
@@ -154,7 +155,32 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return bytes(content)
 
 
-TEMPLATES = TemplateProcess()
-"""The one of this process: templates of all tokenizers run there."""
+class TemplateProcesses:
+    """Renders up to `count` conversations at once, each in a process of its own; further ones wait. Thread-safe; a
+    process is started when the others are at work."""
+
+    def __init__(self, count: int) -> None:
+        self._all = [TemplateProcess() for _ in range(count)]
+        self._free: LifoQueue[TemplateProcess] = LifoQueue()  # the one that was used last is running
+        for process in reversed(self._all):
+            self._free.put(process)
+
+    def render(self, rendering: Rendering) -> str:
+        """See `TemplateProcess`."""
+        process = self._free.get()
+        try:
+            return process.render(rendering)
+        finally:
+            self._free.put(process)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._all:
+            process.close()
+
+
+TEMPLATES = TemplateProcesses(2)
+"""Those of this process: templates of all tokenizers run there. A second one, as a long conversation takes some twenty
+milliseconds, and short ones are not to wait for it."""
 
 atexit.register(TEMPLATES.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -17,6 +18,9 @@ MASK_THREADS = 4
 
 MOST_CHARACTERS_BUILT_AGAIN = 16 << 10
 """Longest grammar that is built again for one output, between two steps: tens of milliseconds at most."""
+
+MOST_PARTED = 32
+"""Outputs that have states of their own at once, of up to 60 MB each: 1.9 GB."""
 
 _OF_THE_LEXER = "lexer error"
 """How errors begin that all who share its states get: too many of them, or too much work on one mask."""
@@ -39,7 +43,7 @@ class _Vocabulary:
 class LlguidanceMatcher:
     """See `Matcher`. `tokens`: what it was told; None once its states are its own."""
 
-    __slots__ = ("grammar", "inner", "tokens")
+    __slots__ = ("__weakref__", "grammar", "inner", "tokens")
 
     def __init__(self, inner: LLMatcher, grammar: LlguidanceGrammar) -> None:
         self.inner = inner
@@ -55,8 +59,9 @@ class LlguidanceMatcher:
         if not self.failure.startswith(_OF_THE_LEXER):
             return False
         self.grammar.spoiled = True
-        if self.tokens is None:
+        if self.tokens is None or len(self.grammar.parted) >= MOST_PARTED:
             return False
+        self.grammar.parted.add(self)
         told, self.tokens = self.tokens, None
         self.inner = self.grammar.build()
         self.inner.consume_tokens(told)
@@ -67,12 +72,21 @@ class LlguidanceGrammar:
     """See `CompiledGrammar`. Matchers share the states of the lexer that they have met, up to a limit, at which the
     library fails all of them, whosever output it was. They part then.
 
-    **Arguments:** `build`: makes a matcher of an empty output that shares nothing; `can_part`: it is quick to.
+    **Arguments:** `build`: makes a matcher of an empty output that shares nothing; `can_part`: it is quick to;
+    `parted`: matchers of all grammars that have parted.
     """
 
-    def __init__(self, prototype: LLMatcher, build: Callable[[], LLMatcher], *, can_part: bool) -> None:
+    def __init__(
+        self,
+        prototype: LLMatcher,
+        build: Callable[[], LLMatcher],
+        parted: WeakSet[LlguidanceMatcher],
+        *,
+        can_part: bool,
+    ) -> None:
         self._prototype = prototype
         self.build = build
+        self.parted = parted
         self.can_part = can_part
         self.spoiled = False
 
@@ -97,6 +111,7 @@ class LlguidanceBackend:
             table.tokens[token].decode(errors="replace"): token for token in table.special if token < vocab_size
         }
         self._executor = LLExecutor(MASK_THREADS)
+        self._parted: WeakSet[LlguidanceMatcher] = WeakSet()
 
     def build(self, grammar: Grammar, lark: str) -> CompiledGrammar:
         """See `GrammarBackend`. Other threads run meanwhile."""
@@ -110,7 +125,7 @@ class LlguidanceBackend:
             prototype.deep_copy().compute_bitmask()  # the first mask of a grammar is the dearest
         if prototype.is_error():
             raise GrammarError(f"{grammar.field}: {brief(prototype.get_error())}", param=grammar.field)
-        return LlguidanceGrammar(prototype, build, can_part=len(lark) <= MOST_CHARACTERS_BUILT_AGAIN)
+        return LlguidanceGrammar(prototype, build, self._parted, can_part=len(lark) <= MOST_CHARACTERS_BUILT_AGAIN)
 
     def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[Progress]:
         own = _own(matchers)

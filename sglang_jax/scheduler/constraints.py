@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_jax.errors import GrammarError, GrammarUnavailableError
-from sglang_jax.grammar.compiler import Compilation, GrammarCompiler
+from sglang_jax.grammar.compile_queue import Compilation
+from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.grammar.interface import Matcher, Progress
 from sglang_jax.runner.plan import MASK_WORD, Int32, TokenMasks, mask_words
 from sglang_jax.sampling.params import SamplingParams

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Protocol
 
 from sglang_jax.errors import RequestError
+from sglang_jax.logs import OnceASecond
 from sglang_jax.server.errors import BusyError
 
 logger = logging.getLogger(__name__)
-
-
-_SECONDS_BETWEEN_WARNINGS = 1.0
-"""However many are refused, as a log is written by the event loop, and kept on a disk."""
+logger.addFilter(OnceASecond())
 
 
 class Beginner(Protocol):
@@ -25,8 +22,9 @@ class Beginner(Protocol):
 
 
 class Beginnings:
-    """Parts of what comes over all connections. Beyond `most` bytes together the longest part is refused, and of equal
-    ones the oldest. All methods run on one event loop.
+    """Parts of what comes over all connections. Beyond `most` bytes together the oldest is refused of those that are at
+    least half as long as their average: who sends without pauses is done before that, however many others are silent,
+    and who has sent little is in nobody's way. All methods run on one event loop.
 
     **Arguments:** `what`: in the plural, for errors.
     """
@@ -36,8 +34,6 @@ class Beginnings:
         self._most = most
         self._what = what
         self._sizes: dict[Beginner, int] = {}
-        self._refused = 0
-        self._warned_at = -_SECONDS_BETWEEN_WARNINGS
 
     def hold(self, whose: Beginner, size: int) -> None:
         """So many bytes of somebody's are held now; none once it is whole, or its client has left."""
@@ -48,28 +44,19 @@ class Beginnings:
             del self._sizes[whose]
         self.num_bytes += size - before
         while self.num_bytes > self._most:
-            longest = max(self._sizes, key=self._sizes.__getitem__)
-            length = self._sizes.pop(longest)
-            self._warn(length)
-            longest.refuse(
+            least = self.num_bytes / len(self._sizes) / 2
+            oldest = next(whose for whose, length in self._sizes.items() if length >= least)
+            length = self._sizes.pop(oldest)
+            logger.warning(
+                "Refused a request of which %d bytes had come: %d bytes of unfinished %s are held",
+                length,
+                self.num_bytes,
+                self._what,
+            )
+            oldest.refuse(
                 BusyError(
                     f"the unfinished {self._what} of all requests hold {self.num_bytes} bytes, this one {length}; the "
                     f"limit is {self._most}. Send it without pauses, or try again later"
                 )
             )
             self.num_bytes -= length
-
-    def _warn(self, length: int) -> None:
-        self._refused += 1
-        now = time.monotonic()
-        if now - self._warned_at < _SECONDS_BETWEEN_WARNINGS:
-            return
-        logger.warning(
-            "Refused a request of which %d bytes had come: %d bytes of unfinished %s are held (%d refused since the "
-            "last such line)",
-            length,
-            self.num_bytes,
-            self._what,
-            self._refused,
-        )
-        self._refused, self._warned_at = 0, now

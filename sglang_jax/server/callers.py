@@ -232,6 +232,12 @@ def current_caller() -> Caller:
     return _CALLER.get()
 
 
+def caller_name() -> str:
+    """Whose request this is; empty where nobody was asked for a key, as on `auth.OPEN_PATHS`."""
+    caller = _CALLER.get(None)
+    return "" if caller is None else caller.name
+
+
 async def require_admin() -> None:
     """What routes depend on that change the server's state or show what others do. Raises `AdminKeyError`."""
     if not current_caller().admin:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import resource
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import h11
 import msgspec
@@ -18,12 +22,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
 from sglang_jax.errors import RequestError
+from sglang_jax.logs import OnceASecond
 from sglang_jax.server.auth import OPEN_PATHS
 from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.errors import TooManyConnectionsError, error_body, error_response
 from sglang_jax.server.held_answers import HeldAnswers, share_limit
+from sglang_jax.server.slices import BEGINNING, SLICE, SLICE_SECONDS, SliceTurns, SmallReads, next_slice
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceASecond())
 
 MAX_HEAD_BYTES = 32_768
 """Most bytes of a request's head: request line and headers."""
@@ -42,15 +49,10 @@ full is not to think it dead, and start it again."""
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 """The blank line behind the headers, as h11 looks for it."""
 
+_HEALTH_CHECKS = tuple(f"{method} {path} ".encode() for method in ("GET", "HEAD") for path in OPEN_PATHS)
+
 _LEAST_OF_TEXT = 0x21
 """No request begins with a smaller byte."""
-
-SLICE, LEAST_SLICE = 8192, 512
-"""Most and fewest bytes that are parsed before the event loop turns."""
-
-SLICE_SECONDS = 0.001
-"""Processor time that a slice is to take: 8 KiB of a body's smallest chunks take some 20 ms, and a request needs a
-dozen turns of the event loop until its first token. Slices of a connection become smaller until they take no more."""
 
 OTHERS_SHARE = 5
 """So many times as long as a slice took that was slow to parse, its connection waits for the next one."""
@@ -65,6 +67,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
 """Seconds for which nothing is read behind the last of these; behind each further piece it is twice as long as before.
 To be woken for six bytes costs as much as for 64 KiB, so that a few hundred clients that trickle would take a core."""
 
+MOST_DISCARDED = 262_144
+"""Bytes of a refused request that are taken from the kernel before its connection is closed."""
+
 SPARE_DESCRIPTORS = 256
 """What the process needs beside connections: the engine's sockets, logs, files that are read."""
 
@@ -77,16 +82,28 @@ class ConnectionLimits:
     client_timeout: float
 
 
-def bounded_connections(limits: ConnectionLimits) -> type[H11Protocol]:
-    """uvicorn's connections with these limits, which all of them share."""
+def small_reads(limits: ConnectionLimits) -> Callable[..., SmallReads]:
+    """Makes what reads for a connection, as uvicorn makes one for each."""
+    turns = SliceTurns()
+    connection = bounded_connections(limits, turns)
+
+    def make(*arguments: Any, **options: Any) -> SmallReads:
+        return SmallReads(connection(*arguments, **options), turns)
+
+    return make
+
+
+def bounded_connections(limits: ConnectionLimits, turns: SliceTurns | None = None) -> type[H11Protocol]:
+    """uvicorn's connections with these limits, which all of them share, and in these turns."""
     # In the order in which they began to wait for a request; the first has waited longest.
     idle: dict[BoundedConnection, None] = {}
     held = HeldAnswers()
     heads = Beginnings(MOST_OF_HEADS, "heads")
+    shared_turns = SliceTurns() if turns is None else turns
 
     class Connection(BoundedConnection):
         def __init__(self, *arguments: object, **options: object) -> None:
-            super().__init__(limits, idle, held, heads, *arguments, **options)
+            super().__init__(limits, idle, held, heads, shared_turns, *arguments, **options)
 
     return Connection
 
@@ -105,9 +122,10 @@ class BoundedConnection(H11Protocol):
 
     A head is parsed once it is whole: clients that send a line at a time would have h11 look at each. One in many
     pieces is read ever more seldom, and so is a body in many small ones, as a few clients could keep the event loop
-    busy with theirs. What comes is parsed in slices, as a client may send a body in thousands of chunks at once. Of an
-    answer whose length is not known, h11 writes the beginning and the end, and the connection the chunks between them:
-    a chunk changes nothing in h11's state, and its checks cost an event as much as the engine's client.
+    busy with theirs. What comes is parsed in slices, as a client may send a body in thousands of chunks at once, and
+    in turns with other connections (`SliceTurns`); health checks wait for nobody. Of an answer whose length is not
+    known, h11 writes the beginning and the end, and the connection the chunks between them: a chunk changes nothing in
+    h11's state, and its checks cost an event as much as the engine's client.
     """
 
     def __init__(
@@ -116,6 +134,7 @@ class BoundedConnection(H11Protocol):
         idle: dict[BoundedConnection, None],
         held: HeldAnswers,
         heads: Beginnings,
+        turns: SliceTurns,
         *arguments: object,
         **options: object,
     ) -> None:
@@ -124,9 +143,12 @@ class BoundedConnection(H11Protocol):
         self._idle = idle
         self._held = held
         self._heads = heads
+        self._turns = turns
         self._spare = False
         self._rest = bytearray()
         self._slice = SLICE
+        self._parsed = self._announced = 0
+        self._seems_slow = False
         self._parsing = False
         self._looked_at = 0
         self._came = 0
@@ -179,12 +201,29 @@ class BoundedConnection(H11Protocol):
         """Parses a slice of what came, and the rest in later turns of the event loop."""
         self._rest += data
         self._came = len(self._rest)
-        if not self._parsing:  # otherwise a later turn is on its way
-            self._parse()
+        if self._parsing:  # a later turn is on its way; somebody else read on
+            self.transport.pause_reading()
+            return
+        self._parsing = True
+        if self.conn.their_state is h11.IDLE and self._rest.startswith(_HEALTH_CHECKS):
+            self.parse()  # whatever waits of others: who asks is to hear that the server lives
+        elif not self._turns.take(self, first=self._is_first):
+            self.transport.pause_reading()
 
-    def _parse(self) -> None:
+    def parse(self) -> None:
+        """Parses a slice, as its turn has come."""
         self._parse_next()
         self._count_head()
+
+    def _parse_later(self) -> None:
+        self._turns.put(self, first=self._is_first)
+
+    @property
+    def _is_first(self) -> bool:
+        """Among the first bytes of a request, unless it has announced that it is a long one."""
+        if self.conn.their_state is h11.IDLE:
+            return True
+        return self._parsed < BEGINNING and self._announced <= BEGINNING
 
     def _count_head(self) -> None:
         """Counts what is held of a head that is not whole, or of what came behind a request that is at work."""
@@ -208,6 +247,8 @@ class BoundedConnection(H11Protocol):
         if self.transport.is_closing() or not self._rest:  # nothing would be the connection's end for h11
             self._rest.clear()
             return
+        if self.conn.their_state is h11.IDLE:
+            self._parsed = 0
         size = self._size_of_next()
         if size == 0:
             self._unset_keepalive_if_required()
@@ -218,20 +259,35 @@ class BoundedConnection(H11Protocol):
         del self._rest[:size]
         if self.server is None:
             self.server, self.client = get_local_addr(self.transport), get_remote_addr(self.transport)
-        begin = time.thread_time()
-        super().data_received(data)
-        took = time.thread_time() - begin
+        cycle = self.cycle
+        took = self._parse_slice(data)
+        if self.cycle is not cycle:
+            self._announced = next((int(size) for name, size in self.headers if name == b"content-length"), 0)
         self._slice = next_slice(self._slice, took)
+        self._parsed += len(data)
         self._watch()
         if self._rest:
             self._parsing = True
             self.transport.pause_reading()
-            self.loop.call_later(took * OTHERS_SHARE if took > SLICE_SECONDS / 2 else 0.0, self._parse)
+            if took > SLICE_SECONDS / 2:
+                self.loop.call_later(took * OTHERS_SHARE, self._parse_later)
+            else:
+                self._parse_later()
         elif self._came <= SMALL_PIECE and self._in_part():
             self._await_piece()
         else:
             self._pieces = 0
             self._read_on()
+
+    def _parse_slice(self, data: bytes) -> float:
+        """Returns how long it took of a processor's time, or, where that was not measured, how long it took: on some
+        virtual machines to ask for a thread's time takes as long as to parse a slice, so it is asked for where one was
+        slow, if only because of what else the machine does."""
+        begin, exact = time.perf_counter(), time.thread_time() if self._seems_slow else None
+        super().data_received(data)
+        took = time.perf_counter() - begin if exact is None else time.thread_time() - exact
+        self._seems_slow = took > SLICE_SECONDS / 4
+        return took
 
     def _in_part(self) -> bool:
         """More of the request is to come: of its body, or of a head that h11 has since it began behind another."""
@@ -316,6 +372,8 @@ class BoundedConnection(H11Protocol):
         super().on_response_complete()
         self._watch()
         self._count_head()
+        if self.transport.is_closing():
+            self._discard_unread()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than the server writes."""
@@ -354,6 +412,18 @@ class BoundedConnection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
+        self._discard_unread()
+
+    def _discard_unread(self) -> None:
+        """Takes from the kernel what came of a request that was refused: at the connection's end it would answer unread
+        bytes with a reset, and the client lose what it was answered."""
+        socket = self.transport.get_extra_info("socket")
+        if socket is None or self not in self.connections:  # the descriptor may be somebody else's
+            return
+        with suppress(OSError):  # nothing is there
+            for _ in range(MOST_DISCARDED // SLICE):
+                if not os.read(socket.fileno(), SLICE):
+                    return
 
     def _watch(self) -> None:
         """Starts or ends the client's time for the head of a request."""
@@ -391,13 +461,6 @@ class BoundedConnection(H11Protocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
-
-
-def next_slice(size: int, seconds: float) -> int:
-    """How many bytes to parse at once, after so many took so long."""
-    if seconds > SLICE_SECONDS:
-        return max(LEAST_SLICE, size // 2)
-    return min(SLICE, size * 2) if seconds < SLICE_SECONDS / 4 else size
 
 
 def _head_too_large() -> RequestError:

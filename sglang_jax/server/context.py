@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -20,8 +23,10 @@ from sglang_jax.server.errors import ShuttingDownError
 from sglang_jax.server.held_logprobs import HeldLogprobs
 from sglang_jax.server.metrics import ServerMetrics
 from sglang_jax.server.sampling import rename_field, renamed_fields
+from sglang_jax.server.streaming import FEW_LOGPROBS, logprobs_to_write
 
 Rendered = TypeVar("Rendered")
+Written = TypeVar("Written")
 
 ANY_MODEL = "default"
 """The model name of clients that do not care."""
@@ -29,6 +34,13 @@ ANY_MODEL = "default"
 AT_A_TIME = 2
 """Completions of one request that are begun before the event loop turns, or one prompt's: each takes some time to
 check and to send."""
+
+SHORT_CHAT = 16_384
+"""Characters of a chat that waits for no longer one to be rendered; a message counts as some more."""
+
+WRITERS_REST = 1.0
+"""So many times as long as it takes to write a long answer, no other is begun: its thread is in the event loop's way,
+which waits up to `serve.SWITCH_SECONDS` for Python's lock each time that it has something to do."""
 
 LOGPROBS_AT_ONCE = 2**19
 """Logprobs of prompts of one request that may wait at once, alternatives included: prompts with many are begun a few at
@@ -57,6 +69,10 @@ class ServerContext:
     in_engine: dict[str, Caller] = field(default_factory=dict)
     _logprobs: HeldLogprobs = field(init=False)
     _templates: FairThreads = field(default_factory=lambda: FairThreads(1, "chat-template"))
+    _short_templates: FairThreads = field(default_factory=lambda: FairThreads(1, "short-chat-template"))
+
+    _writer: FairThreads = field(default_factory=lambda: FairThreads(1, "long-answers", rest=WRITERS_REST))
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self._logprobs = HeldLogprobs(self.config.max_logprobs_per_response)
@@ -76,8 +92,18 @@ class ServerContext:
 
     async def render(self, work: Callable[[], Rendered], *, size: int, request_id: str) -> Rendered:
         """What `work` gives, which runs a chat template on about so many characters of a request: in a thread, one at a
-        time, as one process runs them all; in turns of callers and their requests."""
-        return await self._templates.run(work, size=size, tenant=current_caller().name, flow=request_id)
+        time, and short ones beside a long one; in turns of callers and their requests."""
+        threads = self._short_templates if size <= SHORT_CHAT else self._templates
+        return await threads.run(work, size=size, tenant=current_caller().name, flow=request_id)
+
+    async def written(self, write: Callable[[], Written], outputs: Iterable[OutputDelta]) -> Written:
+        """What `write` makes of the outputs; where these are so many, or have so many logprobs, that others would wait
+        long, in a thread that writes for one request at a time, half of the time, in turns of callers."""
+        size = logprobs_to_write(outputs)
+        if size <= FEW_LOGPROBS:
+            return write()
+        work, flow = partial(copy_context().run, write), str(next(self._numbers))
+        return await self._writer.run(work, size=size, tenant=current_caller().name, flow=flow)
 
     async def encode(
         self, text: str, request_id: str, *, add_special_tokens: bool, most_tokens: int, param: str

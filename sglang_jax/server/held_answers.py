@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 from starlette.types import Scope
 
+from sglang_jax.logs import OnceASecond
+
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceASecond())
 
 MOST_HELD_BYTES = 64 * 2**20
 

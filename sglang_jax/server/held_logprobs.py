@@ -13,7 +13,10 @@ OF_ALL = 2
 """Times as many as one answer may have: of all answers together that are not whole yet."""
 
 FEW = 2**16
-"""An answer with so many is never refused for those of others."""
+"""An answer with so many is never refused for the long ones of others."""
+
+OF_SHORT_ONES = 128 * FEW
+"""So many more all answers may have together where they have few each: thousands of requests may be in flight."""
 
 
 class HeldLogprobs:
@@ -45,10 +48,11 @@ class HeldLogprobs:
                     "prompts per request, or set stream",
                     param="top_logprobs_num",
                 )
-            if self.count > OF_ALL * self.most and mine > FEW:
+            limit = OF_ALL * self.most + (OF_SHORT_ONES if mine <= FEW else 0)
+            if self.count > limit:
                 raise BusyError(
-                    f"responses in preparation hold {self.count} logprobs; the limit is {OF_ALL * self.most}. Try "
-                    "again later, or set stream"
+                    f"responses in preparation hold {self.count} logprobs; the limit is {limit}. Try again later, or "
+                    "set stream"
                 )
 
         try:

@@ -14,8 +14,10 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
+from sglang_jax.server.callers import caller_name
 from sglang_jax.server.errors import BodyTooComplexError
 from sglang_jax.server.long_work import LongWork
+from sglang_jax.server.streaming import until_disconnect
 
 MAX_OBJECTS = 32_768
 """Most objects and lists of a body, and most fields of its objects: each costs much more than its bytes."""
@@ -138,7 +140,9 @@ class JsonRoute(APIRoute):
             if len(body) <= LONG_BODY and body.count(b"{") + body.count(b"[") <= FEW_OBJECTS:
                 check_shape(body, request.app.state.max_json_depth)
             else:
-                json_request.read = await long_work(request).run(len(body), partial(self._read, json_request, body))
+                work = partial(self._read, json_request, body)
+                turn = long_work(request).run(len(body), work, caller_name())
+                json_request.read = await until_disconnect(request.receive, turn)  # who leaves holds no body
             return await handle(json_request)
 
         return handle_json

@@ -26,7 +26,6 @@ from sglang_jax.server.streaming import (
     json_list_response,
     open_event_stream,
     until_disconnect,
-    written,
 )
 
 END_OF_EVENT = b"\n\n"
@@ -81,10 +80,6 @@ class NativeFormat:
                 meta["output_top_logprobs"] = [self._top(one) for one in delta.logprobs]
         return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
 
-    async def long_answer(self, number: int, delta: OutputDelta) -> dict[str, object]:
-        """`answer` of a delta with the logprobs of a prompt: others are served meanwhile."""
-        return await written(partial(self.answer, number, delta), [delta])
-
     def whole(self, outputs: list[list[OutputDelta]]) -> Response:
         """The answer that does not stream, of the finished outputs of each prompt."""
         answers = (self.answer(number, output) for number, group in enumerate(outputs) for output in group)
@@ -136,9 +131,15 @@ def native_router(context: ServerContext) -> APIRouter:
             return await open_event_stream(request, events)
         work = context.collect(call.request_id, call.prompts, form.field_names)
         outputs = await until_disconnect(request.receive, work)
-        return await written(lambda: form.whole(outputs), chain(*outputs))
+        return await context.written(lambda: form.whole(outputs), chain(*outputs))
 
     return router
+
+
+async def _answer(context: ServerContext, form: NativeFormat, number: int, delta: OutputDelta) -> dict[str, object]:
+    """`form.answer`; where the delta has the logprobs of a prompt, others are served meanwhile."""
+    write = partial(form.answer, number, delta)
+    return await context.written(write, [delta]) if delta.prompt_logprobs else write()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ async def _new_only(context: ServerContext, form: NativeFormat) -> AsyncGenerato
     async with context.generate(call.request_id, call.prompts, form.field_names) as deltas:
         async for number, delta in deltas:
             index = call.first_index[number] + delta.index
-            answer = await form.long_answer(number, delta) if delta.prompt_logprobs else form.answer(number, delta)
+            answer = await _answer(context, form, number, delta)
             yield event(answer if call.single else {"index": index, **answer})
 
 
@@ -166,7 +167,7 @@ async def _repeating(context: ServerContext, form: NativeFormat, repeats: Repeat
         with repeats.held.share() as share:
             async for number, delta in deltas:
                 index, last, size = call.first_index[number] + delta.index, delta.finish is not None, 0
-                answer = await form.long_answer(number, delta) if delta.prompt_logprobs else form.answer(number, delta)
+                answer = await _answer(context, form, number, delta)
                 del delta  # the client may be slow to read, and what it says is written already
                 answer = share.add(index, answer)
                 for piece in share.pieces(index, event(answer if call.single else {"index": index, **answer})):

@@ -34,7 +34,7 @@ from sglang_jax.server.openai_tools import ToolRequest
 from sglang_jax.server.openai_usage import Usage, UsageCount
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
 from sglang_jax.server.shared_beginnings import SharedBeginnings
-from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect, written
+from sglang_jax.server.streaming import event, json_response, open_event_stream, until_disconnect
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logprobs_num": "top_logprobs"}
 
@@ -300,7 +300,7 @@ def chat_router(context: ServerContext) -> APIRouter:
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
         [outputs] = await until_disconnect(request.receive, context.collect(form.request_id, [prompt], FIELD_NAMES))
-        return await written(lambda: json_response(form.answer(outputs)), outputs)
+        return await context.written(lambda: json_response(form.answer(outputs)), outputs)
 
     return router
 

@@ -25,7 +25,7 @@ from sglang_jax.server.logprobs import CompletionLogprobs, CompletionLogprobWrit
 from sglang_jax.server.openai_schema import COMPLETION_DEFAULT_MAX_TOKENS, CompletionBody
 from sglang_jax.server.openai_usage import Usage, UsageCount
 from sglang_jax.server.sampling import OPENAI_NAMES, openai_sampling
-from sglang_jax.server.streaming import around, event, json_list_response, open_event_stream, until_disconnect, written
+from sglang_jax.server.streaming import around, event, json_list_response, open_event_stream, until_disconnect
 
 FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "top_logprobs_num": "logprobs"}
 
@@ -165,7 +165,7 @@ def completions_router(context: ServerContext) -> APIRouter:
         if body.stream:
             return await open_event_stream(request, _events(context, form, inputs))
         outputs = await until_disconnect(request.receive, context.collect(request_id, inputs, FIELD_NAMES))
-        return await written(lambda: form.whole(outputs), chain(*outputs))
+        return await context.written(lambda: form.whole(outputs), chain(*outputs))
 
     return router
 
@@ -178,7 +178,7 @@ async def _events(
         async for number, delta in deltas:
             form.usage.add(number, delta)
             if delta.prompt_logprobs:
-                choice = await written(partial(form.choice, number, delta), [delta])
+                choice = await context.written(partial(form.choice, number, delta), [delta])
             else:
                 choice = form.choice(number, delta)
             if choice is not None:

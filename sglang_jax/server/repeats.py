@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 
 from sglang_jax.errors import RequestError
+from sglang_jax.logs import OnceASecond
 from sglang_jax.server.errors import BusyError
 from sglang_jax.server.streaming import RESPONSE_SLICE
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceASecond())
 
 MOST_HELD_BYTES = 128 * 2**20
 """What all streams may hold to repeat it. About 11 bytes a token, so that a few hundred long outputs fit; with twenty

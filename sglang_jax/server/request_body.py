@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -10,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_jax.errors import RequestError
 from sglang_jax.server.beginnings import Beginnings
+from sglang_jax.server.callers import caller_name
 from sglang_jax.server.errors import BodyTooLargeError, BusyError, ClientTooSlowError, error_response
 
 BODIES_IN_FLIGHT = 8
@@ -18,8 +20,11 @@ BODIES_IN_FLIGHT = 8
 SMALL_BODY = 65_536
 """Bodies of so many bytes are read however much the larger ones hold."""
 
-MOST_OF_SMALL_BODIES = 64 * 2**20
+MOST_OF_SMALL_BODIES = 24 * 2**20
 """Most bytes of all bodies together that are still small and not whole."""
+
+LIKE_BYTES = 8192
+"""A request whose body is waited for takes about as much memory as so many bytes of it, which count with them."""
 
 SLOWEST = 16_384
 """Bytes a second that a client must send on average, behind its first `client_timeout` seconds."""
@@ -27,8 +32,10 @@ SLOWEST = 16_384
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """Bytes that one request's body holds. `deadline`: while it is waited for; `refusal`: why it is no longer."""
+    """Bytes that one request's body holds. `tenant`: whose it is; `deadline`: while it is waited for; `refusal`: why it
+    is no longer."""
 
+    tenant: str
     size: int = 0
     deadline: asyncio.Timeout | None = None
     refusal: RequestError | None = None
@@ -44,7 +51,7 @@ class BodyLimit:
     """Reads each body whole before the application sees the request; refuses one that is too large or too slow.
 
     Starlette and FastAPI can count bytes as well. Here they are counted over all requests too, as a request keeps its
-    body while it runs; and the clock runs.
+    body while it runs; and the clock runs. Each tenant has room for one of the largest, however much others hold.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, client_timeout: float) -> None:
@@ -52,6 +59,7 @@ class BodyLimit:
         self._most = max_body_bytes
         self._patience = client_timeout
         self._held = 0
+        self._held_of: Counter[str] = Counter()
         self._small = Beginnings(MOST_OF_SMALL_BODIES, "small bodies")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +67,7 @@ class BodyLimit:
         if "content-length" not in headers and "transfer-encoding" not in headers:
             await self._app(scope, receive, send)
             return
-        share = _Share()
+        share = _Share(caller_name())
         try:
             try:
                 message = await self._read(headers, receive, share)
@@ -76,29 +84,30 @@ class BodyLimit:
 
             await self._app(scope, replay, send)
         finally:
-            self._held -= share.size
+            self._hold(share, -share.size)
+            share.refusal = None  # it knows the frames that know the share, and what they hold
 
     async def _read(self, headers: Headers, receive: Receive, share: _Share) -> Message:
         """The message that carries all of a body, or that tells that the client has left. Raises `RequestError`."""
         length = headers.get("content-length", "")
         announced = int(length) if length.isdecimal() else 0
-        self._check(announced, 0)
+        self._check(share, announced, 0)
         chunks: list[bytes] = []
         begin = asyncio.get_running_loop().time()
         try:
+            self._small.hold(share, LIKE_BYTES)
             while True:
                 message = await self._next(receive, share, begin + self._patience + share.size / SLOWEST)
                 if message["type"] != "http.request":
                     return message
                 chunk: bytes = message.get("body", b"")
                 size = max(announced, share.size + len(chunk))
-                self._check(size, len(chunk))
+                self._check(share, size, len(chunk))
                 chunks.append(chunk)
-                share.size += len(chunk)
-                self._held += len(chunk)
+                self._hold(share, len(chunk))
                 if not message.get("more_body", False):
                     return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
-                self._small.hold(share, share.size if size <= SMALL_BODY else 0)
+                self._small.hold(share, LIKE_BYTES + (share.size if size <= SMALL_BODY else 0))
                 if share.refusal is not None:
                     raise share.refusal
         except TimeoutError as error:
@@ -109,6 +118,7 @@ class BodyLimit:
             ) from error
         finally:
             self._small.hold(share, 0)
+            chunks.clear()
 
     async def _next(self, receive: Receive, share: _Share, until: float) -> Message:
         """The next part of a body. Raises `TimeoutError`, and why it is not waited for."""
@@ -125,12 +135,20 @@ class BodyLimit:
             raise share.refusal
         return message
 
-    def _check(self, size: int, more: int) -> None:
+    def _hold(self, share: _Share, more: int) -> None:
+        share.size += more
+        self._held += more
+        self._held_of[share.tenant] += more
+        if not self._held_of[share.tenant]:
+            del self._held_of[share.tenant]
+
+    def _check(self, share: _Share, size: int, more: int) -> None:
         """May a body of `size` bytes be read, the last `more` of them new? Raises `BodyTooLargeError`, `BusyError`."""
         if size > self._most:
             raise BodyTooLargeError(f"the body has at least {size} bytes; the limit is {self._most} (--max-body-bytes)")
         limit = BODIES_IN_FLIGHT * self._most
-        if size > SMALL_BODY and self._held + more > limit:
+        full = self._held + more > limit and self._held_of[share.tenant] + more > self._most
+        if full and size > SMALL_BODY:
             raise BusyError(
                 f"the bodies of requests in flight hold {self._held} bytes, and {more} more do not fit; the limit is "
                 f"{limit} ({BODIES_IN_FLIGHT} times --max-body-bytes). Try again later"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -31,8 +32,8 @@ from sglang_jax.server.callers import Callers
 from sglang_jax.server.connections import (
     MAX_HEAD_BYTES,
     ConnectionLimits,
-    bounded_connections,
     raise_descriptor_limit,
+    small_reads,
 )
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
@@ -44,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection stays open: longer than clients keep theirs, or a request could meet a closing one."""
+
+ACCEPTED_AT_ONCE = 16
+"""Connections that are accepted in a turn of the event loop, as uvloop accepts one of each socket that it listens on.
+One in each turn, with thousands that come at once, and a health check waited for seconds in the kernel's queue."""
 
 SEND_BUFFER = 131_072
 """Bytes; Linux doubles them. Enough for 2 MB/s over 100 ms, and small enough to see soon that a client reads."""
@@ -57,6 +62,9 @@ of megabytes are read and written in threads, and a request gives the lock away 
 
 Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
 
+
+MALFORMED_REQUESTS = logs.OnceASecond()
+"""Of what uvicorn says of them, which is a line each."""
 
 SECONDS_TO_TELL = 2.0
 """How long clients have to read that the engine is gone before the server ends."""
@@ -170,7 +178,7 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
         url = _url(config.host, listener.getsockname()[1])
         server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
         with frozen_heap():
-            await server.serve(sockets=[listener])
+            await server.serve(sockets=listening_sockets(listener))
         status = 1 if client.gone else 0
     finally:
         await client.close()
@@ -181,13 +189,14 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
 def http_config(context: ServerContext) -> uvicorn.Config:
     """How uvicorn serves the context's engine."""
     config = context.config
+    logging.getLogger("uvicorn.error").addFilter(MALFORMED_REQUESTS)
     limits = ConnectionLimits(raise_descriptor_limit(config.max_connections), config.client_timeout)
     app: ASGIApp = create_app(context)
     if not context.callers.asks_for_a_key and is_loopback(config.host):
         app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")), config.origins())
     return uvicorn.Config(
         RequestsSeen(app, context.metrics),
-        http=bounded_connections(limits),
+        http=cast(Any, small_reads(limits)),  # which makes protocols, as their class does
         ws="none",
         lifespan="off",
         log_config=None,
@@ -231,6 +240,11 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host"
         ) from error
     return listener
+
+
+def listening_sockets(listener: socket.socket) -> list[socket.socket]:
+    """The socket, several times: see `ACCEPTED_AT_ONCE`."""
+    return [listener, *(listener.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
 
 
 def _url(host: str, port: int) -> str:

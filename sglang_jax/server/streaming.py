@@ -105,15 +105,13 @@ def around(payload: object, field: str) -> tuple[bytes, bytes]:
     return head + mark[:-1], mark[-1:] + tail
 
 
-async def written(write: Callable[[], Result], outputs: Iterable[OutputDelta]) -> Result:
-    """What `write` makes of the outputs; in a thread where these are so many, or have so many logprobs, that others
-    would wait long."""
-    count = sum(
+def logprobs_to_write(outputs: Iterable[OutputDelta]) -> int:
+    """To write the outputs takes about as long as so many logprobs."""
+    return sum(
         (len(tokens) * (1 + len(tokens[-1].top)) if tokens else LIKE_LOGPROBS // 2)
         for output in outputs
         for tokens in (output.logprobs, output.prompt_logprobs)
     )
-    return write() if count <= FEW_LOGPROBS else await asyncio.to_thread(write)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

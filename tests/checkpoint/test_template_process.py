@@ -15,7 +15,7 @@ import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sglang_jax.checkpoint.template_process import Rendering, TemplateProcess
+from sglang_jax.checkpoint.template_process import Rendering, TemplateProcess, TemplateProcesses
 from sglang_jax.errors import RequestError
 
 MESSAGES: list[dict[str, object]] = [{"role": "user", "content": "hi"}]
@@ -178,6 +178,27 @@ def test_threads_get_what_they_asked_for(templates: TemplateProcess) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_short_conversation_waits_for_no_long_one() -> None:
+    templates = TemplateProcesses(2)
+    try:
+        for _ in range(3):  # one after the other: one process
+            templates.render(rendering("a"))
+        assert [one._process is not None for one in templates._all] == [True, False]
+        with templates._all[0]._lock:  # it is at work
+            waiting = threading.Thread(target=templates.render, args=(rendering("a"),))
+            waiting.start()
+            while templates._free.qsize() == 2:
+                time.sleep(0.001)
+            assert templates.render(rendering("b")) == "b"
+        waiting.join(20)
+        assert templates._free.qsize() == 2
+        with pytest.raises(RequestError):
+            templates.render(rendering("{{ raise_exception('no') }}"))
+        assert templates._free.qsize() == 2
+    finally:
+        templates.close()
 
 
 PARENT = """

@@ -194,7 +194,7 @@ async def test_what_work_raises_is_raised_and_frees_its_thread() -> None:
     threads.close()
 
 
-@pytest.mark.parametrize("length", [2000, 70_000])
+@pytest.mark.parametrize("length", [2000, 10_000, 70_000])
 async def test_texts_are_tokenized_in_turns_of_requests(length: int) -> None:
     gate = Gate()
 
@@ -220,4 +220,24 @@ async def test_texts_are_tokenized_in_turns_of_requests(length: int) -> None:
     assert gate.begun.index("c") <= 6  # a large one is tokenized in parts first
     await asyncio.gather(*batch, return_exceptions=True)
     assert gate.begun.count("b") <= 3 * 10
+    reader.close()
+
+
+@pytest.mark.parametrize("length", [9000, 70_000])
+async def test_a_short_text_waits_for_no_longer_one_that_is_being_tokenized(length: int) -> None:
+    """Two of 32,000 characters kept it waiting for ten milliseconds."""
+    gate = Gate()
+
+    class GatedTokenizer(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            if text[0] == "l":
+                gate.work(text[0])
+            return [1]
+
+    reader = PromptReader(GatedTokenizer())
+    long = [asyncio.create_task(reader.encode("l" * length, most_tokens=10**6)) for _ in range(10)]
+    await until_begun(gate, 1)
+    assert await asyncio.wait_for(reader.encode("s" * 3000, most_tokens=10**6), 10) == [1]
+    gate.open.set()
+    await asyncio.gather(*long)
     reader.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
@@ -20,7 +21,8 @@ from llguidance import LLParserLimits
 
 from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.errors import GrammarError, GrammarUnavailableError, ParameterError
-from sglang_jax.grammar.compiler import MOST_BUILT, MOST_CACHED_CHARACTERS, Compilation, GrammarCompiler, Queue
+from sglang_jax.grammar.compile_queue import Compilation, Queue
+from sglang_jax.grammar.compiler import MOST_BUILT, MOST_CACHED_CHARACTERS, GrammarCompiler
 from sglang_jax.grammar.interface import CompiledGrammar, Matcher, Progress
 from sglang_jax.grammar.lark import json_rule
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
@@ -441,6 +443,11 @@ def test_an_output_does_not_fail_by_what_others_of_its_grammar_have_met(
     assert second is not first
     (whole,) = zip(*follow(backend, [first.matcher()], ["".join(texts)]), strict=True)
     assert whole[-1] is None  # alone it takes more than there is
+    monkeypatch.setattr("sglang_jax.grammar.llguidance_backend.MOST_PARTED", 2)
+    gc.collect()
+    for _ in range(2):  # those that have ended count no more
+        last = follow(backend, [second.matcher() for _ in texts], texts)[-1]
+        assert sum(one is not None for one in last) == 2, "each of them took 60 MB, however many they were"
     compiler.close()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sglang_jax.errors import GrammarError
-from sglang_jax.grammar.compiler import Compilation
+from sglang_jax.grammar.compile_queue import Compilation
 from sglang_jax.grammar.interface import Progress
 from sglang_jax.runner.plan import MASK_WORD
 from sglang_jax.sampling.grammar import Grammar, GrammarKind

@@ -13,6 +13,7 @@ from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 from sglang_jax.errors import RequestError
 from sglang_jax.server import connections, request_body
 from sglang_jax.server.beginnings import Beginnings
+from sglang_jax.server.request_body import LIKE_BYTES
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 MOST = 10_000
@@ -25,7 +26,7 @@ class Client:
         self.refusal = error
 
 
-def test_the_longest_is_refused_and_of_equal_ones_the_oldest() -> None:
+def test_the_oldest_is_refused_of_those_that_are_not_short() -> None:
     held, clients = Beginnings(1000, "heads"), [Client() for _ in range(5)]
     for client, size in zip(clients, (300, 100, 300, 300, 0), strict=True):
         held.hold(client, size)
@@ -38,32 +39,35 @@ def test_the_longest_is_refused_and_of_equal_ones_the_oldest() -> None:
     assert (clients[0].refusal.status, clients[0].refusal.code) == (503, "busy")
     held.hold(clients[0], 0)  # its connection is closed
     held.hold(clients[4], 400)
-    assert clients[4].refusal is not None
+    assert [client.refusal is not None for client in clients] == [True, False, True, False, False]
     for client in clients:
         held.hold(client, 0)
     assert held.num_bytes == 0
 
 
-def test_a_thousand_refusals_are_one_line_of_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An attacker writes no log."""
-    now = 100.0
-    monkeypatch.setattr("sglang_jax.server.beginnings.time.monotonic", lambda: now)
-    held = Beginnings(10, "heads")
-    for _ in range(1000):
-        held.hold(Client(), 11)
-    now += 2.0
-    held.hold(Client(), 11)
-    first, second = (record.getMessage() for record in caplog.records)
-    assert first.endswith("(1 refused since the last such line)")
-    assert second.endswith("(1000 refused since the last such line)")
+def test_silent_ones_keep_no_long_one_out() -> None:
+    """Four thousand of 8 KiB that sent nothing more had every longer body refused, as it was the longest."""
+    held, silent, tiny = Beginnings(1000, "small bodies"), [Client() for _ in range(100)], Client()
+    held.hold(tiny, 1)
+    for client in silent:
+        held.hold(client, 10)
+    for _ in range(20):
+        active = Client()
+        for size in (8, 16, 24, 32):
+            held.hold(active, size)
+        held.hold(active, 0)
+        assert active.refusal is None
+    assert tiny.refusal is None
+    refused = [client.refusal is not None for client in silent]
+    assert 0 < sum(refused) < 10
+    assert refused == sorted(refused, reverse=True)
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EchoServer]:
     monkeypatch.setattr(connections, "MOST_OF_HEADS", MOST)
     monkeypatch.setattr(request_body, "MOST_OF_SMALL_BODIES", MOST)
+    monkeypatch.setattr(request_body, "LIKE_BYTES", 0)
     with serve_echo(model_path="echo:0.02") as server:
         yield server
 
@@ -95,10 +99,12 @@ def refused(connection: socket.socket, what: str) -> None:
 def test_heads_that_do_not_end_have_a_size_together(server: EchoServer) -> None:
     """32 KiB on each of 4,096 connections were 130 MiB, for half a minute."""
     honest = connect(server, HEAD)
-    first, second = connect(server, HEAD + b"X: " + b"x" * 4000), connect(server, HEAD + b"X: " + b"x" * 4000)
     behind = connect(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD + b"X: " + b"x" * 5000)
+    for _ in range(3):  # what was sent before is looked at before
+        assert server.http.get("/v1/models").is_success
+    first, second = connect(server, HEAD + b"X: " + b"x" * 4000), connect(server, HEAD + b"X: " + b"x" * 4000)
     received = b""
-    while b"503" not in received:  # the longest, behind a request that is answered
+    while b"503" not in received:  # the oldest, behind a request that is answered
         received += behind.recv(65536)
     assert received.startswith(b"HTTP/1.1 200")
     more = connect(server, HEAD + b"X: " + b"x" * 3000)
@@ -144,10 +150,28 @@ def test_small_bodies_that_do_not_end_have_a_size_together(server: EchoServer) -
         connection.close()
 
 
-def test_whose_body_is_the_longest_may_be_the_last(server: EchoServer) -> None:
+def test_a_longer_one_takes_the_room_of_older_ones(server: EchoServer) -> None:
     others = [connect(server, body(3000)) for _ in range(3)]
-    refused(connect(server, body(9000)), "small bodies")
-    for connection in others:
+    last = connect(server, body(3900))
+    refused(others.pop(0), "small bodies")
+    for connection in (*others, last):
         connection.sendall(b" ")
         assert rest_of(connection).startswith(b"HTTP/1.1 200")
         connection.close()
+
+
+def test_one_that_takes_all_the_room_is_refused_itself(server: EchoServer) -> None:
+    refused(connect(server, body(12_000)), "small bodies")
+
+
+def test_a_body_that_has_not_begun_takes_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands were waited for, and each request takes memory of its own."""
+    monkeypatch.setattr(request_body, "MOST_OF_SMALL_BODIES", 3 * LIKE_BYTES + 1000)
+    with serve_echo(model_path="echo:0.02") as server:
+        head, _, content = body(1000).partition(b"\r\n\r\n")
+        waiting = [connect(server, head + b"\r\n\r\n") for _ in range(4)]
+        assert rest_of(waiting.pop(0)).startswith(b"HTTP/1.1 503")
+        for connection in waiting:
+            connection.sendall(content + b" ")
+            assert rest_of(connection).startswith(b"HTTP/1.1 200")
+            connection.close()

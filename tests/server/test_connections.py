@@ -20,13 +20,10 @@ from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 from sglang_jax.errors import RequestError
 from sglang_jax.server import connections, held_answers
 from sglang_jax.server.connections import (
-    LEAST_SLICE,
     MAX_HEAD_BYTES,
-    SLICE,
-    SLICE_SECONDS,
     BoundedConnection,
-    next_slice,
 )
+from sglang_jax.server.slices import LEAST_SLICE, SLICE, SLICE_SECONDS, next_slice
 
 TIMEOUT = 0.6
 PATIENCE = 2.5

@@ -11,14 +11,15 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from helpers.echo_server import EchoServer
+from helpers.echo_server import EchoServer, wait_for
 
 from sglang_jax.engine.types import FinishKind, FinishReason, OutputDelta
 from sglang_jax.server import json_body
+from sglang_jax.server.callers import Caller, set_caller
 from sglang_jax.server.context import MergedStreams
 from sglang_jax.server.json_body import LONG_BODY
-from sglang_jax.server.long_work import BYTES_PER_SECOND, OTHERS_SHARE, LongWork
-from sglang_jax.server.streaming import RESPONSE_SLICE, json_list_response, json_response, written
+from sglang_jax.server.long_work import OTHERS_SHARE, LongWork
+from sglang_jax.server.streaming import RESPONSE_SLICE, json_list_response, json_response
 
 JSON = {"Content-Type": "application/json"}
 PADDING = {"user": "x" * (LONG_BODY + 1)}
@@ -52,7 +53,7 @@ class TestOneAtATime:
             await work.run(size, lambda: done.append(name))
 
         first = asyncio.create_task(do("first", 10))
-        large = [asyncio.create_task(do("large", 8 * BYTES_PER_SECOND)) for _ in range(3)]
+        large = [asyncio.create_task(do("large", 8 * 2**20)) for _ in range(3)]
         await asyncio.sleep(0)
         small = asyncio.create_task(do("small", 100))
         await asyncio.gather(first, small, *large)
@@ -72,17 +73,18 @@ class TestOneAtATime:
         go.set()
         assert await asyncio.wait_for(work.run(10, lambda: "done"), 10) == "done"
 
-    async def test_who_leaves_as_its_turn_comes_passes_it_on(self) -> None:
-        """It had its turn and had not heard of it: nobody had another one, ever."""
-        work = LongWork()
-        work._free = False  # another piece is at work
-        leaving = asyncio.create_task(work.run(10, lambda: "never"))
+    async def test_tenants_have_turns_however_many_pieces_they_have(self) -> None:
+        """A thousand bodies of one key kept those of the others waiting for half a minute."""
+        work, done = LongWork(), list[str]()
+
+        async def do(tenant: str) -> None:
+            await work.run(1000, lambda: done.append(tenant), tenant)
+
+        flood = [asyncio.create_task(do("flood")) for _ in range(50)]
         await asyncio.sleep(0)
-        work._begin_next(over=True)
-        leaving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
-        assert await asyncio.wait_for(work.run(10, lambda: "done"), 10) == "done"
+        await asyncio.gather(*(do("other") for _ in range(3)))
+        assert done.count("flood") <= 5
+        await asyncio.gather(*flood)
 
 
 class TestLongBodies:
@@ -113,6 +115,31 @@ class TestLongBodies:
             assert len(json.dumps(body)) < LONG_BODY
             assert server.http.post("/v1/completions", json=body).status_code == 200
         assert ["long-bodies" in name for name in threads] == [False, True]
+
+    def test_who_leaves_holds_no_body(self, server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its connection made room for the next one, and its body waited for its turn all the same."""
+        begun, go = list[str](), threading.Event()
+
+        def parse(body: bytes) -> Any:
+            begun.append(json.loads(body)["prompt"])
+            assert go.wait(20)
+            return json.loads(body)
+
+        def at_work() -> int:
+            return sum("run_asgi" in task for task in server.tasks())
+
+        monkeypatch.setattr(json_body, "parse", parse)
+        first = server.send("/v1/completions", {"prompt": "first", **PADDING})
+        wait_for(lambda: begun == ["first"])
+        connections = [server.send("/v1/completions", {"prompt": "left", **PADDING}) for _ in range(3)]
+        wait_for(lambda: at_work() == 4)
+        for connection in connections:
+            connection.close()
+        wait_for(lambda: at_work() == 1, 10)
+        go.set()
+        assert first.recv(100).startswith(b"HTTP/1.1 200")
+        first.close()
+        assert begun == ["first"]
 
     @pytest.mark.parametrize(
         "content",
@@ -201,7 +228,9 @@ def test_a_long_answer_arrives_whole(server: EchoServer) -> None:
     assert len(answer.json()) == 12
 
 
-async def test_many_completions_are_written_in_a_thread() -> None:
+def test_many_completions_are_written_in_a_thread_one_request_after_the_other(server: EchoServer) -> None:
+    """In as many threads as there were requests, each of them in the event loop's way."""
+
     def outputs(count: int) -> list[OutputDelta]:
         finish = FinishReason(FinishKind.LENGTH)
         return [
@@ -217,6 +246,21 @@ async def test_many_completions_are_written_in_a_thread() -> None:
             for index in range(count)
         ]
 
-    names = [await written(lambda: threading.current_thread().name, outputs(count)) for count in (2, 1024)]
-    assert names[0] == threading.current_thread().name
-    assert names[1] != names[0]
+    at_once, most = 0, 0
+
+    def write() -> str:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.01)
+        at_once -= 1
+        return threading.current_thread().name
+
+    async def write_all(*counts: int) -> list[str]:
+        set_caller(Caller("anybody"))
+        return await asyncio.gather(*(server.context.written(write, outputs(count)) for count in counts))
+
+    names = server.await_(write_all(2, 1024, 1024, 1024))
+    assert "long-answers" not in names[0]
+    assert all("long-answers" in name for name in names[1:])
+    assert most == 1

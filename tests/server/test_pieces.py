@@ -136,6 +136,7 @@ async def test_a_head_that_is_looked_at_behind_an_answered_request_is_waited_for
     assert b"".join(wire.sent).count(b"HTTP/1.1 200") == 1
     assert not wire.reading
     later.run(SOON)
+    await turns()
     assert wire.reading
     connection.data_received(b"\r\n")
     await turns()

@@ -73,13 +73,14 @@ def test_chats_are_rendered_in_turns_and_not_for_clients_that_left() -> None:
             messages = [{"role": "user", "content": content}] + [{"role": "user", "content": ""}] * more
             waiting = server.await_(number_waiting(server))
             connection = server.send("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
-            if template.begun:
+            if template.begun and more:
                 wait_for(lambda: server.await_(number_waiting(server)) == waiting + 1)
             return connection
 
-        connections = [say("first")]
+        connections = [say("first", 300)]
         wait_for(lambda: template.begun == ["first"])
-        connections += [say("flood", 300), say("flood", 300), say("left"), say("chat")]
+        connections += [say("flood", 300), say("flood", 300), say("left", 100), say("medium", 100), say("short")]
+        wait_for(lambda: template.begun == ["first", "short"])  # beside it
         connections.pop(3).close()
         wait_for(lambda: server.await_(number_waiting(server)) == 3)
         template.open.set()
@@ -87,7 +88,7 @@ def test_chats_are_rendered_in_turns_and_not_for_clients_that_left() -> None:
             connection.settimeout(20)
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
             connection.close()
-    assert template.begun == ["first", "chat", "flood", "flood"]
+    assert template.begun == ["first", "short", "medium", "flood", "flood"]
 
 
 async def number_waiting(server: EchoServer) -> int:

@@ -1,0 +1,56 @@
+"""No client writes as much of the log as it likes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+
+import pytest
+from helpers.echo_server import EchoServer
+
+from sglang_jax.logs import OnceASecond
+from sglang_jax.server import beginnings
+from sglang_jax.server.beginnings import Beginnings
+
+
+def test_each_warning_is_one_line_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    monkeypatch.setattr("sglang_jax.logs.time.monotonic", lambda: now)
+    logger = logging.getLogger("test of floods")
+    logger.addFilter(OnceASecond())
+    for number in range(1000):
+        logger.warning("%d bytes", number)
+    logger.warning("another")
+    for _ in range(3):
+        logger.error("a fault")
+    now += 1.5
+    logger.warning("%d bytes", 5)
+    logger.warning("another")
+    lines = ["0 bytes", "another", *["a fault"] * 3, "5 bytes (999 more since the last such line)", "another"]
+    assert [record.getMessage() for record in caplog.records] == lines
+
+
+class Client:
+    def refuse(self, error: Exception) -> None: ...
+
+
+def test_a_thousand_refusals_are_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(beginnings.logger, "filters", [OnceASecond()])
+    monkeypatch.setattr("sglang_jax.logs.time.monotonic", lambda: 100.0)
+    held = Beginnings(10, "heads")
+    for _ in range(1000):
+        held.hold(Client(), 11)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("Refused a request of which 11 bytes had come: 11 bytes of unfinished heads are held")
+
+
+def test_what_is_no_http_is_one(server: EchoServer, caplog: pytest.LogCaptureFixture) -> None:
+    begin = time.monotonic()
+    for _ in range(50):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(b"no HTTP\r\n\r\n")
+            while connection.recv(65536):
+                pass
+    lines = [record for record in caplog.records if "Invalid HTTP" in record.getMessage()]
+    assert len(lines) <= time.monotonic() - begin + 1

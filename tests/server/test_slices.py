@@ -1,0 +1,266 @@
+"""Slices of connections are parsed in turns, and no more is read than is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from helpers.echo_server import EchoServer, serve_echo
+from helpers.wire import Wire, connect
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.loops.auto import auto_loop_factory
+
+from sglang_jax.server import slices
+from sglang_jax.server.beginnings import Beginnings
+from sglang_jax.server.connections import BoundedConnection, ConnectionLimits, bounded_connections
+from sglang_jax.server.request_body import LIKE_BYTES, BodyLimit
+from sglang_jax.server.serve import bind, listening_sockets
+from sglang_jax.server.slices import CROWD, CROWDED_SLICE, SLICE, SliceTurns, SmallReads
+
+LIMITS = ConnectionLimits(max_connections=1000, client_timeout=60.0)
+KEY = "k" * 20
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+
+
+class Piece:
+    """Notes when it was parsed, and takes no time."""
+
+    def __init__(self, name: str, parsed: list[str]) -> None:
+        self.name = name
+        self._parsed = parsed
+
+    def parse(self) -> None:
+        self._parsed.append(self.name)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice takes a third of a turn: three fit into one."""
+    now = 0.0
+
+    def later() -> float:
+        nonlocal now
+        now += slices.TURN_SECONDS * 0.35
+        return now
+
+    monkeypatch.setattr(slices, "perf_counter", later)
+
+
+@pytest.mark.usefixtures("slow")
+async def test_a_turn_of_the_event_loop_has_few_slices() -> None:
+    """A thousand bodies made each last for a hundred milliseconds."""
+    turns, parsed = SliceTurns(), list[str]()
+    now = [turns.take(Piece(str(number), parsed), first=True) for number in range(30)]
+    assert now == [True] * 3 + [False] * 27
+    for turn in range(1, 10):
+        await asyncio.sleep(0)
+        assert len(parsed) == 3 * turn + 3
+    assert parsed == [str(number) for number in range(30)]
+
+
+@pytest.mark.usefixtures("slow")
+async def test_beginnings_go_first_and_the_rest_goes_on() -> None:
+    turns, parsed = SliceTurns(), list[str]()
+    for _ in range(20):
+        turns.put(Piece("rest", parsed), first=False)
+    for _ in range(20):
+        turns.put(Piece("first", parsed), first=True)
+    assert not turns.take(Piece("late", parsed), first=False)
+    for turn in range(1, 6):
+        await asyncio.sleep(0)
+        assert parsed == ["first", "first", "first", "rest"] * turn
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert parsed.count("first") == 20
+    assert parsed[-1] == "late"
+
+
+async def test_a_fault_in_one_keeps_nobody_waiting() -> None:
+    class Faulty:
+        def parse(self) -> None:
+            raise ZeroDivisionError
+
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    turns, parsed = SliceTurns(), list[str]()
+    for parser in (Faulty(), Piece("next", parsed)):
+        turns.put(parser, first=True)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert parsed == ["next"]
+    assert [type(one) for one in told] == [ZeroDivisionError]
+
+
+async def size_of_body(scope: Scope, receive: Receive, send: Send) -> None:
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    content = b"%d" % size
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(content))]})
+    await send({"type": "http.response.body", "body": content})
+
+
+async def until_answered(wire: Wire) -> int:
+    """Turns of the event loop until it was."""
+    for count in range(10_000):
+        if b"HTTP/1.1 200" in b"".join(wire.sent):
+            return count
+        await asyncio.sleep(0)
+    raise AssertionError("no answer")
+
+
+@pytest.mark.usefixtures("slow")
+async def test_a_short_request_is_answered_beside_hundreds_of_long_bodies() -> None:
+    """It took as many turns of the event loop as otherwise, and each lasted as long as a slice of all bodies."""
+    make = bounded_connections(LIMITS)
+    long = [connect(make, size_of_body) for _ in range(300)]
+    for connection, _ in long:
+        connection.data_received(POST % 65_536 + b"x" * 65_536)
+    assert not any(wire.reading for _, wire in long)
+    for _ in range(300 // 3):  # their heads
+        await asyncio.sleep(0)
+    short, wire = connect(make, size_of_body)
+    short.data_received(POST % 3000 + b"x" * 3000)
+    assert await until_answered(wire) < 12
+    assert sum(b"HTTP/1.1 200" in b"".join(wire.sent) for _, wire in long) == 0
+    while not all(b"".join(wire.sent).endswith(b"65536") for _, wire in long):
+        await asyncio.sleep(0)
+    for connection, _ in [*long, (short, wire)]:
+        connection.connection_lost(None)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("path", ["/health", "/livez", "/readyz"])
+async def test_health_checks_wait_for_nobody(path: str) -> None:
+    make = bounded_connections(LIMITS)
+    others = [connect(make, size_of_body) for _ in range(200)]
+    for connection, _ in others:
+        connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    check, wire = connect(make, size_of_body)
+    check.data_received(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    assert await until_answered(wire) < 6
+    assert sum(b"HTTP/1.1 200" in b"".join(wire.sent) for _, wire in others) < 20
+    for connection, _ in [*others, (check, wire)]:
+        connection.connection_lost(None)
+
+
+async def test_a_connection_holds_a_slice_of_what_comes() -> None:
+    """A transport read up to 256 KiB of each of thousands, and kept it until its turn."""
+    sizes: list[int] = []
+
+    class Noted(BoundedConnection):
+        def data_received(self, data: bytes) -> None:
+            sizes.append(len(data))
+
+    turns = SliceTurns()
+    made = SmallReads(Noted.__new__(Noted), turns)
+    for length in (SLICE, 5):
+        buffer = made.get_buffer(262_144)
+        assert len(buffer) == SLICE
+        buffer[:length] = b"x" * length
+        made.buffer_updated(length)
+    assert sizes == [SLICE, 5]
+    for _ in range(CROWD + 1):
+        turns.put(Piece("waits", []), first=True)
+    assert len(made.get_buffer(262_144)) == CROWDED_SLICE
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[EchoServer]:
+    with serve_echo(api_key=KEY) as server:
+        yield server
+
+
+@pytest.mark.parametrize("sent", [b"no HTTP\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 40_000 + b"\r\n\r\n"])
+def test_who_is_refused_before_all_was_read_can_read_why(locked: EchoServer, sent: bytes) -> None:
+    """The kernel answers bytes that nobody has read with a reset, which overtakes the answer."""
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", locked.port), timeout=20) as connection:
+            connection.sendall(sent + b"z" * 60_000)
+            time.sleep(0.05)
+            received = b""
+            while more := connection.recv(65_536):
+                received += more
+            assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] in (
+                "malformed_http",
+                "head_too_large",
+            )
+
+
+def test_the_server_reads_so(locked: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    receive = BoundedConnection.data_received
+
+    def noted(self: BoundedConnection, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(BoundedConnection, "data_received", noted)
+    body = {"prompt": "a", "user": "x" * 1_000_000}
+    assert locked.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}).is_success
+    assert sum(sizes) > 1_000_000
+    assert max(sizes) <= SLICE
+
+
+async def test_what_was_refused_is_not_kept_for_the_garbage_collector() -> None:
+    """Of a body that was refused its chunks stayed, as the error knew the frames that knew the error."""
+
+    class Chunk(bytearray):
+        """A reference to it can be weak."""
+
+    kept: list[weakref.ref[Chunk]] = []
+    limit = BodyLimit(size_of_body, 100_000, 60.0)
+    limit._small = Beginnings(LIKE_BYTES + 5000, "small bodies")
+
+    async def receive() -> Message:
+        chunk = Chunk(b"x" * 2000)
+        kept.append(weakref.ref(chunk))
+        return {"type": "http.request", "body": chunk, "more_body": True}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    gc.disable()
+    try:
+        await limit({"type": "http", "headers": [(b"content-length", b"60000")]}, receive, send)
+        assert sent[0]["status"] == 503
+        assert len(kept) == 3
+        assert [chunk() for chunk in kept] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_crowd_is_accepted_in_few_turns_of_the_event_loop() -> None:
+    """One in each turn: a health check waited for seconds behind thousands, before the server had seen it."""
+
+    class Accepted(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.append(transport)
+
+    async def turns_for(count: int) -> int:
+        loop = asyncio.get_running_loop()
+        listener = bind("127.0.0.1", 0)
+        servers = [await loop.create_server(Accepted, sock=one, backlog=200) for one in listening_sockets(listener)]
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(count)]
+        turns = 0
+        while len(made) < count:
+            await asyncio.sleep(0)
+            turns += 1
+        for client in clients:
+            client.close()
+        for server in servers:
+            server.close()
+        return turns
+
+    made: list[asyncio.BaseTransport] = []
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        assert runner.run(turns_for(96)) <= 24
