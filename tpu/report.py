@@ -72,7 +72,7 @@ class Report:
         """Why this cannot be served, in one line; None if it can."""
         if self.failures:
             failure = self.failures[0]
-            return f"{failure.name!r} does not compile: {failure.reason}"
+            return f"{failure.name!r} does not compile: {failure.reason.splitlines()[0].removesuffix(':')}"
         if self.headroom < 0:
             largest = max(self.programs, key=lambda program: program.running)
             return (
@@ -180,7 +180,7 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
     """What is checked."""
     config = deployment.config
     nodes = "1 node" if topology.nodes == 1 else f"{topology.nodes} nodes"
-    lines = [
+    return [
         f"Model    {model}: {config.num_layers} layers, hidden {config.hidden_size}, {_heads(config)}, vocabulary "
         f"{config.vocab_size:,}",
         f"Slice    {topology}: {topology.chips} chips, {deployment.devices} devices ({deployment.device_kind}) with "
@@ -191,11 +191,6 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
         f"Memory   on each device weights {in_bytes(deployment.weights)}, {_cache(deployment)}",
         f"Compiler {compiler}, ahead of time: nothing is run",
     ]
-    if deployment.devices > topology.devices:
-        lines.append(
-            "Note     libtpu compiles for each core separately here; a real v4 chip is one device with both cores"
-        )
-    return lines
 
 
 def _cache(deployment: Deployment) -> str:

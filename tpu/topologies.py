@@ -223,6 +223,12 @@ class Topology:
     def shape_name(self) -> str:
         return "x".join(map(str, self.shape))
 
+    @property
+    def configuration(self) -> dict[str, str]:
+        """What libtpu must be told, beside the name, to describe the slice as it is. Without this it has the two cores
+        of a v4 chip as devices, each with half of the memory; those of a v5p are one device as it is."""
+        return {"chip_config_name": "megacore"} if self.chip.generation is Generation.V4 else {}
+
     def __str__(self) -> str:
         """libtpu's name."""
         return f"{self.chip.generation}:{self.shape_name}"
