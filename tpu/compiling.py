@@ -141,10 +141,8 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     refuse_drafts_with_states(options, request.model, "TPUs")
     kv_dtype = kv_dtype_of(options, dtype)
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM, kv_dtype=kv_dtype)
-    states = state_dtypes_of(options, dtype)
-    memory = memory_of_one_device(
-        parallel, model, kv_dtype, options.page_size, _PLATFORM, topology.chip.hbm, state_dtypes=states
-    )
+    states, hbm = state_dtypes_of(options, dtype), topology.chip.hbm
+    memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
     sizes = choose_sizes(options, parallel.config.max_position, memory)
     spec = runner_spec(options, memory, sizes, parallel)
     cache = kv_cache_spec(
@@ -160,6 +158,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
         config=request.model,
         device_kind=mesh.devices.flat[0].device_kind,
         devices=topology.devices,
+        box=_box([tuple(device.coords) for device in mesh.devices.flat], topology),
         hbm=memory.available,
         weights=memory.weights,
         page=sum(group.page for group in memory.groups if group.kind is not CacheKind.STATE),
@@ -179,6 +178,12 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     )
     paths = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model)))
     return deployment, builders, buckets, {f"weights[{number}]": path for number, path in enumerate(paths)}
+
+
+def _box(coordinates: list[tuple[int, ...]], topology: Topology) -> tuple[int, ...]:
+    """How many chips a group of devices spans along each axis of the slice."""
+    axes = list(zip(*coordinates, strict=True))[: len(topology.shape)]
+    return tuple(max(axis) - min(axis) + 1 for axis in axes)
 
 
 def _build_calibration(

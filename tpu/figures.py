@@ -18,6 +18,7 @@ class Deployment:
     """A model on a slice, as the runner would settle it. Bytes are those of one device.
 
     - `devices`: those that JAX sees in the slice.
+    - `box`: chips that a tensor-parallel group spans along each axis of the slice.
     - `hbm`: what programs may use; `weights`; `page`: one KV page over all layers.
     - `slot`: the recurrent states of one row, over all layers that keep one; 0 where none does.
     - `num_pages`: of the first cache group, the pad page counted; where all layers keep states, of slots.
@@ -28,6 +29,7 @@ class Deployment:
     config: ModelConfig
     device_kind: str
     devices: int
+    box: tuple[int, ...]
     hbm: int
     weights: int
     page: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -169,11 +170,16 @@ class Report:
             "warnings": self.warnings,
         }
 
+    @property
+    def exchange_bandwidth(self) -> float:
+        """Bytes per second that a device sends within its group."""
+        return self.topology.exchange_bandwidth(self.deployment.box)
+
     def _device(self) -> Device:
         chip = self.topology.chip
         share = self.topology.chips / self.deployment.devices
         peak = chip.bf16_flops if self.deployment.dtype == "bfloat16" else chip.bf16_flops / 6
-        return Device(peak * share, chip.hbm_bandwidth * share, self.topology.ici_bandwidth * share)
+        return Device(peak * share, chip.hbm_bandwidth * share, self.exchange_bandwidth)
 
 
 def heading(model: str, topology: Topology, tp: int, deployment: Deployment, compiler: str) -> list[str]:
@@ -271,11 +277,21 @@ def _rooflines(report: Report) -> list[str]:
     return [
         f"Minimum time of a step, from the model's shapes and the peaks of a {chip.generation} chip "
         f"({in_units(chip.bf16_flops, 'FLOP/s')}, HBM {in_units(chip.hbm_bandwidth, 'B/s')}, "
-        f"ICI {in_units(report.topology.ici_bandwidth, 'B/s')} over the links of {report.topology})",
+        f"{_links(report)})",
         f"Decode rows hold {report.context:,} tokens each; a mixed step is one prompt's first tokens. (XLA): the "
         "compiler's count, each loop counted once",
         *table(header, rows),
     ]
+
+
+def _links(report: Report) -> str:
+    """Over what devices exchange."""
+    box, speed = report.deployment.box, in_units(report.exchange_bandwidth, "B/s")
+    if math.prod(box) == 1 < report.tp:
+        return f"{speed} between the devices of a chip"
+    whole = report.tp == report.deployment.devices
+    grid = "x".join(map(str, box))
+    return f"ICI {speed} over the links of {report.topology if whole else f'{grid} chips of {report.topology}'}"
 
 
 def _estimates(report: Report) -> list[str]:

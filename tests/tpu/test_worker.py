@@ -19,6 +19,7 @@ _DEPLOYMENT = Deployment(
     config=load_shape("llama-3.1-8b"),
     device_kind="TPU v6 lite",
     devices=1,
+    box=(1, 1),
     hbm=2**34,
     weights=2**30,
     page=2**20,
