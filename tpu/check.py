@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +19,7 @@ from sglang_jax.cli.main import run
 from sglang_jax.cli.options import one_model, option_by_all_names
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
-from tpu.alternatives import what_would_fit
+from tpu.alternatives import Asked, shortage_in, what_would_fit, what_would_help
 from tpu.choices import PAGE_SIZE, memory_fraction
 from tpu.figures import Deployment, Kept, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
 from tpu.report import Report, heading, render
@@ -129,17 +129,26 @@ def check(
     )
     found = _compile(request, partial(heading, model, slice_, tp, compiler=_compiler()))
     if isinstance(found, Refusal):
-        remedy = what_would_fit(request.model, slice_, tp)
+        remedy = what_would_fit(Asked(request.model, slice_, request.options))
         click.echo(f"DOES NOT FIT: {found.reason}" + ("" if remedy is None else f". Would fit: {remedy}"))
         return DOES_NOT_FIT
     report = Report(
         model, slice_, tp, found.deployment, found.programs, found.failures, found.notices, roofline_context
     )
+    if (shortage := _shortage(report)) is not None:
+        report = replace(report, remedy=what_would_help(Asked(request.model, slice_, request.options), shortage))
     click.echo("\n".join(render(report)))
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     kept = request.options.compilation_cache_dir is None or _tell_of_kept(request.options, found)
     return 0 if report.problem is None and kept else DOES_NOT_FIT
+
+
+def _shortage(report: Report) -> int | None:
+    """Bytes of HBM that are missing; None if nothing is, or nobody knows."""
+    if report.failures:
+        return shortage_in(report.failures[0].reason)
+    return -report.headroom if report.headroom < 0 else None
 
 
 @dataclass(slots=True)

@@ -53,6 +53,7 @@ class Report:
     failures: Sequence[ProgramFailure]
     notices: Sequence[str] = ()
     row_context: int | None = None
+    remedy: str | None = None
 
     @property
     def resident_code(self) -> int:
@@ -70,16 +71,17 @@ class Report:
 
     @property
     def problem(self) -> str | None:
-        """Why this cannot be served, in one line; None if it can."""
+        """Why this cannot be served, in one line, and what would help; None if it can."""
+        would_fit = "" if self.remedy is None else f". Would fit: {self.remedy}"
         if self.failures:
             failure = self.failures[0]
-            return f"{failure.name!r} does not compile: {failure.reason.splitlines()[0].removesuffix(':')}"
+            return f"{failure.name!r} does not compile: {failure.reason.splitlines()[0].rstrip(':.')}{would_fit}"
         if self.headroom < 0:
             largest = max(self.programs, key=lambda program: program.running)
             return (
                 f"{largest.name!r} needs {in_bytes(self.needed)} of HBM, but a device has only "
-                f"{in_bytes(self.deployment.hbm)}: lower mem_fraction_static or max_running_requests, or use an 8-bit "
-                "KV cache (--kv-cache-dtype)"
+                f"{in_bytes(self.deployment.hbm)}: lower --mem-fraction-static, --max-total-tokens or "
+                f"--max-running-requests{would_fit}"
             )
         return None
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
+from sglang_jax.cli.main import run
 from tpu import check as command
 from tpu import worker
-from tpu.figures import Deployment, Kept, Message, ProgramFigures, Request
+from tpu.figures import Deployment, Kept, Message, ProgramFailure, ProgramFigures, Request
 from tpu.shapes import load_shape
 
 _DEPLOYMENT = Deployment(
@@ -55,6 +55,13 @@ _FIGURES = ProgramFigures(
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_libtpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of these compiles anything."""
+    for module in (command, worker):
+        monkeypatch.setattr(module, "require_compiler", lambda: None)
+
+
 def _dies_at_the_second(folder: Path, send: Callable[[Message], None], request: object) -> None:
     send(_DEPLOYMENT)
     send(_FIGURES)
@@ -66,17 +73,17 @@ def _dies_at_once(folder: Path, send: Callable[[Message], None], request: object
     os.abort()
 
 
-def run_check(*arguments: str) -> Result:
-    return CliRunner().invoke(command.check, ["llama-3.1-8b", "--topology", "v6e-1", *arguments], standalone_mode=False)
+def run_check(*arguments: str) -> int:
+    return run(command.check, "check", ["llama-3.1-8b", "--topology", "v6e-1", *arguments])
 
 
-def test_a_compiler_that_dies_is_the_failure_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_dies_is_the_failure_of_a_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not options that cannot be; and what was compiled before is shown."""
     monkeypatch.setattr(worker, "_compile_programs", _dies_at_the_second)
-    result = run_check()
-    assert result.exception is None
-    assert result.return_value == 1
-    lines = result.stdout.splitlines()
+    assert run_check() == 1
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "1.0 s" in line] == ["decode"]
     assert "Check failed: the tile is small" in lines
     assert lines[-1] == (
@@ -88,6 +95,28 @@ def test_one_that_dies_before_anything_is_compiled_is_told(monkeypatch: pytest.M
     monkeypatch.setattr(worker, "_compile_programs", _dies_at_once)
     with pytest.raises(worker.ConfigError, match="the compiling process ended with status -6"):
         list(worker.compile_in_child(None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            replace(_FIGURES, temporaries=2**34),
+            "requests. Would fit: --mem-fraction-static 0.86 or --tp 2",
+        ),
+        (
+            ProgramFailure("decode 8", 1.0, "RESOURCE_EXHAUSTED: Exceeded hbm capacity by 1.00G."),
+            "DOES NOT COMPILE: 'decode 8' does not compile: RESOURCE_EXHAUSTED: Exceeded hbm capacity by 1.00G. "
+            "Would fit: --mem-fraction-static 0.86 or --tp 2",
+        ),
+    ],
+)
+def test_what_would_help_a_step_without_room_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, message: Message, told: str
+) -> None:
+    monkeypatch.setattr(command, "compile_in_child", lambda request: iter([_DEPLOYMENT, message]))
+    assert run_check() == 1
+    assert told in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +132,9 @@ def test_one_that_dies_before_anything_is_compiled_is_told(monkeypatch: pytest.M
         (Kept(0, 0), 1, "No compiled program was written to somewhere\n"),
     ],
 )
-def test_programs_written_are_counted(monkeypatch: pytest.MonkeyPatch, kept: Kept, status: int, told: str) -> None:
+def test_programs_written_are_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept: Kept, status: int, told: str
+) -> None:
     def compiles(request: Request) -> Iterator[Message]:
         assert request.options.max_total_tokens == 6463
         yield _DEPLOYMENT
@@ -112,17 +143,16 @@ def test_programs_written_are_counted(monkeypatch: pytest.MonkeyPatch, kept: Kep
         yield kept
 
     monkeypatch.setattr(command, "compile_in_child", compiles)
-    result = run_check("--write-cache", "somewhere", "--max-total-tokens", "6463")
-    assert result.exception is None
-    assert result.return_value == status
-    assert result.stderr == told
-    assert result.stdout.splitlines()[-1].startswith("FITS: 2 of 2 programs compiled")
+    assert run_check("--write-cache", "somewhere", "--max-total-tokens", "6463") == status
+    shown = capsys.readouterr()
+    assert shown.err == told
+    assert shown.out.splitlines()[-1].startswith("FITS: 2 of 2 programs compiled")
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Before anything is compiled."""
     (tmp_path / "file").write_text("")
-    result = run_check("--write-cache", str(tmp_path / "file/cache"))
-    assert isinstance(result.exception, worker.ConfigError)
-    assert f"no programs can be written to {tmp_path}/file/cache: choose a writable" in str(result.exception)
-    assert not result.stdout
+    assert run_check("--write-cache", str(tmp_path / "file/cache")) == 2
+    shown = capsys.readouterr()
+    assert f"no programs can be written to {tmp_path}/file/cache: choose a writable" in shown.err
+    assert not shown.out
