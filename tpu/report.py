@@ -145,6 +145,9 @@ class Report:
             if program.estimate is not None
             for text in program.estimate.warnings(program.name, clock)
         ]
+        longest = self.deployment.max_context
+        if self.row_context is not None and self.row_context > longest:
+            found.append(f"--roofline-context {self.row_context} is beyond the maximum context: {longest} is used")
         return [*found, *self.notices]
 
     def as_json(self) -> dict[str, Any]:

@@ -149,6 +149,18 @@ def test_programs_written_are_counted(
     assert shown.out.splitlines()[-1].startswith("FITS: 2 of 2 programs compiled")
 
 
+def test_a_context_beyond_the_maximum_is_cut_and_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "compile_in_child", lambda request: iter([_DEPLOYMENT, _FIGURES]))
+    assert run_check("--roofline-context", "1025") == 0
+    shown = capsys.readouterr().out
+    assert "WARNING  --roofline-context 1025 is beyond the maximum context: 1024 is used" in shown
+    assert "Decode rows hold 1,024 tokens each" in shown
+    assert run_check("--roofline-context", "1024") == 0
+    assert "WARNING" not in capsys.readouterr().out
+
+
 def test_a_folder_that_cannot_be_written_to_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Before anything is compiled."""
     (tmp_path / "file").write_text("")
