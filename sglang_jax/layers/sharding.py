@@ -93,14 +93,14 @@ def ring_through(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Every place of a box once, each a neighbour of the one before it, and the first one of the last where a box has
     such a ring: where an axis is even and another is longer than 1, or the box has two places or one.
 
-    A path goes to and fro through all axes but an even one; the ring goes up that one along all of the path but its
-    first place, to and fro again, and comes back by the first place's line.
+    A path winds through all axes but an even one; the ring goes up that one, along all of the path but its first place
+    at each height, and comes back by the first place's line.
     """
     axes = [axis for axis, size in enumerate(sizes) if size > 1]
     even = next((axis for axis in axes if sizes[axis] % 2 == 0), None)
     if even is None or len(axes) < 2:
-        return _to_and_fro(sizes)
-    path = _to_and_fro([1 if axis == even else size for axis, size in enumerate(sizes)])
+        return _winding(sizes)
+    path = _winding([1 if axis == even else size for axis, size in enumerate(sizes)])
 
     def at(place: tuple[int, ...], height: int) -> tuple[int, ...]:
         return (*place[:even], height, *place[even + 1 :])
@@ -112,7 +112,7 @@ def ring_through(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return [at(path[0], 0), *there, *reversed(back)]
 
 
-def _to_and_fro(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+def _winding(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Every place of a box once, each a neighbour of the one before it."""
     places: list[tuple[int, ...]] = [()]
     for size in reversed(sizes):
