@@ -94,7 +94,7 @@ def row(text: str, latency: float) -> dict[str, Any]:
     least = roofline(
         config,
         Work.decode(wanted.rows, wanted.context),
-        Device(chip.bf16_flops * share, chip.hbm_bandwidth * share, wanted.topology.ici_bandwidth * share),
+        Device(chip.bf16_flops * share, chip.hbm_bandwidth * share, wanted.topology.exchange_bandwidth(deployment.box)),
         tp=wanted.tp,
         weight_bytes=weight_bytes(config) // wanted.tp,
         kv_bytes_per_token=deployment.page // deployment.page_size // 2 * config.num_layers,

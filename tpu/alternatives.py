@@ -2,31 +2,93 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from sglang_jax.architectures.model_config import ModelConfig
-from tpu.choices import can_be_spread, memory_fraction, weight_bytes
+from sglang_jax.config import EngineConfig, KVCacheDtype
+from tpu.choices import bytes_per_weight, can_be_spread, memory_fraction, weight_bytes
 from tpu.topologies import GIB, Topology
 
 _MOST_CHIPS = 256
 _SHARE_OF_WEIGHTS = 0.9
 """Of the memory for weights and KV: with more weights there is hardly a token beside them."""
+_LEAST_TOKENS = 512
+"""That the KV cache must hold: see `runner.sizing`."""
+_EXCEEDED = re.compile(r"Exceeded hbm capacity by (?P<size>[\d.]+)(?P<unit>[KMG])")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def what_would_fit(model: ModelConfig, topology: Topology, tp: int) -> str | None:
-    """The first step up whose weights, in bfloat16, leave room: more devices of this slice, or a larger slice."""
-    usable = topology.chip.hbm * memory_fraction(topology.chip) * _SHARE_OF_WEIGHTS
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A model on a slice with the options that the server would be started with."""
+
+    model: ModelConfig
+    topology: Topology
+    options: EngineConfig
+
+    def weights(self, size: int) -> int:
+        """Bytes on each of `size` devices."""
+        return weight_bytes(self.model, bytes_per_weight(self.options.dtype)) // size
+
+    def kv_token(self, size: int, *, narrow: bool = False) -> int:
+        """Bytes of a token's keys and values on each of `size` devices; `narrow`: of 8 bits a number."""
+        whole = self.options.kv_cache_dtype is KVCacheDtype.AUTO and not narrow
+        width = bytes_per_weight(self.options.dtype) if whole else 1
+        return sum(2 * -(-layer.num_kv_heads // size) * layer.head_dim * width for layer in self.model.attention)
+
+    @property
+    def tokens(self) -> int:
+        return self.options.max_total_tokens or _LEAST_TOKENS
+
+
+def what_would_fit(asked: Asked) -> str | None:
+    """Smaller numbers for keys and values where these are what has no room; or the first step up that leaves room: more
+    devices of this slice, or a larger slice."""
+    topology, options = asked.topology, asked.options
+    tp = options.tp_size
+    limit = topology.chip.hbm * (1 if options.max_total_tokens else options.mem_fraction_static)
+    wide, narrow = (asked.weights(tp) + asked.tokens * asked.kv_token(tp, narrow=narrow) for narrow in (False, True))
+    found = [f"--kv-cache-dtype {KVCacheDtype.FLOAT8_E4M3.value}"] if narrow < limit <= wide else []
+    return " or ".join([*found, *_more_devices(asked)]) or None
+
+
+def what_would_help(asked: Asked, shortage: int) -> str | None:
+    """Where weights and KV have room, but `shortage` bytes are missing beside them for a step: a smaller part for KV,
+    or more devices."""
+    options, hbm = asked.options, asked.topology.chip.hbm
+    fraction = math.floor(100 * (options.mem_fraction_static - shortage / hbm)) / 100
+    least = asked.weights(options.tp_size) + _LEAST_TOKENS * asked.kv_token(options.tp_size)
+    found = []
+    if options.max_total_tokens is None and fraction * hbm > least:
+        found.append(f"--mem-fraction-static {fraction:g}")
+    return " or ".join([*found, *_more_devices(asked)]) or None
+
+
+def shortage_in(reason: str) -> int | None:
+    """Bytes of HBM that a program lacks, by the compiler's words; None if it says nothing of that."""
+    found = _EXCEEDED.search(reason)
+    return None if found is None else int(float(found["size"]) * _UNITS[found["unit"]])
+
+
+def _more_devices(asked: Asked) -> list[str]:
+    topology, tp = asked.topology, asked.options.tp_size
+    usable = topology.chip.hbm * memory_fraction(topology.chip)
     for slice_ in (topology, *_larger(topology)):
         for size in range(tp + 1, slice_.devices + 1):
-            weights = weight_bytes(model) // size
-            if slice_.devices % size == 0 and weights < usable and can_be_spread(model, size):
+            weights = asked.weights(size)
+            room = weights < usable * _SHARE_OF_WEIGHTS and weights + asked.tokens * asked.kv_token(size) < usable
+            if slice_.devices % size == 0 and room and can_be_spread(asked.model, size):
                 where = "" if slice_ is topology else f" --topology {slice_}"
-                return f"--tp {size}{where} ({weights / GIB:.1f} GiB of weights on each device)"
-    return None
+                return [f"--tp {size}{where} ({weights / GIB:.1f} GiB of weights on each device)"]
+    return []
 
 
 def _larger(topology: Topology) -> Iterator[Topology]:
-    """Slices of the chip, each with the next more chips: those of one node, then with the shortest axis doubled."""
+    """Slices of the chip, each with the next more chips: those of one node, then with the shortest axis doubled, and
+    the axes in the order of Google's names, the longest last."""
     chip, shape = topology.chip, topology.shape
     for of_one_node in chip.one_node:
         if Topology(chip, of_one_node).chips > topology.chips:
@@ -34,5 +96,5 @@ def _larger(topology: Topology) -> Iterator[Topology]:
             yield Topology(chip, shape)
     while Topology(chip, shape).chips < _MOST_CHIPS:
         axis = shape.index(min(shape))
-        shape = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+        shape = tuple(sorted((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])))
         yield Topology(chip, shape)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,9 +19,9 @@ from sglang_jax.cli.main import run
 from sglang_jax.cli.options import one_model, option_by_all_names
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
-from tpu.alternatives import what_would_fit
+from tpu.alternatives import Asked, shortage_in, what_would_fit, what_would_help
 from tpu.choices import PAGE_SIZE, memory_fraction
-from tpu.figures import Deployment, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
+from tpu.figures import Deployment, Kept, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
 from tpu.report import Report, heading, render
 from tpu.shapes import SHAPES, load_shape
 from tpu.topologies import parse_topology
@@ -41,6 +44,11 @@ DOES_NOT_FIT = 1
 )
 @option_by_all_names(
     "page_size", default=PAGE_SIZE, show_default=True, type=click.IntRange(min=1), help="tokens per KV cache page"
+)
+@option_by_all_names(
+    "max_total_tokens",
+    type=click.IntRange(min=1),
+    help="tokens of the KV cache; default: as many as fit",
 )
 @option_by_all_names(
     "max_running_requests", type=click.IntRange(min=1), help="maximum concurrent requests  [default: 256]"
@@ -119,38 +127,87 @@ def check(
         topology=slice_,
         selection=Selection.ALL if everything else Selection.QUICK if quick else Selection.ENDS,
     )
-    deployment: Deployment | None = None
-    programs: list[ProgramFigures] = []
-    notices: list[str] = []
-    failures: list[ProgramFailure] = []
+    found = _compile(request, partial(heading, model, slice_, tp, compiler=_compiler()))
+    if isinstance(found, Refusal):
+        remedy = what_would_fit(Asked(request.model, slice_, request.options))
+        click.echo(f"DOES NOT FIT: {found.reason}" + ("" if remedy is None else f". Would fit: {remedy}"))
+        return DOES_NOT_FIT
+    report = Report(
+        model, slice_, tp, found.deployment, found.programs, found.failures, found.notices, roofline_context
+    )
+    if (shortage := _shortage(report)) is not None:
+        report = replace(report, remedy=what_would_help(Asked(request.model, slice_, request.options), shortage))
+    click.echo("\n".join(render(report)))
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    kept = request.options.compilation_cache_dir is None or _tell_of_kept(request.options, found)
+    return 0 if report.problem is None and kept else DOES_NOT_FIT
+
+
+def _shortage(report: Report) -> int | None:
+    """Bytes of HBM that are missing; None if nothing is, or nobody knows."""
+    if report.failures:
+        return shortage_in(report.failures[0].reason)
+    return -report.headroom if report.headroom < 0 else None
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the compiling process said of a deployment."""
+
+    deployment: Deployment
+    programs: list[ProgramFigures] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    failures: list[ProgramFailure] = field(default_factory=list)
+    kept: Kept = field(default_factory=lambda: Kept(0, 0))
+
+
+def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) -> _Found | Refusal:
+    """Shows the deployment once it is known. A `Refusal` is of a model that leaves no room.
+
+    **Raises:** `ConfigError` for options that cannot be, or if nothing was compiled.
+    """
+    found: _Found | None = None
+    early: list[str] = []
     for message in compile_in_child(request):
         match message:
             case Refusal(reason=reason, of_options=True):
                 raise ConfigError(reason)
-            case Refusal(reason=reason):
-                remedy = what_would_fit(request.model, slice_, tp)
-                click.echo(f"DOES NOT FIT: {reason}" + ("" if remedy is None else f". Would fit: {remedy}"))
-                return DOES_NOT_FIT
+            case Refusal():
+                return message
             case Notice(text=text):
-                notices.append(text)
+                (early if found is None else found.notices).append(text)
             case Deployment():
-                deployment = message
-                click.echo("\n".join(heading(model, slice_, tp, deployment, _compiler())))
-            case ProgramFigures():
-                programs.append(message)
-            case ProgramFailure():
-                failures.append(message)
-        if deployment is not None:
-            _show_progress(deployment, len(programs) + len(failures))
-    if deployment is None:
+                found = _Found(message, notices=early)
+                click.echo("\n".join(heading_of(message)))
+            case ProgramFigures() if found is not None:
+                found.programs.append(message)
+            case ProgramFailure() if found is not None:
+                found.failures.append(message)
+            case Kept() if found is not None:
+                found.kept = message
+        if found is not None:
+            _show_progress(found.deployment, len(found.programs) + len(found.failures))
+    if found is None:
         raise ConfigError("the compiling process ended without a result")
-    report = Report(model, slice_, tp, deployment, programs, failures, notices, roofline_context)
-    click.echo("\n".join(render(report)))
-    if request.options.compilation_cache_dir is not None:
-        click.echo(f"The compiled programs are in {request.options.compilation_cache_dir}", err=True)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    return 0 if report.problem is None else DOES_NOT_FIT
+    return found
+
+
+def _tell_of_kept(options: EngineConfig, found: _Found) -> bool:
+    """Says where the programs are, and what a server needs to find them; or that none was written, and returns False.
+
+    A server that has measured its memory may come to another number of pages, which is in every program.
+    """
+    folder, kept = options.compilation_cache_dir, found.kept
+    if not kept.entries:
+        click.echo(f"No compiled program was written to {folder}", err=True)
+        return False
+    click.echo(f"{kept.entries} compiled programs are in {folder}, {kept.written} of them new", err=True)
+    tokens = found.deployment.kv_tokens
+    pages = "" if tokens is None else f" --max-total-tokens {tokens}"
+    flags = f"--compilation-cache-dir {folder} --page-size {options.page_size}{pages}"
+    click.echo(f"Start the server with {flags} and the options given here", err=True)
+    return True
 
 
 def _model_config(model: str) -> ModelConfig:

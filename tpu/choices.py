@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.config import Dtype
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 from tpu.machine import Machine
@@ -17,7 +18,6 @@ PAGE_SIZE = 64
 MEETING_PORT = 8482
 """Where the nodes of a slice meet, on node 0: JAX's own default."""
 
-_BYTES_PER_WEIGHT = 2
 _SMALL_HBM = 20 * GIB
 
 
@@ -32,7 +32,9 @@ class Choices:
     reasons: tuple[str, ...]
 
 
-def choose(machine: Machine, model: ModelConfig, *, tp: int | None = None, replicas: int = 1) -> Choices:
+def choose(
+    machine: Machine, model: ModelConfig, *, tp: int | None = None, replicas: int = 1, dtype: Dtype = Dtype.AUTO
+) -> Choices:
     """Options for a model on a slice; `tp`: of each of `replicas`, where it was asked for.
 
     **Raises:** `ConfigError` if the slice cannot be divided so, the model cannot be spread over a replica's devices, or
@@ -50,7 +52,7 @@ def choose(machine: Machine, model: ModelConfig, *, tp: int | None = None, repli
             f"{topology} has {nodes} nodes and {devices} devices, which one replica must use completely, but the "
             f"model can use {chosen}: choose a smaller slice, or --dp-size {nodes}, one replica per node"
         )
-    weights = weight_bytes(model) // chosen
+    weights = weight_bytes(model, bytes_per_weight(dtype)) // chosen
     usable = int(topology.chip.hbm * fraction)
     if weights >= usable:
         raise ConfigError(
@@ -86,7 +88,13 @@ def devices_of_a_replica(machine: Machine, replicas: int) -> int:
         raise ConfigError(
             f"the {topology.devices} devices of {topology} cannot be divided among {replicas} replicas (--dp-size)"
         )
-    return topology.devices // replicas
+    devices = topology.devices // replicas
+    if devices < topology.chip.devices:
+        raise ConfigError(
+            f"each of {replicas} replicas on {topology} would have {devices} of the {topology.chip.devices} devices of "
+            f"a chip, and only whole chips can be divided: --dp-size may be at most {topology.chips}, got {replicas}"
+        )
+    return devices
 
 
 def memory_fraction(chip: Chip) -> float:
@@ -94,10 +102,15 @@ def memory_fraction(chip: Chip) -> float:
     return 0.85 if chip.hbm < _SMALL_HBM else 0.9
 
 
-def weight_bytes(model: ModelConfig) -> int:
-    """Bytes of the matrices in bfloat16; norms and biases are too few to count."""
+def bytes_per_weight(dtype: Dtype) -> int:
+    """On a TPU `auto` is bfloat16."""
+    return 4 if dtype is Dtype.FLOAT32 else 2
+
+
+def weight_bytes(model: ModelConfig, width: int = 2) -> int:
+    """Bytes of the matrices, of `width` bytes a number; norms and biases are too few to count."""
     tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
-    return _BYTES_PER_WEIGHT * (matrix_weights_of_layers(model) + tables)
+    return width * (matrix_weights_of_layers(model) + tables)
 
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:

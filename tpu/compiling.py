@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -41,7 +42,7 @@ from sglang_jax.models import Transformer, build_model, kv_cache_spec
 from sglang_jax.runner.sizing import choose_sizes, describe_pools, refuse_drafts_with_states, refuse_with_states
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
-from tpu.figures import Deployment, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
+from tpu.figures import Deployment, Kept, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
 from tpu.hlo import find_kernels, take_text
 from tpu.operations import Module
 from tpu.topologies import Topology
@@ -63,16 +64,41 @@ def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) 
 
     **Raises:** `ConfigError` for a deployment that cannot be.
     """
-    if request.options.compilation_cache_dir is not None:
-        use_compilation_cache(request.options.compilation_cache_dir)
+    logging.getLogger("sglang_jax").addHandler(_Notices(send))
+    folder = request.options.compilation_cache_dir
+    before = frozenset() if folder is None else _kept_in(folder)
     devices = _devices(request.topology, request.options.tp_size)
     mesh = make_mesh(devices[: request.options.tp_size])
-    deployment, builders, buckets, names = _deploy(request, mesh, len(devices))
+    deployment, builders, buckets, names = _deploy(request, mesh)
     send(deployment)
-    logging.getLogger("sglang_jax").addHandler(_Notices(send))
     by_name = {str(bucket): bucket for bucket in buckets}
     for name in deployment.programs:
         send(_compile(name, by_name.get(name), builders[name], dumps, names))
+    if folder is not None:
+        kept = _entries(folder)
+        send(Kept(len(kept), len(kept - before)))
+
+
+def _kept_in(folder: str) -> frozenset[str]:
+    """Programs are written to a folder from now on. What is there already.
+
+    **Raises:** `ConfigError` if nothing can be written there: before hours of compiling for it.
+    """
+    remedy = "choose a writable folder with --write-cache"
+    if not use_compilation_cache(folder):
+        raise ConfigError(f"no programs can be written to {folder}: {remedy}")
+    trial = epath.Path(folder) / ".tpu-check"
+    try:
+        trial.write_text("")
+        trial.unlink()
+    except OSError as error:
+        raise ConfigError(f"no programs can be written to {folder} ({error}): {remedy}") from error
+    return _entries(folder)
+
+
+def _entries(folder: str) -> frozenset[str]:
+    """Names of the programs in a folder, as JAX names them."""
+    return frozenset(file.name for file in epath.Path(folder).glob("*-cache"))
 
 
 class _Notices(logging.Handler):
@@ -92,7 +118,8 @@ class _Notices(logging.Handler):
 
 def _devices(topology: Topology, count: int) -> list[jax.Device]:
     try:
-        devices = list(topologies.get_topology_desc(platform=_PLATFORM, topology_name=str(topology)).devices)
+        found = topologies.get_topology_desc(str(topology), _PLATFORM, **topology.configuration)
+        devices = list(found.devices)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ConfigError(f"libtpu has no topology {topology}: {_first_line(error)}") from error
     if count > topology.devices:
@@ -100,7 +127,7 @@ def _devices(topology: Topology, count: int) -> list[jax.Device]:
     return devices
 
 
-def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Builders, Buckets, Names]:
+def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets, Names]:
     options, topology = request.options, request.topology
     if options.speculative_algorithm is SpeculativeAlgorithm.DRAFT:
         raise ConfigError(
@@ -114,9 +141,7 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     refuse_drafts_with_states(options, request.model, "TPUs")
     kv_dtype = kv_dtype_of(options, dtype)
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM, kv_dtype=kv_dtype)
-    # libtpu as a compiler alone has the cores of a v4 chip apart, each with half of the memory.
-    hbm = topology.chip.hbm * topology.devices // devices
-    states = state_dtypes_of(options, dtype)
+    states, hbm = state_dtypes_of(options, dtype), topology.chip.hbm
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
     sizes = choose_sizes(options, parallel.config.max_position, memory)
     spec = runner_spec(options, memory, sizes, parallel)
@@ -132,7 +157,8 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     deployment = Deployment(
         config=request.model,
         device_kind=mesh.devices.flat[0].device_kind,
-        devices=devices,
+        devices=topology.devices,
+        box=_box([tuple(device.coords) for device in mesh.devices.flat], topology),
         hbm=memory.available,
         weights=memory.weights,
         page=sum(group.page for group in memory.groups if group.kind is not CacheKind.STATE),
@@ -152,6 +178,12 @@ def _deploy(request: Request, mesh: Mesh, devices: int) -> tuple[Deployment, Bui
     )
     paths = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model)))
     return deployment, builders, buckets, {f"weights[{number}]": path for number, path in enumerate(paths)}
+
+
+def _box(coordinates: list[tuple[int, ...]], topology: Topology) -> tuple[int, ...]:
+    """How many chips a group of devices spans along each axis of the slice."""
+    axes = list(zip(*coordinates, strict=True))[: len(topology.shape)]
+    return tuple(max(axis) - min(axis) + 1 for axis in axes)
 
 
 def _build_calibration(

@@ -3,7 +3,8 @@ do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tpu.operations import Operation, short_source
@@ -29,8 +30,8 @@ class Estimate:
     layer_cycles: int
     worst: tuple[Operation, ...]
     moves: tuple[Operation, ...]
-    windowed: int
-    permutes: int
+    windowed: tuple[Operation, ...]
+    permutes: tuple[Operation, ...]
     sorts: int
 
     @classmethod
@@ -43,13 +44,17 @@ class Estimate:
             if operation.moved in names
             or (operation.moved.startswith("state.") and operation.cycles > _LEAST_CYCLES_OF_A_MOVE)
         )
+
+        def named(found: Iterable[Operation]) -> tuple[Operation, ...]:
+            return tuple(replace(one, takes=tuple(names.get(name, name) for name in one.takes)) for one in found)
+
         return cls(
             cycles=sum(operation.total for operation in own),
             layer_cycles=sum(operation.total for operation in own if operation.in_layers),
             worst=tuple(sorted(own, key=lambda operation: -operation.total)[:_WORST]),
             moves=tuple(moves),
-            windowed=sum(operation.is_windowed for operation in own),
-            permutes=sum(operation.in_layers and "permute" in operation.kind for operation in own),
+            windowed=named(operation for operation in own if operation.is_windowed),
+            permutes=named(operation for operation in own if operation.in_layers and "permute" in operation.kind),
             sorts=sum(operation.is_sort for operation in own),
         )
 
@@ -60,10 +65,23 @@ class Estimate:
             f"{move.total / clock * 1e6:.0f} us ({short_source(move.source) or move.name})"
             for move in self.moves
         ]
-        if self.windowed:
-            found.append(f"{program!r} has {self.windowed} products split into pieces that devices exchange one by one")
-        if self.permutes:
-            found.append(f"{program!r} has {self.permutes} collective permutes in the layers")
+        found += [
+            f"{program!r} splits a product into pieces that devices exchange one by one, {where}"
+            for where in _places(self.windowed)
+        ]
+        found += [
+            f"{program!r} permutes an array among devices in the layers, {where}" for where in _places(self.permutes)
+        ]
         if self.sorts:
             found.append(f"{program!r} has {self.sorts} sorts, or parts left to the SparseCores, at every step")
         return found
+
+
+def _places(operations: Sequence[Operation]) -> list[str]:
+    """Of operations, those of the same arrays and line of the source once: how often a step runs them, the names of the
+    arguments that they take, the largest array, and the line."""
+    found: Counter[tuple[str, str]] = Counter()
+    for operation in operations:
+        arrays = " ".join([*operation.takes, operation.array])
+        found[arrays, short_source(operation.source) or operation.name] += operation.times
+    return [f"{times}x a step: {arrays} ({source})" for (arrays, source), times in found.items()]

@@ -17,7 +17,8 @@ from tpu.topologies import Topology
 class Deployment:
     """A model on a slice, as the runner would settle it. Bytes are those of one device.
 
-    - `devices`: those that libtpu sees in the slice.
+    - `devices`: those that JAX sees in the slice.
+    - `box`: chips that a tensor-parallel group spans along each axis of the slice.
     - `hbm`: what programs may use; `weights`; `page`: one KV page over all layers.
     - `slot`: the recurrent states of one row, over all layers that keep one; 0 where none does.
     - `num_pages`: of the first cache group, the pad page counted; where all layers keep states, of slots.
@@ -28,6 +29,7 @@ class Deployment:
     config: ModelConfig
     device_kind: str
     devices: int
+    box: tuple[int, ...]
     hbm: int
     weights: int
     page: int
@@ -107,6 +109,14 @@ class Notice:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Compiled programs in the folder that was asked for: entries there, and those of them that are new."""
+
+    entries: int
+    written: int
+
+
 class Selection(StrEnum):
     """Which of the runner's programs are compiled: `QUICK` the largest of each kind, `ENDS` the largest, the
     smallest, and those that change a few rows of the state, `ALL` all."""
@@ -126,4 +136,4 @@ class Request:
     selection: Selection
 
 
-Message = Deployment | ProgramFigures | ProgramFailure | Refusal | Notice
+Message = Deployment | ProgramFigures | ProgramFailure | Refusal | Notice | Kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -13,13 +13,13 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name, one_model, option_by_all_names, read_config_file, with_dashes
 from sglang_jax.cli.serve import serve
-from sglang_jax.config import LoadFormat, ServerConfig, TpuEnvironment
+from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment
 from sglang_jax.engine.placement import Placement, separate_slice
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.local_hosts import is_loopback
 from sglang_jax.spellings import ALIASES
 from tpu.choices import MEETING_PORT, Choices, choose
-from tpu.machine import Machine, detect_machine
+from tpu.machine import Machine, detect_machine, is_ipv6
 
 _SERVER = "sglang_jax.launch_server"
 _PORT = 30000
@@ -76,7 +76,9 @@ def launch(
     by_flag = context.get_parameter_source("model_path") is click.core.ParameterSource.COMMANDLINE
     model = one_model(model_among(server_options), model_path if by_flag else None) or model_path or "demo"
     machine = detect_machine(TpuEnvironment())
-    choices = choose(machine, open_checkpoint(model, LoadFormat.DUMMY).config, tp=tp_size, replicas=dp_size or 1)
+    dtype = dtype_among(server_options, context.default_map or {})
+    shape = open_checkpoint(model, LoadFormat.DUMMY).config
+    choices = choose(machine, shape, tp=tp_size, replicas=dp_size or 1, dtype=dtype)
     arguments = [] if config is None else ["--config", str(config)]
     arguments += server_arguments(machine, choices, model, from_file=context.default_map or ())
     arguments += [*listening_arguments(machine, choices, host, port), *server_options]
@@ -101,10 +103,21 @@ def launch(
 def model_among(server_options: Sequence[str]) -> str | None:
     """The model that is named without a flag among options of the server, which only its own parser can tell from
     their values. Raises `click.UsageError` for an option that the server has not got."""
+    model = _values_of(server_options)["model"]
+    return model if isinstance(model, str) else None
+
+
+def dtype_among(server_options: Sequence[str], from_file: Mapping[str, object]) -> Dtype:
+    """The dtype of weights that options of the server name, or else its `--config` file."""
+    named = _values_of(server_options).get("dtype") or from_file.get("dtype")
+    known = {kind.value: kind for kind in Dtype}
+    return known.get(str(named), Dtype.AUTO)  # the server refuses all others
+
+
+def _values_of(server_options: Sequence[str]) -> dict[str, object]:
     context = click.Context(serve, token_normalize_func=with_dashes)
     values, _, _ = serve.make_parser(context).parse_args(args=list(server_options))
-    model = values["model"]
-    return model if isinstance(model, str) else None
+    return dict(values)
 
 
 def server_arguments(machine: Machine, choices: Choices, model: str, *, from_file: Container[str] = ()) -> list[str]:
@@ -133,8 +146,12 @@ def node_arguments(machine: Machine) -> list[str]:
     return [
         *("--nnodes", str(len(machine.nodes))),
         *("--node-rank", str(machine.worker)),
-        *("--dist-init-addr", f"{machine.nodes[0]}:{MEETING_PORT}"),
+        *("--dist-init-addr", _with_port(machine.nodes[0], MEETING_PORT)),
     ]
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if is_ipv6(address) else f"{address}:{port}"
 
 
 def listening_arguments(machine: Machine, choices: Choices, host: str | None, port: int | None) -> list[str]:
@@ -149,7 +166,7 @@ def listening_arguments(machine: Machine, choices: Choices, host: str | None, po
     if number == 0:
         raise ConfigError("--port 0 chooses a different port on each node, but node 0 must know it: give a port")
     if machine.worker == 0:
-        others = ",".join(f"{address}:{number}" for address in machine.nodes[1:])
+        others = ",".join(_with_port(address, number) for address in machine.nodes[1:])
         return [*([] if host is None else ["--host", host]), "--port", str(number), "--connect", f"local,{others}"]
     own = host or machine.nodes[machine.worker]
     if own != machine.nodes[machine.worker] and is_loopback(own):

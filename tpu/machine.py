@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import urllib.error
 import urllib.request
@@ -79,8 +80,23 @@ def _read(file: Path) -> str:
 
 
 def _nodes(listed: str) -> tuple[str, ...]:
-    """Names, or `name:number:address` as older VMs have it."""
-    return tuple(node.split(":")[-1].strip() for node in listed.split(",") if node.strip())
+    """Names or addresses, or `name:number:address` as older VMs have it. An address of IPv6 has colons of its own: in
+    brackets, or alone, or behind the two others."""
+    return tuple(_node(node.strip()) for node in listed.split(",") if node.strip())
+
+
+def _node(listed: str) -> str:
+    address = listed if is_ipv6(listed) else listed.split(":", 2)[-1].strip()
+    return address.removeprefix("[").removesuffix("]")
+
+
+def is_ipv6(text: str) -> bool:
+    """Whether it is an address of IPv6, in brackets or not."""
+    try:
+        ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))
+    except ipaddress.AddressValueError:
+        return False
+    return True
 
 
 def _own_slice(chip: Chip, count: int) -> Topology:

@@ -48,6 +48,7 @@ class Operation:
     - `conditional`: in a branch that a step takes only if a request asks for it.
     - `origin`: what the program calls it, `jit(step)/dot_general`; `source`: file and line, empty if unknown.
     - `moved`: the program's argument that the operation only moves into another layout; empty for all others.
+    - `takes`: of a collective or a cut product, the arguments of the program that it is given unchanged.
     - `offloaded`: it starts what the SparseCores compute; not the exchanges that they run.
     """
 
@@ -61,6 +62,7 @@ class Operation:
     source: str
     moved: str
     offloaded: bool = False
+    takes: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -144,12 +146,15 @@ class Module:
         for instruction in own.values():
             names[instruction.name] = self._argument(instruction, names, arguments, computation == self._entry)
             found = self._operation(instruction, times, conditional, names, own)
+            if found.is_collective:
+                found = replace(found, takes=tuple(name for each in instruction.operands if (name := names.get(each))))
             if found.cycles or found.is_collective or found.is_sort:
                 yield found
             if instruction.kind == "while" and (loop := _LOOP.search(instruction.line)):
-                if "windowed_dot_general" in loop["body"]:
-                    yield replace(found, result=f"windowed_dot_general {instruction.result}")
                 carried = self._carried(instruction, own, names)
+                if "windowed_dot_general" in loop["body"]:
+                    result, given = f"windowed_dot_general {instruction.result}", tuple(carried.values())
+                    yield replace(found, result=result, takes=given)
                 trips = self._trips(loop["condition"], loop["body"])
                 yield from self._walk(loop["body"], times * trips, conditional, carried)
             elif branches := _BRANCHES.search(instruction.line):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,6 +53,7 @@ class Report:
     failures: Sequence[ProgramFailure]
     notices: Sequence[str] = ()
     row_context: int | None = None
+    remedy: str | None = None
 
     @property
     def resident_code(self) -> int:
@@ -69,16 +71,17 @@ class Report:
 
     @property
     def problem(self) -> str | None:
-        """Why this cannot be served, in one line; None if it can."""
+        """Why this cannot be served, in one line, and what would help; None if it can."""
+        would_fit = "" if self.remedy is None else f". Would fit: {self.remedy}"
         if self.failures:
             failure = self.failures[0]
-            return f"{failure.name!r} does not compile: {failure.reason}"
+            return f"{failure.name!r} does not compile: {failure.reason.splitlines()[0].rstrip(':.')}{would_fit}"
         if self.headroom < 0:
             largest = max(self.programs, key=lambda program: program.running)
             return (
                 f"{largest.name!r} needs {in_bytes(self.needed)} of HBM, but a device has only "
-                f"{in_bytes(self.deployment.hbm)}: lower mem_fraction_static or max_running_requests, or use an 8-bit "
-                "KV cache (--kv-cache-dtype)"
+                f"{in_bytes(self.deployment.hbm)}: lower --mem-fraction-static, --max-total-tokens or "
+                f"--max-running-requests{would_fit}"
             )
         return None
 
@@ -142,6 +145,9 @@ class Report:
             if program.estimate is not None
             for text in program.estimate.warnings(program.name, clock)
         ]
+        longest = self.deployment.max_context
+        if self.row_context is not None and self.row_context > longest:
+            found.append(f"--roofline-context {self.row_context} is beyond the maximum context: {longest} is used")
         return [*found, *self.notices]
 
     def as_json(self) -> dict[str, Any]:
@@ -169,18 +175,23 @@ class Report:
             "warnings": self.warnings,
         }
 
+    @property
+    def exchange_bandwidth(self) -> float:
+        """Bytes per second that a device sends within its group."""
+        return self.topology.exchange_bandwidth(self.deployment.box)
+
     def _device(self) -> Device:
         chip = self.topology.chip
         share = self.topology.chips / self.deployment.devices
         peak = chip.bf16_flops if self.deployment.dtype == "bfloat16" else chip.bf16_flops / 6
-        return Device(peak * share, chip.hbm_bandwidth * share, self.topology.ici_bandwidth * share)
+        return Device(peak * share, chip.hbm_bandwidth * share, self.exchange_bandwidth)
 
 
 def heading(model: str, topology: Topology, tp: int, deployment: Deployment, compiler: str) -> list[str]:
     """What is checked."""
     config = deployment.config
     nodes = "1 node" if topology.nodes == 1 else f"{topology.nodes} nodes"
-    lines = [
+    return [
         f"Model    {model}: {config.num_layers} layers, hidden {config.hidden_size}, {_heads(config)}, vocabulary "
         f"{config.vocab_size:,}",
         f"Slice    {topology}: {topology.chips} chips, {deployment.devices} devices ({deployment.device_kind}) with "
@@ -191,11 +202,6 @@ def heading(model: str, topology: Topology, tp: int, deployment: Deployment, com
         f"Memory   on each device weights {in_bytes(deployment.weights)}, {_cache(deployment)}",
         f"Compiler {compiler}, ahead of time: nothing is run",
     ]
-    if deployment.devices > topology.devices:
-        lines.append(
-            "Note     libtpu compiles for each core separately here; a real v4 chip is one device with both cores"
-        )
-    return lines
 
 
 def _cache(deployment: Deployment) -> str:
@@ -276,11 +282,21 @@ def _rooflines(report: Report) -> list[str]:
     return [
         f"Minimum time of a step, from the model's shapes and the peaks of a {chip.generation} chip "
         f"({in_units(chip.bf16_flops, 'FLOP/s')}, HBM {in_units(chip.hbm_bandwidth, 'B/s')}, "
-        f"ICI {in_units(report.topology.ici_bandwidth, 'B/s')} over the links of {report.topology})",
+        f"{_links(report)})",
         f"Decode rows hold {report.context:,} tokens each; a mixed step is one prompt's first tokens. (XLA): the "
         "compiler's count, each loop counted once",
         *table(header, rows),
     ]
+
+
+def _links(report: Report) -> str:
+    """Over what devices exchange."""
+    box, speed = report.deployment.box, in_units(report.exchange_bandwidth, "B/s")
+    if math.prod(box) == 1 < report.tp:
+        return f"{speed} between the devices of a chip"
+    whole = report.tp == report.deployment.devices
+    grid = "x".join(map(str, box))
+    return f"ICI {speed} over the links of {report.topology if whole else f'{grid} chips of {report.topology}'}"
 
 
 def _estimates(report: Report) -> list[str]:

@@ -182,6 +182,8 @@ _ALIASES = {
     "ironwood": Generation.TPU7X,
 }
 
+_LINKS_WITHIN_A_CHIP = 6
+
 _NAME = re.compile(r"(?P<chip>[a-z0-9]+)(?::(?P<shape>\d+(?:x\d+)+)|-(?P<count>\d+))")
 _EXAMPLES = "v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1"
 
@@ -205,12 +207,35 @@ class Topology:
     @property
     def ici_bandwidth(self) -> float:
         """Bytes per second that the chip with the fewest neighbours sends: of a 2x2 each has two, not four."""
-        links = sum(0 if size == 1 else 2 if self._is_ring(size) else 1 for size in self.shape)
-        return self.chip.ici_bandwidth * max(links, 1) / (2 * self.chip.dimensions)
+        return self._link_bandwidth * max(self._links(self.shape), 1)
+
+    def exchange_bandwidth(self, box: tuple[int, ...]) -> float:
+        """Bytes per second that each device sends, as rings do it, in a group that spans `box` chips of the slice.
+
+        Of the two devices of a tpu7x chip only one sends to the next chip; the other's hop is within the chip, over a
+        connection that is six times as fast as a link (https://docs.cloud.google.com/tpu/docs/tpu7x).
+        """
+        between = self._link_bandwidth * max(self._links(box), 1)
+        if self.chip.devices == 1:
+            return between
+        within = _LINKS_WITHIN_A_CHIP * self._link_bandwidth
+        return within if math.prod(box) == 1 else min(between, within)
+
+    @property
+    def _link_bandwidth(self) -> float:
+        return self.chip.ici_bandwidth / (2 * self.chip.dimensions)
+
+    def _links(self, box: tuple[int, ...]) -> int:
+        """Of the chip of a box with the fewest neighbours in it."""
+        axes = zip(box, self.shape, strict=True)
+        return sum(0 if size == 1 else 2 if size == whole and self._is_ring(whole) else 1 for size, whole in axes)
 
     def _is_ring(self, size: int) -> bool:
-        """Axes of whole cubes, or of a whole pod, are closed: the last chip is the first one's neighbour."""
-        return size % 4 == 0 if self.chip.dimensions == 3 else size == 16
+        """Whether an axis is closed, so that the last chip is the first one's neighbour: that of a whole pod in two
+        dimensions; in three all axes of a slice of whole cubes of 4x4x4, and none of any other."""
+        if self.chip.dimensions == 2:
+            return size == 16
+        return all(axis % 4 == 0 for axis in self.shape)
 
     @property
     def nodes(self) -> int:
@@ -222,6 +247,12 @@ class Topology:
     @property
     def shape_name(self) -> str:
         return "x".join(map(str, self.shape))
+
+    @property
+    def configuration(self) -> dict[str, str]:
+        """What libtpu must be told, beside the name, to describe the slice as it is. Without this it has the two cores
+        of a v4 chip as devices, each with half of the memory; those of a v5p are one device as it is."""
+        return {"chip_config_name": "megacore"} if self.chip.generation is Generation.V4 else {}
 
     def __str__(self) -> str:
         """libtpu's name."""

@@ -118,12 +118,26 @@ def tune(
 
     path = output or TABLE
     known = read_table(path) if path.exists() else {}
+    _try_to_write(path)
     compared = _on_device(every) if on_device else estimate_in_child(Generation(chip or ""), every)
     for best in _best_of_each(compared, "us" if on_device else "cycles"):
         known[best.shape, best.phase] = best
         write_table(known.values(), path)
     click.echo(f"Written to {path}")
     return 0
+
+
+def _try_to_write(path: Path) -> None:
+    """Raises `ConfigError` where a table could not be written: before all the timing."""
+    new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            f"the table {path} cannot be written ({error.strerror}): name another with --output"
+        ) from error
+    if new:
+        path.unlink()
 
 
 def _model_config(model: str) -> ModelConfig:

@@ -91,7 +91,7 @@ def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps:
     chip = CHIPS[generation]
     topology = Topology(chip, chip.one_node[0])
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=str(topology)).devices
+        devices = topologies.get_topology_desc(str(topology), "tpu", **topology.configuration).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ConfigError(f"libtpu has no topology {topology}: {error}") from error
     mesh = Mesh(np.array(devices[:1]), ("x",))

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -13,12 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_jax.errors import ConfigError, NoRoomError, how_to_install
-from tpu.figures import Message, Refusal, Request
+from tpu.figures import Deployment, Message, ProgramFailure, ProgramFigures, Refusal, Request
 from tpu.schedule import DUMP_FLAGS
 from tpu.topologies import Generation
 
 if TYPE_CHECKING:
     from tpu.tuning import Comparison, Heads
+
+
+class _DiedError(ConfigError):
+    """The child ended before it was done."""
+
 
 Work = Callable[..., None]
 """What a child does: given a folder of its own, how to send messages, and what it is asked."""
@@ -49,11 +55,26 @@ def require_compiler() -> None:
 
 
 def compile_in_child(request: Request) -> Iterator[Message]:
-    """What the compiling process says of a deployment's programs, as it says it.
+    """What the compiling process says of a deployment's programs, as it says it. A compiler that dies is the failure of
+    the program that it was at.
 
-    **Raises:** `ConfigError` if libtpu or jax is missing, or if the process died, with its last words.
+    **Raises:** `ConfigError` if libtpu or jax is missing, or if the process died before the first program, with its
+    last words.
     """
-    yield from _in_child(_compile_programs, request)
+    left: list[str] = []
+    start = time.monotonic()
+    try:
+        for message in _in_child(_compile_programs, request):
+            if isinstance(message, Deployment):
+                left = list(message.programs)
+            elif isinstance(message, ProgramFigures | ProgramFailure):
+                left.remove(message.name)
+                start = time.monotonic()
+            yield message
+    except _DiedError as error:
+        if not left:
+            raise
+        yield ProgramFailure(left[0], time.monotonic() - start, str(error))
 
 
 def estimate_in_child(generation: Generation, every: tuple[Heads, ...]) -> Iterator[Comparison]:
@@ -88,7 +109,7 @@ def _in_child(work: Work, *arguments: Any) -> Iterator[Any]:
                 child.terminate()
                 child.join()
         if child.exitcode:
-            raise ConfigError(f"the compiling process ended with status {child.exitcode}:\n{_last_words(log)}")
+            raise _DiedError(f"the compiling process ended with status {child.exitcode}:\n{_last_words(log)}")
 
 
 def prepare_compiler(folder: Path) -> Path:

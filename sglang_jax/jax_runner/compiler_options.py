@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import jax
 
-from sglang_jax.jax_runner.buckets import Bucket
-from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, chip_of
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, known_chip
 
 Version = tuple[int, ...]
 
@@ -64,13 +63,13 @@ class Remedy:
     options: Mapping[str, str]
     reason: str
 
-    def fits(self, chip: Chip, installed: Installed, bucket: Bucket) -> bool:
+    def fits(self, chip: Chip, installed: Installed, decode_only: bool) -> bool:
         """Whether it is for such a step."""
         if self.libtpu is None or installed.libtpu is None:
             released = self.jax.have(installed.jax)
         else:
             released = self.libtpu.have(installed.libtpu)
-        return chip is self.chip and released and (bucket.decode_only or not self.decode_only)
+        return chip is self.chip and released and (decode_only or not self.decode_only)
 
 
 REMEDIES = (
@@ -93,14 +92,13 @@ def numbers_of(version: str) -> Version:
 
 
 def options_of_step(
-    platform: str, device_kind: str, bucket: Bucket, installed: Installed | None = None
+    platform: str, device_kind: str, decode_only: bool, installed: Installed | None = None
 ) -> dict[str, str]:
-    """What a step's program is compiled with, beside what the environment says. `installed`: None for what is here.
-
-    **Raises:** `ConfigError` for a TPU that nobody knows.
-    """
-    if platform != "tpu":
+    """What a step's program is compiled with, or one of as few rows as a decode step has (`decode_only`), beside what
+    the environment says. Nothing on a TPU that is not known here. `installed`: None for what is here."""
+    chip = known_chip(device_kind)
+    if platform != "tpu" or chip is None:
         return {}
-    chip, installed = chip_of(device_kind), installed or Installed.here()
-    fitting = [remedy.options for remedy in REMEDIES if remedy.fits(chip, installed, bucket)]
+    installed = installed or Installed.here()
+    fitting = [remedy.options for remedy in REMEDIES if remedy.fits(chip, installed, decode_only)]
     return {name: value for options in fitting for name, value in options.items()}

@@ -34,10 +34,10 @@ class CompileCounter:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
 
-def use_compilation_cache(address: str) -> None:
+def use_compilation_cache(address: str) -> bool:
     """Keeps every compiled program in a folder, however small or quick to compile. `address`: the folder, here or
     where etils' paths lead, such as `gs://bucket/folder`. Keeps none, which the log says, where there is no such folder
-    and none can be made."""
+    and none can be made. Returns whether programs are kept."""
     if "://" not in address:
         try:
             Path(address).mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,8 @@ def use_compilation_cache(address: str) -> None:
                 "with --compilation-cache-dir",
                 error,
             )
-            return
+            return False
     jax.config.update("jax_compilation_cache_dir", address)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return True

@@ -315,24 +315,28 @@ class Programs:
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             lowered = step.lower(self._weight_shapes, self._state_shapes, _integers(layout.size))
         self._logits_columns = lowered.out_info[1].logits.shape[1]
+        return lowered.compile(compiler_options=self._options(bucket.decode_only))
+
+    def _options(self, decode_only: bool) -> dict[str, str]:
+        """The compiler's, for a step or a part of one."""
         device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
-        return lowered.compile(compiler_options=options_of_step(device.platform, device.device_kind, bucket))
+        return options_of_step(device.platform, device.device_kind, decode_only)
 
     def _build_guess(self, rows: int) -> Executable:
-        return self._build_draft(
-            make_guess(self._draft_model, rows, self._page_size, self._mesh, self.table), (2, rows)
-        )
+        build = make_guess(self._draft_model, rows, self._page_size, self._mesh, self.table)
+        return self._build_draft(build, (2, rows), decode_only=True)
 
     def _build_catch_up(self, tokens: int) -> Executable:
         build = make_catch_up(self._draft_model, tokens, self._page_size, self._mesh, self.table)
-        return self._build_draft(build, (3, tokens))
+        return self._build_draft(build, (3, tokens), decode_only=False)
 
-    def _build_draft(self, run: Guess, packed: tuple[int, int]) -> Executable:
+    def _build_draft(self, run: Guess, packed: tuple[int, int], *, decode_only: bool) -> Executable:
         placement, _ = self._parts(self._placement)
         program = jax.jit(run, donate_argnums=1, out_shardings=placement)
         weights = self._draft_model.own(self._weight_shapes)
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            return program.lower(weights, *self._parts(self._state_shapes), _integers(*packed)).compile()
+            lowered = program.lower(weights, *self._parts(self._state_shapes), _integers(*packed))
+        return lowered.compile(compiler_options=self._options(decode_only))
 
     def _outputs_placement(self) -> StepOutputs | None:
         """Outputs are whole on every device, so that every node can read them; but for the logits, which none does."""
@@ -354,7 +358,8 @@ class Programs:
         shapes = SampledState.of(self._state_shapes)
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             tokens = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=self._whole())
-            return sample.lower(shapes, self._logits_shape(rows), tokens, _integers(layout.size)).compile()
+            lowered = sample.lower(shapes, self._logits_shape(rows), tokens, _integers(layout.size))
+        return lowered.compile(compiler_options=self._options(decode_only=True))
 
     def _logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
         """Of what a step of so many rows gives for the second part. How wide logits are, a step tells once built."""

@@ -41,30 +41,35 @@ def write_kv_on_tpu(
     kv_scales: jax.Array | None = None,
     *,
     checked: bool = False,
+    vmem_limit: int | None = None,
 ) -> jax.Array:
     """`kv_storage.write_kv` into tiled pages, but for page 0, of which nothing is written. `runs`: see `find_runs`;
-    `checked`: with checks of addresses."""
+    `checked`: with checks of addresses; `vmem_limit`: bytes that the kernel may take, None for the compiler's own."""
     rows = rows_of_pages(kv_pages, keys, values, kv_scales)
     if kv_pages.dtype.itemsize == 1:
         rows = rows.astype(jnp.bfloat16)
-    return write_kv_tiles(kv_pages, rows.transpose(1, 2, 0, 3), runs, tile=_tile_of(kv_pages), checked=checked)
+    rows = rows.transpose(1, 2, 0, 3)
+    return write_kv_tiles(kv_pages, rows, runs, tile=_tile_of(kv_pages), checked=checked, vmem_limit=vmem_limit)
 
 
-def find_runs(kv_pages: jax.Array, write_slots: jax.Array, checked: bool = False) -> jax.Array:
+def find_runs(
+    kv_pages: jax.Array, write_slots: jax.Array, checked: bool = False, vmem_limit: int | None = None
+) -> jax.Array:
     """Which tokens go into one tile of a page together: the same in all layers that share page ids, so that a step
     finds them once.
 
     Tokens that write into one tile must follow each other, in the order of their slots, as those of a sequence do.
 
     **Arguments:** `kv_pages`: of one of the layers, for its shape and type; `write_slots` int32 `[T]`, `page *
-    page_size + offset`; `checked`: with checks of addresses.
+    page_size + offset`; `checked`: with checks of addresses; `vmem_limit`: that programs of the kernel that writes must
+    stay below.
 
     **Returns:** int32 `[programs, 6, tokens of a program]`: of each run its page, the slot of the page that its tile
     begins with, the token (perhaps of another run) that would lie there, how far into the tile the run begins, and how
     many tokens it has; in the last line the number of runs, and of those that do not fill their tile.
     """
     tokens = write_slots.shape[0]
-    width = _tokens_of_a_program(tokens)
+    width = _tokens_of_a_program(kv_pages, tokens, vmem_limit)
     slots = jnp.pad(write_slots, (0, -tokens % width)).reshape(-1, 1, width)
     return pl.pallas_call(
         functools.partial(_find_runs, tile=_tile_of(kv_pages), page_size=kv_pages.shape[3]),
@@ -82,8 +87,21 @@ def _tile_of(kv_pages: jax.Array) -> int:
     return min(8 if kv_pages.dtype.itemsize > 1 else 32, kv_pages.shape[3])
 
 
-def _tokens_of_a_program(tokens: int) -> int:
-    return min(_TOKENS_PER_PROGRAM, -(-tokens // _LONGEST_TILE) * _LONGEST_TILE)
+def _tokens_of_a_program(kv_pages: jax.Array, tokens: int, vmem_limit: int | None) -> int:
+    """As many as fit, in whole tiles: of 32 kv heads 128 tokens take 26 MiB, and in 8 bits 42."""
+    width = min(_TOKENS_PER_PROGRAM, -(-tokens // _LONGEST_TILE) * _LONGEST_TILE)
+    while vmem_limit is not None and width > _LONGEST_TILE and vmem_bytes(kv_pages, width) > vmem_limit * 3 // 4:
+        width -= _LONGEST_TILE
+    return width
+
+
+def vmem_bytes(kv_pages: jax.Array, width: int) -> int:
+    """What the kernel takes for programs of `width` tokens: rows of two programs, of 16 bits at least, the same in 32
+    bits, and a tile for each."""
+    _, kv_heads, parts, _, lanes = kv_pages.shape
+    size = kv_pages.dtype.itemsize
+    of_a_token = 2 * max(size, 2) + 4 + _tile_of(kv_pages) * size
+    return kv_heads * parts * lanes * (width * of_a_token + 2 * _LONGEST_TILE * 4)
 
 
 def _find_runs(
@@ -130,13 +148,19 @@ def _find_runs(
 
 
 def write_kv_tiles(
-    kv_pages: jax.Array, rows: jax.Array, runs: jax.Array, *, tile: int, checked: bool = False
+    kv_pages: jax.Array,
+    rows: jax.Array,
+    runs: jax.Array,
+    *,
+    tile: int,
+    checked: bool = False,
+    vmem_limit: int | None = None,
 ) -> jax.Array:
     """Stores one row of each head and part per token; nothing is stored for slots of page 0.
 
     **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`; `rows` `[kv_heads, parts, T, lanes]`,
     float32 or bfloat16, holding values that the pages' type holds exactly; `runs`: see `find_runs`; `tile` slots are
-    written together.
+    written together; `vmem_limit`: see `write_kv_on_tpu`.
 
     **Returns:** the pages, in the same memory where they are donated.
     """
@@ -161,7 +185,9 @@ def write_kv_tiles(
         out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         input_output_aliases={2: 0},
         # One after the other: where a run goes on in the next program, both write the same tile.
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=not checked),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit, disable_bounds_checks=not checked
+        ),
         name="kv_write",
     )(runs, rows, kv_pages)
 

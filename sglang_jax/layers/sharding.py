@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
@@ -56,8 +55,8 @@ def named_sharding(mesh: Mesh, axes: Sequence[Axis]) -> NamedSharding:
 
 
 def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, expert: int = 1) -> Mesh:
-    """A mesh (data, tensor, expert) of all `devices`; what `data` and `expert` leave is tensor parallel. On a TPU they
-    are in an order that goes along its links, as far as they have one.
+    """A mesh (data, tensor, expert) of all `devices`; what `data` and `expert` leave is tensor parallel. Whole chips of
+    a TPU that fill a box are in an order that goes along its links, and back to the first one where that can be.
 
     **Raises:** `ValueError` if the devices cannot be divided so.
     """
@@ -65,7 +64,7 @@ def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, expert: int = 1) 
         raise ValueError(f"{len(devices)} devices cannot be divided into data {data} x expert {expert}")
     shape = (data, len(devices) // (data * expert), expert)
     if _has_links(devices):
-        return Mesh(mesh_utils.create_device_mesh(shape, devices), MESH_AXES)
+        devices = _along_links(devices)
     return Mesh(np.array(devices).reshape(shape), MESH_AXES)
 
 
@@ -78,3 +77,46 @@ def _has_links(devices: Sequence[jax.Device]) -> bool:
         return False  # of a v4 that is compiled for, and not there, each core is a device
     box = math.prod(max(places) - min(places) + 1 for places in zip(*chips, strict=True))
     return box == len(chips)
+
+
+def _along_links(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """The devices of a box in the order of `ring_through`, those of one chip after each other."""
+    chips: dict[tuple[int, ...], list[jax.Device]] = {}
+    for device in devices:
+        chips.setdefault(tuple(device.coords), []).append(device)
+    least = tuple(map(min, zip(*chips, strict=True)))
+    sizes = tuple(max(axis) - low + 1 for axis, low in zip(zip(*chips, strict=True), least, strict=True))
+    places = (tuple(map(sum, zip(place, least, strict=True))) for place in ring_through(sizes))
+    return [device for place in places for device in chips[place]]
+
+
+def ring_through(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every place of a box once, each a neighbour of the one before it, and the first one of the last where a box has
+    such a ring: where an axis is even and another is longer than 1, or the box has two places or one.
+
+    A path winds through all axes but an even one; the ring goes up that one, along all of the path but its first place
+    at each height, and comes back by the first place's line.
+    """
+    axes = [axis for axis, size in enumerate(sizes) if size > 1]
+    even = next((axis for axis in axes if sizes[axis] % 2 == 0), None)
+    if even is None or len(axes) < 2:
+        return _winding(sizes)
+    path = _winding([1 if axis == even else size for axis, size in enumerate(sizes)])
+
+    def at(place: tuple[int, ...], height: int) -> tuple[int, ...]:
+        return (*place[:even], height, *place[even + 1 :])
+
+    there = [
+        at(place, height) for height in range(sizes[even]) for place in (path[1:] if height % 2 == 0 else path[:0:-1])
+    ]
+    back = [at(path[0], height) for height in range(1, sizes[even])]
+    return [at(path[0], 0), *there, *reversed(back)]
+
+
+def _winding(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every place of a box once, each a neighbour of the one before it."""
+    places: list[tuple[int, ...]] = [()]
+    for size in reversed(sizes):
+        ends = [places if number % 2 == 0 else places[::-1] for number in range(size)]
+        places = [(number, *place) for number, line in enumerate(ends) for place in line]
+    return places

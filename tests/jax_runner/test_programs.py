@@ -16,6 +16,7 @@ from helpers.plan_driver import DECODE, PlanDriver
 from helpers.stand_in_jax import STAND_IN, stand_in_runner
 from helpers.stand_in_model import HIDDEN, LAYERS, VOCAB, random_weights
 
+from sglang_jax.jax_runner import programs as own_programs
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.sampling_state import SamplingState
@@ -74,6 +75,30 @@ def test_warm_up_reports_each_program_and_builds_none_twice() -> None:
     runner.warm_up(lambda done, total, what: None)
     assert runner.report().compiled_programs == 7
     assert runner.report().compiles_after_warm_up == 0
+    runner.close()
+
+
+def test_all_parts_of_steps_are_compiled_with_the_options_for_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, bool]] = []
+    name = ""
+
+    def options(platform: str, kind: str, decode_only: bool) -> dict[str, str]:
+        asked.append((name, platform, decode_only))
+        return {"xla_nobody_knows_this": "true"}
+
+    monkeypatch.setattr(own_programs, "options_of_step", options)
+    runner = stand_in_runner(random_weights(), max_rows=2, token_budget=16, max_samples=3, draft=random_weights())
+    builders = runner._programs.builders()
+    for name in ("decode 2", "mixed 16 tokens, 2 rows", "sample 2 rows", "guess 2 rows", "catch up 16 tokens"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nobody_knows_this"):
+            builders[name]()
+    assert asked == [
+        ("decode 2", "cpu", True),
+        ("mixed 16 tokens, 2 rows", "cpu", False),
+        ("sample 2 rows", "cpu", True),
+        ("guess 2 rows", "cpu", True),
+        ("catch up 16 tokens", "cpu", False),
+    ]
     runner.close()
 
 

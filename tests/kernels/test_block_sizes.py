@@ -66,6 +66,10 @@ def test_the_model_of_the_costs_stays_within_the_memory(
     limit = max(blocks.VMEM_LIMITS[chip] // 4, 2 * max(128, page_size) * shape.bytes_per_key)
     for found in (decode_blocks(shape, 256, 4096), prefill_blocks(shape, 8192, 4096)):
         assert 2 * found.pages * page_size * shape.bytes_per_key <= limit
+    page_bytes = page_size * shape.bytes_per_key
+    sizes = sizes_of(decode_blocks(shape, 256, 4096), page_size, page_bytes, 4096, blocks.VMEM_LIMITS[chip])
+    buffers = sizes.depth * sizes.pages_per_buffer * page_bytes
+    assert buffers <= max(blocks.VMEM_LIMITS[chip] // 2, 2 * max(128, page_size) * shape.bytes_per_key)
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from helpers.tpu_interpreter import CopyMode, Interpreted
 from sglang_jax.kernels import kv_write
 from sglang_jax.kernels.kv_storage import from_storage, page_shape, write_kv
 from sglang_jax.kernels.kv_write import find_runs, write_kv_on_tpu
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip
 
 PAGES, PAGE_SIZE = 9, 32
 
@@ -87,6 +88,20 @@ def test_a_tile_of_two_programs_on_a_device_of_two_cores(monkeypatch: pytest.Mon
     expected, found, raced = write_on_two_cores(monkeypatch)
     assert not raced
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("chip", [Chip.V4, Chip.V5E, Chip.TPU7X])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 128), (8, 128), (32, 96), (16, 256)])
+def test_a_program_stays_within_the_vector_memory(kv_heads: int, head_dim: int, chip: Chip, dtype: jnp.dtype) -> None:
+    pages = jax.ShapeDtypeStruct(page_shape(9, kv_heads, 64, head_dim, tiled=True), dtype)
+    slots = jax.ShapeDtypeStruct((512,), jnp.int32)
+    limit = VMEM_LIMITS[chip]
+    runs = jax.eval_shape(partial(find_runs, vmem_limit=limit), pages, slots)
+    width = runs.shape[2]
+    assert kv_write.vmem_bytes(pages, width) < limit
+    # Narrower only where more tokens would not leave room.
+    assert width == 128 or kv_write.vmem_bytes(pages, width + 32) > limit * 3 // 4
 
 
 @pytest.mark.soak

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 from helpers.small_configs import small_config
 
-from tpu.alternatives import what_would_fit
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.config import Dtype, EngineConfig, KVCacheDtype
+from tpu.alternatives import Asked, shortage_in, what_would_fit, what_would_help
 from tpu.shapes import load_shape
-from tpu.topologies import parse_topology
+from tpu.topologies import GIB, parse_topology
+
+
+def asked(topology: str, tp: int, model: ModelConfig | None = None, **options: object) -> Asked:
+    given = EngineConfig(model_path="any", tp_size=tp, page_size=64, **{"mem_fraction_static": 0.9, **options})
+    return Asked(model or load_shape("qwen3-32b"), parse_topology(topology), given)
 
 
 @pytest.mark.parametrize(
@@ -20,10 +27,55 @@ from tpu.topologies import parse_topology
     ],
 )
 def test_the_next_step_up_that_leaves_room(topology: str, tp: int, expected: str) -> None:
-    assert what_would_fit(load_shape("qwen3-32b"), parse_topology(topology), tp) == expected
+    assert what_would_fit(asked(topology, tp)) == expected
+
+
+def test_weights_count_in_their_own_dtype() -> None:
+    """Of float32 four devices would have 30.5 GiB each."""
+    found = what_would_fit(asked("v6e:1x1", 1, dtype=Dtype.FLOAT32))
+    assert found == "--tp 8 --topology v6e:2x4 (15.3 GiB of weights on each device)"
+
+
+def test_smaller_keys_and_values_where_these_have_no_room() -> None:
+    """Llama's 128 KiB a token are 24 GiB of 196,608 tokens; on two devices 12 each."""
+    llama = load_shape("llama-3.1-8b")
+    many = {"max_total_tokens": 196_608}
+    larger = "--tp 2 --topology v6e:2x2 (7.5 GiB of weights on each device)"
+    assert what_would_fit(asked("v6e-1", 1, llama, **many)) == f"--kv-cache-dtype fp8_e4m3 or {larger}"
+    narrow = many | {"kv_cache_dtype": KVCacheDtype.INT8}
+    assert what_would_fit(asked("v6e-1", 1, llama, **narrow)) == larger
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [("v6e:2x4", "v6e:4x4"), ("v6e:4x4", "v6e:4x8"), ("v5e:8x8", "v5e:8x16"), ("v5p:2x2x2", "v5p:2x2x4")],
+)
+def test_larger_slices_have_googles_names(start: str, expected: str) -> None:
+    topology = parse_topology(start)
+    model = small_config(num_heads=256, num_kv_heads=256, intermediate_size=1024)
+    found = what_would_fit(asked(start, topology.devices, model))
+    assert found is not None
+    assert f"--topology {expected} " in found
+
+
+@pytest.mark.parametrize(
+    ("shortage", "expected"),
+    [
+        (GIB, "--mem-fraction-static 0.86 or --tp 2 --topology v6e:2x2 (7.5 GiB of weights on each device)"),
+        (25 * GIB, "--tp 2 --topology v6e:2x2 (7.5 GiB of weights on each device)"),
+    ],
+)
+def test_room_beside_weights_and_pages(shortage: int, expected: str) -> None:
+    assert what_would_help(asked("v6e-1", 1, load_shape("llama-3.1-8b")), shortage) == expected
+
+
+def test_what_the_compiler_lacks_is_read() -> None:
+    words = "Ran out of memory in memory space hbm. Used 16.51G of 15.75G hbm. Exceeded hbm capacity by 778.00M."
+    assert shortage_in(words) == 778 * 2**20
+    assert shortage_in("Ran out of memory in memory space vmem") is None
 
 
 def test_nothing_fits_a_model_that_cannot_be_spread() -> None:
     """Five heads, so that more devices than one are five, which no slice has."""
     model = small_config(num_heads=5, num_kv_heads=1, hidden_size=80, intermediate_size=96)
-    assert what_would_fit(model, parse_topology("v6e:2x2"), 1) is None
+    assert what_would_fit(asked("v6e:2x2", 1, model, kv_cache_dtype=KVCacheDtype.INT8)) is None

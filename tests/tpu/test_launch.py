@@ -22,12 +22,12 @@ import tpu.launch
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.cli.main import run
 from sglang_jax.cli.serve import serve
-from sglang_jax.config import LoadFormat, ServerConfig, TpuEnvironment
+from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.remote_replicas import read_addresses
 from tpu.choices import Choices, choose, weight_bytes
-from tpu.launch import launch, node_arguments, server_arguments
-from tpu.machine import Machine, detect_machine
+from tpu.launch import dtype_among, launch, listening_arguments, node_arguments, server_arguments
+from tpu.machine import Machine, _nodes, detect_machine
 from tpu.shapes import load_shape
 from tpu.topologies import parse_topology
 
@@ -111,6 +111,21 @@ def test_weights_beyond_the_memory_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"61\.0 GiB of weights on each of 1 devices do not fit in 28\.1 GiB"):
         choose(machine_of("v6e:1x1"), load_shape("qwen3-32b"))
     assert choose(machine_of("v6e:2x2"), load_shape("qwen3-32b")).tp == 4
+    with pytest.raises(ConfigError, match=r"30\.5 GiB of weights on each of 4 devices do not fit in 28\.1 GiB"):
+        choose(machine_of("v6e:2x2"), load_shape("qwen3-32b"), dtype=Dtype.FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("options", "file", "dtype"),
+    [
+        (["one", "--dtype", "float32"], {}, Dtype.FLOAT32),
+        (["--dtype=bfloat16"], {"dtype": "float32"}, Dtype.BFLOAT16),
+        ([], {"dtype": "float32"}, Dtype.FLOAT32),
+        (["--page-size", "64"], {}, Dtype.AUTO),
+    ],
+)
+def test_the_dtype_of_weights_is_the_servers(options: list[str], file: dict[str, object], dtype: Dtype) -> None:
+    assert dtype_among(options, file) is dtype
 
 
 def test_nodes_that_would_stand_idle_are_refused() -> None:
@@ -162,6 +177,11 @@ def test_replicas_divide_the_slice(machine: Machine, replicas: int, tp: int) -> 
         (V6E_16, {"replicas": 12}, "16 devices of v6e:4x4 cannot be divided among 12 replicas"),
         (machine_of("v6e:2x2"), {"replicas": 3}, "4 devices of v6e:2x2 cannot be divided among 3 replicas"),
         (V6E_16, {"replicas": 4, "tp": 8}, "--tp-size 8 is more than the 4 devices of each of 4 replicas"),
+        (
+            machine_of("tpu7x:2x2x1"),
+            {"replicas": 8},
+            "each of 8 replicas on tpu7x:2x2x1 would have 1 of the 2 devices of a chip, .* at most 4, got 8",
+        ),
         (V6E_16, {"tp": 4}, "choose a smaller slice, or --dp-size 4, one replica per node"),
     ],
 )
@@ -377,3 +397,23 @@ def test_two_nodes_share_requests_until_one_is_killed(tmp_path: Path) -> None:
         for node in nodes:
             node.kill()
             node.wait()
+
+
+@pytest.mark.parametrize(
+    ("listed", "nodes"),
+    [
+        ("a:0:10.0.0.1, b:1:10.0.0.2", ("10.0.0.1", "10.0.0.2")),
+        ("t1k-0.group,t1k-1.group", ("t1k-0.group", "t1k-1.group")),
+        ("fd00::1:2, [fd00::1:3]", ("fd00::1:2", "fd00::1:3")),
+        ("unknown:8470:fd00::1:2,unknown:8470:fd00::1:3", ("fd00::1:2", "fd00::1:3")),
+    ],
+)
+def test_nodes_are_names_or_addresses(listed: str, nodes: tuple[str, ...]) -> None:
+    assert _nodes(listed) == nodes
+
+
+def test_an_address_of_ipv6_is_in_brackets_before_a_port() -> None:
+    machine = Machine(parse_topology("v6e:4x2"), 0, ("fd00::1", "fd00::2"))
+    assert node_arguments(machine)[-1] == "[fd00::1]:8482"
+    choices = Choices(4, 2, 64, 0.9, ())
+    assert listening_arguments(machine, choices, None, 30000)[-1] == "local,[fd00::2]:30000"

@@ -62,12 +62,35 @@ def test_a_name_that_means_none_is_refused_with_what_would(name: str, message: s
         ("v5e:8x16", 3 / 4),
         ("v5p:2x2x1", 2 / 6),
         ("v5p:4x4x4", 1),
+        ("v4:4x4x8", 1),
+        ("v4:2x2x4", 3 / 6),  # no axis is closed unless all are of whole cubes
+        ("v5p:2x4x4", 3 / 6),
         ("v6e:1x1", 1 / 4),  # none, and nothing is sent
     ],
 )
 def test_a_chip_sends_over_the_links_that_the_slice_gives_it(name: str, links: float) -> None:
     topology = parse_topology(name)
     assert topology.ici_bandwidth == pytest.approx(topology.chip.ici_bandwidth * links)
+
+
+@pytest.mark.parametrize(
+    ("name", "box", "links"),
+    [
+        ("v6e:2x4", (2, 2), 2 / 4),
+        ("v6e:16x16", (4, 2), 2 / 4),  # only the whole axis is closed
+        ("v6e:16x16", (16, 2), 3 / 4),
+        ("v6e:2x4", (2, 1), 1 / 4),
+        ("v5p:4x4x4", (4, 4, 4), 1),
+        ("v5p:4x4x8", (4, 4, 4), 5 / 6),
+        ("v5p:2x2x4", (2, 2, 1), 2 / 6),
+        ("tpu7x:2x2x1", (2, 2, 1), 2 / 6),  # of two devices of a chip one sends to the next
+        ("tpu7x:2x2x1", (2, 1, 1), 1 / 6),
+        ("tpu7x:2x2x1", (1, 1, 1), 1),  # within the chip, as fast as six links
+    ],
+)
+def test_a_group_exchanges_over_the_links_within_it(name: str, box: tuple[int, ...], links: float) -> None:
+    topology = parse_topology(name)
+    assert topology.exchange_bandwidth(box) == pytest.approx(topology.chip.ici_bandwidth * links)
 
 
 def test_every_generation_has_a_chip() -> None:

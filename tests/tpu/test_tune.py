@@ -274,6 +274,14 @@ def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message
     assert message in result.output + str(result.exception)
 
 
+def test_a_table_that_cannot_be_written_is_refused_before_any_timing(model: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        tune, ["--model", str(model), "--chip", "v6e", "--output", str(tmp_path / "missing/table.json")]
+    )
+    assert isinstance(result.exception, ConfigError)
+    assert "missing/table.json cannot be written (No such file or directory): name another" in str(result.exception)
+
+
 def test_more_buffers_hide_the_time_until_a_copy_arrives() -> None:
     """Blocks of 1,024 keys of one head, 512 KiB, on v6e: of 4,096 keys a row has four."""
     cost = Cost(486, 59.3, 0, 2 * (44 + 4 * 486), 8192, (Blocks(8, 1024, 486),))

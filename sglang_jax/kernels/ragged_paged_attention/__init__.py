@@ -10,6 +10,7 @@ from sglang_jax.kernels import kv_storage
 from sglang_jax.kernels.kv_write import find_runs, write_kv_on_tpu
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions, Sequences
 from sglang_jax.kernels.ragged_paged_attention.pallas import pallas_attention
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import current_vmem_limit
 from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention
 from sglang_jax.kernels.ragged_paged_attention.xla import xla_attention
 
@@ -86,7 +87,9 @@ def plan_writes(
 
     **Arguments:** `kv_pages`: of one of the layers; `write_slots` as in `write_kv`.
     """
-    return find_runs(kv_pages, write_slots, implementation.checked) if implementation.for_tpu else None
+    if not implementation.for_tpu:
+        return None
+    return find_runs(kv_pages, write_slots, implementation.checked, current_vmem_limit())
 
 
 def write_kv(
@@ -105,6 +108,7 @@ def write_kv(
     `plan`: of `plan_writes`, made here if there is none.
     """
     if implementation.for_tpu:
-        runs = find_runs(kv_pages, write_slots, implementation.checked) if plan is None else plan
-        return write_kv_on_tpu(kv_pages, keys, values, runs, options.kv_scales, checked=implementation.checked)
+        checked, limit = implementation.checked, current_vmem_limit()
+        runs = find_runs(kv_pages, write_slots, checked, limit) if plan is None else plan
+        return write_kv_on_tpu(kv_pages, keys, values, runs, options.kv_scales, checked=checked, vmem_limit=limit)
     return kv_storage.write_kv(kv_pages, keys, values, write_slots, options.kv_scales)

@@ -30,11 +30,13 @@ class DecodeBlocks:
     pages: int
 
 
-def depth_of(block_bytes: int) -> int:
+def depth_of(block_bytes: int, vmem_limit: int) -> int:
     """Blocks that there are buffers for. With two, what memory delivers while a copy is on its way is lost: by a model
     of the pipeline (`tpu.kernel_costs`) half of it for one kv head of Qwen3-32B on v6e, and almost nothing with four.
-    Rows of a few hundred keys fill a part of each, and need more."""
-    return min(max(_BYTES_OF_BUFFERS // block_bytes, _LEAST_DEPTH), _MOST_DEPTH)
+    Rows of a few hundred keys fill a part of each, and need more. All take half of the vector memory at most, but for
+    the two that any pipeline needs."""
+    wanted = min(max(_BYTES_OF_BUFFERS // block_bytes, _LEAST_DEPTH), _MOST_DEPTH)
+    return min(wanted, max(vmem_limit // 2 // block_bytes, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,10 @@ def sizes_of(blocks: DecodeBlocks, page_size: int, page_bytes: int, columns: int
     short = min(max(_KEYS_OF_SHORT // page_size, 1), blocks.pages)
     room = min(_BYTES_OF_GROUP, vmem_limit // 16) // (short * page_bytes)
     most = min(_ROWS_TOGETHER, 1 << max(room.bit_length() - 1, 0))
-    if depth_of(most * short * page_bytes) * most * columns > _MOST_PAGE_NUMBERS:
+    if depth_of(most * short * page_bytes, vmem_limit) * most * columns > _MOST_PAGE_NUMBERS:
         most = 1
     fewest = short if most > 1 else -(-_FEWEST_KEYS // page_size)
     computed = tuple(blocks.pages // part for part in _PARTS if part == 1 or blocks.pages // part >= fewest)
     groups = Groups(math.gcd(blocks.rows, most), computed[-1])
     pages_per_buffer = max(blocks.pages, groups.rows * groups.pages)
-    return Sizes(computed, groups, pages_per_buffer, depth_of(pages_per_buffer * page_bytes))
+    return Sizes(computed, groups, pages_per_buffer, depth_of(pages_per_buffer * page_bytes, vmem_limit))

@@ -68,6 +68,11 @@ def chip_of(device_kind: str) -> Chip:
     return _CHIPS[device_kind]
 
 
+def known_chip(device_kind: str) -> Chip | None:
+    """The chip that JAX calls so; None if it is not one of those that the kernels were made for."""
+    return _CHIPS.get(device_kind)
+
+
 def current_chip() -> Chip:
     """The chip that is compiled for: that of the mesh in use, or of the default device.
 
