@@ -85,6 +85,8 @@ class KVCache:
             for number, pool in enumerate(pools)
         )
         self.states = self._state_group()
+        # It may evict, and nodes be joined for it, which the row is to cover by then.
+        self._states_last = sorted(enumerate(self.groups), key=lambda one: one[1] is self.states)
         self._drafts = drafts
         self._paged = [group for group in self.groups if group is not self.states]
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
@@ -352,7 +354,7 @@ class KVCache:
         runs = tuple([group.run(record, first, last, step is not None) for group in self.groups])
         run = bytes(tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES])
         added = self.tree.insert(locked, run, runs, request_owner(row), record.serial)
-        repointed = [group.share(record, added, first, own, step) for group, own in zip(self.groups, runs, strict=True)]
+        repointed = [group.share(record, added, first, runs[number], step) for number, group in self._states_last]
         record.locked_node = added.node
         self.lengths.cache_protected[row] = length
         if any(repointed):
