@@ -150,7 +150,8 @@ class EngineConfig(BaseModel):
         64,
         ge=0,
         description="output tokens between saved recurrent states, rounded to whole pages; the next turn of a chat "
-        "resumes from the last one; takes up to one more slot per request; 0: save only states that end on a page",
+        "resumes from the last one; takes up to one more slot per request; 0: save only states that end on a page; "
+        "turns of sessions save one at each page",
     )
     max_running_requests: PositiveInt | None = Field(
         None, description="maximum concurrent requests; default: 32 on a CPU, 256 elsewhere"
@@ -184,14 +185,15 @@ class EngineConfig(BaseModel):
     radix_eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="eviction order of cached prefixes")
     max_sessions: PositiveInt = Field(
         1024,
-        description="maximum open sessions; a further one replaces an idle session of an API key that has more, "
-        "or gets 503",
+        description="maximum open sessions; a further one of an API key that has none, or two fewer than another, "
+        "replaces an idle session of that one, or gets 503",
     )
     session_timeout: float = Field(
         3600.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="seconds without a turn after which a session is closed, unless it was opened with its own timeout",
+        description="seconds without a turn after which a session is closed, unless it was opened with its own timeout "
+        "(at most a day, or this)",
     )
     session_memory_fraction: float = Field(
         0.5,

@@ -94,7 +94,10 @@ class _CountedPages(Component):
     def session_ends(self, node: Node) -> None:
         """As `session_begins`."""
 
-    def lockable(self, node: Node, pages: int) -> int:
+    def turn_spare(self, node: Node, spare: bool) -> None:
+        """As `session_begins`."""
+
+    def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
         return 0
 
     def bury(self, node: Node) -> None:

@@ -404,6 +404,10 @@ def _total_groups(stats: Sequence[SchedulerStats]) -> list[GroupUsage]:
     for group in (group for one in stats for group in one.groups):
         so_far = totals.get(group.name, GroupUsage(group.name, 0, 0))
         totals[group.name] = GroupUsage(
-            group.name, so_far.used_tokens + group.used_tokens, so_far.max_tokens + group.max_tokens, group.unit
+            group.name,
+            so_far.used_tokens + group.used_tokens,
+            so_far.max_tokens + group.max_tokens,
+            group.unit,
+            so_far.session_tokens + group.session_tokens,
         )
     return list(totals.values())

@@ -40,6 +40,8 @@ class Component(ABC):
         """Pages that locks keep."""
         self.session = 0
         """Those of them that sessions keep, whoever else does."""
+        self.spare = 0
+        """Those of them that sessions alone keep: evictable once all of these let go."""
 
     def attach(self, tree: RadixTree) -> None:
         """Told once which tree it serves."""
@@ -96,8 +98,13 @@ class Component(ABC):
         """The last one no longer does."""
 
     @abstractmethod
-    def lockable(self, node: Node, pages: int) -> int:
-        """Evictable pages that a request would protect that starts after the first `pages` pages of `node`."""
+    def turn_spare(self, node: Node, spare: bool) -> None:
+        """Sessions alone depend on the node and what is below it from now on; or no longer, not `spare`."""
+
+    @abstractmethod
+    def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
+        """Evictable pages that a request would protect that starts after the first `pages` pages of `node`;
+        `without_sessions`: or that would be evictable if sessions kept nothing."""
 
     @abstractmethod
     def bury(self, node: Node) -> None:
@@ -159,6 +166,10 @@ class PooledComponent(Component):
             self.pool.free(pages, np.repeat(owners, [len(run) for run in runs]) if owners else 0)
             runs.clear()
             owners.clear()
+
+    @abstractmethod
+    def frees(self, node: Node, count: int) -> bool:
+        """Whether a session that keeps the `count` pages up to the end of `node` keeps some that no request does."""
 
     def _give_up(self, node: Node, pages: Pages) -> None:
         self._given_up.append(pages)

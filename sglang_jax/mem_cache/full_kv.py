@@ -88,9 +88,16 @@ class FullKV(PooledComponent):
     def session_ends(self, node: Node) -> None:
         self.session -= len(self.pages(node))
 
-    def lockable(self, node: Node, pages: int) -> int:
+    def turn_spare(self, node: Node, spare: bool) -> None:
+        count = len(self.pages(node))
+        self.spare += count if spare else -count
+
+    def frees(self, node: Node, count: int) -> bool:
+        return node.locks == node.sessions
+
+    def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
         total = 0
-        while node.parent is not None and node.locks == 0:
+        while node.parent is not None and node.locks == (node.sessions if without_sessions else 0):
             total += pages
             node = node.parent
             pages = node.length

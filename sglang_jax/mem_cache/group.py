@@ -70,6 +70,11 @@ class Group(ABC):
         return self.max_tokens - self.available * self.page_size
 
     @property
+    def session_tokens(self) -> int:
+        """Of these, tokens of pages that sessions keep."""
+        return self.component.session * self.page_size
+
+    @property
     def usage(self) -> float:
         """Used share of the pool."""
         return self.used_tokens / self.max_tokens
@@ -101,6 +106,11 @@ class Group(ABC):
     def available_beside(self, probe: Probe) -> int:
         """Pages that could be handed out once a request holds the prefix that was probed."""
         return self.available - self.component.lockable(probe.node, probe.covered)
+
+    def available_without_sessions(self, probe: Probe) -> int:
+        """The same, if sessions kept nothing."""
+        kept = self.component.lockable(probe.node, probe.covered, without_sessions=True)
+        return self.available + self.component.spare - kept
 
     @abstractmethod
     def held_from(self, row: int) -> int:

@@ -144,6 +144,8 @@ def _check_full(cache: KVCache, full: FullKV, dead: list[Node]) -> None:
     protected = sum(len(full.pages(node)) for node in dead)
     session = sum(len(full.pages(node)) for node in (*cache.tree.nodes(), *dead) if node.sessions)
     _require(session == full.session, f"{session} pages are kept for sessions, counted as {full.session}")
+    spare = sum(len(full.pages(node)) for node in (*cache.tree.nodes(), *dead) if 0 < node.locks == node.sessions)
+    _require(spare == full.spare, f"{spare} pages are kept by sessions alone, counted as {full.spare}")
     for node in cache.tree.nodes():
         pages = full.pages(node)
         _require(len(pages) == _length(cache, node), f"node {node.id}: key and pages differ")
@@ -172,13 +174,15 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
     pinned = _covered_by_pins(cache, group)
     for node_id, counts in pinned.items():
         covers.setdefault(node_id, Counter()).update(counts)
-    evictable = protected = session = 0
+    evictable = protected = session = spare = 0
     for node in (*cache.tree.nodes(), *dead):
         held = window.held(node)
         kept = pinned.get(node.id, _NOBODY)
         if held.session_covers != kept or held.kept != max(kept, default=0):
             raise InvariantError(f"node {node.id}: kept {held.kept} {held.session_covers}, pins {dict(kept)}")
         session += held.kept
+        by_requests = covers.get(node.id, _NOBODY) - kept
+        spare += max(held.kept - max(by_requests, default=0), 0)
         expected = covers.get(node.id, _NOBODY)
         if held.covers != expected or held.covered != max(expected, default=0):
             raise InvariantError(f"node {node.id}: covered {held.covered} {held.covers}, requests {dict(expected)}")
@@ -193,6 +197,7 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
             raise InvariantError(f"node {node.id}: a leaf without its window that nobody depends on")
     _require((evictable, protected) == (window.evictable, window.protected), "evictable or protected pages miscounted")
     _require(session == window.session, f"{session} pages are kept for sessions, counted as {window.session}")
+    _require(spare == window.spare, f"{spare} pages are kept by sessions alone, counted as {window.spare}")
 
 
 def _covered_by_pins(cache: KVCache, group: WindowGroup) -> dict[int, Counter[int]]:
@@ -210,7 +215,7 @@ def _covered_by_pins(cache: KVCache, group: WindowGroup) -> dict[int, Counter[in
 def _check_states(cache: KVCache, group: StateGroup, dead: list[Node]) -> None:
     states, sessions = group.component, Counter(node.id for node in _locked_by_pins(cache))
     pins = group.pins() + sessions
-    evictable = protected = session = 0
+    evictable = protected = session = spare = 0
     for node in (*cache.tree.nodes(), *dead):
         snapshot = states.snapshot(node)
         pinned = 0 if snapshot is None else snapshot.pins
@@ -221,6 +226,7 @@ def _check_states(cache: KVCache, group: StateGroup, dead: list[Node]) -> None:
             kept == sessions[node.id], f"node {node.id}: its state is kept for {kept} sessions, {sessions[node.id]}"
         )
         session += kept > 0
+        spare += 0 < pinned == kept
         _require(not pinned or node.locks > 0, f"node {node.id}: its state is pinned, and nobody depends on it")
         loose = snapshot is not None and not pinned
         _require(not (loose and node.dead), f"node {node.id} was cut off and keeps a state that nobody has pinned")
@@ -232,6 +238,7 @@ def _check_states(cache: KVCache, group: StateGroup, dead: list[Node]) -> None:
     _require(not pins, f"states of nodes {sorted(pins)} are pinned, which are gone")
     _require((evictable, protected) == (states.evictable, states.protected), "evictable or pinned states miscounted")
     _require(session == states.session, f"{session} states are kept for sessions, counted as {states.session}")
+    _require(spare == states.spare, f"{spare} states are kept by sessions alone, counted as {states.spare}")
     for record in cache.open_rows.values():
         _require(group.table.pages[record.row, 0] > 0, f"row {record.row} has no slot")
 

@@ -32,6 +32,10 @@ _UNBOUNDED = 2**31 - 1
 _MOST_BETWEEN = 8
 """Steps in which some row takes a page, between those in which rows give up what is behind their windows."""
 
+_CLIENT_LAG = 32
+"""Tokens that a turn of a session may be ahead of a client that looks for stop strings: so far back of the end, windows
+are still there while pages are not short."""
+
 _LONG_RUN = 8
 """Pages for each row from which on rows are given theirs one after the other, and not page by page."""
 
@@ -85,6 +89,8 @@ class KVCache:
             for number, pool in enumerate(pools)
         )
         self.states = self._state_group()
+        # It may evict, and nodes be joined for it, which the row is to cover by then.
+        self._states_last = sorted(enumerate(self.groups), key=lambda one: one[1] is self.states)
         self._drafts = drafts
         self._paged = [group for group in self.groups if group is not self.states]
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
@@ -95,6 +101,7 @@ class KVCache:
         # A step with drafts may take a row further than a page.
         self._steps_between = 1 if drafts else min([_MOST_BETWEEN, *(group.slack for group in self._windows)])
         self._steps_since_let_go = 0
+        self._lag: Index = np.zeros(max_rows, np.intp)
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._max_rows = max_rows
         self._serial = 0
@@ -171,14 +178,16 @@ class KVCache:
         """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
         return self.probe(tokens, limit, namespace).length
 
-    def open_row(self, probe: Probe, *, session: bool = False, shared_len: int = 0) -> RowKV:
+    def open_row(self, probe: Probe, *, session: bool = False, stops: bool = False, shared_len: int = 0) -> RowKV:
         """Gives a request, maybe a turn of a session, a row that starts with the prefix that was just probed, locked. A
-        row must be free. `shared_len`: so many of its tokens probably begin other prompts too."""
+        row must be free. `stops`: see `RowKV`; `shared_len`: so many of its tokens probably begin other prompts too."""
         node = self.tree.claim(probe)
         self.tree.lock(node)
         self._serial += 1
         row = self._free_rows.pop()
         record = RowKV(row, node.namespace, node, self.lengths, self._serial, probe.length, session=session)
+        record.stops = stops
+        self._lag[row] = _CLIENT_LAG if session and stops else 0
         if probe.length:
             self.lengths.start(record.row, probe.length)
             for group in self._paged:
@@ -324,6 +333,10 @@ class KVCache:
             self._steps_since_let_go = 0
             self.let_go(self._all_rows(), tight=short)
 
+    def relieve_sessions(self) -> bool:
+        """Pages are short: a session lets go of what nobody else keeps; False if there is none."""
+        return self.pins.relieve(self._paged)
+
     def let_go(self, rows: Index, *, tight: bool = False) -> None:
         """Gives up what no step in flight and none to come will read of `rows` `[rows]`, which the next step does not
         have yet. `tight`: to the page; else windows may keep a little of the tree's."""
@@ -332,6 +345,8 @@ class KVCache:
             reading = self.lengths.kv_committed[rows]
             if self.in_flight:  # by now it is known how many drafts of the step before that one were right
                 reading = np.minimum(reading, self.lengths.first_query[rows])
+            if not tight:
+                reading = np.maximum(reading - self._lag[rows], 0)
             for group in self._windows:
                 group.let_go(rows, reading, self.open_rows, tight)
 
@@ -353,7 +368,7 @@ class KVCache:
         runs = tuple([group.run(record, first, last, step is not None) for group in self.groups])
         run = bytes(tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES])
         added = self.tree.insert(locked, run, runs, request_owner(row), record.serial)
-        repointed = [group.share(record, added, first, own, step) for group, own in zip(self.groups, runs, strict=True)]
+        repointed = [group.share(record, added, first, runs[number], step) for number, group in self._states_last]
         record.locked_node = added.node
         self.lengths.cache_protected[row] = length
         if any(repointed):

@@ -55,6 +55,14 @@ class Pins:
         node, pages = self._tree.last_start(record.locked_node, length, kept.length // page)
         self._take(kept.pin, node, pages)
 
+    def shorten(self, pin: Pin, length: int) -> None:
+        """Only the first `length` tokens are the session's after all: a pin that lies beyond moves back to where the
+        next turn may start, if anywhere."""
+        most = length // self._tree.page_size
+        if pin.node is not None and pin.pages > most:
+            self._tree.part_at(pin.node, pin.pages, most)
+            self._take(pin, *self._tree.last_start(pin.node, pin.pages, most))
+
     def let_go(self, pin: Pin) -> None:
         """The pin keeps nothing any more: what it kept is evicted when its turn comes."""
         node, pages = pin.node, pin.pages
@@ -64,22 +72,34 @@ class Pins:
         del self.held[pin]
         self._give_up(node, pages)
 
-    def relieve(self) -> bool:
-        """Somebody needs memory: lets the oldest pin of an idle session go, or, where all are busy, the oldest. Their
-        turns lose nothing but time. False if there is none."""
-        if not self.held:
+    def relieve(self, short: Sequence[Group], own: Pin | None = None) -> bool:
+        """Somebody needs memory of the groups `short`: of the pins that keep some of it from eviction, lets the oldest
+        of an idle session go, or, where all are busy, the oldest, `own` last. Their turns lose nothing but time. False
+        if there is none: what a running turn has as well is not free without its session's pin."""
+        best: Pin | None = None
+        for pin in self.held:
+            if (best is None or (best.busy and not pin.busy) or best is own) and self._frees(pin, short):
+                best = pin
+                if not pin.busy:
+                    break
+        if best is None:
             return False
-        pin = next((pin for pin in self.held if not pin.busy), None) or next(iter(self.held))
         self.num_let_go += 1
-        self.let_go(pin)
+        self.let_go(best)
         return True
+
+    def _frees(self, pin: Pin, short: Sequence[Group]) -> bool:
+        node = pin.node
+        return node is not None and any(group.component.frees(node, pin.pages) for group in short)
 
     def keep_within_share(self) -> None:
         """Lets idle pins go, the oldest first, while pins keep more of some pool than they may."""
         while self.held and any(group.component.session > self.share * group.pool.total for group in self._groups):
-            if all(pin.busy for pin in self.held):
+            pin = next((pin for pin in self.held if not pin.busy), None)
+            if pin is None:
                 return
-            self.relieve()
+            self.num_let_go += 1
+            self.let_go(pin)
 
     def _take(self, pin: Pin, node: Node, pages: int) -> None:
         """The new place is taken before the old one is given up, so that nothing goes between."""

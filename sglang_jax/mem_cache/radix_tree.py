@@ -214,10 +214,17 @@ class RadixTree:
                 self._enter_session(each)
 
     def _enter_session(self, node: Node) -> None:
+        """After the session's lock."""
         if node.sessions == 0:
             for component in self.components:
                 component.session_begins(node)
         node.sessions += 1
+        self._turn_spare(node, True)
+
+    def _turn_spare(self, node: Node, spare: bool) -> None:
+        if 0 < node.locks == node.sessions:
+            for component in self.components:
+                component.turn_spare(node, spare)
 
     def extend_session(self, held: Node, node: Node) -> bool:
         """A session that depends on `held` depends on `node` from now on, which is `held` or below it; False, and
@@ -238,6 +245,8 @@ class RadixTree:
         if node.locks == 0:
             for component in self.components:
                 component.pin(node)
+        elif node.sessions:
+            self._turn_spare(node, False)
         node.locks += 1
 
     def unlock(self, node: Node, *, session: bool = False) -> None:
@@ -251,6 +260,8 @@ class RadixTree:
             if node.locks <= 0:
                 raise RuntimeError(f"tree node {node.id} was unlocked more often than locked")
             node.locks -= 1
+            if node.sessions:
+                self._turn_spare(node, True)
             if node.locks == 0:
                 loose = True
                 for component in self.components:
@@ -265,10 +276,19 @@ class RadixTree:
         for each in node.path():
             if each.sessions <= 0:
                 raise RuntimeError(f"tree node {each.id} was let go by more sessions than have it")
+            self._turn_spare(each, False)
             each.sessions -= 1
             if each.sessions == 0:
                 for component in self.components:
                     component.session_ends(each)
+
+    def part_at(self, node: Node, length: int, most: int) -> None:
+        """Divides the path to `node`, of `length` pages, after `most` pages, so that a prefix may end there."""
+        while node.parent is not None and length - node.length > most:
+            length -= node.length
+            node = node.parent
+        if node.parent is not None and length - node.length < most < length and not node.dead:
+            self._split(node, (most - length + node.length) * self.page_bytes)
 
     def last_start(self, node: Node, length: int, most: int) -> tuple[Node, int]:
         """The last place, on the path to `node`, at which a request may start: it ends a node, and at most `most` of

@@ -18,6 +18,7 @@ class RowKV:
     window pages that nothing proved, and that may be gone by the time it samples. `proven`: what was sampled from this
     row's KV was finite. `repointed`: the last step that was launched with copies of the row's own, in whose place
     it reads somebody else's since. `session`: it is a turn of one, so that what it leaves behind is worth keeping.
+    `stops`: its client may say that only a part of what was sampled counts.
 
     Where layers keep states: `origin`: the snapshot that it began with, at the end of `origin_node`, which is None once
     there is one further on; `state_len`: tokens up to the last snapshot on its path that it knows of; `branches`: where
@@ -35,6 +36,7 @@ class RowKV:
     proven: bool = False
     repointed: int = -1
     session: bool = False
+    stops: bool = False
     origin: Snapshot | None = None
     origin_node: Node | None = None
     state_len: int = 0

@@ -43,6 +43,11 @@ class Snapshot:
     proven: bool = False
     sessions: int = 0
 
+    @property
+    def spare(self) -> bool:
+        """Whether sessions alone keep it."""
+        return 0 < self.pins == self.sessions
+
 
 class States(PooledComponent):
     """Slots of layers that keep a state in the place of keys. A node's value is a `Snapshot`, or None.
@@ -100,6 +105,7 @@ class States(PooledComponent):
         """A row is to begin with the state at the node's end, which is there; or the next turn of a session."""
         value = self.snapshot(node)
         assert value is not None, f"tree node {node.id} has no state to begin with"
+        self.spare -= value.spare
         if session:
             self.session += value.sessions == 0
             value.sessions += 1
@@ -107,6 +113,7 @@ class States(PooledComponent):
             self.evictable -= 1
             self.protected += 1
         value.pins += 1
+        self.spare += value.spare
         self.touch(node)
 
     def unpin_snapshot(self, node: Node, *, session: bool = False) -> None:
@@ -114,10 +121,12 @@ class States(PooledComponent):
         value = self.snapshot(node)
         if value is None or value.pins <= 0 or (session and value.sessions <= 0):
             raise RuntimeError(f"the state of tree node {node.id} was unpinned more often than pinned")
+        self.spare -= value.spare
         if session:
             value.sessions -= 1
             self.session -= value.sessions == 0
         value.pins -= 1
+        self.spare += value.spare
         if value.pins:
             return
         self.protected -= 1
@@ -195,7 +204,14 @@ class States(PooledComponent):
     def session_ends(self, node: Node) -> None:
         """See `pin`."""
 
-    def lockable(self, node: Node, pages: int) -> int:
+    def turn_spare(self, node: Node, spare: bool) -> None:
+        """See `pin`."""
+
+    def frees(self, node: Node, count: int) -> bool:
+        value = self.snapshot(node)
+        return value is not None and value.spare
+
+    def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
         return 0  # where no other slot is left, the request takes this one over
 
     def bury(self, node: Node) -> None:

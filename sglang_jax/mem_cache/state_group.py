@@ -88,6 +88,11 @@ class StateGroup(Group):
         return self.pool.total - self.available
 
     @property
+    def session_tokens(self) -> int:
+        """Of these, slots that sessions keep."""
+        return self.component.session
+
+    @property
     def size(self) -> str:
         return f"{self.pool.total} states"
 

@@ -19,7 +19,7 @@ class WindowPages:
     """What a node has: the pages of the end of its key, `[pages]`; those before them are gone.
 
     - `covers`: how many of the last pages each request or session depends on, as {count: how many do}; `covered`: the
-      most. `session_covers`, `kept`: the same of sessions alone.
+      most. `session_covers`, `kept`: the same of sessions alone. `spare`: pages on which only sessions depend.
     - `proven`: how many of the last pages were read by a sample that was finite.
     """
 
@@ -29,6 +29,13 @@ class WindowPages:
     proven: int = 0
     session_covers: dict[int, int] = field(default_factory=dict)
     kept: int = 0
+    spare: int = 0
+
+    def covered_by_requests(self) -> int:
+        """How many of the last pages some request depends on, at most."""
+        if not self.session_covers:
+            return self.covered
+        return max([n for n, all_of in self.covers.items() if all_of > self.session_covers.get(n, 0)], default=0)
 
 
 class WindowKV(PooledComponent):
@@ -89,6 +96,8 @@ class WindowKV(PooledComponent):
         upper.values.append(head)
         value.pages = value.pages[above:]
         value.covered, value.proven, value.kept = (min(n, rest) for n in (value.covered, value.proven, value.kept))
+        self._count_spare(head)
+        self._count_spare(value)
         self._rank(upper, head)
         self._rank(lower, value)
 
@@ -105,6 +114,8 @@ class WindowKV(PooledComponent):
         value.covers = _united(head.covers, value.covers, rest)
         value.session_covers = _united(head.session_covers, value.session_covers, rest)
         value.covered, value.kept = max(value.covers, default=0), max(value.session_covers, default=0)
+        self.spare -= head.spare
+        self._count_spare(value)
         if value.proven == rest:
             value.proven += head.proven
         self._rank(lower, value)
@@ -161,6 +172,7 @@ class WindowKV(PooledComponent):
                 self.evictable -= more
                 self.protected += more
                 self._rank(node, value)
+            self._count_spare(value)
             count -= here
             assert node.parent is not None
             node = node.parent
@@ -183,6 +195,7 @@ class WindowKV(PooledComponent):
                 del value.covers[here]
                 if here == value.covered:
                     self._uncovered(node, value)
+            self._count_spare(value)
             count -= here
             assert node.parent is not None
             node = node.parent
@@ -191,6 +204,22 @@ class WindowKV(PooledComponent):
         """Sessions depend on the last `count` pages of the node."""
         self.session += count - value.kept
         value.kept = count
+
+    def _count_spare(self, value: WindowPages) -> None:
+        """Who depends on the node's pages has changed."""
+        if value.kept or value.spare:
+            spare = max(value.kept - value.covered_by_requests(), 0)
+            self.spare += spare - value.spare
+            value.spare = spare
+
+    def frees(self, node: Node, count: int) -> bool:
+        count = min(count, self.reach)
+        while count > 0 and node.parent is not None:
+            if min(count, node.length) > self.held(node).covered_by_requests():
+                return True
+            count -= node.length
+            node = node.parent
+        return False
 
     def _uncovered(self, node: Node, value: WindowPages) -> None:
         """The request that covered most has gone."""
@@ -228,12 +257,16 @@ class WindowKV(PooledComponent):
     def session_ends(self, node: Node) -> None:
         """See `pin`."""
 
-    def lockable(self, node: Node, pages: int) -> int:
+    def turn_spare(self, node: Node, spare: bool) -> None:
+        """See `pin`."""
+
+    def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
         total, missing = 0, self.reach
         while missing > 0 and node.parent is not None:
             value, length = self.held(node), node.length
             first = max(pages - missing, length - len(value.pages))
-            total += max(min(pages, length - value.covered) - first, 0)
+            covered = value.covered_by_requests() if without_sessions else value.covered
+            total += max(min(pages, length - covered) - first, 0)
             missing -= pages
             node = node.parent
             pages = node.length

@@ -201,7 +201,10 @@ class Admission:
     def _let_a_session_go(self, request: Request, probe: Probe, look: _Look) -> bool:
         """Takes back what the oldest idle session keeps; False if a request would not fit even without any."""
         pins = self._cache.pins
-        return bool(pins.held) and look.fits(request, probe, without_sessions=True) and pins.relieve()
+        if not pins.held or not look.fits(request, probe, without_sessions=True):
+            return False
+        own = None if request.turn is None else request.turn.session.pin
+        return pins.relieve(look.short(request, probe), own)
 
     def _seat(self, request: Request, probe: Probe, look: _Look) -> None:
         oldest = self._queue.oldest()
@@ -283,11 +286,21 @@ class _Look:
     def fits(self, request: Request, probe: Probe, *, without_sessions: bool = False) -> bool:
         """Whether every group has room for a request, beside what runs and the share kept for the output of all; or
         would have, as far as can be told, if sessions kept nothing."""
-        alone = not self._cache.open_rows
-        if not (alone or self._counted):
-            self._count()
-        ratio = 0.0 if alone else self._ratio
+        ratio = self._ratio_now()
         return all(room.fits(request, probe, ratio, without_sessions=without_sessions) for room in self._rooms)
+
+    def short(self, request: Request, probe: Probe) -> list[Group]:
+        """The groups that have no room for it."""
+        ratio = self._ratio_now()
+        return [room.group for room in self._rooms if not room.fits(request, probe, ratio)]
+
+    def _ratio_now(self) -> float:
+        """The share kept for the output of all, with what they take counted; 0 where nobody runs."""
+        if not self._cache.open_rows:
+            return 0.0
+        if not self._counted:
+            self._count()
+        return self._ratio
 
     def add(self, request: Request, probe: Probe) -> None:
         """A request was given a row."""
@@ -313,30 +326,29 @@ class _Room:
     """What is spoken for of one group's pages: `pages` by prompts under way, `output` in tokens that may be sampled."""
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self.group = group
         self._pages = 0
         self._output = 0
 
     def count(self, known: Index, left: Index, under_way: Sequence[Request]) -> None:
         """Adds rows with `known` tokens that may sample `left` more, `[rows]` each, and the rest of prompts."""
-        self._output += self._group.output_need(known, left)
-        self._pages += sum([self._group.rest_need(request.prefill_len, request.row) for request in under_way])
+        self._output += self.group.output_need(known, left)
+        self._pages += sum([self.group.rest_need(request.prefill_len, request.row) for request in under_way])
 
     def add(self, request: Request) -> None:
         """Adds a request that was given a row."""
         length = request.prefill_len
-        self._pages += self._group.rest_need(length, request.row)
+        self._pages += self.group.rest_need(length, request.row)
         self._output += self._output_of(request, length)
 
     def fits(self, request: Request, probe: Probe, ratio: float, *, without_sessions: bool = False) -> bool:
         """Whether there is room for one more, where `ratio` of what may be sampled is kept free; 0 where nobody
         runs. `without_sessions`: as though nothing were kept for them."""
-        group, length = self._group, request.prefill_len
+        group, length = self.group, request.prefill_len
         needed = group.prompt_need(length, probe.length) + self._pages
         if ratio:
             needed += group.pages_for(int((self._output + self._output_of(request, length)) * ratio))
-        kept = group.component.session if without_sessions else 0
-        return needed <= group.available_beside(probe) + kept
+        return needed <= (group.available_without_sessions if without_sessions else group.available_beside)(probe)
 
     def _output_of(self, request: Request, length: int) -> int:
-        return self._group.output_need(length, min(request.total_len - length, CLIP))
+        return self.group.output_need(length, min(request.total_len - length, CLIP))

@@ -234,12 +234,14 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
 class GroupUsage(msgspec.Struct, frozen=True):
     """KV tokens of one cache group, or its slots where it has states. `name`: `full`, `swa` for layers with a sliding
     window (where windows differ, with their size), or `mamba` for those that keep a recurrent state; where groups
-    differ in the shape of their pages alone, with a number from 2 on. `unit`: what is counted, `token` or `slot`."""
+    differ in the shape of their pages alone, with a number from 2 on. `unit`: what is counted, `token` or `slot`.
+    `session_tokens`: of the used ones those that sessions keep."""
 
     name: str
     used_tokens: int
     max_tokens: int
     unit: str = "token"
+    session_tokens: int = 0
 
     @property
     def usage(self) -> float:
@@ -259,8 +261,9 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     those that were right. `gen_throughput` is output tokens per second over the last interval.
     `num_used_tokens` and `max_total_tokens` are those of the first cache group; `groups` tells of each, but where there
     is one alone, of layers that see all tokens.
-    `num_session_tokens`: of the first group's pages those that sessions keep; `num_pins_let_go`: how often a session
-    lost what it kept because others needed the memory; `num_sessions_timed_out`: how many were closed for that.
+    `num_session_tokens`: of the first group's pages those that sessions keep (`groups` tells of all);
+    `num_pins_let_go`: how often a session lost what it kept because others needed the memory; `num_sessions_timed_out`:
+    how many were closed for that.
     """
 
     num_running: int = 0

@@ -119,7 +119,8 @@ class Rows:
     def open(self, request: Request, probe: Probe) -> None:
         """Gives a request a row that starts with the prefix that was just probed; one must be free. It is entered by
         `seat`, with others that a look at the queue chose."""
-        request.kv = self._cache.open_row(probe, session=request.turn is not None, shared_len=request.shared_len)
+        session, stops = request.turn is not None, bool(request.sampling.stop)
+        request.kv = self._cache.open_row(probe, session=session, stops=stops, shared_len=request.shared_len)
         request.move_to(RequestState.PREFILL)
 
     def seat(self, requests: list[Request]) -> None:

@@ -323,7 +323,7 @@ class Scheduler:
             return
         if self._in_flight is not None:
             self._finish_in_flight()
-        elif self.cache.give_up_drafts() or self.cache.pins.relieve():
+        elif self.cache.give_up_drafts() or self.cache.relieve_sessions():
             return
         elif self.num_running > 1:
             self.retract_newest()

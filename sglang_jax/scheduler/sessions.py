@@ -22,6 +22,9 @@ from sglang_jax.scheduler.messages import OpenSession, SessionTurn
 if TYPE_CHECKING:
     from sglang_jax.scheduler.request import Request
 
+LONGEST_TIMEOUT = 86_400.0
+"""Seconds without a turn that a client may ask for, unless the engine's default is longer."""
+
 
 @dataclass(slots=True, eq=False)
 class Turn:
@@ -107,7 +110,7 @@ class Sessions:
         self._most = most
         self._timeout = timeout
         self._clock = clock
-        self._open: dict[str, Session] = {}
+        self._open: dict[tuple[str, str], Session] = {}  # by owner and id
         self._last: dict[int, Session] = {}
         self._due = math.inf
 
@@ -121,12 +124,16 @@ class Sessions:
         return list(self._open.values())
 
     def open(self, message: OpenSession) -> None:
-        """**Raises:** `ParameterError` for an id that is in use, or a timeout that is none; `SessionLimitError`."""
+        """A timeout that is longer than a client may ask for is the longest.
+
+        **Raises:** `ParameterError` for an id that the owner uses already, or a timeout that is none;
+        `SessionLimitError`."""
         self.look_after()
         timeout = self._timeout if message.timeout is None else message.timeout
         if not 0.0 < timeout < math.inf:
             raise ParameterError(f"timeout must be a positive number of seconds, got {timeout}", param="timeout")
-        if message.id in self._open:
+        timeout = min(timeout, max(self._timeout, LONGEST_TIMEOUT))
+        if (message.owner, message.id) in self._open:
             raise ParameterError(f"session {shown(message.id)} is open already", param="session_id")
         if len(self._open) >= self._most and not self._make_room(message.owner):
             raise SessionLimitError(
@@ -134,19 +141,18 @@ class Sessions:
                 "(--max-sessions); close one, or try again later"
             )
         now = self._clock()
-        self._open[message.id] = Session(message.id, message.owner, message.streaming, timeout, now)
+        self._open[message.owner, message.id] = Session(message.id, message.owner, message.streaming, timeout, now)
         self._due = min(self._due, now + timeout)
 
     def _make_room(self, owner: str) -> bool:
-        """Closes the session that has been idle longest of whoever has most, for one who has fewer: nobody may keep all
-        sessions from others. False if there is none such."""
+        """Closes a session for one who has none, or for one who will still have no more than its owner: of those who
+        have most, and an idle one, the session that has been idle longest. So nobody keeps all sessions from others.
+        False if there is none such."""
         held = Counter(session.owner for session in self._open.values())
-        greedy, count = held.most_common(1)[0]
-        if count <= held[owner] + 1:
-            return False
-        idle = [one for one in self._open.values() if one.owner == greedy and one.turn is None]
+        least = held[owner] + 2 if held[owner] else 1
+        idle = [one for one in self._open.values() if one.turn is None and held[one.owner] >= least]
         if idle:
-            self._close(min(idle, key=lambda one: one.used_at))
+            self._close(max(idle, key=lambda one: (held[one.owner], -one.used_at)))
         return bool(idle)
 
     def close(self, session_id: str, owner: str) -> None:
@@ -218,6 +224,7 @@ class Sessions:
         turn = session.last
         turn.length = min(turn.length, turn.begins + num_tokens)
         session.tokens = session.tokens[: turn.length * TOKEN_BYTES]
+        self._pins.shorten(session.pin, turn.length)
 
     def ready(self) -> list[Request]:
         """Takes out of `held` who need not wait any longer."""
@@ -243,7 +250,7 @@ class Sessions:
         return max(self._due - self._clock(), 0.0) if self._open and self._due < math.inf else None
 
     def _close(self, session: Session) -> None:
-        del self._open[session.id]
+        del self._open[session.owner, session.id]
         self._forget_last(session)
         session.closed = True
         self._pins.let_go(session.pin)
@@ -255,8 +262,8 @@ class Sessions:
 
     def _find(self, session_id: str, owner: str, param: str) -> Session:
         """Another owner's session is as unknown as one that is not there."""
-        session = self._open.get(session_id)
-        if session is None or session.owner != owner:
+        session = self._open.get((owner, session_id))
+        if session is None:
             raise SessionNotFoundError(
                 f"there is no session {shown(session_id)}: it was never opened, was closed, has timed out, or was lost "
                 "with its engine",

@@ -133,7 +133,7 @@ class StepLog:
 
     def _groups(self) -> list[GroupUsage]:
         return [
-            GroupUsage(name, group.used_tokens, group.max_tokens, group.unit)
+            GroupUsage(name, group.used_tokens, group.max_tokens, group.unit, group.session_tokens)
             for name, group in self._scheduler.cache.named_groups()
         ]
 

@@ -64,6 +64,13 @@ class SchedulerCollector(Collector):
             )
             for group in stats.groups
         }
+        groups |= {
+            f"{group.name.replace(' ', '_')}_session_held_{group.unit}s": (
+                group.session_tokens,
+                f"{group.unit.capitalize()}s of the {group.name} pool that sessions pin.",
+            )
+            for group in stats.groups
+        }
         return groups | {
             "num_running_reqs": (stats.num_running, "Requests that hold a row."),
             "num_queue_reqs": (stats.num_waiting, "Requests that wait for a row."),

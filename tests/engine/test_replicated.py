@@ -341,14 +341,14 @@ async def test_keys_stick_until_their_replica_is_gone(two: ToldReplicas, client:
 
 
 def test_pools_of_all_replicas_are_added_up_by_name() -> None:
-    full, swa = GroupUsage("full", 10, 100), GroupUsage("swa", 30, 40)
+    full, swa = GroupUsage("full", 10, 100), GroupUsage("swa", 30, 40, session_tokens=7)
     several = [
         SchedulerStats(groups=[full, swa], steps=2),
         SchedulerStats(),
         SchedulerStats(groups=[full, swa], steps=3),
     ]
     total = total_stats(several)
-    assert total.groups == [GroupUsage("full", 20, 200), GroupUsage("swa", 60, 80)]
+    assert total.groups == [GroupUsage("full", 20, 200), GroupUsage("swa", 60, 80, session_tokens=14)]
     assert (total.steps, total.token_usage) == (5, 0.75)
 
 

@@ -9,6 +9,7 @@ elsewhere are to stay what they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from sglang_jax.errors import ParameterError, SessionNotFoundError
+from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.invariants import idle_fault
 from sglang_jax.mem_cache.pins import Kept, Pin
 from sglang_jax.mem_cache.row_kv import RowKV
@@ -47,7 +49,8 @@ class Talk:
 
     - `history`: of its finished turns; `last`: the newest of them; `running`: a turn that it has not seen end.
     - `stopped`: how many output tokens of the running turn the client wanted, once it has stopped it.
-    - `kept`: tokens that must be cached for the next turn; 0 where that cannot be told.
+    - `kept`: tokens that must be cached for the next turn; 0 where that cannot be told. `pinned`: those that its
+      session's pin kept when it was last idle, or waited.
     """
 
     streaming: bool
@@ -59,6 +62,7 @@ class Talk:
     running: int | None = None
     stopped: int | None = None
     kept: int = 0
+    pinned: int = 0
 
 
 class SessionSimulation(Simulation):
@@ -81,7 +85,7 @@ class SessionSimulation(Simulation):
             abort(number)
 
         scheduler.abort = note_and_abort  # type: ignore[method-assign]
-        let_go, move, distrust = pins.let_go, pins.move, trust.distrust
+        let_go, move, distrust, relieve = pins.let_go, pins.move, trust.distrust, pins.relieve
 
         def note_and_let_go(pin: Pin) -> None:
             self.lost_pins.add(pin)
@@ -91,6 +95,17 @@ class SessionSimulation(Simulation):
             self.lost_pins.discard(kept.pin)
             move(kept, record)
 
+        def relieve_and_look(short: Sequence[Group], own: Pin | None = None) -> bool:
+            """Nobody loses a pin in vain: memory that was short is there then, or only other sessions keep it."""
+            before = [group.available for group in short]
+            held = {pin: pin.node for pin in pins.held}
+            relieved = relieve(short, own)
+            for node in (node for pin, node in held.items() if pin not in pins.held):
+                gained = any(group.available > free for group, free in zip(short, before, strict=True))
+                assert gained or (node is not None and node.sessions > 0), "a pin was let go in vain"
+                self.met["let go for others"] += 1
+            return relieved
+
         def note_and_distrust(record: RowKV) -> None:
             self.cut_off += 1
             distrust(record)
@@ -99,7 +114,8 @@ class SessionSimulation(Simulation):
             step()
             self._look()
 
-        pins.let_go, pins.move, trust.distrust = note_and_let_go, note_and_move, note_and_distrust
+        pins.let_go, pins.move, pins.relieve = note_and_let_go, note_and_move, relieve_and_look
+        trust.distrust = note_and_distrust
         self.watch.step = step_and_look
 
     @rule(
@@ -261,7 +277,7 @@ class SessionSimulation(Simulation):
             with pytest.raises(SessionNotFoundError):
                 sessions.close(name, "me")
         else:
-            assert name in sessions._open, f"session {name!r} is gone, and nobody closed it"
+            assert ("me", name) in sessions._open, f"session {name!r} is gone, and nobody closed it"
             sessions.close(name, "me")
             self.met["closed amid a turn"] += talk.running is not None
 
@@ -289,11 +305,14 @@ class SessionSimulation(Simulation):
         for name, talk in self.talks.items():
             if talk.running is not None and talk.running not in self.bench.scheduler.requests:
                 self._note_end(talk, talk.running)
-            session = self.bench.scheduler.sessions._open.get(name)
+            session = self.bench.scheduler.sessions._open.get(("me", name))
             if session is not None:
                 self._check_pin(talk, session)
-            if talk.running is not None and talk.kept:
+            if talk.running is not None and session is not None:
                 self._check_start(talk, talk.running, session)
+            waits = talk.running is None or talk.running not in self.bench.channel.cached
+            if session is not None and waits and session.leaving is None:
+                talk.pinned = session.pin.pages * self.bench.page_size
 
     def _note_end(self, talk: Talk, number: int) -> None:
         finished = self.bench.channel.finished.get(number)
@@ -319,8 +338,12 @@ class SessionSimulation(Simulation):
     @property
     def _pins_are_exact(self) -> bool:
         """Pins end at the last page where nothing was cut off, and no state is wanted that there may be no slot for."""
-        cache = self.bench.scheduler.cache
-        return cache.reuse and not self.cut_off and not self.doubtful and cache.states is None
+        return self._pins_serve and self.bench.scheduler.cache.states is None
+
+    @property
+    def _pins_serve(self) -> bool:
+        """A turn starts where its session's pin ends, or further on, where nothing was cut off."""
+        return self.bench.scheduler.cache.reuse and not self.cut_off and not self.doubtful
 
     def _check_pin(self, talk: Talk, session: Session) -> None:
         pin, node = session.pin, session.pin.node
@@ -336,14 +359,18 @@ class SessionSimulation(Simulation):
             assert tokens == session.tokens[: len(tokens)], "a pin is not on its session's path"
             assert pin.pages * self.bench.page_size == talk.kept
 
-    def _check_start(self, talk: Talk, number: int, session: Session | None) -> None:
+    def _check_start(self, talk: Talk, number: int, session: Session) -> None:
         """A turn that has started found all that its session keeps."""
-        if number not in self.bench.channel.cached or session is None:
+        if number not in self.bench.channel.cached or not (talk.kept or talk.pinned):
             return
-        if session.pin not in self.lost_pins and self._pins_are_exact:
-            assert self.bench.channel.cached[number] >= talk.kept, "a turn computes what its session keeps"
+        cached = self.bench.channel.cached[number]
+        if session.pin not in self.lost_pins and self._pins_serve:
+            assert cached >= talk.pinned, "a turn computes what its session keeps"
+            self.met["began where its pin was, with states"] += self.bench.scheduler.cache.states is not None
+        if session.pin not in self.lost_pins and self._pins_are_exact and talk.kept:
+            assert cached >= talk.kept, "a turn computes what its session keeps"
             self.met["began where the last turn ended"] += 1
-        talk.kept = 0
+        talk.kept = talk.pinned = 0
 
     def teardown(self) -> None:
         scheduler = self.bench.scheduler
@@ -355,7 +382,6 @@ class SessionSimulation(Simulation):
         assert not idle_fault(scheduler.cache)
         assert not scheduler.sessions.held
         self.met["idle with pins"] += bool(scheduler.cache.pins.held)
-        self.met["let go for others"] += scheduler.cache.pins.num_let_go
         for talk in self.talks.values():
             assert talk.running is None
         self._expire()

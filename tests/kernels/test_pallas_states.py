@@ -13,6 +13,7 @@ import pytest
 from helpers.pallas_state_rows import faulty_module, pallas_rows
 from helpers.state_steps import random_scan
 from helpers.tpu_interpreter import CopyMode, Interpreted
+from jax.typing import DTypeLike
 
 from sglang_jax.kernels import state_scan_pallas
 from sglang_jax.kernels.state_scan import BLOCK, ScanInputs, reference_scan
@@ -58,6 +59,7 @@ def check(
     decode_only: bool,
     delta: bool,
     sizes: tuple[int, int],
+    states: DTypeLike = jnp.float32,
 ) -> None:
     rows = pallas_rows(ROWS, SLOTS, counts, num_decode, decode_only=decode_only)
     arrays = arrays_of(ROWS if decode_only else TOKENS, sum(counts), delta, sizes)
@@ -65,7 +67,9 @@ def check(
     before = np.full((SLOTS, 4, *sizes), np.nan, np.float32)
     begun = np.asarray(rows.begin)[~np.asarray(rows.fresh)]
     before[begun] = np.random.default_rng(3).standard_normal((len(begun), 4, *sizes), np.float32)
-    (outputs, pool), races = run(mode, inputs, jnp.asarray(before), rows)
+    kept = jnp.asarray(before, states)
+    before = np.asarray(kept, np.float32)
+    (outputs, pool), races = run(mode, inputs, kept, rows)
     assert not races
     after, first = before.copy(), 0
     for sequence, count in enumerate(counts):
@@ -75,7 +79,9 @@ def check(
         np.testing.assert_allclose(outputs[first : first + count], expected, rtol=2e-4, atol=2e-5)
         first += count
     np.testing.assert_array_equal(outputs[first:], 0)
-    np.testing.assert_allclose(pool[1:], after[1:], rtol=2e-4, atol=2e-5)
+    assert pool.dtype == states
+    rounded = 2.0**-8 if states == jnp.bfloat16 else 2e-4
+    np.testing.assert_allclose(np.asarray(pool[1:], np.float32), after[1:], rtol=rounded, atol=2e-5)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +112,12 @@ def test_matrices_that_lie_otherwise(compiled: Interpreted, decode_only: bool, s
     """Values that fill no lanes go along the lines; keys and values of more lanes than a tile has are in parts."""
     counts, num_decode = ([1] * 3, 3) if decode_only else STEPS["decode rows and chunks"]
     check(compiled.run, CopyMode.EAGER, counts, num_decode, decode_only=decode_only, delta=True, sizes=sizes)
+
+
+def test_states_of_bfloat16_are_rounded_once_a_step(compiled: Interpreted) -> None:
+    counts, num_decode = STEPS["decode rows and chunks"]
+    options = {"decode_only": False, "delta": True, "sizes": (8, 16)}
+    check(compiled.run, CopyMode.EAGER, counts, num_decode, **options, states=jnp.bfloat16)
 
 
 def test_a_sequence_is_batch_invariant(compiled: Interpreted) -> None:

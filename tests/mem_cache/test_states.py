@@ -418,3 +418,25 @@ def test_a_second_unpin_and_a_second_owner_are_noticed() -> None:
 def test_two_pools_of_states_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="share the slots of one pool"):
         KVCache(tuple(PoolSpec(CacheKind.STATE, 9, PAGE) for _ in range(2)), 4, 200)
+
+
+def test_a_state_that_goes_for_a_rows_own_joins_no_nodes_that_it_is_yet_to_cover() -> None:
+    """What a row has computed was cached meanwhile by another; its next slot is that of a state on the way there. The
+    window stands behind the states, so that it would hear of the row's new prefix last."""
+    pools = (PoolSpec(CacheKind.STATE, 5 + 1, PAGE), PoolSpec(CacheKind.WINDOW, 60 + 1, PAGE, 5))
+    cache = KVCache(pools, 6, 200, state_interval=0, debug=True)
+    states_of(cache).least_gain = 1
+    run(cache, PROMPT[:9])
+    late = open_row(cache, PROMPT)
+    run(cache, PROMPT[:17])
+    copied(cache, late, 9)
+    cache.launched(9)
+    cache.settle(9)
+    others = [open_row(cache, [50 + number] * 9) for number in range(states_of(cache).pool.num_free)]
+    assert cache.extend_row(late, 24)
+    cache.lengths.kv_committed[late.row] = 24
+    cache.cache_prefix(late, int32_bytes(PROMPT), 24, 10)
+    check_everything(cache)
+    assert cached(cache, PROMPT) == 24
+    for record in (late, *others):
+        finish(cache, record, PROMPT, insert=False)

@@ -42,7 +42,7 @@ def keep_the_old_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def let_nothing_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session is closed, and its pin stays."""
     monkeypatch.setattr(Pins, "let_go", lambda self, pin: None)
-    monkeypatch.setattr(Pins, "relieve", lambda self: False)
+    monkeypatch.setattr(Pins, "relieve", lambda self, short, own=None: False)
 
 
 def let_go_twice(monkeypatch: pytest.MonkeyPatch) -> None:

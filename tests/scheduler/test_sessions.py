@@ -9,42 +9,12 @@ import pytest
 from helpers.scheduling import Bench
 from helpers.simulated_sessions import ROOM_FOR_TURNS, SessionSimulation
 from helpers.simulation import STATE, simulate
+from helpers.talks import Talk
 
 from sglang_jax.errors import ParameterError, SessionBusyError, SessionLimitError, SessionNotFoundError
 from sglang_jax.mem_cache.invariants import check_everything, idle_fault
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import OpenSession, SessionTurn
-from sglang_jax.scheduler.sessions import Session
-
-
-class Talk:
-    """A client's side of one session."""
-
-    def __init__(self, bench: Bench, name: str = "s", *, streaming: bool = True, timeout: float | None = None) -> None:
-        self.bench = bench
-        self.name = name
-        self.history: list[int] = []
-        bench.scheduler.sessions.open(OpenSession(0, name, "me", streaming, timeout))
-
-    @property
-    def session(self) -> Session:
-        return self.bench.scheduler.sessions._open[self.name]
-
-    def send(
-        self, tail: list[int], new_tokens: int = 6, after: str | None = None, owner: str = "me", **asked: int
-    ) -> int:
-        """Sends a turn; its number. `asked`: fields of the request."""
-        turn = SessionTurn(self.name, owner, str(self.bench._next_id), after)
-        sampling = SamplingParams(max_new_tokens=new_tokens, seed=5, ignore_eos=True)
-        return self.bench.add([*self.history, *tail], sampling=sampling, sent=tail, session=turn, **asked)
-
-    def turn(self, tail: list[int], new_tokens: int = 6, **asked: int) -> int:
-        """A whole turn; its number."""
-        number = self.send(tail, new_tokens, **asked)
-        self.bench.run()
-        self.history = [*self.bench.prompts[number], *self.bench.channel.output(number)]
-        check_everything(self.bench.scheduler.cache)
-        return number
 
 
 @pytest.fixture(params=[(None,), (6,), (None, 6), (None, STATE), (STATE,), (None, STATE, 6)], ids=str)
@@ -343,6 +313,55 @@ def test_nobody_keeps_all_sessions_from_others() -> None:
     bench.check_outputs()
 
 
+def test_a_key_whose_sessions_are_all_busy_does_not_shield_the_next() -> None:
+    bench = Bench(options={"max_sessions": 5})
+    sessions = bench.scheduler.sessions
+    for name in "abc":
+        sessions.open(OpenSession(0, name, "busy", True))
+        prompt = {"sent": [5], "session": SessionTurn(name, "busy", name)}
+        bench.add([5], sampling=SamplingParams(max_new_tokens=4, ignore_eos=True, seed=1), **prompt)
+    for name in "de":
+        sessions.open(OpenSession(0, name, "greedy", True))
+    sessions.open(OpenSession(0, "x", "new", True))
+    assert [session.id for session in sessions.all()] == ["a", "b", "c", "e", "x"]
+    with pytest.raises(SessionLimitError):
+        sessions.open(OpenSession(0, "y", "new", True))
+    bench.run()
+
+
+def test_one_session_for_all_goes_to_who_has_none() -> None:
+    bench = Bench(options={"max_sessions": 1})
+    sessions = bench.scheduler.sessions
+    sessions.open(OpenSession(0, "a", "ann", True))
+    with pytest.raises(SessionLimitError):
+        sessions.open(OpenSession(0, "b", "ann", True))
+    sessions.open(OpenSession(0, "a", "bob", True))
+    assert [(session.owner, session.id) for session in sessions.all()] == [("bob", "a")]
+
+
+def test_ids_are_each_keys_own() -> None:
+    """Nobody learns of another's id, nor keeps it from them."""
+    bench = Bench()
+    talk = Talk(bench, "mine")
+    talk.turn([1, 2, 3, 4, 5])
+    bench.scheduler.sessions.open(OpenSession(0, "mine", "another", True))
+    theirs = bench.add([9, 8], 3, sent=[9, 8], session=SessionTurn("mine", "another", "x"))
+    bench.run()
+    assert bench.channel.output(theirs) == bench.wanted[theirs]
+    bench.scheduler.sessions.close("mine", "another")
+    talk.turn([6])
+    bench.check_outputs()
+
+
+def test_a_client_may_not_keep_a_session_for_ever() -> None:
+    """A day at most, or as long as the engine's default."""
+    for default, longest in ((10.0, 86_400.0), (1e6, 1e6)):
+        sessions = Bench(options={"session_timeout": default}).scheduler.sessions
+        sessions.open(OpenSession(0, "a", "me", True, 1e300))
+        sessions.open(OpenSession(0, "b", "me", True, 5.0))
+        assert [session.timeout for session in sessions.all()] == [longest, 5.0]
+
+
 def test_the_oldest_idle_session_is_let_go_for_a_request_that_needs_the_room(bench: Bench) -> None:
     """It goes on, and computes what it has lost."""
     talks = [Talk(bench, name) for name in "abc"]
@@ -459,6 +478,7 @@ def test_schedules_with_sessions(schedules: int) -> None:
     assert met["turns that ended"] >= schedules // 2, met
     for event in (
         "began where the last turn ended",
+        "began where its pin was, with states",
         "closed amid a turn",
         "aborted amid a turn",
         "stopped amid a turn",

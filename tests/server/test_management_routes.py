@@ -195,8 +195,8 @@ def test_latencies_are_exposed_as_prometheus_own_histograms_are(values: list[tup
 
 
 def test_each_pool_of_several_has_its_usage() -> None:
-    groups = [GroupUsage("full", 10, 100), GroupUsage("swa 8", 30, 40), GroupUsage("swa 20", 4, 40)]
-    groups.append(GroupUsage("mamba", 3, 5, "slot"))
+    groups = [GroupUsage("full", 10, 100), GroupUsage("swa 8", 30, 40), GroupUsage("swa 20", 4, 40, session_tokens=3)]
+    groups.append(GroupUsage("mamba", 3, 5, "slot", 2))
     stats = SchedulerStats(num_used_tokens=10, max_total_tokens=100, groups=groups)
     load = ReplicaLoad(index=0, state=ReplicaState.SERVING, max_running_requests=1, max_total_tokens=100, stats=stats)
     registry = CollectorRegistry()
@@ -206,6 +206,8 @@ def test_each_pool_of_several_has_its_usage() -> None:
     assert values["sglang:swa_8_token_usage"] == 0.75
     assert values["sglang:swa_20_token_usage"] == 0.1
     assert values["sglang:mamba_usage"] == 0.6
+    assert values["sglang:swa_20_session_held_tokens"] == 3
+    assert values["sglang:mamba_session_held_slots"] == 2
     assert values["sglang:token_usage"] == 0.75
 
 

@@ -296,7 +296,7 @@ def test_sessions_time_out_while_the_engine_sleeps(server: EchoServer) -> None:
 
 
 @pytest.mark.parametrize("timeout", [3e6, 1e308])
-def test_a_timeout_may_be_as_long_as_anybody_likes(server: EchoServer, timeout: float) -> None:
+def test_any_long_timeout_is_taken(server: EchoServer, timeout: float) -> None:
     """The engine sleeps until the first session times out, if it has nothing else to do."""
     session = opened(server, timeout=timeout)
     time.sleep(0.1)
@@ -316,6 +316,36 @@ def test_there_are_so_many_sessions_and_metrics_tell(server: EchoServer) -> None
     for session in sessions:
         closed(server, session)
     closed(server, opened(server))
+
+
+def test_metrics_have_the_figures_of_sessions() -> None:
+    """Of one that keeps what it has, until a request needs all of the pool, and of one that times out."""
+
+    def figures() -> dict[str, float]:
+        lines = server.http.get("/metrics").text.splitlines()
+        values = [line.split(" ") for line in lines if "session" in line and not line.startswith("#")]
+        return {name.split("{")[0].removeprefix("sglang:"): float(value) for name, value in values}
+
+    def tells(sessions: int, tokens: int, let_go: int, timed_out: int) -> None:
+        wanted = {
+            "num_streaming_sessions": sessions,
+            "streaming_session_held_tokens": tokens,
+            "num_session_pins_let_go_total": let_go,
+            "num_sessions_timed_out_total": timed_out,
+        }
+        wait_for(lambda: wanted.items() <= figures().items())
+
+    with serve_echo(launch=one, page_size=4, max_total_tokens=64) as server:
+        server.http.post("/open_session", json={"session_id": "s", "streaming": True}).raise_for_status()
+        tells(1, 0, 0, 0)
+        body = {"input_ids": list(range(1, 19)), "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+        server.http.post("/generate", json={**body, "session_params": {"id": "s"}}).raise_for_status()
+        tells(1, (18 + 8 - 1) // 4 * 4, 0, 0)
+        server.http.post("/open_session", json={"session_id": "t", "timeout": 0.05}).raise_for_status()
+        tells(1, 24, 0, 1)
+        body = {"input_ids": list(range(20, 75)), "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+        server.http.post("/generate", json=body).raise_for_status()
+        tells(1, 0, 1, 1)
 
 
 def test_bad_bodies_are_refused(server: EchoServer) -> None:

@@ -77,6 +77,7 @@ def test_logits_of_models_that_keep_states_equal_transformers(name: str, tmp_pat
         ),
         ("mamba2", {"conv_kernel": 3, "state_size": 24, "n_groups": 4, "use_conv_bias": False, "use_bias": False}),
         ("lfm2", {"conv_L_cache": 6}),
+        ("falcon_h1", {"mamba_rms_norm": False}),
         ("granitemoehybrid", {"mamba_d_conv": 2, "mamba_n_groups": 4, "mamba_d_state": 8}),
     ],
 )
