@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import h11
@@ -53,6 +54,12 @@ _HEALTH_CHECKS = tuple(f"{method} {path} ".encode() for method in ("GET", "HEAD"
 
 _LEAST_OF_TEXT = 0x21
 """No request begins with a smaller byte."""
+
+MEASURED_SLICES = 64
+"""So many slices behind one that was slow are measured exactly."""
+
+MOST_LOOKED_AT = 64
+"""Of connections that wait for a request, for one that may be closed."""
 
 OTHERS_SHARE = 5
 """So many times as long as a slice took that was slow to parse, its connection waits for the next one."""
@@ -148,8 +155,10 @@ class BoundedConnection(H11Protocol):
         self._rest = bytearray()
         self._slice = SLICE
         self._parsed = self._announced = 0
-        self._seems_slow = False
+        self._to_measure = 0
+        self._number = 0
         self._parsing = False
+        self._is_last = False
         self._looked_at = 0
         self._came = 0
         self._pieces = 0
@@ -172,10 +181,12 @@ class BoundedConnection(H11Protocol):
 
     def _has_room(self) -> bool:
         """Finds a place for a connection that is one too many: an idle one's, or one of those for health checks."""
-        longest_idle = next((one for one in self._idle if not one._spare), None)
+        # Who waits for its turn has asked for something.
+        idle = [one for one in islice(self._idle, MOST_LOOKED_AT) if not one._parsing]
+        longest_idle = next((one for one in idle if not one._spare), None)
         self._spare = longest_idle is None
         if self._spare and len(self.connections) > self._limits.max_connections + HEALTH_CONNECTIONS:
-            longest_idle = next(iter(self._idle), None)
+            longest_idle = next(iter(idle), None)
             if longest_idle is None:
                 return False
         if longest_idle is not None:
@@ -199,6 +210,7 @@ class BoundedConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses a slice of what came, and the rest in later turns of the event loop."""
+        self._unset_keepalive_if_required()
         self._rest += data
         self._came = len(self._rest)
         if self._parsing:  # a later turn is on its way; somebody else read on
@@ -207,7 +219,7 @@ class BoundedConnection(H11Protocol):
         self._parsing = True
         if self.conn.their_state is h11.IDLE and self._rest.startswith(_HEALTH_CHECKS):
             self.parse()  # whatever waits of others: who asks is to hear that the server lives
-        elif not self._turns.take(self, first=self._is_first):
+        elif not self._turns.take(self, first=self._is_first, begun=self._begun):
             self.transport.pause_reading()
 
     def parse(self) -> None:
@@ -216,7 +228,12 @@ class BoundedConnection(H11Protocol):
         self._count_head()
 
     def _parse_later(self) -> None:
-        self._turns.put(self, first=self._is_first)
+        self._turns.put(self, first=self._is_first, begun=self._begun)
+
+    @property
+    def _begun(self) -> int:
+        """The number of the request whose body comes."""
+        return 0 if self.conn.their_state is h11.IDLE else self._number
 
     @property
     def _is_first(self) -> bool:
@@ -251,9 +268,9 @@ class BoundedConnection(H11Protocol):
             self._parsed = 0
         size = self._size_of_next()
         if size == 0:
-            self._unset_keepalive_if_required()
             self._watch()
             self._await_piece()
+            self._end_if_last()
             return
         data = bytes(self._rest[:size])
         del self._rest[:size]
@@ -262,7 +279,9 @@ class BoundedConnection(H11Protocol):
         cycle = self.cycle
         took = self._parse_slice(data)
         if self.cycle is not cycle:
-            self._announced = next((int(size) for name, size in self.headers if name == b"content-length"), 0)
+            self._begin_request()
+        elif took > SLICE_SECONDS / 2:
+            self._number = self._turns.number()  # it is not to go before others for ever
         self._slice = next_slice(self._slice, took)
         self._parsed += len(data)
         self._watch()
@@ -278,15 +297,36 @@ class BoundedConnection(H11Protocol):
         else:
             self._pieces = 0
             self._read_on()
+        self._end_if_last()
+
+    def _begin_request(self) -> None:
+        """A head was parsed."""
+        self._number = self._turns.number()
+        self._announced = next((int(size) for name, size in self.headers if name == b"content-length"), 0)
+
+    def _end_if_last(self) -> None:
+        """The server shuts down, and what had come by then is parsed."""
+        if self._is_last and not self._parsing:
+            super().shutdown()
+
+    def shutdown(self) -> None:
+        """Ends the connection once what has come is answered."""
+        self._is_last = True
+        self._end_if_last()
 
     def _parse_slice(self, data: bytes) -> float:
         """Returns how long it took of a processor's time, or, where that was not measured, how long it took: on some
         virtual machines to ask for a thread's time takes as long as to parse a slice, so it is asked for where one was
         slow, if only because of what else the machine does."""
-        begin, exact = time.perf_counter(), time.thread_time() if self._seems_slow else None
+        begin, exact = time.perf_counter(), time.thread_time() if self._to_measure else None
         super().data_received(data)
-        took = time.perf_counter() - begin if exact is None else time.thread_time() - exact
-        self._seems_slow = took > SLICE_SECONDS / 4
+        if exact is None:  # it is not known whose time that was
+            took = min(time.perf_counter() - begin, SLICE_SECONDS / 2)
+        else:
+            took = time.thread_time() - exact
+            self._to_measure -= 1
+        if took > SLICE_SECONDS / 4:
+            self._to_measure = MEASURED_SLICES
         return took
 
     def _in_part(self) -> bool:
@@ -368,8 +408,12 @@ class BoundedConnection(H11Protocol):
         await self._application(scope, receive, send_or_write)
 
     def on_response_complete(self) -> None:
-        """The next request may come."""
+        """The next request may come, or has come behind the one before."""
+        cycle = self.cycle
         super().on_response_complete()
+        if self.cycle is not cycle:
+            self._parsed = 0
+            self._begin_request()
         self._watch()
         self._count_head()
         if self.transport.is_closing():
@@ -434,7 +478,15 @@ class BoundedConnection(H11Protocol):
             return
         self._idle.setdefault(self)
         if self._head_timer is None and self.timeout_keep_alive_task is None:
-            self._head_timer = self.loop.call_later(self._limits.client_timeout, self.drop)
+            self._head_timer = self.loop.call_later(self._limits.client_timeout, self._end_waiting)
+
+    def _end_waiting(self) -> None:
+        """The client's time for a head is over, unless it is the server that has yet to parse it."""
+        self._head_timer = None
+        if self._parsing:
+            self._watch()
+        else:
+            self.drop()
 
     def _expect_reader(self, unread: int) -> None:
         self._unread_timer = self.loop.call_later(self._limits.client_timeout, self._check_reader, unread)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -163,16 +164,22 @@ class ServerContext:
         return Call(self, request_id, prompts, field_names, current_caller())
 
     async def collect(
-        self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
-    ) -> list[list[OutputDelta]]:
-        """The finished outputs of each prompt, by index. Raises `RequestError`."""
+        self,
+        request_id: str,
+        prompts: Sequence[GenerateInput],
+        write: Callable[[list[list[OutputDelta]]], Written],
+        field_names: Mapping[str, str] = ENGINE_NAMES,
+    ) -> Written:
+        """What `write` makes of the finished outputs of each prompt, by index. Raises `RequestError`."""
         outputs: list[list[OutputDelta]] = [[] for _ in prompts]
-        async with self.generate(request_id, prompts, field_names) as deltas:
-            with self._logprobs.share() as hold, renamed_fields(field_names):
-                async for number, output in deltas:
-                    hold(output)
-                    outputs[number].append(output)
-        return [sorted(finished, key=lambda output: output.index) for finished in outputs]
+        with self._logprobs.share() as hold:  # until the answer is written
+            async with self.generate(request_id, prompts, field_names) as deltas:
+                with renamed_fields(field_names):
+                    async for number, output in deltas:
+                        hold(output)
+                        outputs[number].append(output)
+            finished = [sorted(some, key=lambda output: output.index) for some in outputs]
+            return await self.written(lambda: write(finished), chain(*finished))
 
     def abort(self, request_id: str) -> None:
         """Ends the HTTP request with this id, or the one prompt that has it; unknown ids are ignored, and so are other

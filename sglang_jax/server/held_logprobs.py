@@ -10,7 +10,7 @@ from sglang_jax.errors import ParameterError
 from sglang_jax.server.errors import BusyError
 
 OF_ALL = 2
-"""Times as many as one answer may have: of all answers together that are not whole yet."""
+"""Times as many as one answer may have: of all answers together that are not written yet."""
 
 FEW = 2**16
 """An answer with so many is never refused for the long ones of others."""

@@ -123,7 +123,7 @@ def health_router(context: ServerContext) -> APIRouter:
             request_id=new_id("health"),
         )
         try:
-            await asyncio.wait_for(context.collect(prompt.request_id or "", [prompt]), HEALTH_SECONDS)
+            await asyncio.wait_for(context.collect(prompt.request_id or "", [prompt], len), HEALTH_SECONDS)
         except TimeoutError as error:
             raise UnavailableError(f"the engine generated no token within {HEALTH_SECONDS:g} s") from error
         except RequestError as error:

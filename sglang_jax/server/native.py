@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 from fastapi import APIRouter, Request, Response
 
@@ -129,9 +128,8 @@ def native_router(context: ServerContext) -> APIRouter:
         if body.stream:
             events = _new_only(context, form) if body.incremental_output else _repeating(context, form, repeats)
             return await open_event_stream(request, events)
-        work = context.collect(call.request_id, call.prompts, form.field_names)
-        outputs = await until_disconnect(request.receive, work)
-        return await context.written(lambda: form.whole(outputs), chain(*outputs))
+        work = context.collect(call.request_id, call.prompts, form.whole, form.field_names)
+        return await until_disconnect(request.receive, work)
 
     return router
 

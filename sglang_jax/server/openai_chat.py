@@ -299,8 +299,10 @@ def chat_router(context: ServerContext) -> APIRouter:
             prompt = replace(prompt, shared_len=await _shared_len(context, body, said, prompt, beginnings))
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
-        [outputs] = await until_disconnect(request.receive, context.collect(form.request_id, [prompt], FIELD_NAMES))
-        return await context.written(lambda: json_response(form.answer(outputs)), outputs)
+        work = context.collect(
+            form.request_id, [prompt], lambda outputs: json_response(form.answer(outputs[0])), FIELD_NAMES
+        )
+        return await until_disconnect(request.receive, work)
 
     return router
 

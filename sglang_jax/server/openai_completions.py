@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -164,8 +163,8 @@ def completions_router(context: ServerContext) -> APIRouter:
         inputs = form.inputs(context.generation_defaults, request.headers)
         if body.stream:
             return await open_event_stream(request, _events(context, form, inputs))
-        outputs = await until_disconnect(request.receive, context.collect(request_id, inputs, FIELD_NAMES))
-        return await context.written(lambda: form.whole(outputs), chain(*outputs))
+        work = context.collect(request_id, inputs, form.whole, FIELD_NAMES)
+        return await until_disconnect(request.receive, work)
 
     return router
 

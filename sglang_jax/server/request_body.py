@@ -20,8 +20,9 @@ BODIES_IN_FLIGHT = 8
 SMALL_BODY = 65_536
 """Bodies of so many bytes are read however much the larger ones hold."""
 
-MOST_OF_SMALL_BODIES = 24 * 2**20
-"""Most bytes of all bodies together that are still small and not whole."""
+MOST_OF_SMALL_BODIES = 40 * 2**20
+"""Most bytes of all bodies together that are still small and not whole. A crowd on all connections, each of which has
+sent its whole body and waits to be read, takes 32 MiB with `LIKE_BYTES`."""
 
 LIKE_BYTES = 8192
 """A request whose body is waited for takes about as much memory as so many bytes of it, which count with them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from collections import deque
 from time import perf_counter
 from typing import Protocol
@@ -35,29 +37,42 @@ class Parser(Protocol):
 
 
 class SliceTurns:
-    """The slices of all connections, so many in a turn of the event loop as `TURN_SECONDS` allow: those of heads and of
-    the first `BEGINNING` bytes of requests, then those of longer ones, at least one of which is parsed in each turn.
+    """The slices of all connections, so many in a turn of the event loop as `TURN_SECONDS` allow: those of the first
+    `BEGINNING` bytes of requests and of heads, then those of longer requests, at least one of which is parsed in each
+    turn. What has begun goes before what has not, and the oldest of long requests first: of a crowd, few are in part.
     All methods run on one event loop."""
 
     def __init__(self) -> None:
         self._first: deque[Parser] = deque()
-        self._rest: deque[Parser] = deque()
+        self._rest: list[tuple[int, int, Parser]] = []
+        self._numbers = itertools.count(1)
         self._spent = 0.0
         self._turning = False
+        self.buffer = memoryview(bytearray(SLICE))
+        """Of every connection: what is read is taken out at once."""
 
-    def take(self, parser: Parser, *, first: bool) -> bool:
+    def number(self) -> int:
+        """For a request that begins: larger than any before."""
+        return next(self._numbers)
+
+    def take(self, parser: Parser, *, first: bool, begun: int = 0) -> bool:
         """Has a slice parsed now, or in a later turn of the event loop where others wait, or had this one; tells
-        whether it was. `first`: of a head, or among the first `BEGINNING`
-        bytes of a request."""
+        whether it was. `first`: of a head, or among the first `BEGINNING` bytes of a request; `begun`: the number of a
+        request whose head was parsed, 0 for a head."""
         if self._spent < TURN_SECONDS and not self._first and (first or not self._rest):
             self._parse(parser)
             return True
-        self.put(parser, first=first)
+        self.put(parser, first=first, begun=begun)
         return False
 
-    def put(self, parser: Parser, *, first: bool) -> None:
+    def put(self, parser: Parser, *, first: bool, begun: int = 0) -> None:
         """Has a slice parsed in a later turn of the event loop."""
-        (self._first if first else self._rest).append(parser)
+        if not first:
+            heapq.heappush(self._rest, (begun, next(self._numbers), parser))
+        elif begun:
+            self._first.appendleft(parser)
+        else:
+            self._first.append(parser)
         self._turn_later()
 
     @property
@@ -80,20 +95,20 @@ class SliceTurns:
 
     def _turn(self) -> None:
         self._spent, self._turning = 0.0, False
-        # What is put here while a turn lasts is for the next one.
-        for waiting, least in ((self._first, 0), (self._rest, 1)):
-            for number in range(len(waiting)):
-                if self._spent >= TURN_SECONDS and number >= least:
-                    break
-                self._parse(waiting.popleft())
+        # As many as there are now: what is put here while a turn lasts is for the next one.
+        for _ in range(len(self._first)):
+            if self._spent >= TURN_SECONDS:
+                break
+            self._parse(self._first.popleft())
+        for number in range(len(self._rest)):
+            if self._spent >= TURN_SECONDS and number:
+                break
+            self._parse(heapq.heappop(self._rest)[-1])
 
 
 class SmallReads(asyncio.BufferedProtocol):
     """Reads for a connection, `SLICE` bytes at a time: a transport reads up to 256 KiB, and thousands of connections
     would hold as much at once of what is parsed later. The rest waits in the kernel, where each has its limit."""
-
-    _buffer = memoryview(bytearray(SLICE))
-    """Every connection's: what is read is taken out at once."""
 
     def __init__(self, connection: asyncio.Protocol, turns: SliceTurns) -> None:
         self._connection = connection
@@ -106,10 +121,11 @@ class SmallReads(asyncio.BufferedProtocol):
         self._connection.connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer[:CROWDED_SLICE] if self._turns.crowded else self._buffer
+        buffer = self._turns.buffer
+        return buffer[:CROWDED_SLICE] if self._turns.crowded else buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._connection.data_received(bytes(self._buffer[:nbytes]))
+        self._connection.data_received(bytes(self._turns.buffer[:nbytes]))
 
     def eof_received(self) -> bool | None:
         return self._connection.eof_received()

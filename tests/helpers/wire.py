@@ -45,9 +45,10 @@ class Wire(asyncio.Transport):
         return 1
 
 
-def connect(protocol: type[H11Protocol], app: ASGIApp) -> tuple[H11Protocol, Wire]:
+def connect(protocol: type[H11Protocol], app: ASGIApp, state: ServerState | None = None) -> tuple[H11Protocol, Wire]:
+    """`state`: of the server, one of its own if there is none."""
     config = uvicorn.Config(cast(Any, app), http=protocol, ws="none", lifespan="off", log_config=None)
     config.load()
-    connection, wire = protocol(config, ServerState(), {}), Wire()
+    connection, wire = protocol(config, state or ServerState(), {}), Wire()
     connection.connection_made(wire)
     return connection, wire

@@ -15,10 +15,16 @@ from helpers.echo_server import EchoServer, serve_echo
 from helpers.wire import Wire, connect
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.loops.auto import auto_loop_factory
+from uvicorn.server import ServerState
 
-from sglang_jax.server import slices
+from sglang_jax.server import request_body, slices
 from sglang_jax.server.beginnings import Beginnings
-from sglang_jax.server.connections import BoundedConnection, ConnectionLimits, bounded_connections
+from sglang_jax.server.connections import (
+    HEALTH_CONNECTIONS,
+    BoundedConnection,
+    ConnectionLimits,
+    bounded_connections,
+)
 from sglang_jax.server.request_body import LIKE_BYTES, BodyLimit
 from sglang_jax.server.serve import bind, listening_sockets
 from sglang_jax.server.slices import CROWD, CROWDED_SLICE, SLICE, SliceTurns, SmallReads
@@ -129,11 +135,61 @@ async def test_a_short_request_is_answered_beside_hundreds_of_long_bodies() -> N
     short, wire = connect(make, size_of_body)
     short.data_received(POST % 3000 + b"x" * 3000)
     assert await until_answered(wire) < 12
-    assert sum(b"HTTP/1.1 200" in b"".join(wire.sent) for _, wire in long) == 0
+    # A slice of theirs in each turn; each has eight.
+    assert sum(b"HTTP/1.1 200" in b"".join(wire.sent) for _, wire in long) < 20
     while not all(b"".join(wire.sent).endswith(b"65536") for _, wire in long):
         await asyncio.sleep(0)
     for connection, _ in [*long, (short, wire)]:
         connection.connection_lost(None)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(("size", "room"), [(8000, 20 * LIKE_BYTES), (40_000, 200 * LIKE_BYTES + 2 * 65_536)])
+async def test_a_crowd_that_sent_all_is_read_one_after_the_other(
+    size: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn they were all held in part, and together had too much."""
+    monkeypatch.setattr(request_body, "MOST_OF_SMALL_BODIES", room)
+    app, make = BodyLimit(size_of_body, 2**20, 60.0), bounded_connections(LIMITS)
+    crowd = [connect(make, app) for _ in range(200)]
+    for connection, _ in crowd:
+        connection.data_received(POST % size + b"x" * size)
+    for connection, wire in crowd:
+        await until_answered(wire)
+        connection.connection_lost(None)
+
+
+@pytest.mark.usefixtures("slow")
+async def test_who_waits_to_be_read_is_not_closed_for_a_newcomer_or_at_the_end() -> None:
+    """Its client has asked for something, though nobody has looked at it yet."""
+    make = bounded_connections(ConnectionLimits(max_connections=30, client_timeout=60.0))
+    server = ServerState()
+    crowd = [connect(make, size_of_body, server) for _ in range(30)]
+    for connection, _ in crowd:
+        connection.data_received(POST % 5 + b"hello")
+    refused = [connect(make, size_of_body, server) for _ in range(HEALTH_CONNECTIONS + 2)]
+    for connection, _ in [*crowd, *refused]:
+        connection.shutdown()
+    for connection, wire in crowd:
+        await until_answered(wire)
+        connection.connection_lost(None)
+
+
+async def test_a_wait_for_the_processor_is_nobody_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice during which the machine did something else made its connection wait five times as long."""
+    begin = time.perf_counter()
+    connection, wire = connect(bounded_connections(LIMITS), size_of_body)
+    parse = type(connection).__mro__[2].data_received
+
+    def late(self: object, data: bytes) -> None:
+        time.sleep(0.2)
+        parse(self, data)
+
+    monkeypatch.setattr(type(connection).__mro__[2], "data_received", late)
+    connection.data_received(POST % 9000 + b"x" * 9000)
+    await until_answered(wire)
+    assert time.perf_counter() - begin < 1.2, "three slices"
+    connection.connection_lost(None)
 
 
 @pytest.mark.usefixtures("slow")
@@ -161,6 +217,8 @@ async def test_a_connection_holds_a_slice_of_what_comes() -> None:
 
     turns = SliceTurns()
     made = SmallReads(Noted.__new__(Noted), turns)
+    elsewhere = SmallReads(Noted.__new__(Noted), SliceTurns())
+    elsewhere.get_buffer(5)[:] = b"y" * SLICE  # of another event loop, maybe at the same time
     for length in (SLICE, 5):
         buffer = made.get_buffer(262_144)
         assert len(buffer) == SLICE
