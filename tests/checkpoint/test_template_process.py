@@ -189,7 +189,8 @@ def test_a_short_conversation_waits_for_no_long_one() -> None:
         with templates._all[0]._lock:  # it is at work
             waiting = threading.Thread(target=templates.render, args=(rendering("a"),))
             waiting.start()
-            while templates._free.qsize() == 2:
+            until = time.monotonic() + 20
+            while templates._free.qsize() == 2 and time.monotonic() < until:
                 time.sleep(0.001)
             assert templates.render(rendering("b")) == "b"
         waiting.join(20)

@@ -114,7 +114,8 @@ def test_products_side_by_side_do_not_disturb_each_other() -> None:
 
 
 def test_xla_s_threads_share_the_work_and_are_waited_for() -> None:
-    """A kernel that writes who did an item. The first thread waits until a second has come, which is slow."""
+    """A kernel that writes who did an item. The first thread waits until a second has an item too, and that one is
+    slow."""
 
     def write_slots(work):
         slot = take(work, SLOT_COUNTER)
@@ -124,8 +125,8 @@ def test_xla_s_threads_share_the_work_and_are_waited_for() -> None:
             if item >= work[ITEMS]:
                 return
             spins = 0
-            while (slot == 1 or add(work, SLOT_COUNTER, 0) < 2) and spins < (1_000_000 if slot == 1 else 100_000_000):
-                spins += add(work, SLOT_COUNTER, 0) * 0 + 1
+            while (slot == 1 or add(work, ITEM_COUNTER, 0) < 2) and spins < (1_000_000 if slot == 1 else 1_000_000_000):
+                spins += add(work, ITEM_COUNTER, 0) * 0 + 1
             for at in range(item * 32, item * 32 + 32):
                 store(output, at, np.float32(slot + 1))
 

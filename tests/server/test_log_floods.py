@@ -46,6 +46,7 @@ def test_a_thousand_refusals_are_one(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 def test_what_is_no_http_is_one(server: EchoServer, caplog: pytest.LogCaptureFixture) -> None:
+    time.sleep(1.1)  # another test's line may have been this second's
     begin = time.monotonic()
     for _ in range(50):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
@@ -53,4 +54,4 @@ def test_what_is_no_http_is_one(server: EchoServer, caplog: pytest.LogCaptureFix
             while connection.recv(65536):
                 pass
     lines = [record for record in caplog.records if "Invalid HTTP" in record.getMessage()]
-    assert len(lines) <= time.monotonic() - begin + 1
+    assert 1 <= len(lines) <= time.monotonic() - begin + 1
