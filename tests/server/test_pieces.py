@@ -131,6 +131,7 @@ async def test_a_head_that_is_looked_at_behind_an_answered_request_is_waited_for
     was looked at; by then the answer was out, and nobody else would read on."""
     monkeypatch.setattr(connections, "SLICE_SECONDS", 0.0)
     connection, wire, later = open_one()
+    connection._to_measure = 1  # as behind a slow slice
     connection.data_received(HEAD + b"\r\n" + HEAD)
     await turns()
     assert b"".join(wire.sent).count(b"HTTP/1.1 200") == 1
