@@ -73,6 +73,7 @@ def test_schedules_with_grammars() -> None:
     assert met["under a grammar"] >= 10, met
 
 
+@pytest.mark.slow
 def test_schedules_with_kv_in_doubt() -> None:
     """As many as it takes: where hypothesis chooses the same schedules in each run, the first 40 compute nothing
     anew."""
