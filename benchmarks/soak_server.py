@@ -48,6 +48,10 @@ IDLE_WORKERS = 16
 LOST = ("503 replica_lost", "500 replica_lost", "500 engine_dead", "404 session_not_found")
 """What whoever was served by a core that was lost may be told."""
 
+OPENS_BY_ID = "bad_input"
+"""The operation that opens sessions by an id of its own, which may belong to the replica that is down: 503 until it is
+back. All others go to one that serves."""
+
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -133,12 +137,14 @@ def _openapi(port: int) -> Any:
 
 def unexplained(outcomes: list[Outcome], faults: list[Fault]) -> list[Outcome]:
     """What failed for no reason."""
-    return [
-        outcome
-        for outcome in outcomes
-        if outcome.error
-        and not (outcome.error in LOST and any(fault.explains(outcome.begin, outcome.end) for fault in faults))
-    ]
+
+    def explained(outcome: Outcome) -> bool:
+        when = outcome.begin, outcome.end
+        if outcome.name == OPENS_BY_ID and outcome.error == "503 replica_lost":
+            return any(fault.keeps_out(*when) for fault in faults)
+        return outcome.error in LOST and any(fault.explains(*when) for fault in faults)
+
+    return [outcome for outcome in outcomes if outcome.error and not explained(outcome)]
 
 
 def tally(outcomes: list[Outcome]) -> list[dict[str, Any]]:

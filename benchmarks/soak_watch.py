@@ -51,6 +51,10 @@ class Fault:
         over = self.at + NOTICE_SECONDS if self.noticed is None else self.noticed
         return begin <= over + grace and end >= self.at
 
+    def keeps_out(self, begin: float, end: float, grace: float = 5.0) -> bool:
+        """A session of the replica could not be opened at this time."""
+        return end >= self.at and (self.back is None or begin <= self.back + grace)
+
 
 class Saboteur:
     """Kills the core of one replica every `kill_every` seconds, and stops it every `stop_every`, as soon as it serves

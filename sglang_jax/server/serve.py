@@ -30,7 +30,6 @@ from sglang_jax.runner.backends import load_follower
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.connections import (
-    MAX_HEAD_BYTES,
     ConnectionLimits,
     raise_descriptor_limit,
     small_reads,
@@ -40,6 +39,7 @@ from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
 from sglang_jax.server.requests_seen import RequestsSeen
 from sglang_jax.server.route_list import ROUTES_PATH
+from sglang_jax.server.sliced_connection import MAX_HEAD_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -34,6 +34,18 @@ def test_a_fault_explains_what_ran_while_it_lasted(load: Any, soak: ModuleType) 
     assert soak.unexplained([lost], []) == [lost]
 
 
+def test_a_session_of_a_replica_that_is_down_cannot_be_opened_until_it_is_back(load: Any, soak: ModuleType) -> None:
+    outcome, fault = load("soak_clients").Outcome, load("soak_watch").Fault("SIGKILL", 100.0, 101.0, back=140.0)
+    meanwhile = outcome("bad_input", 130.0, 130.0, "503 replica_lost")
+    others = [
+        outcome("chat", 130.0, 130.0, "503 replica_lost"),
+        outcome("bad_input", 130.0, 130.0, "500 engine_dead"),
+        outcome("bad_input", 99.0, 99.0, "503 replica_lost"),
+        outcome("bad_input", 146.0, 147.0, "503 replica_lost"),
+    ]
+    assert soak.unexplained([meanwhile, *others], [fault]) == others
+
+
 def samples(load: Any, name: str, begin: float, sizes: list[float]) -> Any:
     one = load("soak_watch").Samples(name, begin)
     for minute, size in enumerate(sizes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -370,7 +371,8 @@ class TestInbox:
         """Prompts of 100,000 tokens take longer to look at than many short ones."""
         loop, channel = self.loop()
         ticks = iter(range(1000))
-        monkeypatch.setattr(loop_module.time, "monotonic", lambda: next(ticks) * loop_module.SECONDS_OF_MESSAGES / 4)
+        clock = SimpleNamespace(monotonic=lambda: next(ticks) * loop_module.SECONDS_OF_MESSAGES / 4)
+        monkeypatch.setattr(loop_module, "time", clock)
         channel.inbox += [AbortRequest(k) for k in range(100)]
         channel.inbox.insert(0, NewRequest(id=7, token_ids=bytes(4), sampling=endless(4)))
         loop.turn()

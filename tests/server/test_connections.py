@@ -18,11 +18,11 @@ import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
 from sglang_jax.errors import RequestError
-from sglang_jax.server import connections, held_answers
+from sglang_jax.server import held_answers, sliced_connection
 from sglang_jax.server.connections import (
-    MAX_HEAD_BYTES,
     BoundedConnection,
 )
+from sglang_jax.server.sliced_connection import MAX_HEAD_BYTES
 from sglang_jax.server.slices import LEAST_SLICE, SLICE, SLICE_SECONDS, next_slice
 
 TIMEOUT = 0.6
@@ -158,8 +158,10 @@ def test_the_kernel_is_asked_nothing_of_silent_connections(strict: EchoServer, m
     """Their addresses took half of what accepting them did."""
     asked: list[object] = []
     for name in ("get_local_addr", "get_remote_addr"):
-        ask = getattr(connections, name)
-        monkeypatch.setattr(connections, name, lambda transport, ask=ask: asked.append(transport) or ask(transport))
+        ask = getattr(sliced_connection, name)
+        monkeypatch.setattr(
+            sliced_connection, name, lambda transport, ask=ask: asked.append(transport) or ask(transport)
+        )
     silent = [connect(strict) for _ in range(5)]
     assert healthy(strict)
     assert len(asked) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(held_answers, "MOST_HELD_BYTES", LIMIT)
     clock = Clock()
-    monkeypatch.setattr(held_answers.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(held_answers, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

@@ -11,15 +11,9 @@ from helpers.wire import Wire, connect
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sglang_jax.server import connections
-from sglang_jax.server.connections import (
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
-    SMALL_PIECE,
-    WHOLE_PIECES,
-    ConnectionLimits,
-    bounded_connections,
-)
+from sglang_jax.server import sliced_connection
+from sglang_jax.server.connections import ConnectionLimits, bounded_connections
+from sglang_jax.server.sliced_connection import FIRST_PAUSE, LONGEST_PAUSE, SMALL_PIECE, WHOLE_PIECES
 
 LIMITS = ConnectionLimits(max_connections=8, client_timeout=60.0)
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -129,7 +123,7 @@ async def test_a_head_that_is_looked_at_behind_an_answered_request_is_waited_for
 ) -> None:
     """Its beginning came with the request before it, whose slice was slow to parse, so that nothing was read until it
     was looked at; by then the answer was out, and nobody else would read on."""
-    monkeypatch.setattr(connections, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(sliced_connection, "SLICE_SECONDS", 0.0)
     connection, wire, later = open_one()
     connection._to_measure = 1  # as behind a slow slice
     connection.data_received(HEAD + b"\r\n" + HEAD)

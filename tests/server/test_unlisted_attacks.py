@@ -17,8 +17,9 @@ from helpers.engine_fakes import ByteTokenizer, load_fake_model
 
 from sglang_jax.engine import validation
 from sglang_jax.server import connections, held_logprobs
-from sglang_jax.server.connections import HEALTH_CONNECTIONS, MAX_HEAD_LINES
+from sglang_jax.server.connections import HEALTH_CONNECTIONS
 from sglang_jax.server.requests_seen import RequestsSeen
+from sglang_jax.server.sliced_connection import MAX_HEAD_LINES
 
 JSON = {"Content-Type": "application/json"}
 
