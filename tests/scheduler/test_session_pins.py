@@ -10,15 +10,21 @@ from helpers.talks import Talk
 KINDS: tuple[tuple[Sees, ...], ...] = ((None,), (6,), (None, 6), (None, 18), (None, STATE), (STATE,), (None, STATE, 6))
 
 
-def test_no_pin_is_let_go_for_a_request_that_will_not_fit_even_so() -> None:
-    """Four turns run, whose rows keep what their sessions do; two sessions are idle."""
+def six_talks(running: int) -> tuple[Bench, list[Talk]]:
+    """Each has a pin, and may have all of the pool; the next turn of the first ones has been sent."""
     bench = Bench(pages=60, page_size=4, rows=6, context=200)
     bench.scheduler.cache.pins.share = 1.0
     talks = [Talk(bench, name) for name in "abcdef"]
     for number, talk in enumerate(talks):
         talk.turn([10 + number] * 24, new_tokens=4)
-    for talk in talks[:4]:
+    for talk in talks[:running]:
         talk.send([5], new_tokens=8)
+    return bench, talks
+
+
+def test_no_pin_is_let_go_for_a_request_that_will_not_fit_even_so() -> None:
+    """Four turns run, whose rows keep what their sessions do; two sessions are idle."""
+    bench, _ = six_talks(running=4)
     for _ in range(3):
         bench.scheduler.step()
     request = bench.add([3] * 184, 4)
@@ -33,13 +39,7 @@ def test_no_pin_is_let_go_for_a_request_that_will_not_fit_even_so() -> None:
 
 def test_a_request_gets_the_room_of_idle_sessions_alone_where_that_is_enough() -> None:
     """The oldest pins are those of turns that run: they stay, and so do others that need not go."""
-    bench = Bench(pages=60, page_size=4, rows=6, context=200)
-    bench.scheduler.cache.pins.share = 1.0
-    talks = [Talk(bench, name) for name in "abcdef"]
-    for number, talk in enumerate(talks):
-        talk.turn([10 + number] * 24, new_tokens=4)
-    for talk in talks[:2]:
-        talk.send([5], new_tokens=8)
+    bench, talks = six_talks(running=2)
     for _ in range(2):
         bench.scheduler.step()
     available = bench.scheduler.cache.groups[0].available
