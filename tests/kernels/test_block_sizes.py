@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -83,12 +84,13 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_table_of_the_package() -> None:
-    """Well-known models whole and over eight devices, with pages of 64 and 128."""
-    for chip in (Chip.V6E, Chip.TPU7X):
-        for heads, kv_heads in ((32, 8), (64, 8), (4, 1), (8, 1)):
-            for page_size in (64, 128):
-                shape = Shape.of(chip, heads, kv_heads, 128, page_size, "bfloat16")
-                assert {(shape, Phase.DECODE), (shape, Phase.PREFILL)} <= tuned().keys()
+    """Well-known models whole and over eight devices, with pages of 64 and 128; over four, with pages of 64."""
+    whole_or_over_eight = ((32, 8), (64, 8), (4, 1), (8, 1))
+    over_four = ((8, 2), (16, 2))
+    shapes = [*product(whole_or_over_eight, (64, 128)), *product(over_four, (64,))]
+    for chip, ((heads, kv_heads), page_size) in product((Chip.V6E, Chip.TPU7X), shapes):
+        shape = Shape.of(chip, heads, kv_heads, 128, page_size, "bfloat16")
+        assert {(shape, Phase.DECODE), (shape, Phase.PREFILL)} <= tuned().keys()
 
 
 @pytest.mark.parametrize(("head_dim", "stands_for"), [(64, 64), (80, 128), (96, 128), (128, 128), (256, 256)])
