@@ -47,7 +47,8 @@ class Grammar:
     field: str = "grammar"
 
     def __post_init__(self) -> None:
-        if not self.text.strip():
+        blank = not self.text if self.kind is GrammarKind.REGEX else not self.text.strip()  # a space is an expression
+        if blank:
             raise ParameterError(f"{self.field} is empty", param=self.field)
         if len(self.text) > MAX_GRAMMAR_CHARACTERS:
             raise ParameterError(

@@ -95,11 +95,19 @@ def test_json_parses_and_fits_its_schema(backend: LlguidanceBackend, trial: Tria
     assert ended > 5
 
 
-@pytest.mark.parametrize("pattern", [r"[0-9]{3}-[a-z]+", r"^(yes|no)$", r"a/b\d", "x\\$", "(é|ü){2}"])
+@pytest.mark.parametrize("pattern", [r"[0-9]{3}-[a-z]+", r"^(yes|no)$", r"a/b\d", "x\\$", "(é|ü){2}", " ", "\n", "\t "])
 def test_regular_expressions_match_from_end_to_end(backend: LlguidanceBackend, trial: Trial, pattern: str) -> None:
     for output, finished in outputs(backend, trial, Grammar(GrammarKind.REGEX, pattern)):
         if finished:
             assert re.fullmatch(pattern, output.decode()), output
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(GrammarKind.REGEX, ""), (GrammarKind.EBNF, " \n"), (GrammarKind.JSON_SCHEMA, " ")]
+)
+def test_an_empty_grammar_is_refused_by_its_name(kind: GrammarKind, text: str) -> None:
+    with pytest.raises(ParameterError, match=r"^guided is empty$"):
+        Grammar(kind, text, "guided")
 
 
 def test_choices_end_where_they_are_whole(backend: LlguidanceBackend, trial: Trial) -> None:
