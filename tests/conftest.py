@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import gc
 import os
 from collections.abc import Generator
@@ -68,18 +67,6 @@ LONGEST = [
 ]
 
 
-# Here torch runs whole models, mostly the oracles of transformers, and threads of two workers on two cores wait for
-# each other longer than they compute. The other files of the Torch backend keep all threads: they test kernels that
-# divide their work, or set the threads themselves.
-ONE_THREAD = [
-    "end_to_end",
-    "jax_runner",
-    "models",
-    "runner",
-    *(f"torch_backend/test_{name}.py" for name in ("graphs", "parity", "state_graphs", "traced_models")),
-]
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the longest files first, and last those with tests that run alone: what they hold up is little by then."""
@@ -100,7 +87,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """
     if WORKER not in os.environ:
         return (yield)
-    _set_threads(item.path)
     shared = Path(item.config.getoption("basetemp")).parent  # the workers' folders lie side by side
     alone = item.get_closest_marker("alone") is not None
     with (shared / "turn").open("w") as turn, (shared / "quiet").open("w") as quiet:
@@ -113,22 +99,30 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             fcntl.flock(quiet, fcntl.LOCK_UN)  # a process that the test has left behind must not keep it
 
 
-@functools.cache
-def _threads() -> int:
+# -- Threads -----------------------------------------------------------------------------------------------------------
+
+# Here torch runs whole models, tiny ones and the oracles of transformers: threads of two workers on two cores would
+# wait for each other longer than they compute. Other files test kernels that divide their work, or set the threads
+# themselves.
+ONE_THREAD = [
+    "end_to_end",
+    "jax_runner",
+    "models",
+    "runner",
+    *(f"torch_backend/test_{name}.py" for name in ("families", "graphs", "parity", "state_graphs", "traced_models")),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_of_torch(request: pytest.FixtureRequest) -> Generator[None, None, None]:
+    """One in the files of `ONE_THREAD`, in this process; those that tests start have as many as users' have."""
+    tests = Path(__file__).parent
+    if not any(request.path.is_relative_to(tests / name) for name in ONE_THREAD):
+        yield
+        return
     import torch  # reads the environment that is set above
 
-    return torch.get_num_threads()
-
-
-_running: list[Path] = []
-
-
-def _set_threads(file: Path) -> None:
-    """Before the first test of a file: its fixtures may set others."""
-    if file in _running:
-        return
-    _running[:] = [file]
-    tests, all_threads = Path(__file__).parent, _threads()
-    import torch
-
-    torch.set_num_threads(1 if any(file.is_relative_to(tests / name) for name in ONE_THREAD) else all_threads)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

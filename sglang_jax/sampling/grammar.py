@@ -39,7 +39,8 @@ class Grammar:
     - `text`: what `kind` says.
     - `field`: what the client calls it, for errors; not a part of what it means.
 
-    **Raises:** `ParameterError` for an empty text, one that is too long, or JSON that is none.
+    **Raises:** `ParameterError` for an empty text (white space alone is empty, except as a regular expression), one that
+    is too long, or JSON that is none.
     """
 
     kind: GrammarKind
@@ -47,8 +48,7 @@ class Grammar:
     field: str = "grammar"
 
     def __post_init__(self) -> None:
-        blank = not self.text if self.kind is GrammarKind.REGEX else not self.text.strip()  # a space is an expression
-        if blank:
+        if not (self.text if self.kind is GrammarKind.REGEX else self.text.strip()):  # " " is an expression
             raise ParameterError(f"{self.field} is empty", param=self.field)
         if len(self.text) > MAX_GRAMMAR_CHARACTERS:
             raise ParameterError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.family_cases import (
     EVERY_FAMILY,
     FAMILIES,
@@ -19,15 +17,6 @@ from helpers.family_cases import (
     check_state_alignments,
 )
 from helpers.torch_paged_model import TorchPagedModel
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are tiny, and other tests have the other cores: threads would wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
