@@ -39,8 +39,8 @@ class Grammar:
     - `text`: what `kind` says.
     - `field`: what the client calls it, for errors; not a part of what it means.
 
-    **Raises:** `ParameterError` for an empty text (white space alone is empty, except as a regular expression), one that
-    is too long, or JSON that is none.
+    **Raises:** `ParameterError` for an empty text (white space alone is empty, except as a regular expression), one
+    that is too long, or JSON that is none.
     """
 
     kind: GrammarKind
