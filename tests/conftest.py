@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
@@ -99,6 +100,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             return (yield)
         finally:
             fcntl.flock(quiet, fcntl.LOCK_UN)  # a process that the test has left behind must not keep it
+
+
+# -- Summary -----------------------------------------------------------------------------------------------------------
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for each reason why tests were skipped, such as instructions that this machine lacks."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
 
 
 # -- Threads -----------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class GgufTokenizer:
         """Writes what transformers writes of it."""
         from transformers import PreTrainedTokenizerFast
 
-        written = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        written = PreTrainedTokenizerFast(
             tokenizer_object=self.backend_tokenizer, clean_up_tokenization_spaces=False, **self.special_tokens_map
         )
         written.chat_template = self.chat_template

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -282,18 +283,29 @@ def chat_text(
     variables = body.template_variables(tokenizer)
     if not body.continue_final_message:
         return ChatText(tokenizer.render_chat(conversation, tools=offered, variables=variables))
-    said = str(conversation[-1]["content"]).strip()
-    begun = tokenizer.marked(said)
-    if conversation[-1]["role"] != "assistant" or not begun or "tool_calls" in conversation[-1]:
+    *earlier, last = conversation
+    said = str(last["content"])
+    if last["role"] != "assistant" or not said.strip() or "tool_calls" in last:
         raise ParameterError(
             "continue_final_message needs a last message with role assistant, with text and without tool calls",
             param="continue_final_message",
         )
-    text = tokenizer.render_chat(conversation, add_generation_prompt=False, tools=offered, variables=variables)
-    end = text.rfind(begun) + len(begun)
-    if end < len(begun):
+    # The message's own text may occur again in what the template writes behind it; this word occurs nowhere else, and
+    # shows whether the template keeps white space.
+    end, spaces = secrets.token_hex(16), "\t \t"
+    text = tokenizer.render_chat(
+        [*earlier, {**last, "content": f"{said}{end}{spaces}"}],
+        add_generation_prompt=False,
+        tools=offered,
+        variables=variables,
+    )
+    keeps_spaces = f"{end}{spaces}" in text
+    text = text[: max(text.rfind(end), 0)]
+    if not keeps_spaces:
+        text, said = text.rstrip(), said.rstrip()
+    if not text.endswith(tokenizer.marked(said.lstrip())):
         raise ParameterError(
             "the chat template changes the last message, so it cannot be continued",
             param="continue_final_message",
         )
-    return ChatText(text[:end], said)
+    return ChatText(text, said)

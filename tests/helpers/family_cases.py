@@ -245,21 +245,25 @@ def check_alignments(
         for place in range(1, LONG, every):
             (whole,) = model.run([tokens], _steps(0, place) + _steps(place, LONG))
             assert np.abs(whole - expected).max() < TOLERANCE, f"chunks that part at {place}, pages of {page_size}"
-        for end in range(page_size, LONG, page_size):
+        for end in range(page_size, LONG, page_size * every):
             (rest,) = model.run([tokens], _steps(end, LONG), (end,))
             assert np.abs(rest - whole[end:]).max() < 2e-5, f"a hit of {end} tokens, pages of {page_size}"
 
 
 def check_state_alignments(
-    case: FamilyCase, folder: Path, load: Callable[[Path, int, int], Paged], page_sizes: Sequence[int] = PAGE_SIZES
+    case: FamilyCase,
+    folder: Path,
+    load: Callable[[Path, int, int], Paged],
+    page_sizes: Sequence[int] = PAGE_SIZES,
+    every: int = 1,
 ) -> None:
-    """`check_alignments` for models that keep states: who hits begins with the state of another."""
+    """`check_alignments` for models that keep states: a request that hits starts from the state of another."""
     checkpoint = make_tiny_checkpoint(folder, case.architecture, **case.changes)
     (tokens,) = prompts((LONG,))
     expected = logits_of(make_tiny_model(case.architecture, **case.changes), tokens)
     for page_size in page_sizes:
         model = load(checkpoint, page_size, -(-LONG // page_size))
-        for place in range(1, LONG):
+        for place in range(1, LONG, every):
             (head,) = model.run([tokens], _steps(0, place))
             if place % page_size:
                 (rest,) = model.run([tokens], _steps(place, LONG), (place,))

@@ -70,13 +70,9 @@ def run_ranks(
     sequences: Sequence[NDArray[np.int32]],
     steps: Sequence[Mapping[int, int]],
     scratch: Path,
-    *,
-    traced: Sequence[Path] = (),
 ) -> list[list[list[NDArray[np.float32]]]]:
-    """`TorchPagedModel.run` of each checkpoint on `size` processes, of those in `traced` by way of transformers: logits
-    by rank, checkpoint, sequence."""
-    every = [*((str(folder), False) for folder in folders), *((str(folder), True) for folder in traced)]
-    arguments = (size, every, list(sequences), list(steps), str(scratch))
+    """`TorchPagedModel.run` of each checkpoint on `size` processes: logits by rank, checkpoint, sequence."""
+    arguments = (size, [str(folder) for folder in folders], list(sequences), list(steps), str(scratch))
     torch.multiprocessing.spawn(_run_rank, arguments, nprocs=size)
     return [torch.load(scratch / f"logits_{rank}", weights_only=False) for rank in range(size)]
 
@@ -84,7 +80,7 @@ def run_ranks(
 def _run_rank(
     rank: int,
     size: int,
-    folders: list[tuple[str, bool]],
+    folders: list[str],
     sequences: list[NDArray[np.int32]],
     steps: list[Mapping[int, int]],
     scratch: str,
@@ -94,7 +90,7 @@ def _run_rank(
     world = torch.distributed.group.WORLD
     assert world is not None
     parallel = DistributedTensorParallel(world, world)
-    models = (TorchPagedModel(Path(folder), parallel=parallel, traced=traced) for folder, traced in folders)
+    models = (TorchPagedModel(Path(folder), parallel=parallel) for folder in folders)
     found = [model.run(sequences, steps) for model in models]
     torch.save(found, Path(scratch) / f"logits_{rank}")
     torch.distributed.destroy_process_group()

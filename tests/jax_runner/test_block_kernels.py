@@ -29,7 +29,7 @@ from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.this_machine import cpu_cores
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-needs_units = pytest.mark.skipif(not vectors.supported(), reason="the kernels need a processor with avx512_bf16")
+needs_units = pytest.mark.skipif(not vectors.supported(), reason="kernels need a processor with avx512_bf16")
 
 MOST_ROWS = 16
 Product = Callable[[np.ndarray], np.ndarray]

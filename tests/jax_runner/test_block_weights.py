@@ -27,7 +27,7 @@ from sglang_jax.models import AttentionImplementation, build_model
 from sglang_jax.models.parameters import HEAD
 from sglang_jax.runner.plan import PromptLogprobs
 
-needs_units = pytest.mark.skipif(not vectors.supported(), reason="the kernels need a processor with avx512_bf16")
+needs_units = pytest.mark.skipif(not vectors.supported(), reason="kernels need a processor with avx512_bf16")
 
 
 def tiny_gguf(folder: Path, kind: GGMLQuantizationType, architecture: str = "llama", **changes: object) -> Path:

@@ -28,11 +28,11 @@ KERNELS = [
     LLAMA_8B,
     LLAMA_8B_MIXED,
     Kernel(heads=4, kv_heads=1, tokens=256, rows=256, columns=2048),
-    Kernel(heads=9, kv_heads=3, head_dim=64, page_size=16, tokens=64, rows=8),
     Kernel(heads=32, storage="int8", scales=True, page_size=32, window=1000, tokens=256, rows=8),
 ]
 
 MORE = [
+    Kernel(heads=9, kv_heads=3, head_dim=64, page_size=16, tokens=64, rows=8),
     QWEN3_32B,
     QWEN3_32B_MIXED,
     Kernel(heads=1, kv_heads=1, tokens=1, rows=1),
@@ -158,7 +158,11 @@ def test_blocks_that_do_not_fit_are_refused(on_v6e: list[Outcome]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("chip", "kernel"), [("v5e", LLAMA_8B_MIXED), ("tpu7x", QWEN3_32B_MIXED)], ids=["v5e", "tpu7x"]
+    ("chip", "kernel"),
+    [
+        pytest.param("v5e", LLAMA_8B_MIXED, marks=pytest.mark.soak, id="v5e"),
+        pytest.param("tpu7x", QWEN3_32B_MIXED, id="tpu7x"),
+    ],
 )
 def test_a_mixed_step_compiles_for_other_chips(chip: str, kernel: Kernel) -> None:
     """It runs every kernel."""
@@ -206,7 +210,7 @@ CHECK = "BoundsCheck"
 """What an address outside its array is reported as, with the copy or the load."""
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_debugging_compiles_checks_in(tmp_path: Path) -> None:
     kernels = [replace(kernel, checked=True) for kernel in (SMALL, SMALL_STATES, SMALL_CONVOLUTION)]
     assert {outcome.error for outcome in compile_kernels("v6e", kernels, tmp_path)} == {None}

@@ -175,4 +175,4 @@ def test_a_chat_may_continue_its_last_message(server: EchoServer) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Well, "}]
     body = {"messages": messages, "continue_final_message": True}
     response = server.http.post("/v1/chat/completions", json=body)
-    assert response.json()["choices"][0]["message"]["content"] == "user: a\nassistant: Well,"
+    assert response.json()["choices"][0]["message"]["content"] == "user: a\nassistant: Well, "

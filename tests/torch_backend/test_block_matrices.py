@@ -40,7 +40,7 @@ from torch_backend.weights import load_weights, weight_bytes
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
-needs_units = pytest.mark.skipif(not supported(), reason="the kernels need a processor with avx512_bf16")
+needs_units = pytest.mark.skipif(not supported(), reason="kernels need a processor with avx512_bf16")
 
 
 def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Path) -> tuple[Blocks, torch.Tensor]:

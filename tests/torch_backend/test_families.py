@@ -76,7 +76,20 @@ def test_heads_groups_and_convolutions_of_other_sizes(
     check_hybrid(FamilyCase(architecture, 4, changes), tmp_path, _load)
 
 
-@pytest.mark.parametrize("numba", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["native", "numba"])
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_chunks_and_hits_at_some_places(name: str, tmp_path: Path) -> None:
+    case = EVERY_FAMILY[name]
+    check_alignments(case, tmp_path, _load, (case.page_size,), every=7)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_at_some_places(name: str, tmp_path: Path) -> None:
+    case = HYBRIDS[name]
+    check_state_alignments(case, tmp_path, _load, (case.page_size,), every=7)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("numba", [False, True], ids=["native", "numba"])
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_chunks_and_hits_at_every_place_in_pages_of_every_size(name: str, numba: bool, tmp_path: Path) -> None:
     def load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
@@ -85,6 +98,7 @@ def test_chunks_and_hits_at_every_place_in_pages_of_every_size(name: str, numba:
     check_alignments(EVERY_FAMILY[name], tmp_path, load)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_states_at_every_place_in_pages_of_every_size(name: str, tmp_path: Path) -> None:
     check_state_alignments(HYBRIDS[name], tmp_path, _load)

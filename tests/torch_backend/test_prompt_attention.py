@@ -17,7 +17,7 @@ from torch_backend.attention.cpu_prompts import CpuPrompts
 from torch_backend.attention.interface import HeadForm
 from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
 
-pytestmark = pytest.mark.skipif(not supported(), reason="the kernel needs a processor with avx512_bf16")
+pytestmark = pytest.mark.skipif(not supported(), reason="kernels need a processor with avx512_bf16")
 
 TOLERANCE = 1.6e-2
 """One rounding of an output below 4 to bfloat16, and weights that are rounded before they are summed."""

@@ -110,48 +110,37 @@ def load(config: ModelConfig, rank: int, size: int) -> tuple[Transformer, Counti
     return model, reader
 
 
-def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_compute_what_one_does_and_transformers(tmp_path: Path) -> None:
     """Biases that must be added once, one kv head for two ranks, a vocabulary that two do not divide, norms of what
-    ranks have summed, and blocks side by side whose sum is summed once; recurrent layers of each kind. A model of
-    transformers too, of which each rank's twin is compared with transformers as it starts."""
-    checkpoints = [
-        make_tiny_checkpoint(tmp_path / "biases", "llama", attention_bias=True, mlp_bias=True),
-        make_tiny_checkpoint(tmp_path / "one_kv_head", "qwen3", num_key_value_heads=1, tie_word_embeddings=True),
-        make_tiny_checkpoint(tmp_path / "odd_vocabulary", "qwen2", vocab_size=385),
-        *(
-            make_tiny_checkpoint(tmp_path / name, FAMILIES[name].architecture, **FAMILIES[name].changes)
-            for name in ("gemma2", "cohere2")
-        ),
-        *(
-            make_tiny_checkpoint(tmp_path / str(number), kind, **more)
-            for number, (kind, more) in enumerate(HYBRID_FORMS)
-        ),
+    ranks have summed, and blocks side by side whose sum is summed once; recurrent layers of each kind.
+
+    And, against transformers: norms over the heads of all ranks, also of one kv head that both have; layers of which
+    some have fewer kv heads than there are ranks, and norms of values; sinks of each rank's heads.
+    """
+    one_process: list[tuple[str, dict[str, Any]]] = [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+        ("qwen2", {"vocab_size": 385}),
+        *((FAMILIES[name].architecture, FAMILIES[name].changes) for name in ("gemma2", "cohere2")),
+        *HYBRID_FORMS,
     ]
-    foreign = [checkpoints[1]]
-    ranks = run_ranks(checkpoints, 2, prompts()[:3], STEPS, tmp_path, traced=foreign)
-    every = [*((folder, False) for folder in checkpoints), *((folder, True) for folder in foreign)]
-    for number, (folder, traced) in enumerate(every):
-        expected = TorchPagedModel(folder, traced=traced).run(prompts()[:3], STEPS)
-        for found in ranks:
-            for logits, wanted in zip(found[number], expected, strict=True):
-                assert logits.shape == wanted.shape
-                assert np.abs(logits - wanted).max() < 1e-5
-
-
-def test_two_processes_compute_what_transformers_does(tmp_path: Path) -> None:
-    """Norms over the heads of all ranks, also of one kv head that both have; layers of which some have fewer kv heads
-    than there are ranks, and norms of values; sinks of each rank's heads."""
-    cases = [
+    transformers = [
         *((FAMILIES[name].architecture, FAMILIES[name].changes) for name in ("olmo2", "gemma4", "granite_swa")),
         ("olmo2", {"num_key_value_heads": 1}),
     ]
+    cases = [*one_process, *transformers]
     folders = [make_tiny_checkpoint(tmp_path / str(number), name, **more) for number, (name, more) in enumerate(cases)]
-    ranks = run_ranks(folders, 2, prompts()[:3], STEPS, tmp_path)
+    sequences = prompts()[:3]
+    ranks = run_ranks(folders, 2, sequences, STEPS, tmp_path)
     for number, (architecture, changes) in enumerate(cases):
-        expected = [transformers_logits(architecture, tokens, **changes) for tokens in prompts()[:3]]
+        if number < len(one_process):
+            expected, tolerance = TorchPagedModel(folders[number]).run(sequences, STEPS), 1e-5
+        else:
+            expected, tolerance = [transformers_logits(architecture, each, **changes) for each in sequences], TOLERANCE
         for found in ranks:
             for logits, wanted in zip(found[number], expected, strict=True):
-                assert np.abs(logits - wanted[: len(logits)]).max() < TOLERANCE
+                assert len(logits)
+                assert np.abs(logits - wanted[: len(logits)]).max() < tolerance
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -49,7 +49,7 @@ def select(step: Step, rows: list[int]) -> Step:
 SHORT = decode(9, 1, 30, 140, 16, padding=3)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 16, 128])
 def test_edges_of_tiles_and_splits(page_size: int) -> None:
     edges = (1, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 70)
     check(decode(*edges, page_size=page_size, kv_heads=1))
@@ -95,9 +95,18 @@ def test_every_finite_float8_is_widened_exactly(compute: torch.dtype) -> None:
         assert torch.equal(out[finite].float(), codes.view(torch.float8_e4m3fn)[finite].float())
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize("soft_cap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 6, 70, SPLIT + 50])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "sinks"),
+    [
+        (None, 1.5, False),
+        (None, None, True),
+        (1, 1.5, True),
+        (6, None, False),
+        (70, 1.5, True),
+        (SPLIT + 50, None, True),
+        (SPLIT + 50, 1.5, False),
+    ],
+)
 def test_options(window: int | None, soft_cap: float | None, sinks: bool) -> None:
     """A window smaller than a tile, over tiles, and over splits, in rows shorter and longer than it."""
     lens = (9, 1, 140, SPLIT + 1, 2 * SPLIT + 100)

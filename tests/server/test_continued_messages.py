@@ -1,0 +1,55 @@
+"""`continue_final_message`: the prompt ends with the text of the last message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.tiny_models import make_tiny_tokenizer
+
+from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
+from sglang_jax.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from sglang_jax.errors import ParameterError
+from sglang_jax.server.openai_schema import ChatBody, ChatText, chat_text
+
+KEEPS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+TEMPLATES = {
+    "keeps spaces": KEEPS,
+    "trims": KEEPS.replace("m.content + '<", "(m.content | trim) + ' <"),
+    "in capitals": KEEPS.replace("m.content", "(m.content | upper)"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    saved = make_tiny_tokenizer(folder)
+    found = {}
+    for name, template in TEMPLATES.items():
+        saved.chat_template = template
+        saved.save_pretrained(folder)
+        found[name] = load_tokenizer(ModelSource(SourceKind.SAFETENSORS, folder, "tiny"))
+    return found
+
+
+def continued(tokenizer: Tokenizer, text: str) -> ChatText:
+    messages = [{"role": "user", "content": f"a {text}"}, {"role": "assistant", "content": text}]
+    return chat_text(tokenizer, ChatBody.model_validate({"messages": messages, "continue_final_message": True}))
+
+
+ENDINGS = ["<", "|", "end", "n", "im_end", "The list:\n- ", "```python\n", " a", "a\t\n ", "Yes"]
+
+
+@pytest.mark.parametrize("text", ENDINGS)
+def test_the_prompt_ends_with_the_message(tokenizers: dict[str, Tokenizer], text: str) -> None:
+    """Also where the end of a turn holds the text again, and where the text ends in white space."""
+    for name, expected in (("keeps spaces", text), ("trims", text.strip())):
+        found = continued(tokenizers[name], text)
+        assert found.text.endswith(f"<|im_start|>assistant\n{expected}"), name
+        assert found.continued is not None
+        assert found.continued.lstrip() == expected.lstrip()
+
+
+def test_a_message_that_the_template_changes_is_refused(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(ParameterError, match="changes the last message"):
+        continued(tokenizers["in capitals"], "yes")
