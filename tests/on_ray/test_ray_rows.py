@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_the_same_input_and_options_only(
     assert echo(source, output, started) == 0
     assert echo(source, output, started) == 0
     assert len(starts(started)) == 1
-    with pytest.raises(BatchError, match="begun with --defaults unset"):
+    with pytest.raises(BatchError, match="was started with --defaults unset"):
         echo(source, output, started, defaults='{"max_tokens": 1}')
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     with pytest.raises(BatchError, match="the input is not the one"):
