@@ -2,6 +2,8 @@
 SHELL := /bin/sh
 VENV ?= .venv
 ARGS ?=
+# What `make proofs` runs, by name or pattern: all if empty.
+ONLY ?=
 # The extra that serving installs: jax, tpu, cuda or torch. `make EXTRA=cuda serve` on a machine with a GPU.
 EXTRA ?= jax
 BIN := $(VENV)/bin
@@ -42,7 +44,7 @@ RAY_READY := $(VENV)/.ready-for-ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs package-test serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
+.PHONY: help docs package-test proofs serve test test-changed test-fast test-cpus check format soak soak-server lock kernel-table gpu-suite tpu-check ray-test bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -68,6 +70,7 @@ check: $(TEST_READY) ## check lint, format, types, import rules, and the prose o
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/prose/check.py
+	$(BIN)/python tests/proofs.py stale
 
 format: $(TEST_READY) ## fix lint and format the code with ruff
 	$(BIN)/ruff check --fix .
@@ -96,6 +99,9 @@ docs: $(VENV)/docs/.ready ## build the documentation site into site/, with the r
 
 package-test: $(TEST_READY) ## install wheel and sdist in fresh environments and serve, then run the Dockerfile's steps; a selection: ARGS="3.11 image-cpu"
 	PYTHONPATH=tests $(BIN)/python tests/package_trial.py $(ARGS)
+
+proofs: $(TEST_READY) ## run what `make test` leaves out, and record what is green; some: ONLY="ray-test docs"
+	$(BIN)/python tests/proofs.py run $(ONLY)
 
 bench: $(TEST_READY) ## run all benchmarks that need no GPU
 	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v -e gpu_suite -e soak_server); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done

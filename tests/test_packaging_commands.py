@@ -110,7 +110,7 @@ def test_an_old_interpreter_is_refused_with_a_remedy(tmp_path: Path) -> None:
     "target",
     [
         *("test", "test-fast", "test-cpus", "check", "format", "soak", "soak-server", "lock", "bench", "clean", "help"),
-        *("docs", "package-test"),
+        *("docs", "package-test", "proofs"),
     ],
 )
 def test_targets_parse(target: str) -> None:
@@ -125,6 +125,7 @@ def test_tests_include_the_checks(tmp_path: Path) -> None:
         "bin/mypy",
         "bin/lint-imports",
         "tests/prose/check.py",
+        "tests/proofs.py stale",
         "-m pytest",
     ):
         assert command in commands

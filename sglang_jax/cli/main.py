@@ -111,11 +111,15 @@ def _unknown_option(error: click.NoSuchOption) -> str:
         return f"{error.option_name} is a sampling parameter: set it in requests, or pass it to generate or chat"
     meant = did_you_mean(
         field,
-        [_field_of(name) for option in options if not option.hidden for name in option.opts if name.startswith("--")],
-        others=[option.name for option in options if option.hidden and option.name is not None],
+        [name for option in options if not option.hidden for name in _long_names(option)],
+        others=[name for option in options if option.hidden for name in _long_names(option)],
         show=lambda name: f"'{flag_name(name)}'",
     )
     return f"No such option '{error.option_name}'." + (f" D{meant[1:]}" if meant else "")
+
+
+def _long_names(option: click.Option) -> list[str]:
+    return [_field_of(flag) for flag in option.opts if flag.startswith("--")]
 
 
 def _field_of(flag: str) -> str:

@@ -33,6 +33,10 @@ from sglang_jax.spellings import (
 )
 from sglang_jax.value_spellings import refused_value
 
+HIDDEN_PREFIX = "hidden_"
+"""Starts the parameter names of hidden options. click stores values by parameter name: two options with one name would
+read each other's."""
+
 Command = Callable[..., Any]
 Config = TypeVar("Config", bound=EngineConfig)
 
@@ -199,7 +203,7 @@ def _hidden_option(
     return click.option(
         *([OTHER_SHORT_FLAGS[name]] if name in OTHER_SHORT_FLAGS else []),
         flag_name(name),
-        name,
+        HIDDEN_PREFIX + name,
         is_flag=not flag.takes_value,
         default=None,
         hidden=True,

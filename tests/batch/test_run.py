@@ -56,6 +56,16 @@ def test_keys_of_servers_are_no_concern_of_a_batch(run: Run, tmp_path: Path, mon
     assert [text_of(answer) for answer in read(tmp_path / "out.jsonl")] == ["plain"]
 
 
+def test_the_engine_is_named_and_other_engines_runner_is_not_it(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "in.jsonl", {"prompt": "plain"})
+    assert run("--runner", "pooling", "--engine", "local") == 2
+    assert "Error: --runner is not implemented" in capsys.readouterr().err
+    assert run("--engine", "local") == 0
+    assert [text_of(answer) for answer in read(tmp_path / "out.jsonl")] == ["plain"]
+
+
 def test_openai_lines_and_plain_ones_are_answered_as_the_server_does(run: Run, tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     write(

@@ -13,47 +13,67 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.documented_commands import documented_commands
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-SHOW_HELP = """
-import contextlib, io, json, pathlib, runpy, sys
+READ_OPTIONS = """
+import argparse, contextlib, io, json, runpy, sys
 
-told = {}
-for script in map(pathlib.Path, sys.argv[1:]):
-    sys.argv = [str(script), "--help"]
+def read_and_end(parser, *arguments):
+    unknown = read(parser, *arguments)[1]
+    if unknown:
+        parser.error(f"unknown arguments: {unknown}")
+    parser.exit(message="read")
+
+def read_known_and_end(parser, *arguments):
+    read(parser, *arguments)
+    parser.exit(message="read")
+
+read = argparse.ArgumentParser.parse_known_args
+argparse.ArgumentParser.parse_args = read_and_end
+argparse.ArgumentParser.parse_known_args = read_known_and_end
+told = []
+for command in json.loads(sys.argv[1]):
+    sys.argv = command
     out = io.StringIO()
     try:
-        with contextlib.redirect_stdout(out):
-            runpy.run_path(str(script), run_name="__main__")
-        told[script.name] = ""
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            runpy.run_path(command[0], run_name="__main__")
+        told.append("")
     except SystemExit as ended:
-        told[script.name] = out.getvalue() if not ended.code else f"status {ended.code}"
+        told.append(out.getvalue() if not ended.code else f"status {ended.code}: {out.getvalue()}")
     except Exception as error:
-        told[script.name] = f"{type(error).__name__}: {error}"
+        told.append(f"{type(error).__name__}: {error}")
 print(json.dumps(told))
 """
 """All in one process: most of the time goes into importing JAX, torch and transformers once."""
 
 
 @pytest.mark.slow
-def test_each_script_tells_its_options() -> None:
-    scripts = sorted(BENCHMARKS.glob("*.py"))
-    environment = {"PYTHONPATH": f"{ROOT}:{BENCHMARKS}", "PATH": "/usr/bin:/bin", "HOME": str(ROOT)}
+def test_each_script_tells_its_options_and_reads_those_of_the_pages() -> None:
+    scripts = [str(path.relative_to(ROOT)) for path in sorted(BENCHMARKS.glob("*.py"))]
+    documented = [list(each.words[1:]) for each in documented_commands() if each.words[0] == "python"]
+    documented = [words for words in documented if words[0] != "-m"]
+    assert len(documented) > 20
     done = subprocess.run(
-        [sys.executable, "-c", SHOW_HELP, *map(str, scripts)],
-        env=environment,
+        [sys.executable, "-c", READ_OPTIONS, json.dumps([[script, "--help"] for script in scripts] + documented)],
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{BENCHMARKS}", "PATH": "/usr/bin:/bin", "HOME": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    told: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    commands = {script.name for script in scripts if "__main__" in script.read_text()}
+    told: list[str] = json.loads(done.stdout.splitlines()[-1])
+    helps = dict(zip(scripts, told, strict=False))
+    commands = {script for script in scripts if "__main__" in (ROOT / script).read_text()}
     assert len(commands) > 30
-    assert {name: text for name, text in told.items() if not text.startswith("usage: " * (name in commands))} == {}
-    assert {name: text for name, text in told.items() if name not in commands and text} == {}
+    assert {name: text for name, text in helps.items() if not text.startswith("usage: " * (name in commands))} == {}
+    assert {name: text for name, text in helps.items() if name not in commands and text} == {}
+    read = [" ".join([*words, "->", text]) for words, text in zip(documented, told[len(scripts) :], strict=True)]
+    assert [line for line in read if not line.endswith("-> read")] == []
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ def whole_cluster() -> Iterator[Nodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{TESTS.parent}:{TESTS}")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # if it hides GPUs, Ray refuses nodes that have some
         with cluster_of_nodes() as nodes:
             yield nodes
 

@@ -212,7 +212,7 @@ def test_a_run_without_an_engine_says_so_now_and_then(cluster: Nodes) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        ({"nnodes": 2, "tp_size": 2}, {}, "nnodes 2 needs max_replicas"),
+        ({"nnodes": 2, "tp_size": 2}, {}, "nnodes 2 needs --max-replicas"),
         ({"nnodes": 2, "tp_size": 3}, {"max_replicas": 1}, r"tp_size \(3\) must be a multiple of nnodes \(2\)"),
         ({"nnodes": 2, "tp_size": 8, "device": Device.TPU}, {"max_replicas": 1}, "needs --tpu-slice, such as v6e:4x4"),
         (
