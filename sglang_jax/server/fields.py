@@ -36,10 +36,21 @@ IGNORED_FIELDS = frozenset(
         "prompt_cache_retention",
         "parallel_tool_calls",
         "guided_decoding_backend",
+        "prediction",
+        "keep_alive",
+        "provider",
+        "usage",
+        "timings_per_token",
+        "cache_prompt",
     }
 )
-"""Fields that describe the caller, how tools are called, or which library follows a grammar: they cannot change the
-output."""
+"""Fields that cannot change the output. They describe the caller, how tools are called, or which library follows a
+grammar; guess the output to make it faster (`prediction`); say how long a model stays loaded (`keep_alive`), which
+company runs it (`provider`), what else the answer reports (`usage`, `timings_per_token`), or that cached prompts may be
+reused (`cache_prompt`)."""
+
+FALSE_ASKS = frozenset({"detokenize", "parse_tool_calls", "spaces_between_special_tokens"})
+"""Fields of other engines that are true by default, on every route: false asks for something."""
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -55,6 +66,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "stream_reasoning": (True,),
     "include_reasoning": (True,),
     "detokenize": (True,),
+    "parse_tool_calls": (True,),
 }
 """Values that ask for what this server does anyway, of fields that it otherwise refuses."""
 
@@ -74,14 +86,14 @@ class Body(BaseModel):
     passes_unknown_fields: ClassVar[bool] = False
 
     false_counts: ClassVar[frozenset[str]] = frozenset()
-    """Fields of other engines that are true by default: false asks for something."""
+    """The same as `FALSE_ASKS`, on this route."""
 
     @model_validator(mode="after")
     def _refuse_unknown_fields(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if self.passes_unknown_fields or name in IGNORED_FIELDS or self.is_done_anyway(name, value):
                 continue
-            if asks_for_nothing(value) and not (value is False and name in self.false_counts):
+            if asks_for_nothing(value) and not (value is False and name in self.false_counts | FALSE_ASKS):
                 continue
             if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL_VALUES.get(name, ())):
                 continue
@@ -166,6 +178,10 @@ CLIENT_REQUEST_HEADER = "x-client-request"
 """Which of its client's requests a request is part of, percent-encoded: a server sends each prompt of one by itself to
 those behind it. Operators alone are believed."""
 
+SHARED_LENGTH_HEADER = "x-shared-length"
+"""The number of a prompt's first tokens that other prompts probably begin with too, as a server says it to one behind
+it."""
+
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -231,6 +247,12 @@ def tenant_of(headers: Headers) -> str:
 def flow_of(headers: Headers) -> str:
     """What `CLIENT_REQUEST_HEADER` says; empty where it says nothing."""
     return unquote(headers.get(CLIENT_REQUEST_HEADER, ""))[:MAX_NAME_CHARACTERS]
+
+
+def shared_length_of(headers: Headers) -> int:
+    """What `SHARED_LENGTH_HEADER` says; 0 where it says nothing, or no number of tokens."""
+    text = headers.get(SHARED_LENGTH_HEADER, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def cache_namespace(extra_key: str | None, salt: str | None) -> str | None:

@@ -26,6 +26,7 @@ from sglang_jax.server.fields import (
     check_turns,
     flow_of,
     routing_key,
+    shared_length_of,
     tenant_of,
 )
 from sglang_jax.server.sampling import NativeSampling, native_sampling
@@ -118,6 +119,7 @@ def native_request(
             tenant=tenant_of(headers),
             flow=flow_of(headers),
             session=turns[number],
+            shared_len=shared_length_of(headers),
         )
         for number in range(count)
     ]

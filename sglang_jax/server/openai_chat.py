@@ -360,13 +360,13 @@ async def _shared_len(
 
 
 async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:
-    no_usage = None if form.body.include_usage else UNSET
     async with context.generate(form.request_id, [prompt], FIELD_NAMES) as deltas:
         async for _, delta in deltas:
             changes = form.changes(delta)
             if len(changes) == 1:
-                yield event(form.chunk(changes, no_usage))
+                yield event(form.chunk(changes, form.usage.so_far(form.body)))
             elif changes:
-                yield b"".join([event(form.chunk([change], no_usage)) for change in changes])
+                usage = form.usage.so_far(form.body)
+                yield b"".join([event(form.chunk([change], usage)) for change in changes])
     if form.body.include_usage:
         yield event(form.chunk([], form.usage.total()))

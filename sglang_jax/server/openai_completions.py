@@ -172,7 +172,6 @@ def completions_router(context: ServerContext) -> APIRouter:
 async def _events(
     context: ServerContext, form: CompletionFormat, inputs: list[GenerateInput]
 ) -> AsyncGenerator[bytes, None]:
-    no_usage = None if form.body.include_usage else UNSET
     async with context.generate(form.request_id, inputs, FIELD_NAMES) as deltas:
         async for number, delta in deltas:
             form.usage.add(number, delta)
@@ -181,6 +180,6 @@ async def _events(
             else:
                 choice = form.choice(number, delta)
             if choice is not None:
-                yield event(form.answer([choice], no_usage))
+                yield event(form.answer([choice], form.usage.so_far(form.body)))
     if form.body.include_usage:
         yield event(form.answer([], form.usage.total()))

@@ -32,9 +32,11 @@ MAX_TEMPLATE_VARIABLES = 32
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last event without choices has the usage."""
+    """`include_usage`: a last event without choices has the usage; `continuous_usage_stats`: each event has the usage
+    so far."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class OpenAIBody(OpenAISampling):
@@ -64,6 +66,11 @@ class OpenAIBody(OpenAISampling):
     def include_usage(self) -> bool:
         """A stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Each event of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class CompletionBody(OpenAIBody):
@@ -143,6 +150,8 @@ class ChatBody(OpenAIBody):
     stream_reasoning: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: ShortText | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def is_done_anyway(self, name: str, value: object) -> bool:
@@ -165,8 +174,9 @@ class ChatBody(OpenAIBody):
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, most_tools)
 
     def template_variables(self, tokenizer: TextTokenizer) -> dict[str, Any]:
-        """What the chat template is given beside messages and tools. Raises `ParameterError`; and
-        `UnsupportedParameterError` for `reasoning_effort` where it has no variable of this name.
+        """What the chat template is given together with messages and tools. Raises `ParameterError`; and
+        `UnsupportedParameterError` for `reasoning_effort`, `enable_thinking` or `thinking` if the template has no
+        variable of this name.
         """
         given = dict(self.chat_template_kwargs or {})
         if len(given) > MAX_TEMPLATE_VARIABLES:
@@ -188,6 +198,14 @@ class ChatBody(OpenAIBody):
                     param="reasoning_effort",
                 )
             given.setdefault("reasoning_effort", self.reasoning_effort)
+        for name, value in (("enable_thinking", self.enable_thinking), ("thinking", self.thinking)):
+            if value is None:
+                continue
+            if name not in tokenizer.chat_template:
+                raise UnsupportedParameterError(
+                    f"{name} is not supported by this model's chat template; remove it (got {value})", param=name
+                )
+            given.setdefault(name, value)
         return given
 
     def token_limit(self) -> int | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from sglang_jax.engine.types import OutputDelta
 from sglang_jax.server.callers import Caller
+from sglang_jax.server.openai_schema import OpenAIBody
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -40,6 +42,12 @@ class UsageCount:
         if output.index == 0:
             self._prompts[number] = (output.prompt_tokens, output.cached_tokens)
         self._completions[number, output.index] = output.completion_tokens
+
+    def so_far(self, body: OpenAIBody) -> Usage | UnsetType | None:
+        """The usage of an event that has choices: as `stream_options` ask, null where only the last event has it."""
+        if body.continuous_usage:
+            return self.total()
+        return None if body.include_usage else UNSET
 
     def total(self) -> Usage:
         prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())

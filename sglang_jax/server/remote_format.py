@@ -15,15 +15,19 @@ from sglang_jax.logs import REQUEST_ID, REQUEST_ID_HEADER
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.messages import DraftCounts
-from sglang_jax.server.fields import CLIENT_REQUEST_HEADER, TENANT_HEADER
+from sglang_jax.server.fields import CLIENT_REQUEST_HEADER, SHARED_LENGTH_HEADER, TENANT_HEADER
 
 
 def request_headers(request: GenerateInput) -> dict[str, str]:
-    """Whose the request is, what it is part of, and what it is called in logs. Headers, as servers of an older version
-    pass over those that they do not know."""
+    """Whose the request is, what it is part of, how much of it others share, and its name in logs.
+
+    Headers, because servers of an older version ignore those that they do not know.
+    """
     headers = tenant_headers(request.tenant)
     if request.flow:
         headers[CLIENT_REQUEST_HEADER] = quote(request.flow)
+    if request.shared_len:
+        headers[SHARED_LENGTH_HEADER] = str(request.shared_len)
     if request_id := REQUEST_ID.get():
         headers[REQUEST_ID_HEADER] = request_id
     return headers

@@ -45,6 +45,7 @@ class SamplingFields(Body):
     n: int | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    do_sample: bool | None = None
     json_schema: Any = None
     regex: Any = None
     ebnf: Any = None
@@ -127,6 +128,10 @@ def _shared(fields: SamplingFields) -> dict[str, Any]:
     if len(stop) > MAX_STOP_STRINGS:
         raise ParameterError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}", param="stop")
     values = fields.model_dump(include=set(SHARED_NAMES), exclude_none=True)
+    if values.get("top_k") == 0:  # no limit, as in generation_config.json
+        values["top_k"] = -1
+    if fields.do_sample is False:
+        values["temperature"] = 0.0
     return {**values, "stop": tuple(stop), "grammar": grammar_of(fields.grammar_fields())}
 
 

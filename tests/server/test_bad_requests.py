@@ -35,7 +35,7 @@ SAMPLING_CASES = [
     ({"top_p": float("inf")}, "top_p", "finite number, got inf"),
     ({"top_p": 0}, "top_p", "(0, 1], got 0"),
     ({"top_p": 1.5}, "top_p", "(0, 1], got 1.5"),
-    ({"top_k": 0}, "top_k", "-1 (all tokens) or at least 1, got 0"),
+    ({"top_k": -2}, "top_k", "[-1, 2147483647], got -2"),
     ({"top_k": 1.5}, "top_k", "integer, got 1.5"),
     ({"min_p": 2}, "min_p", "[0, 1], got 2"),
     ({"frequency_penalty": 3}, "frequency_penalty", "[-2, 2], got 3"),

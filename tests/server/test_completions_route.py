@@ -149,11 +149,43 @@ def test_no_two_pairs_of_salt_and_extra_key_share_a_cache(server: EchoServer) ->
         {"return_routed_experts": False},
         {"ignore_eos": False},
         {"spaces_between_special_tokens": True},
+        {"prediction": {"type": "content", "content": "b"}, "cache_prompt": False, "timings_per_token": True},
+        {"keep_alive": "5m", "provider": {"order": ["a"]}, "usage": {"include": True}},
+        {"do_sample": True, "detokenize": True, "parse_tool_calls": True},
         {"temperature": None, "top_p": None, "max_tokens": None, "logprobs": None, "stop": None, "n": None},
     ],
 )
 def test_harmless_extras(server: EchoServer, extra: dict[str, Any]) -> None:
     assert complete(server, prompt="a", **extra)["choices"][0]["text"] == "a"
+
+
+@pytest.mark.parametrize("name", ["detokenize", "parse_tool_calls", "spaces_between_special_tokens"])
+def test_a_false_that_asks_for_something_is_refused(server: EchoServer, name: str) -> None:
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/generate", {"text": "a"})):
+        response = server.http.post(path, json={**body, name: False})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == name
+
+
+def test_every_event_has_the_usage_so_far(server: EchoServer) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "abc"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+    ):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *events, last = server.events(path, {**body, "stream_options": options})
+        so_far = 0
+        for event in events:
+            choice = event["choices"][0]
+            so_far += len(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
+            # A token is a character. An event's usage includes the tokens of events that are written together with it.
+            assert event["usage"]["completion_tokens"] >= so_far
+            assert event["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert so_far
+        assert (events[-1]["usage"], last["choices"]) == (last["usage"], [])
+        # Without a last event of its own.
+        events = server.events(path, {**body, "stream_options": {"continuous_usage_stats": True}})
+        assert all(event["choices"] and event["usage"] for event in events)
 
 
 @pytest.mark.parametrize(

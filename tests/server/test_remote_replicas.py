@@ -24,7 +24,7 @@ from sglang_jax.engine.detokenizer import OutputText
 from sglang_jax.engine.launch import launch_link
 from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.placement import Placement
-from sglang_jax.engine.types import EngineClient, GenerateInput
+from sglang_jax.engine.types import EngineClient, GenerateInput, SessionTurnInput
 from sglang_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.sampling.grammar import Grammar, GrammarKind, choice_grammar, json_grammar, tag_grammar
@@ -514,11 +514,16 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
         continues_text=False,
         tenant="Ärger & Söhne",
         flow="gen-\u00e4",
+        session=SessionTurnInput("s", after="r", name="x", opening=7),
+        shared_len=2,
     )
+    plain = GenerateInput(prompt=[])
+    defaults = [one.name for one in dataclasses.fields(sent) if getattr(sent, one.name) == getattr(plain, one.name)]
+    assert set(defaults) <= {"sampling"}, "each field has another value than its default"
     body = json.loads(json.dumps(request_body(sent, "x", 100)))
     headers = Headers(request_headers(sent))
-    defaults = GenerationDefaults(temperature=0.3, top_p=0.2, top_k=3, min_p=0.5, repetition_penalty=2.0)
-    (arrived,) = native_request(GenerateBody(**body), defaults, headers, lambda *_: None).prompts
+    others = GenerationDefaults(temperature=0.3, top_p=0.2, top_k=3, min_p=0.5, repetition_penalty=2.0)
+    (arrived,) = native_request(GenerateBody(**body), others, headers, lambda *_: None).prompts
     sampling = dataclasses.replace(arrived.sampling, stop_token_ids=tuple(arrived.sampling.stop_token_ids))
     assert dataclasses.replace(arrived, sampling=sampling) == sent
 
