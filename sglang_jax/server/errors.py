@@ -81,7 +81,7 @@ class TooManyConnectionsError(RequestError):
 
 
 class MediaTypeError(RequestError):
-    """The body is announced as something other than JSON."""
+    """The body is announced as something other than JSON, or as compressed."""
 
     status = 415
     code = "unsupported_media_type"

@@ -42,10 +42,11 @@ class ToolBody(Body):
     passes_unknown_fields: ClassVar[bool] = True
 
     type: str
-    function: FunctionBody
+    function: FunctionBody | None = None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates take it. How strictly it is followed is no business of the model's."""
+        assert self.function is not None, "checked before"
         return {
             **self.model_dump(exclude={"function"}, exclude_none=True),
             "function": self.function.model_dump(exclude={"strict"}, exclude_none=True),
@@ -128,7 +129,12 @@ def read_tools(tools: Sequence[ToolBody] | None, choice: Any, parallel: bool | N
 
 def _checked(tool: ToolBody, path: str) -> Tool:
     if tool.type != "function":
-        raise ParameterError(f"{path}.type must be function, got {shown(tool.type)}", param=f"{path}.type")
+        raise ParameterError(
+            f"{path}.type must be function, got {shown(tool.type)}: this server has no tools of its own",
+            param=f"{path}.type",
+        )
+    if tool.function is None:
+        raise ParameterError(f"{path}.function is required", param=f"{path}.function", code="missing_field")
     name, place = tool.function.name, f"{path}.function.name"
     if not NAME.fullmatch(name) or len(name) > MOST_NAME_CHARACTERS:
         raise ParameterError(

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_jax.errors import RequestError
+from sglang_jax.errors import RequestError, cut
 from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.callers import caller_name
-from sglang_jax.server.errors import BodyTooLargeError, BusyError, ClientTooSlowError, error_response
+from sglang_jax.server.errors import BodyTooLargeError, BusyError, ClientTooSlowError, MediaTypeError, error_response
 
 BODIES_IN_FLIGHT = 8
 """Of how many of the largest bodies there is room for the bytes, at once."""
@@ -67,6 +67,13 @@ class BodyLimit:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         if "content-length" not in headers and "transfer-encoding" not in headers:
             await self._app(scope, receive, send)
+            return
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            error = MediaTypeError(
+                f"a body with Content-Encoding: {cut(encoding)} cannot be read: send it uncompressed"
+            )
+            await error_response(error)(scope, receive, send)
             return
         share = _Share(caller_name())
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from typing import Any
 
 import pytest
@@ -289,3 +290,20 @@ def test_a_full_queue(stream: bool) -> None:
             assert int(response.headers["retry-after"]) > 0
             error = response.json()["error"]
         assert (error["code"], error["type"]) == ("queue_full", "service_unavailable")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
+def test_a_compressed_body_is_refused_by_its_encoding(server: EchoServer, encoding: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    response = server.http.post("/v1/completions", content=zlib.compress(b'{"prompt": "a"}'), headers=headers)
+    assert response.status_code == 415
+    assert f"Content-Encoding: {encoding}" in response.json()["error"]["message"]
+    plain = {**headers, "Content-Encoding": "identity"}
+    assert server.http.post("/v1/completions", content=b'{"prompt": "a"}', headers=plain).status_code == 200
+
+
+def test_head_answers_as_get_without_a_body(server: EchoServer) -> None:
+    for path, status in (("/", 200), ("/health", 200), ("/v1/models", 200), ("/nowhere", 404), ("/generate", 405)):
+        response = server.http.head(path)
+        assert (response.status_code, response.content) == (status, b"")
+    assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()

@@ -166,6 +166,8 @@ class TestWhoMayDoWhat:
         for key in ("client's", "operator's"):
             assert complete(server, key).status_code == 200
             assert server.http.get("/v1/models", headers=bearer(key)).status_code == 200
+            assert server.http.get("/v1/models", headers={"x-api-key": key}).status_code == 200
+            assert server.http.get("/v1/models", headers=bearer("other") | {"x-api-key": key}).status_code == 401
         for key in ("", "Client's", "client'", "client's "):
             assert complete(server, key + "x").status_code == 401
 

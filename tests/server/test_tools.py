@@ -223,7 +223,8 @@ def with_schema(schema: Any) -> dict[str, Any]:
 FORCED = {"type": "function", "function": {"name": "rm"}}
 AT = "tools[1].function.parameters.properties.a"
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "web_search"}]}, "tools[0].function", "is required"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be function, got 'web_search'"),
+    ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools[0].type", "must be function, got 'mcp'"),
     ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0].type", "must be function"),
     ({"tools": [tool(name="a b")]}, "tools[0].function.name", "got 'a b'"),
     ({"tools": [tool(name="")]}, "tools[0].function.name", "got ''"),
