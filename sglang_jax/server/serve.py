@@ -50,6 +50,9 @@ ACCEPTED_AT_ONCE = 16
 """Connections that are accepted in a turn of the event loop, as uvloop accepts one of each socket that it listens on.
 One in each turn, with thousands that come at once, and a health check waited for seconds in the kernel's queue."""
 
+BACKLOG = 2048
+"""Connections that wait in the kernel's queue, as uvicorn has it; the kernel may allow fewer."""
+
 SEND_BUFFER = 131_072
 """Bytes; Linux doubles them. Enough for 2 MB/s over 100 ms, and small enough to see soon that a client reads."""
 
@@ -162,7 +165,7 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
             config.host,
         )
     listener = bind(config.host, config.port)  # before the model is loaded: a taken port shows at once
-    with listener, asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+    with listener, claim(listener), asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         try:
             return runner.run(_serve(config, listener, launch, begin))
         except asyncio.CancelledError:
@@ -178,6 +181,7 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
         url = _url(config.host, listener.getsockname()[1])
         server = DrainingServer(uvicorn_config, context, lambda: _announce(context, url, begin))
         with frozen_heap():
+            listen(listener)
             await server.serve(sockets=listening_sockets(listener))
         status = 1 if client.gone else 0
     finally:
@@ -236,10 +240,40 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host"
-        ) from error
+        raise _taken(host, port, str(error.strerror)) from error
     return listener
+
+
+@contextmanager
+def claim(listener: socket.socket) -> Iterator[None]:
+    """Keeps the address of a bound socket from other servers of this machine while the context is open.
+
+    Linux lets several sockets bind an address while none of them listens. Each server has a Unix socket with an
+    abstract name for its address: the kernel lets only one process bind it, and frees it when that process ends.
+    Raises `ConfigError` if another server has the address. Does nothing on other systems.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    host, port = listener.getsockname()[:2]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
+        try:
+            name.bind(f"\0sglang-jax {host} {port}")
+        except OSError as error:
+            raise _taken(host, port, "another server has this address and is starting") from error
+        yield
+
+
+def listen(listener: socket.socket) -> None:
+    """Lets clients connect. Raises `ConfigError`: an event loop may swallow that another program listens here."""
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise _taken(*listener.getsockname()[:2], str(error.strerror)) from error
+
+
+def _taken(host: str, port: int, reason: str) -> ConfigError:
+    return ConfigError(f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host")
 
 
 def listening_sockets(listener: socket.socket) -> list[socket.socket]:

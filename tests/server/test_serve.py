@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from helpers.server_process import server
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.errors import CheckpointError, ConfigError
-from sglang_jax.server.serve import bind, run
+from sglang_jax.server.serve import bind, claim, listen, run
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +128,19 @@ def test_a_taken_port_is_told_before_the_model_is_loaded() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port}: Address already in use.*--port"):
             run(ServerConfig(model_path="no such model", port=port))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets two sockets bind an address")
+def test_of_two_servers_that_start_on_a_port_one_is_told_so_at_once() -> None:
+    """Linux lets both bind it while neither listens; and whoever listens last is told too."""
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with claim(first), pytest.raises(ConfigError, match=f"port {port}: another server has this address"):
+            run(ServerConfig(model_path="no such model", port=port))
+        with bind("127.0.0.1", port) as second, claim(second):
+            listen(first)
+            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
+                listen(second)
 
 
 def test_an_unknown_host() -> None:
