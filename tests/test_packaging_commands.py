@@ -126,7 +126,7 @@ def test_tests_include_the_checks(tmp_path: Path) -> None:
         "bin/lint-imports",
         "tests/prose/check.py",
         "tests/proofs.py stale",
-        "-m pytest",
+        "tests/run.py --workers 2",
     ):
         assert command in commands
 

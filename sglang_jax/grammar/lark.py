@@ -64,19 +64,38 @@ def json_rule(schema: Any) -> str:
     options: dict[str, Any] = dict(own) if isinstance(own, dict) else {}
     if options.get("whitespace_flexible") is not False:
         options.setdefault("whitespace_pattern", WHITESPACE)
-    within = _within_range({**schema, "x-guidance": options})
+    within = _as_the_library_reads({**schema, "x-guidance": options})
     return "%json " + json.dumps(within, ensure_ascii=False, separators=(",", ":"))
 
 
-def _within_range(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which limits of numbers that the library has no patterns for (those of 64 bits and beyond, as code
-    generators write them) are the nearest that it has. What follows it follows the schema."""
+_DEMANDS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "propertyNames": (True, {}, {"type": "string"}),
+    "uniqueItems": (False,),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "patternProperties": ({},),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "additionalItems": (True, {}),
+    "not": (False,),
+}
+"""Values with which a keyword allows everything. Libraries that generate schemas write them; llguidance refuses some of
+these keywords, whatever their value."""
+
+
+def _as_the_library_reads(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy without keywords that demand nothing. Limits of numbers that the library has no patterns for (those of 64
+    bits and beyond, as code generators write them) are the nearest that it has. An output that follows it follows the
+    schema."""
     whole = dict(schema)
     going: list[Any] = [whole]
     while going:
         inner = going.pop()
-        for name, value in inner.items():
-            if name in _LEAST and _is_number(value):
+        for name, value in list(inner.items()):
+            if any(type(value) is type(one) and value == one for one in _DEMANDS_NOTHING.get(name, ())):
+                del inner[name]
+            elif name in _LEAST and _is_number(value):
                 inner[name] = max(value, -_MOST)
             elif name in _GREATEST and _is_number(value):
                 inner[name] = min(value, _MOST)

@@ -245,6 +245,29 @@ def test_a_constant_number_is_spelt_as_it_is(backend: LlguidanceBackend, trial: 
         assert json.loads(output) == number
 
 
+@pytest.mark.parametrize(
+    ("keywords", "schema"),
+    [
+        ({"propertyNames": {"type": "string"}, "dependentRequired": {}, "unevaluatedProperties": True}, {}),
+        ({"uniqueItems": False, "additionalItems": True, "unevaluatedItems": True}, {"type": "array"}),
+        ({"not": False, "patternProperties": {}, "propertyNames": {}}, {"type": "object", "maxProperties": 3}),
+    ],
+)
+def test_keywords_that_demand_nothing_are_left_out(
+    backend: LlguidanceBackend, trial: Trial, keywords: dict[str, Any], schema: dict[str, Any]
+) -> None:
+    assert json_rule({**schema, **keywords}) == json_rule(schema)
+    inside = {"type": "object", "properties": {"a": {**schema, **keywords}}}
+    assert json_rule(inside) == json_rule({"type": "object", "properties": {"a": schema}})
+    grammar = json_grammar(inside)
+    backend.build(grammar, trial.lark(grammar))
+
+
+@pytest.mark.parametrize("keywords", [{"uniqueItems": True}, {"propertyNames": {"maxLength": 3}}, {"not": {}}])
+def test_keywords_that_demand_something_stay(keywords: dict[str, Any]) -> None:
+    assert json_rule(keywords) != json_rule({})
+
+
 def test_a_constant_is_no_limit() -> None:
     assert str(-(2**63)) in json_rule({"const": {"minimum": -(2**63)}})
 
