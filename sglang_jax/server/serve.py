@@ -269,7 +269,8 @@ def listen(listener: socket.socket) -> None:
     try:
         listener.listen(BACKLOG)
     except OSError as error:
-        raise _taken(*listener.getsockname()[:2], str(error.strerror)) from error
+        host, port = listener.getsockname()[:2]
+        raise _taken(host, port, str(error.strerror)) from error
 
 
 def _taken(host: str, port: int, reason: str) -> ConfigError:
