@@ -5,6 +5,7 @@ Kinds (`tokenizer.ggml.model`): `gpt2`, byte-level BPE, split as `tokenizer.ggml
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,6 +17,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from sglang_jax.checkpoint.gguf_file import GgufFile
 from sglang_jax.checkpoint.token_spelling import SENTENCEPIECE_SPACE, TokenSpelling
 from sglang_jax.errors import CheckpointError, shown
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_TOKEN = 512
 """Characters of a token that others merge to: every way to cut each is looked at."""
@@ -275,9 +278,14 @@ def _token(file: GgufFile, tokens: list[str], role: str) -> str | None:
     if index is None:
         return None
     if not 0 <= index < len(tokens):
-        raise CheckpointError(
-            f"{file.path}: tokenizer.ggml.{role}_token_id is {index}, the vocabulary has {len(tokens)} tokens"
+        logger.warning(
+            "Ignoring tokenizer.ggml.%s_token_id %d of %s: the vocabulary has %d tokens",
+            role,
+            index,
+            file.path,
+            len(tokens),
         )
+        return None
     return tokens[index]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ from sglang_jax.checkpoint.tied_head import as_tied_in_file
 from sglang_jax.config import LoadFormat, ModelImpl
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults
+
+logger = logging.getLogger(__name__)
 
 DEMO_SAMPLING = GenerationDefaults(temperature=0.2, top_p=0.9)
 """What the model card of the embedded model recommends; its file says nothing."""
@@ -100,11 +103,35 @@ def open_checkpoint(
     """Finds the checkpoint (see `resolve_model`), reads its config, and checks names and shapes of its tensors.
 
     With `LoadFormat.DUMMY` only the config is read, and weights are random, a function of `seed`. With
-    `ModelImpl.TRANSFORMERS` the family need not be known; whoever makes the model checks the tensors.
+    `ModelImpl.TRANSFORMERS` the family need not be known; whoever makes the model checks the tensors. Ids of special
+    tokens that the vocabulary does not have are left out, with a warning.
 
     **Raises:** `CheckpointError` naming the file, field or tensors at fault.
     """
-    source = resolve_model(model_path, load_format, revision)
+    found = _open(model_path, resolve_model(model_path, load_format, revision), load_format, seed, model_impl)
+    return replace(found, config=_with_known_ids(found.config, found.source))
+
+
+def _with_known_ids(config: ModelConfig, source: ModelSource) -> ModelConfig:
+    ends = tuple(token for token in config.eos_token_ids if 0 <= token < config.vocab_size)
+    begin = config.bos_token_id
+    if begin is not None and not 0 <= begin < config.vocab_size:
+        begin = None
+    if (ends, begin) == (config.eos_token_ids, config.bos_token_id):
+        return config
+    logger.warning(
+        "%s has token ids outside its vocabulary of %d tokens, which are ignored: eos_token_id %s, bos_token_id %s",
+        source.address,
+        config.vocab_size,
+        list(config.eos_token_ids),
+        config.bos_token_id,
+    )
+    return replace(config, eos_token_ids=ends, bos_token_id=begin)
+
+
+def _open(
+    model_path: str, source: ModelSource, load_format: LoadFormat, seed: int, model_impl: ModelImpl
+) -> Checkpoint:
     dummy = load_format is LoadFormat.DUMMY
     if model_impl is ModelImpl.TRANSFORMERS:
         return _open_foreign(source, dummy, demo=model_path == DEMO)

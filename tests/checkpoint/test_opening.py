@@ -169,3 +169,21 @@ def test_generation_defaults_come_along(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(folder))
     assert checkpoint.generation_defaults.temperature == 0.7
     assert checkpoint.config.eos_token_ids == (2, 0)
+
+
+@pytest.mark.parametrize("ends", [[0, 5000], [0, -1], [5000, 0, 4294967295]])
+def test_ends_outside_the_vocabulary_are_left_out(
+    tmp_path: Path, ends: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("config.json", "generation_config.json"):
+        folder = make_tiny_checkpoint(tmp_path / name)
+        values = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(values | {"eos_token_id": ends}))
+        found = open_checkpoint(str(folder)).config.eos_token_ids
+        assert set(found) <= {0, 2}
+        assert 0 in found
+        assert "outside its vocabulary of 384 tokens" in caplog.text
+        caplog.clear()
+    values = json.loads((folder / "config.json").read_text()) | {"bos_token_id": 5000}
+    (folder / "config.json").write_text(json.dumps(values))
+    assert open_checkpoint(str(folder)).config.bos_token_id is None
