@@ -57,7 +57,8 @@ def run(workers: int, seed: int, arguments: Sequence[str]) -> int:
         if not 0 < len(failed) <= MOST_REPEATED:
             return status
         print(f"\n{len(failed)} failed beside others, and run once more, alone:", *failed, sep="\n  ", flush=True)
-        status = pytest(cache, ["--last-failed", "--last-failed-no-failures=none", *arguments])
+        selection = [argument for argument in arguments if not argument.startswith("--costs")]  # those of the first run
+        status = pytest(cache, ["--last-failed", "--last-failed-no-failures=none", *selection])
         again = set(failed_tests(cache))
     raced = [test for test in failed if test not in again]
     if raced:

@@ -83,6 +83,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
         def pytest(cache: str, arguments: Sequence[str]) -> int:
             nonlocal count
+            assert ("--costs=file" in arguments) == (count == 0), "the costs of the whole run are kept"
             path = Path(cache) / "v/cache/lastfailed"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(dict.fromkeys(failed[count], True)))
@@ -90,7 +91,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
             return status if failed[count - 1] else 0
 
         monkeypatch.setattr(script, "pytest", pytest)
-        return script.run(2, 7, []), count
+        return script.run(2, 7, ["--costs=file"]), count
 
     return run
 
