@@ -209,6 +209,7 @@ class AsyncEngineClient:
             validation.stop_token_ids(sampling, self.model_info),
             include_stop=sampling.include_stop,
             markers=request.markers,
+            unsearched=sampling.min_new_tokens,
         )
         return Completion(outputs, index=index, prompt_tokens=len(request.prompt), text=text)
 

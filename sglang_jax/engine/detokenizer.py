@@ -53,6 +53,7 @@ class OutputText:
     - `stop_token_ids`: tokens that end the output; they are no part of its text.
     - `include_stop`: the text keeps the stop string or token that ended it.
     - `markers`: tokens in whose text no stop string is looked for; what was held back before one is shown.
+    - `unsearched`: the number of first tokens in whose text no stop string is looked for.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class OutputText:
         *,
         include_stop: bool = False,
         markers: Set[int] = frozenset(),
+        unsearched: int = 0,
     ) -> None:
         self._decoder = decoder
         self._stop = StopStrings(stop) if stop else None
         self._stop_token_ids = frozenset() if include_stop else stop_token_ids
         self._include_stop = include_stop
         self._markers = markers
+        self._unsearched = unsearched
         self._held = ""
         self.matched: str | None = None
 
@@ -79,6 +82,9 @@ class OutputText:
         piece = self._decoder.push(token_id)
         if self._stop is None:
             return piece
+        if self._unsearched > 0:
+            self._unsearched -= 1
+            return piece
         if token_id in self._markers:
             piece, self._held = self._held + piece, ""
             return piece
@@ -87,7 +93,7 @@ class OutputText:
     def flush(self) -> str:
         """What was held back, at the end of an output that no stop string ended; may still set `matched`."""
         piece = self._decoder.flush()
-        if self._stop is None:
+        if self._stop is None or self._unsearched > 0:
             return piece
         released = self._release(self._stop, piece)
         if self.matched is None:

@@ -61,7 +61,8 @@ class SamplingParams:
 
     - `max_new_tokens`: maximum tokens generated; None means up to the context length. 0 computes only the prompt, for
       its logprobs or for the prefix cache.
-    - `min_new_tokens`: end-of-sequence and stop tokens are masked until this many tokens were sampled.
+    - `min_new_tokens`: end-of-sequence and stop tokens are masked until this many tokens were sampled, and stop strings
+      are not looked for in the text of those tokens.
     - `temperature`: 0 is greedy.
     - `top_k`: keep the k most likely tokens; -1 keeps all.
     - `top_p`: keep the smallest set with at least this probability (nucleus sampling, Holtzman et al. 2019).

@@ -136,3 +136,25 @@ def test_a_text_that_nearly_is_a_stop_string_without_end() -> None:
     shown = [text.push(0) for _ in range(20_000)]
     assert shown == [""] * 3000 + ["a"] * 17_000
     assert text.matched is None
+
+
+@given(
+    pieces=st.lists(st.text(alphabet="ab<", max_size=3), max_size=12),
+    stop=st.lists(st.text(alphabet="ab<", min_size=1, max_size=3), min_size=1, max_size=2, unique=True),
+    least=st.integers(0, 13),
+)
+def test_stop_strings_in_the_text_of_the_first_tokens_end_nothing(
+    pieces: list[str], stop: list[str], least: int
+) -> None:
+    text = OutputText(PieceDecoder(pieces), stop, frozenset(), unsearched=least)
+    shown = ""
+    for token in range(len(pieces)):
+        shown += text.push(token)
+        if text.matched is not None:
+            break
+    else:
+        shown += text.flush()
+    first, rest = "".join(pieces[:least]), "".join(pieces[least:])
+    found = first_match(rest, stop)
+    assert text.matched == (None if found is None else found[1])
+    assert shown == first + (rest if found is None else rest[: found[0] - len(found[1])])
