@@ -25,7 +25,7 @@ class AppendFile:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self.size = os.fstat(self._descriptor).st_size
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise cannot_write(path, error) from error
 
     def add(self, line: bytes) -> None:
         """Appends a line, which ends in a newline. Raises `BatchError`, after which nothing can be added."""
@@ -36,7 +36,7 @@ class AppendFile:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError as error:
-            self._failed = _cannot_write(self.path, error)
+            self._failed = cannot_write(self.path, error)
             raise self._failed from error
         self.size += len(line)
 
@@ -48,7 +48,7 @@ class AppendFile:
             try:
                 os.fsync(self._descriptor)
             except OSError as error:
-                raise _cannot_write(self.path, error) from error
+                raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
         """Closes the file, once a `sync` that is under way has ended."""
@@ -57,7 +57,8 @@ class AppendFile:
             os.close(self._descriptor)
 
 
-def _cannot_write(path: Path, error: OSError) -> BatchError:
+def cannot_write(path: Path, error: OSError) -> BatchError:
+    """The error of a run that cannot go on, such as on a full disk."""
     return BatchError(f"cannot write {path}: {error.strerror}; finished lines are kept; run the same command to resume")
 
 

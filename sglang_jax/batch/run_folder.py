@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -11,7 +12,7 @@ from typing import Self
 
 import msgspec
 
-from sglang_jax.batch.append_file import sync_folder
+from sglang_jax.batch.append_file import cannot_write, sync_folder
 from sglang_jax.errors import BatchError
 
 HASHED_BLOCKS = 16
@@ -72,8 +73,12 @@ class RunFolder:
             raise BatchError(
                 f"another run (process {holder or 'unknown'}) writes {output}; wait for it, or choose another --output"
             ) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        try:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            os.close(self._lock)
+            raise cannot_write(self.path, error) from error
 
     def claim(self, written: list[Path], identity: InputIdentity, options: Mapping[str, OptionValue]) -> None:
         """Notes what this run is about, or checks that it goes on with what was begun.
@@ -95,13 +100,18 @@ class RunFolder:
 
     def _write(self, path: Path, manifest: Manifest) -> None:
         draft = path.with_suffix(".draft")
-        with draft.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-        sync_folder(self.path)
-        sync_folder(self._output.parent)
+        content = msgspec.json.format(msgspec.json.encode(manifest)) + b"\n"
+        try:
+            with draft.open("wb", buffering=0) as file:
+                file.write(content)
+                os.fsync(file.fileno())
+            if draft.stat().st_size < len(content):  # a disk that is nearly full takes a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            draft.replace(path)
+            sync_folder(self.path)
+            sync_folder(self._output.parent)
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
     def close(self) -> None:
         """Lets another run have the folder."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -402,3 +405,21 @@ def test_a_parquet_output_that_was_cut_short(
     table = pq.read_table(tmp_path / "out.parquet")
     assert sorted(table.column("text").to_pylist()) == [f"p{n:02d}" for n in range(30)]
     assert not (tmp_path / "out.parquet.run" / "answers.jsonl").exists()
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_full_disk_is_told_in_a_sentence_and_the_run_resumes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: str
+) -> None:
+    """Where the folder of the run is written; a test of the files themselves is in test_journal.py."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write(tmp_path / "in.jsonl", {"prompt": "a"})
+    with monkeypatch.context() as patch:
+        patch.setattr(f"sglang_jax.batch.run_folder.os.{call}", full)
+        assert run() == 2
+    assert re.search(r"cannot write .*: No space left on device; .* to resume", capsys.readouterr().err)
+    assert run() == 0
+    assert [text_of(answer) for answer in read(tmp_path / "out.jsonl")] == ["a"]
