@@ -74,6 +74,9 @@ cli.add_command(cache_report)
 bench.add_command(bench_accuracy, "accuracy")
 bench.add_command(bench_offline, "offline")
 bench.add_command(bench_serving, "serving")
+for command in (cli, bench, *cli.commands.values(), *bench.commands.values()):
+    # click keeps the names of a command's first call, which need not come from `run`.
+    command.context_settings.setdefault("help_option_names", list(HELP))
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import sglang_jax
 import tpu.check
@@ -546,6 +547,11 @@ def test_a_limit_says_what_must_be(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_tells_its_options(capsys: pytest.CaptureFixture[str], command: list[str], flag: str) -> None:
     assert run(cli, "sglang-jax", [*command, flag]) == 0
     assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['sglang-jax', *command])} ")
+
+
+@pytest.mark.parametrize("command", cli.commands.values(), ids=list(cli.commands))
+def test_the_short_flag_of_help_does_not_depend_on_who_calls_a_command(command: click.Command) -> None:
+    assert CliRunner().invoke(command, ["-h"]).exit_code == 0
 
 
 def test_the_list_of_commands_says_each_in_full(capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,7 +244,9 @@ def test_a_shut_down_engine_ends_the_iteration() -> None:
         engine.batch(["a"])
 
 
-def test_prompts_that_begin_alike_are_asked_together(engine: Engine) -> None:
+def test_prompts_that_begin_alike_are_asked_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All are read before the first is asked, however busy the machine is.
+    monkeypatch.setattr("sglang_jax.engine.item_stream.GATHER_SECONDS", 60.0)
     prompts = [f"group {group} item {item}" for group in range(8) for item in range(8)]
     random.Random(1).shuffle(prompts)
     list(engine.batch(prompts))
