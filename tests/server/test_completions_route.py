@@ -208,3 +208,8 @@ def test_a_chat_may_continue_its_last_message(server: EchoServer) -> None:
     body = {"messages": messages, "continue_final_message": True}
     response = server.http.post("/v1/chat/completions", json=body)
     assert response.json()["choices"][0]["message"]["content"] == "user: a\nassistant: Well, "
+
+
+def test_stop_strings_in_the_minimum_of_tokens_end_nothing(server: EchoServer) -> None:
+    for least, text in ((0, "a"), (1, "a"), (3, "abca"), (6, "abcabc")):
+        assert complete(server, prompt="abcabc", stop="b", min_tokens=least)["choices"][0]["text"] == text

@@ -10,12 +10,14 @@ from helpers.tiny_models import make_tiny_tokenizer
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
 from sglang_jax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from sglang_jax.errors import ParameterError
+from sglang_jax.server.errors import UnsupportedParameterError
 from sglang_jax.server.openai_schema import ChatBody, ChatText, chat_text
 
 KEEPS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 TEMPLATES = {
     "keeps spaces": KEEPS,
     "trims": KEEPS.replace("m.content + '<", "(m.content | trim) + ' <"),
+    "thinks": KEEPS + "enable_thinking is {{ enable_thinking }}, thinking is {{ thinking }}",
     "in capitals": KEEPS.replace("m.content", "(m.content | upper)"),
 }
 
@@ -48,6 +50,15 @@ def test_the_prompt_ends_with_the_message(tokenizers: dict[str, Tokenizer], text
         assert found.text.endswith(f"<|im_start|>assistant\n{expected}"), name
         assert found.continued is not None
         assert found.continued.lstrip() == expected.lstrip()
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_thinking_is_a_variable_of_templates_that_have_it(tokenizers: dict[str, Tokenizer], name: str) -> None:
+    for value in (False, True):
+        body = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], name: value})
+        assert f"{name} is {value}" in chat_text(tokenizers["thinks"], body).text
+        with pytest.raises(UnsupportedParameterError, match=f"{name} is not supported by this model"):
+            chat_text(tokenizers["trims"], body)
 
 
 def test_a_message_that_the_template_changes_is_refused(tokenizers: dict[str, Tokenizer]) -> None:

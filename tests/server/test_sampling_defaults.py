@@ -99,3 +99,11 @@ def test_neutral_values_where_the_server_is_told_so(folder: Path) -> None:
 def test_clients_may_ask_what_the_defaults_are(folder: Path) -> None:
     with recorded_sampling(), serve_echo(load_core, load_text_tokenizer, model_path=str(folder)) as server:
         assert server.http.get("/model_info").json()["generation_defaults"] == RECOMMENDED
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_do_sample_false_is_greedy_and_a_top_k_of_0_is_no_limit(sampled: Sampled, path: str) -> None:
+    [sampling] = sampled(path, BODIES[path]({"do_sample": False, "temperature": 0.7, "top_k": 0}))
+    assert (sampling.temperature, sampling.top_k) == (0.0, -1)
+    [sampling] = sampled(path, BODIES[path]({"do_sample": True, "temperature": 0.7}))
+    assert sampling.temperature == 0.7
