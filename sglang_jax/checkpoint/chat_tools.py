@@ -12,7 +12,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Any
+
+import jinja2
 
 from sglang_jax.errors import RequestError
 
@@ -183,6 +186,19 @@ RESERVED = frozenset(
     }
 )
 """Names of a template that are not for clients to set; the special tokens are not either."""
+
+
+@lru_cache(maxsize=4)
+def template_names(template: str) -> frozenset[str]:
+    """Names of variables in a template's code: no attributes (`message.thinking`), and no words of its text."""
+    found: set[str] = set()
+    before = ""
+    for _, kind, value in jinja2.Environment().lex(template):
+        if kind == "name" and before != ".":
+            found.add(value)
+        if kind != "whitespace":
+            before = value
+    return frozenset(found)
 
 
 def is_variable(name: str) -> bool:

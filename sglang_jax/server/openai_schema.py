@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag
 
-from sglang_jax.checkpoint.chat_tools import is_variable
+from sglang_jax.checkpoint.chat_tools import is_variable, template_names
 from sglang_jax.engine.types import SessionTurnInput, TextTokenizer
 from sglang_jax.errors import ParameterError, shown
 from sglang_jax.server.errors import UnsupportedParameterError
@@ -191,7 +191,7 @@ class ChatBody(OpenAIBody):
                     param="chat_template_kwargs",
                 )
         if self.reasoning_effort not in (None, "none"):
-            if "reasoning_effort" not in tokenizer.chat_template:
+            if "reasoning_effort" not in template_names(tokenizer.chat_template):
                 raise UnsupportedParameterError(
                     "reasoning_effort is not supported by this model's chat template; remove it (got "
                     f"{shown(self.reasoning_effort)})",
@@ -201,7 +201,7 @@ class ChatBody(OpenAIBody):
         for name, value in (("enable_thinking", self.enable_thinking), ("thinking", self.thinking)):
             if value is None:
                 continue
-            if name not in tokenizer.chat_template:
+            if name not in template_names(tokenizer.chat_template):
                 raise UnsupportedParameterError(
                     f"{name} is not supported by this model's chat template; remove it (got {value})", param=name
                 )

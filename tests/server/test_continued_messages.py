@@ -18,6 +18,7 @@ TEMPLATES = {
     "keeps spaces": KEEPS,
     "trims": KEEPS.replace("m.content + '<", "(m.content | trim) + ' <"),
     "thinks": KEEPS + "enable_thinking is {{ enable_thinking }}, thinking is {{ thinking }}",
+    "mentions": KEEPS + "<thinking> enable_thinking {{ messages[0].thinking }}{{ messages[0].enable_thinking }}",
     "in capitals": KEEPS.replace("m.content", "(m.content | upper)"),
 }
 
@@ -57,8 +58,9 @@ def test_thinking_is_a_variable_of_templates_that_have_it(tokenizers: dict[str, 
     for value in (False, True):
         body = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], name: value})
         assert f"{name} is {value}" in chat_text(tokenizers["thinks"], body).text
-        with pytest.raises(UnsupportedParameterError, match=f"{name} is not supported by this model"):
-            chat_text(tokenizers["trims"], body)
+        for other in ("trims", "mentions"):
+            with pytest.raises(UnsupportedParameterError, match=f"{name} is not supported by this model"):
+                chat_text(tokenizers[other], body)
 
 
 def test_a_message_that_the_template_changes_is_refused(tokenizers: dict[str, Tokenizer]) -> None:
