@@ -405,7 +405,7 @@ def _sizes(
     if draft is not None:
         own = -parallel.least(-weight_bytes_of(draft.model))
         memory = with_draft(memory, own, memory_of(draft.config, draft.shard, KVForm(dtype, dtype)))
-    sizes = choose_sizes(config, model_config.max_position, memory)
+    sizes = choose_sizes(config, model_config.default_context, memory, model_config.longest_context)
     logger.info(
         "%s on %s: %.0f MiB of weights, %s, %d rows, %d tokens a step",
         _name(dtype),

@@ -143,7 +143,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM, kv_dtype=kv_dtype)
     states, hbm = state_dtypes_of(options, dtype), topology.chip.hbm
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
-    sizes = choose_sizes(options, parallel.config.max_position, memory)
+    sizes = choose_sizes(options, parallel.config.default_context, memory, parallel.config.longest_context)
     spec = runner_spec(options, memory, sizes, parallel)
     cache = kv_cache_spec(
         parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM, state_dtypes=states

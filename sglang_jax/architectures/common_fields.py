@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_jax.architectures.hf_rope import extended_context, rope_from_hf
+from sglang_jax.architectures.hf_rope import rope_from_hf
 from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
 from sglang_jax.architectures.model_config import (
     Activation,
@@ -16,6 +16,7 @@ from sglang_jax.architectures.model_config import (
     ModelConfig,
     NormConfig,
     RopeConfig,
+    RopeKind,
     SublayerNorms,
 )
 from sglang_jax.errors import CheckpointError, shown
@@ -80,12 +81,11 @@ class CommonFields:
             head_dim=_head_dim(fields, defaults, hidden // heads),
             declared=declared,
             rope=rope,
-            max_position=max(declared, extended_context(rope)),
+            max_position=rope.longest_context(declared) if rope.kind is RopeKind.YARN else declared,
         )
-        if common.max_position > MOST_POSITIONS:
-            raise CheckpointError(
-                f"{fields.file}: a context of {shown(common.max_position)} tokens; the limit is {MOST_POSITIONS}"
-            )
+        longest = rope.longest_context(declared)
+        if longest > MOST_POSITIONS:
+            raise CheckpointError(f"{fields.file}: a context of {shown(longest)} tokens; the limit is {MOST_POSITIONS}")
         common.check_heads(common.num_heads, common.num_kv_heads, common.head_dim)
         rotated = rope.rotated_numbers(common.head_dim)
         if rotated % 2 or not rotated:
@@ -141,7 +141,7 @@ class CommonFields:
         of 0 tokens."""
         if window == 0:
             raise CheckpointError(f"{self.fields.file}: the sliding window is 0 tokens, it must be at least 1")
-        return None if window is None or window >= self.max_position else window
+        return None if window is None or window >= self.rope.longest_context(self.max_position) else window
 
     def sliding_layers(self, every: int | None) -> list[bool]:
         """Which layers have a window: by `layer_types`, or else all but each `every`-th; None: none of them."""

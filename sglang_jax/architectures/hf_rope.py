@@ -73,7 +73,10 @@ def rope_from_hf(
         case RopeKind.DEFAULT:
             return RopeConfig(theta=theta)
         case RopeKind.LINEAR:
-            return RopeConfig(kind=RopeKind.LINEAR, theta=theta, factor=scaling.required_number("factor"))
+            factor = scaling.required_number("factor")
+            # Without it, whether max_position_embeddings is the context before or after scaling is unknown.
+            stated = scaling.count("original_max_position_embeddings")
+            return RopeConfig(kind=RopeKind.LINEAR, theta=theta, factor=factor, original_max_position=stated)
         case RopeKind.DYNAMIC:
             # The scaled range begins at max_position_embeddings, whatever the original context was.
             factor = scaling.required_number("factor")
@@ -115,13 +118,6 @@ def _yarn(scaling: JsonFields, theta: float, original: int, max_position: int) -
     )
 
 
-def extended_context(rope: RopeConfig) -> int:
-    """The context that YaRN was tuned to reach, which checkpoints need not declare; 0 for the other kinds."""
-    if rope.kind is not RopeKind.YARN or rope.original_max_position is None:
-        return 0
-    return int(rope.original_max_position * rope.factor)
-
-
 def _refuse_partial(fields: JsonFields, scaling: JsonFields) -> None:
     for share in (fields.number("partial_rotary_factor"), scaling.number("partial_rotary_factor")):
         if share not in (None, 1.0):
@@ -137,7 +133,7 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
         values["factor"] = rope.factor
     if rope.kind is RopeKind.PROPORTIONAL:
         values["partial_rotary_factor"] = rope.turning
-    if rope.kind in (RopeKind.LLAMA3, RopeKind.YARN):
+    if rope.kind in (RopeKind.LLAMA3, RopeKind.YARN) or (rope.kind is RopeKind.LINEAR and rope.original_max_position):
         values["original_max_position_embeddings"] = rope.original_max_position
     if rope.kind is RopeKind.LLAMA3:
         values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}

@@ -44,6 +44,13 @@ class RopeConfig:
     turning: float = 1.0
     rotated: float = 1.0
 
+    def longest_context(self, max_position: int) -> int:
+        """Tokens that the scaling reaches, for a model that declares `max_position`. Of YaRN it is what the model was
+        tuned to; `dynamic` and `linear` scaling stretch the context by their factor."""
+        if self.kind not in (RopeKind.YARN, RopeKind.DYNAMIC, RopeKind.LINEAR):
+            return max_position
+        return max(max_position, int((self.original_max_position or max_position) * self.factor))
+
     def rotated_numbers(self, head_dim: int) -> int:
         """Numbers of a head that rotate."""
         return int(head_dim * self.rotated)
@@ -362,7 +369,7 @@ class ModelConfig:
     - `embedding_multiplier`: of embeddings, rounded to their dtype. `logit_multiplier`: of logits, before `logit_cap`
       makes them `logit_cap * tanh(logit / logit_cap)`.
     - `eos_token_ids`: those of config.json and of generation_config.json.
-    - `max_position`: the maximum context length according to the checkpoint.
+    - `max_position`: the context length that the checkpoint declares, or that it was tuned to by YaRN.
     """
 
     architecture: str
@@ -392,6 +399,19 @@ class ModelConfig:
     def feed_forward(self) -> tuple[FeedForwardConfig | SquaredReluConfig, ...]:
         """Feed-forward parts of the layers that have one, in order."""
         return tuple(layer.feed_forward for layer in self.layers if layer.feed_forward is not None)
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that a context may have at most, where rope scaling reaches beyond `max_position`."""
+        ropes = [attention.rope for attention in self.attention if attention.rope is not None]
+        return max((rope.longest_context(self.max_position) for rope in ropes), default=self.max_position)
+
+    @property
+    def default_context(self) -> int:
+        """Tokens of a context unless the user asks for more or fewer. `dynamic` scaling changes nothing before
+        `max_position`, so it comes without asking; `linear` may be declared in `max_position` already."""
+        ropes = {attention.rope.kind for attention in self.attention if attention.rope is not None}
+        return self.longest_context if RopeKind.DYNAMIC in ropes else self.max_position
 
     @property
     def keeps_states(self) -> bool:

@@ -6,7 +6,7 @@ second: `checkpoint.tokenizer`, which does, is imported where text is cut into t
 
 from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, RopeKind
 from sglang_jax.checkpoint.hf_config import write_hf_config
-from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
+from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint, with_end_tokens
 from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import DEMO, ORBAX_MARKER, ModelSource, SourceKind, resolve_model, resolve_tokenizer
@@ -28,5 +28,6 @@ __all__ = [
     "open_checkpoint",
     "resolve_model",
     "resolve_tokenizer",
+    "with_end_tokens",
     "write_hf_config",
 ]

@@ -7,7 +7,7 @@ wrote. So what messages spell is marked before it is rendered, and the marks are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import TypeVar
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -58,6 +58,21 @@ class ControlTokens:
                 end = found.end()
         if end < len(text):
             yield text[end:], False
+
+    def before_first(self, text: str, takes_spaces: Set[str] = frozenset()) -> tuple[str, str]:
+        """A text without marks, cut before its first control token; before the white space in front of that, if the
+        token takes it."""
+        found = None if self._any is None else self._any.search(text)
+        if found is None:
+            return text, ""
+        start = found.start()
+        if found[0] in takes_spaces:
+            start = len(text[:start].rstrip())
+        return text[:start], text[start:]
+
+    def ends(self, text: str) -> bool:
+        """Whether a text without marks ends with a control token."""
+        return text.endswith(tuple(self._spellings))
 
     def _mark_of(self, found: re.Match[str]) -> str:
         return f"{_OPEN}{self._numbers[found[0]]}{_CLOSE}"

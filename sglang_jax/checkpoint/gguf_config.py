@@ -15,12 +15,12 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, RopeConfig, RopeKind, SublayerNorms
 from sglang_jax.architectures.registry import Family, GgufForm, known_families
 from sglang_jax.architectures.tensor_names import Kind, Part, gguf_name
+from sglang_jax.checkpoint.gguf_end_tokens import gguf_end_token_ids
 from sglang_jax.checkpoint.gguf_file import GgufFile, Value
 from sglang_jax.checkpoint.gguf_reader import ROPE_FACTORS
 from sglang_jax.errors import CheckpointError
 
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 """The constants of every Llama 3.1 to 3.3 checkpoint; the files store the factors that follow from them."""
@@ -79,7 +79,7 @@ def _common_values(file: GgufFile, family: Family, name: str) -> dict[str, Any]:
         "rope_parameters": rope_to_hf(_rope(file, name, head_dim)),
         "max_position_embeddings": file.require(f"{name}.context_length", int),
         "tie_word_embeddings": _tensor(family, Part.HEAD, Kind.WEIGHT) not in file.tensors,
-        "eos_token_id": list(_end_token_ids(file)),
+        "eos_token_id": list(gguf_end_token_ids(file)),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int),
         "dtype": "bfloat16",
     }
@@ -185,11 +185,6 @@ def _vocab_size(file: GgufFile, family: Family) -> int:
 def _rounded(value: float) -> float:
     """A float32 of the file as the shortest decimal that it stands for: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def _end_token_ids(file: GgufFile) -> tuple[int, ...]:
-    ids = [file.get(f"tokenizer.ggml.{key}", int) for key in _END_KEYS]
-    return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
 def _rope(file: GgufFile, name: str, head_dim: int) -> RopeConfig:

@@ -6,7 +6,7 @@ Kinds (`tokenizer.ggml.model`): `gpt2`, byte-level BPE, split as `tokenizer.ggml
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from sglang_jax.checkpoint.gguf_end_tokens import END_NAMES, TOKENS, gguf_end_token_ids
 from sglang_jax.checkpoint.gguf_file import GgufFile
 from sglang_jax.checkpoint.token_spelling import SENTENCEPIECE_SPACE, TokenSpelling
 from sglang_jax.errors import CheckpointError, shown
@@ -127,7 +128,7 @@ def gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
     given then.
     """
     model = file.require("tokenizer.ggml.model", str)
-    tokens = _strings(file, "tokenizer.ggml.tokens")
+    tokens = _strings(file, TOKENS)
     if model == "gpt2":
         split = _split(file)
         backend, add_bos = _byte_level(file, tokens, split), split.add_bos
@@ -138,7 +139,7 @@ def gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
             f"{file.path}: tokenizer {model!r} is not supported (supported: gpt2, llama); give --tokenizer-path"
         )
     named = {name: token for name, role in _ROLES.items() if (token := _token(file, tokens, role)) is not None}
-    _add_special_tokens(backend, tokens, _token_types(file, len(tokens)), named)
+    _add_special_tokens(backend, tokens, _token_types(file, tokens), named)
     stated_bos = file.get("tokenizer.ggml.add_bos_token", bool)
     add_eos = file.get("tokenizer.ggml.add_eos_token", bool) or False
     backend.post_processor = _around_text(
@@ -162,13 +163,22 @@ def token_spelling(file: GgufFile) -> tuple[list[str], TokenSpelling]:
     model = file.require("tokenizer.ggml.model", str)
     if model not in ("gpt2", "llama"):
         raise CheckpointError(f"{file.path}: tokenizer {model!r} is not supported (supported: gpt2, llama)")
-    return _strings(file, "tokenizer.ggml.tokens"), TokenSpelling(byte_level=model == "gpt2")
+    return _strings(file, TOKENS), TokenSpelling(byte_level=model == "gpt2")
 
 
 def control_tokens(file: GgufFile) -> frozenset[int]:
     """Ids of the tokens that are not text."""
-    types = _token_types(file, len(_strings(file, "tokenizer.ggml.tokens")))
-    return frozenset(token for token, kind in enumerate(types) if kind == _TokenType.CONTROL)
+    return _of_types(file, {_TokenType.CONTROL})
+
+
+def added_tokens(file: GgufFile) -> frozenset[int]:
+    """Ids of the tokens that stand beside the merged ones: their text is as the file has it."""
+    return _of_types(file, {_TokenType.CONTROL, _TokenType.USER_DEFINED})
+
+
+def _of_types(file: GgufFile, wanted: Set[int]) -> frozenset[int]:
+    types = _token_types(file, _strings(file, TOKENS))
+    return frozenset(token for token, kind in enumerate(types) if kind in wanted)
 
 
 def _split(file: GgufFile) -> _Split:
@@ -212,7 +222,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
         )
     mergeable = {
         token: score
-        for token, score, kind in zip(tokens, scores, _token_types(file, len(tokens)), strict=True)
+        for token, score, kind in zip(tokens, scores, _token_types(file, tokens), strict=True)
         if kind == _TokenType.NORMAL
     }
     longest = max(mergeable, key=len, default="")
@@ -289,13 +299,17 @@ def _token(file: GgufFile, tokens: list[str], role: str) -> str | None:
     return tokens[index]
 
 
-def _token_types(file: GgufFile, count: int) -> list[int]:
+def _token_types(file: GgufFile, tokens: list[str]) -> list[int]:
+    """What the file says, but that tokens which end a turn are control tokens whatever it says."""
     types: list[int] | None = file.get("tokenizer.ggml.token_type", list)
     if types is None:
-        return [_TokenType.NORMAL] * count
-    if len(types) != count:
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.token_type must give one type for each of {count} tokens")
-    return types
+        types = [_TokenType.NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.token_type must give one type for each of {len(tokens)} tokens"
+        )
+    ends = {number for number, token in enumerate(tokens) if token in END_NAMES}.union(gguf_end_token_ids(file))
+    return [_TokenType.CONTROL if number in ends else kind for number, kind in enumerate(types)]
 
 
 def _strings(file: GgufFile, key: str) -> list[str]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.blocks import BlockReader
 from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.checkpoint.end_tokens import end_token_ids
 from sglang_jax.checkpoint.foreign_config import load_foreign_config
 from sglang_jax.checkpoint.gguf_config import gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
@@ -110,6 +111,17 @@ def open_checkpoint(
     """
     found = _open(model_path, resolve_model(model_path, load_format, revision), load_format, seed, model_impl)
     return replace(found, config=_with_known_ids(found.config, found.source))
+
+
+def with_end_tokens(checkpoint: Checkpoint, tokenizer: ModelSource) -> Checkpoint:
+    """The same checkpoint, whose outputs also end with the tokens that its tokenizer ends texts with.
+
+    **Raises:** `CheckpointError` for a damaged tokenizer.
+    """
+    config = checkpoint.config
+    further = [token for token in end_token_ids(tokenizer) if token < config.vocab_size]
+    ends = tuple(dict.fromkeys((*config.eos_token_ids, *further)))
+    return replace(checkpoint, config=replace(config, eos_token_ids=ends))
 
 
 def _with_known_ids(config: ModelConfig, source: ModelSource) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from sglang_jax.errors import CheckpointError
 
 SENTENCEPIECE_SPACE = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MOST_CONTINUING = 3
+"""Bytes of a character of UTF-8 behind its first."""
 _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}
 
 
@@ -36,6 +39,25 @@ class TokenSpelling:
         if match is not None:
             return bytes([int(match[1], 16)])
         return token.replace(SENTENCEPIECE_SPACE, " ").encode("utf-8")
+
+    def bytes_of_added(self, token: str, *, is_piece: bool) -> bytes:
+        """The bytes of a token that was added to a vocabulary: byte-level tokenizers keep its text as it is.
+
+        `is_piece`: merges make the same token, as where somebody added `Ġa`. Then it stands for the piece's bytes,
+        unless no text has those: `õ` is GPT-2's letter for 0xF5, which UTF-8 does not use.
+        """
+        piece = self.bytes_of(token)
+        return piece if not self.byte_level or (is_piece and _is_part_of_text(piece)) else token.encode("utf-8")
+
+
+def _is_part_of_text(data: bytes) -> bool:
+    """Whether bytes can stand in UTF-8, where characters may be cut at both ends."""
+    whole = data.lstrip(bytes(range(0x80, 0xC0)))
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(whole)
+    except UnicodeDecodeError:
+        return False
+    return len(data) - len(whole) <= _MOST_CONTINUING
 
 
 @cache

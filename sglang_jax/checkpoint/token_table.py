@@ -13,14 +13,18 @@ from typing import Any
 
 from sglang_jax.architectures.files import read_file
 from sglang_jax.checkpoint.gguf_file import GgufFile, open_gguf
-from sglang_jax.checkpoint.gguf_tokenizer import control_tokens, token_spelling
+from sglang_jax.checkpoint.gguf_tokenizer import added_tokens, control_tokens, token_spelling
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
-from sglang_jax.checkpoint.token_spelling import TokenSpelling, spelling_of_steps
+from sglang_jax.checkpoint.token_spelling import spelling_of_steps
 from sglang_jax.errors import CheckpointError, cut
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
-_MAX_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
+"""Of a tokenizer's file."""
+
+_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What reading a file that is not what it should be raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,12 @@ def load_token_table(source: ModelSource) -> TokenTable:
 
 def _of_gguf(file: GgufFile) -> TokenTable:
     tokens, spelling = token_spelling(file)
-    special = control_tokens(file)
-    return TokenTable(tuple(map(spelling.bytes_of, tokens)), special)
+    added = added_tokens(file)
+    spelt = (
+        spelling.bytes_of_added(token, is_piece=False) if token_id in added else spelling.bytes_of(token)
+        for token_id, token in enumerate(tokens)
+    )
+    return TokenTable(tuple(spelt), control_tokens(file))
 
 
 def _of_folder(folder: Path) -> TokenTable:
@@ -56,18 +64,38 @@ def _of_folder(folder: Path) -> TokenTable:
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {TOKENIZER_FILE}; give --tokenizer-path with a folder that has one")
     try:
-        stored = json.loads(read_file(path, _MAX_BYTES))
+        stored = json.loads(read_file(path, MAX_BYTES))
         spelling = spelling_of_steps(stored.get("decoder"), str(path))
-        ids = _vocabulary(stored["model"]["vocab"])
-        special: set[int] = set()
-        for token_id, token in _added(stored, folder):
-            ids[token["content"]] = token_id
-            if token.get("special"):
-                special.add(token_id)
-        return TokenTable(_by_id(ids, spelling), frozenset(special))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {cut(str(error))}"
-        raise CheckpointError(f"the vocabulary of {path} cannot be read: {reason}") from error
+        pieces = _vocabulary(stored["model"]["vocab"])
+        spelt = {token_id: spelling.bytes_of(piece) for piece, token_id in pieces.items()}
+        added = _added(stored, folder)
+        for token_id, token in added:
+            spelt[token_id] = spelling.bytes_of_added(token["content"], is_piece=token["content"] in pieces)
+        special = frozenset(token_id for token_id, token in added if token.get("special"))
+        return TokenTable(tuple(spelt.get(token_id, b"") for token_id in range(max(spelt, default=-1) + 1)), special)
+    except _DAMAGED as error:
+        raise _unreadable(path, error) from error
+
+
+def token_id_of(folder: Path, token: str) -> int | None:
+    """The id of a token by its name in the vocabulary; None if it has none. Raises `CheckpointError` for a damaged
+    file."""
+    config, path = folder / CONFIG_FILE, folder / TOKENIZER_FILE
+    try:
+        # This file is small, and most have the added tokens.
+        known = _added({}, folder) if config.is_file() else []
+        found = [token_id for token_id, added in known if added["content"] == token]
+        if not found and path.is_file():
+            stored = json.loads(read_file(path, MAX_BYTES))
+            found = [token_id for token_id, added in _added(stored, folder) if added["content"] == token]
+            found = found or [_vocabulary(stored["model"]["vocab"]).get(token, -1)]
+    except _DAMAGED as error:
+        raise _unreadable(path, error) from error
+    return found[0] if found and found[0] >= 0 else None
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"the vocabulary of {path} cannot be read: {type(error).__name__}: {cut(str(error))}")
 
 
 def _vocabulary(vocabulary: Any) -> dict[str, int]:
@@ -82,13 +110,6 @@ def _added(stored: Mapping[str, Any], folder: Path) -> list[tuple[int, Mapping[s
     added = {int(token["id"]): token for token in stored.get("added_tokens") or ()}
     config = folder / CONFIG_FILE
     if config.is_file():
-        further = json.loads(read_file(config, _MAX_BYTES)).get("added_tokens_decoder") or {}
+        further = json.loads(read_file(config, MAX_BYTES)).get("added_tokens_decoder") or {}
         added = {int(token_id): token for token_id, token in further.items()} | added
     return list(added.items())
-
-
-def _by_id(ids: Mapping[str, int], spelling: TokenSpelling) -> tuple[bytes, ...]:
-    tokens = [b""] * (max(ids.values(), default=-1) + 1)
-    for token, token_id in ids.items():
-        tokens[token_id] = spelling.bytes_of(token)
-    return tuple(tokens)

@@ -20,7 +20,8 @@ from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
 from sglang_jax.checkpoint.chat_tools import ToolSupport, learn_tools
 from sglang_jax.checkpoint.control_tokens import ControlTokens
 from sglang_jax.checkpoint.gguf_file import open_gguf
-from sglang_jax.checkpoint.gguf_tokenizer import gguf_tokenizer
+from sglang_jax.checkpoint.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
+from sglang_jax.checkpoint.marked_text import MarkedText
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
 from sglang_jax.checkpoint.template_process import TEMPLATE_SECONDS, TEMPLATES, Rendering
 from sglang_jax.checkpoint.text_stream import TextStream
@@ -106,12 +107,14 @@ class Tokenizer:
         self._spelling = spelling_of(self._backend, source)
         self._bytes: dict[int, bytes] = {}
         added = self._backend.get_added_tokens_decoder()
+        self._misread = self._misread_tokens({token_id: token.content for token_id, token in added.items()})
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         self._control = ControlTokens(
             token.content for token in added.values() if token.special and not special_tokens_in_content
         )
+        self._marked_text = MarkedText(self._backend, self._control)
         self._roles = self._learn_roles()
         self._tool_support: ToolSupport | None = None
 
@@ -177,7 +180,7 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._control.has_marks(text):
-            ids = self._encode_marked(text, add_special_tokens)
+            ids = self._marked_text.encode(text, add_special_tokens)
         elif len(text) <= SHORT_TEXT:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
@@ -189,34 +192,13 @@ class Tokenizer:
             _give_memory_back()
         return ids
 
-    def _encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Special tokens of the whole text, if any are added, go with its first part: chats have their own."""
-        ids: list[int] = []
-        for piece, is_control in self._control.pieces(text):
-            if is_control:
-                ids += self._spelt(piece)
-            else:
-                [encoding] = self._backend.encode_batch_fast([piece], add_special_tokens=add_special_tokens)
-                ids += encoding.ids
-            add_special_tokens = False
-        return ids
-
-    def _spelt(self, token: str) -> list[int]:
-        """A control token's spelling as text: of two parts, neither of which holds one."""
-        for place in range(1, len(token)):
-            ids: list[int] = []
-            for part in (token[:place], token[place:]):
-                ids += self._backend.encode(part, add_special_tokens=False).ids
-            if not self._special_ids.intersection(ids):
-                return ids
-        raise ParameterError(
-            f"the model cannot read {token!r} as text, because it is a control token", param="messages"
-        )
-
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a text add nothing, and bytes that are not UTF-8 become U+FFFD."""
         text: str
-        if len(ids) <= MANY_TOKENS:
+        if not self._misread.keys().isdisjoint(ids):
+            skipped = self._special_ids if skip_special_tokens else frozenset()
+            text = b"".join(self.token_bytes(token) for token in ids if token not in skipped).decode("utf-8", "replace")
+        elif len(ids) <= MANY_TOKENS:
             text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         else:  # as a batch of one, as in `_encode`
             [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
@@ -228,7 +210,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token stands for; empty for an id without a text."""
-        known = self._bytes.get(token_id)
+        known = self._bytes.get(token_id, self._misread.get(token_id))
         if known is None:
             token = self._backend.id_to_token(token_id)
             known = b"" if token is None else self._spelling.bytes_of(token)
@@ -309,6 +291,19 @@ class Tokenizer:
     def marked(self, text: str) -> str:
         """A message's text as `render_chat` gives it to the template."""
         return self._control.mark(text)
+
+    def _misread_tokens(self, added: Mapping[int, str]) -> dict[int, bytes]:
+        """Added tokens that the library decodes as if their letters were GPT-2's for bytes, and what they stand for."""
+        if not self._spelling.byte_level:
+            return {}
+        # In a GGUF file's vocabulary all tokens stand side by side, each with its type.
+        is_file = isinstance(self._files, GgufTokenizer)
+        pieces = {} if is_file else self._backend.get_vocab(with_added_tokens=False)
+        texts = {
+            token_id: self._spelling.bytes_of_added(token, is_piece=token in pieces)
+            for token_id, token in added.items()
+        }
+        return {token_id: text for token_id, text in texts.items() if text != self._spelling.bytes_of(added[token_id])}
 
     def _learn_roles(self) -> ChatRoles | None:
         """None if there is no chat template."""

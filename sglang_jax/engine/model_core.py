@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.checkpoint import Checkpoint, open_checkpoint, resolve_tokenizer
+from sglang_jax.checkpoint import Checkpoint, open_checkpoint, resolve_tokenizer, with_end_tokens
 from sglang_jax.checkpoint.resolve import ModelSource
 from sglang_jax.checkpoint.token_table import load_token_table
 from sglang_jax.config import EngineConfig, GrammarLibrary, SamplingDefaults, ServerConfig
@@ -77,6 +77,7 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
         revision=config.revision,
         model_impl=config.model_impl,
     )
+    checkpoint = with_end_tokens(checkpoint, tokenizer_source(config))
     defaults = generation_defaults(config, checkpoint)
     create_runner = load_backend(config)
     grammars = load_grammars(config, checkpoint)

@@ -271,7 +271,7 @@ def _sizes(
             state_dtypes=state_dtypes,
         )
         memory = with_draft(memory, beside.weights, beside.groups)
-    sizes = choose_sizes(config, parallel.config.max_position, memory)
+    sizes = choose_sizes(config, parallel.config.default_context, memory, parallel.config.longest_context)
     logger.info(
         "%d x %s: %.0f MiB of weights, %s (%s), %d rows, %d tokens a step",
         count,

@@ -62,7 +62,7 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | Non
             f"speculative_draft_model_path {path} has layers with recurrent states, which wrong guesses would "
             "corrupt: choose a draft model with attention layers only"
         )
-    longest = max(model.max_position, checkpoint.config.max_position)
+    longest = max(model.max_position, checkpoint.config.longest_context)
     return replace(draft, config=replace(model, max_position=longest))
 
 

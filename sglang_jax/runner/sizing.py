@@ -75,15 +75,17 @@ class Sizes:
     draft_slots: int = 0
 
 
-def choose_sizes(config: EngineConfig, model_context: int, memory: Memory) -> Sizes:
-    """Sizes of pools, page tables and steps.
+def choose_sizes(config: EngineConfig, model_context: int, memory: Memory, longest_context: int | None = None) -> Sizes:
+    """Sizes of pools, page tables and steps. `model_context`: tokens of a context unless the config sets them;
+    `longest_context`: how many it may set, `model_context` if None.
 
     **Raises:** `ConfigError` if `context_length` is beyond the model's, or memory cannot hold the weights and one
     request.
     """
     context = config.context_length or model_context
-    if context > model_context:
-        raise ConfigError(f"context_length {context} exceeds the model's maximum of {model_context} positions")
+    longest = longest_context or model_context
+    if context > longest:
+        raise ConfigError(f"context_length {context} exceeds the model's maximum of {longest} positions")
     default_rows = _MAX_RUNNING_ON_CPU if memory.platform == "cpu" else _MAX_RUNNING
     max_rows = config.max_running_requests or default_rows
     prompt_tokens = config.chunked_prefill_size or _default_prompt_tokens(memory)

@@ -9,9 +9,12 @@ import pytest
 from helpers.tiny_models import make_tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from sglang_jax.checkpoint import resolve_model
 from sglang_jax.checkpoint.control_tokens import ControlTokens
+from sglang_jax.checkpoint.gguf_tokenizer import GgufTokenizer
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
 from sglang_jax.checkpoint.tokenizer import Tokenizer, load_tokenizer
 
@@ -79,6 +82,40 @@ def test_what_spells_none_is_tokenized_as_it_was(source: ModelSource, tokenizer:
 )
 def test_no_text_of_a_message_becomes_a_control_token(tokenizer: Tokenizer, content: str) -> None:
     assert control_ids(tokenizer, chat_ids(tokenizer, content)) == control_ids(tokenizer, chat_ids(tokenizer, "Hi"))
+
+
+# Each of these puts a space before texts, as published models do.
+LLAMA_2 = (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None)
+MISTRAL = (None, pre_tokenizers.Metaspace("▁", "first", split=False))
+GEMMA = (None, pre_tokenizers.Sequence([pre_tokenizers.Metaspace("▁", "always", split=False)]))
+BYTES = (None, pre_tokenizers.ByteLevel(add_prefix_space=True))
+NONE = (normalizers.Replace(" ", "▁"), None)
+
+
+def with_space(steps: tuple[object, object]) -> Tokenizer:
+    """A vocabulary of single letters whose tokens `</s>` and, with the white space around it, `<m>` are special."""
+    pieces = sorted({*"▁\n", *pre_tokenizers.ByteLevel.alphabet()})
+    backend = Backend(models.BPE({piece: number for number, piece in enumerate(pieces)}, []))
+    backend.normalizer, backend.pre_tokenizer = steps  # type: ignore[assignment]
+    plain: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.Fuse()]
+    backend.decoder = decoders.ByteLevel() if steps is BYTES else decoders.Sequence(plain)  # type: ignore[assignment]
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    backend.add_special_tokens([AddedToken("<m>", special=True, normalized=False, lstrip=True, rstrip=True)])
+    template = "{% for m in messages %}</s>{{ m.content }}<m>{{ m.role }}: {{ m.content }} <m>{% endfor %}"
+    return Tokenizer(GgufTokenizer(backend, {"eos_token": "</s>"}, template), "made up")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([LLAMA_2, MISTRAL, GEMMA, BYTES, NONE]), st.text(" a\n", max_size=4), st.data())
+def test_what_is_spelt_gains_no_space(steps: tuple[object, object], begin: str, data: st.DataObject) -> None:
+    """As if `</s>` and `<m>` were words that mean nothing, such as `</t>` and `<t>`."""
+    words = data.draw(st.lists(st.sampled_from(["</s>", "<m>", " ", "a", "s ", "\n", "<", "</s"]), max_size=8))
+    content = begin + "".join(words)
+    tokenizer = with_space(steps)
+    plain = content.replace("</s>", "</t>").replace("<m>", "<t>")
+    wanted = tokenizer.decode(chat_ids(tokenizer, plain), skip_special_tokens=False)
+    got = tokenizer.decode(chat_ids(tokenizer, content), skip_special_tokens=False)
+    assert got == wanted.replace("</t>", "</s>").replace("<t>", "<m>")
 
 
 def test_every_field_of_a_message_is_marked() -> None:

@@ -155,6 +155,36 @@ def test_yarn_extends_the_declared_context(tmp_path: Path) -> None:
     assert (config.layers[0].mixer.rope.original_max_position, config.max_position) == (2048, 8192)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "default", "longest"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0}, 8192, 8192),
+        ({"type": "dynamic", "factor": 1.5}, 3072, 3072),
+        ({"rope_type": "linear", "factor": 4.0}, 2048, 8192),  # 2,048 may be the context after scaling
+        ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 512}, 2048, 2048),
+        ({"rope_type": "linear", "factor": 8.0, "original_max_position_embeddings": 512}, 2048, 4096),
+        ({"rope_type": "yarn", "factor": 4.0}, 8192, 8192),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048, 2048),
+        ({"rope_type": "llama3", **ROPES["llama3"]}, 2048, 2048),
+        (None, 2048, 2048),
+    ],
+)
+def test_contexts_reach_as_far_as_rope_scaling(
+    tmp_path: Path, scaling: dict[str, Any] | None, default: int, longest: int
+) -> None:
+    config = load_hf_config(written(tmp_path, LLAMA | {"rope_scaling": scaling}))
+    assert (config.default_context, config.longest_context) == (default, longest)
+    write_hf_config(config, tmp_path)
+    assert load_hf_config(tmp_path) == config
+
+
+def test_a_window_that_only_scaled_contexts_outgrow_is_one(tmp_path: Path) -> None:
+    values = architecture_values("mistral") | {"max_position_embeddings": 2048, "sliding_window": 2048}
+    assert load_hf_config(written(tmp_path, values)).layers[0].mixer.window is None
+    dynamic = load_hf_config(written(tmp_path, values | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
+    assert dynamic.layers[0].mixer.window == 2048
+
+
 def test_biases_of_llama_and_qwen3(tmp_path: Path) -> None:
     config = load_hf_config(written(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True}))
     assert (

@@ -103,6 +103,38 @@ def test_tokens_that_were_added_later(tmp_path: Path) -> None:
     assert first + 4 not in table.special
 
 
+LATIN = ["õ", "Größe", "đem", "čaj", "Ġzq", "<|größe|>"]
+"""Their letters are GPT-2's for bytes, too."""
+
+
+@pytest.mark.parametrize("make", [byte_level_folder, byte_level_gguf])
+def test_added_tokens_with_latin_letters_are_themselves(tmp_path: Path, make: object) -> None:
+    if make is byte_level_folder:
+        source = byte_level_folder(tmp_path)
+        theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        theirs.add_tokens(LATIN[:-1])
+        theirs.add_tokens(LATIN[-1:], special_tokens=True)
+        theirs.add_tokens(["Ġthe"])  # which is a piece, and stays one
+        theirs.save_pretrained(tmp_path)
+    else:
+        metadata = byte_level_metadata(make_tiny_tokenizer(tmp_path))
+        tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+        kinds[tokens.index(LATIN[0])] = 4
+        tokens += LATIN[1:]
+        kinds += [4, 4, 4, 4, 3]
+        source = ModelSource(SourceKind.GGUF, write_gguf(tmp_path / "x.gguf", "llama", metadata, {}), "tiny")
+    check(source, leading_space=False)
+    tokenizer = load_tokenizer(source)
+    text = f"the {' fox '.join(LATIN)} é"
+    ids = tokenizer.encode(text)
+    vocabulary = load_token_table(source).tokens
+    assert [vocabulary[token].decode() for token in ids if vocabulary[token].decode(errors="replace") in LATIN] == LATIN
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(ids) == text.replace("<|größe|>", "")
+    stream = tokenizer.stream_decoder(skip_special_tokens=False)
+    assert "".join(map(stream.push, ids)) + stream.flush() == text
+
+
 def test_a_tokenizer_of_another_kind_is_named(tmp_path: Path) -> None:
     source = byte_level_folder(tmp_path)
     stored = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -64,6 +64,14 @@ def test_a_context_beyond_the_model_is_refused() -> None:
         choose_sizes(EngineConfig(context_length=9000), 8192, CPU)
 
 
+def test_a_context_may_be_as_long_as_rope_scaling_reaches() -> None:
+    assert choose_sizes(EngineConfig(max_total_tokens=65536), 8192, CPU, 16384).max_context == 8192
+    asked = EngineConfig(context_length=16384, max_total_tokens=65536)
+    assert choose_sizes(asked, 8192, CPU, 16384).max_context == 16384
+    with pytest.raises(ConfigError, match="context_length 16385 exceeds the model's maximum of 16384 positions"):
+        choose_sizes(EngineConfig(context_length=16385), 8192, CPU, 16384)
+
+
 def test_memory_that_holds_no_request_is_refused_with_its_numbers() -> None:
     small = Memory("cpu", available=1200 * 2**20, weights=1000 * 2**20, groups=(GroupMemory(2**20),))
     with pytest.raises(ConfigError, match=r"1,200 MiB .* 0\.85: after 1,000 MiB .* 32 MiB of KV .* 512 tokens"):

@@ -208,7 +208,7 @@ def check_sites(program: Program, config: ModelConfig, shard: ModelShard) -> Non
             )
         window = site.options.window
         # A window that no sequence outgrows changes nothing.
-        sees = None if window is None or window >= config.max_position else window
+        sees = None if window is None or window >= config.longest_context else window
         found = (site.heads, site.kv_heads, site.head_dim, sees)
         heads, kv_heads = len(shard.heads(attention.num_heads)), len(shard.kv_heads(attention.num_kv_heads))
         wanted = (heads, kv_heads, attention.head_dim, attention.window)

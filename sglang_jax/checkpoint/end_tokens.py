@@ -1,0 +1,46 @@
+"""The tokens that end an output, as a checkpoint's tokenizer knows them.
+
+A model's config may not name the end of a turn: a chat model made from a base model often keeps the base's. Its
+tokenizer has it as `eos_token`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sglang_jax.architectures.files import read_file
+from sglang_jax.checkpoint.gguf_end_tokens import gguf_end_token_ids
+from sglang_jax.checkpoint.gguf_file import open_gguf
+from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
+from sglang_jax.checkpoint.token_table import CONFIG_FILE, MAX_BYTES, token_id_of
+from sglang_jax.errors import CheckpointError
+
+_FILES = (CONFIG_FILE, "special_tokens_map.json")
+"""Where `eos_token` may be."""
+
+
+def end_token_ids(source: ModelSource) -> tuple[int, ...]:
+    """Those of a tokenizer (see `resolve_tokenizer`); none if it does not say.
+
+    **Raises:** `CheckpointError` for files that are not what they should be.
+    """
+    if source.kind is SourceKind.GGUF:
+        return gguf_end_token_ids(open_gguf(source.path))
+    token = next(filter(None, (_eos_token(source.path / name) for name in _FILES)), None)
+    found = None if token is None else token_id_of(source.path, token)
+    return () if found is None else (found,)
+
+
+def _eos_token(file: Path) -> str | None:
+    """`eos_token`, a text or an object with one. None if there is no such file."""
+    if not file.is_file():
+        return None
+    try:
+        token = json.loads(read_file(file, MAX_BYTES)).get("eos_token")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} must contain a JSON object: {error}") from error
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise CheckpointError(f"{file}: eos_token is {token!r:.80}, it must be a string")
+    return text
