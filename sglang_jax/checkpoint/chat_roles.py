@@ -80,7 +80,7 @@ def learn_roles(
     own = [role for role in OPENAI_ROLES if role != "developer" or role in named]
     candidates = list(dict.fromkeys([*own, *named]))
     # A template that shows nobody's words (it takes lists of parts alone, say) tells nothing; let it decide by itself.
-    known = {role for role in candidates if any(_heard(role, render))} or set(candidates)
+    known = {role for role in candidates if is_heard(role, render)} or set(candidates)
     known |= {"user", "assistant"}
     developer_is_system = "developer" not in known and "system" in known
     if developer_is_system:
@@ -114,6 +114,11 @@ def _printed_as_token(special_tokens: Sequence[str], render: Callable[[Sequence[
     tokens = {token: re.fullmatch(r"<\|([\w-]+)\|>", token) for token in special_tokens if token not in always}
     roles = {token: match[1] for token, match in tokens.items() if match}
     return [role for token, role in roles.items() if any(token in text for text in _heard(role, render))]
+
+
+def is_heard(role: str, render: Callable[[Sequence[Message]], str]) -> bool:
+    """Whether any conversation that holds the role shows what it said."""
+    return any(_heard(role, render))
 
 
 def _heard(role: str, render: Callable[[Sequence[Message]], str]) -> Iterator[str]:

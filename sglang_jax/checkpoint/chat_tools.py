@@ -17,6 +17,7 @@ from typing import Any
 
 import jinja2
 
+from sglang_jax.checkpoint.chat_contents import text_of
 from sglang_jax.errors import RequestError
 
 Message = dict[str, Any]
@@ -80,9 +81,9 @@ class ToolSupport:
         told = _TOLD.format(tools=lines)
         if not has_system:
             place = next((number for number, message in enumerate(given) if message["role"] == "user"), 0)
-            given[place] = {**given[place], "content": f"{told}\n\n{given[place]['content']}"}
+            given[place] = {**given[place], "content": f"{told}\n\n{text_of(given[place]['content'])}"}
         elif given and given[0]["role"] == "system":
-            given[0] = {**given[0], "content": f"{given[0]['content']}\n\n{told}"}
+            given[0] = {**given[0], "content": f"{text_of(given[0]['content'])}\n\n{told}"}
         else:
             given.insert(0, {"role": "system", "content": told})
         return given, ()
@@ -98,7 +99,7 @@ class ToolSupport:
         lines = [f"<tool_call>\n{_call_text(call['function'])}\n</tool_call>" for call in calls]
         said = message.get("content")
         others = {name: value for name, value in message.items() if name != "tool_calls"}
-        return {**others, "content": "\n".join([*([str(said)] if said else []), *lines])}
+        return {**others, "content": "\n".join([*([text_of(said)] if said else []), *lines])}
 
 
 def _with_arguments(call: Mapping[str, Any], form: Callable[[Any], Any]) -> Message:

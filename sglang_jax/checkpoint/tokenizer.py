@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Backend
 
 from sglang_jax.architectures.files import check_regular, read_file
+from sglang_jax.checkpoint.chat_contents import ContentForms, learn_contents
 from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
 from sglang_jax.checkpoint.chat_tools import ToolSupport, learn_tools
 from sglang_jax.checkpoint.control_tokens import ControlTokens
@@ -115,6 +116,7 @@ class Tokenizer:
             token.content for token in added.values() if token.special and not special_tokens_in_content
         )
         self._marked_text = MarkedText(self._backend, self._control)
+        self._contents = self._learn_contents()
         self._roles = self._learn_roles()
         self._tool_support: ToolSupport | None = None
 
@@ -256,7 +258,8 @@ class Tokenizer:
         does not name the role `developer`, such messages are rendered as the system's.
 
         **Arguments:** `tools`: in OpenAI's form; a template that shows none gets them in the system's words. Calls in
-        `messages` have their arguments as objects or as JSON text; the template gets them as it takes them.
+        `messages` have their arguments as objects or as JSON text, and contents are texts or lists of parts; the
+        template gets them as it takes them.
         `variables`: what else the template is given, by names that `is_variable` lets pass.
 
         **Raises:** `RequestError` if there is no template, or it refuses the messages; `ParameterError` for a role
@@ -305,14 +308,25 @@ class Tokenizer:
         }
         return {token_id: text for token_id, text in texts.items() if text != self._spelling.bytes_of(added[token_id])}
 
-    def _learn_roles(self) -> ChatRoles | None:
-        """None if there is no chat template."""
+    def _learn_contents(self) -> ContentForms:
+        template = self._template_or_none()
+        # Until it is known, messages are given as they are.
+        return ContentForms() if template is None else learn_contents(template, self._render_as_given)
+
+    def _template_or_none(self) -> str | None:
+        """The template of chats; empty if there are several and none of them is. None if there is none at all."""
         if self._files.chat_template is None:
             return None
         try:
-            template = self._template()
+            return self._template()
         except RequestError:  # whoever sends a chat is told so
-            template = ""
+            return ""
+
+    def _learn_roles(self) -> ChatRoles | None:
+        """None if there is no chat template."""
+        template = self._template_or_none()
+        if template is None:
+            return None
         others = self._special_ids - {self.bos_token_id, self.eos_token_id, self._files.pad_token_id}
         tokens = [str(self._backend.id_to_token(token_id)) for token_id in sorted(others)]
         return learn_roles(template, self._render, tokens)
@@ -326,6 +340,22 @@ class Tokenizer:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
 
     def _render(
+        self,
+        messages: Sequence[dict[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """As `_render_as_given`, with contents in the form that the template takes."""
+        return self._render_as_given(
+            [self._contents.formed(message) for message in messages],
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+
+    def _render_as_given(
         self,
         messages: Sequence[dict[str, object]],
         tools: Sequence[Mapping[str, object]] = (),
