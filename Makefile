@@ -68,6 +68,7 @@ check: $(TEST_READY) ## check lint, format, types, import rules, and the prose o
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/typed_docs.py
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/prose/check.py
 	$(BIN)/python tests/proofs.py stale

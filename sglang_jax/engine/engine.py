@@ -97,14 +97,24 @@ class Engine:
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+        self,
+        prompts: Prompt,
+        sampling_params: Sampling | None = None,
+        *,
+        stream: Literal[False] = False,
+        **request: Unpack[RequestOptions],
+    ) -> GenerateOutput: ...
+
+    @overload
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Sequence[Prompt],
         sampling_params: Sampling | Sequence[Sampling] | None = None,
         *,
         stream: Literal[False] = False,
         **request: Unpack[RequestOptions],
-    ) -> GenerateOutput | list[GenerateOutput]: ...
+    ) -> list[GenerateOutput]: ...
 
     @overload
     def generate(
@@ -136,7 +146,8 @@ class Engine:
         - `request`: further fields of `GenerateInput`, the same for all prompts.
 
         **Returns:** one output for one prompt; for a list, a list in the same order. Prompts with n > 1 have n outputs,
-        one after the other in the list.
+        one after the other in the list. A single prompt with n > 1 also gives a list, which its type does not say: to
+        a type checker, give a list of that one prompt.
 
         **Raises:** the `RequestError` of the first request that fails; all others are aborted.
         """
@@ -147,14 +158,24 @@ class Engine:
         return outputs[0] if single else outputs
 
     @overload
+    def async_generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+        self,
+        prompts: Prompt,
+        sampling_params: Sampling | None = None,
+        *,
+        stream: Literal[False] = False,
+        **request: Unpack[RequestOptions],
+    ) -> Awaitable[GenerateOutput]: ...
+
+    @overload
     def async_generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Sequence[Prompt],
         sampling_params: Sampling | Sequence[Sampling] | None = None,
         *,
         stream: Literal[False] = False,
         **request: Unpack[RequestOptions],
-    ) -> Awaitable[GenerateOutput | list[GenerateOutput]]: ...
+    ) -> Awaitable[list[GenerateOutput]]: ...
 
     @overload
     def async_generate(
@@ -191,7 +212,7 @@ class Engine:
         *,
         stream: Literal[False] = False,
         **request: Unpack[RequestOptions],
-    ) -> GenerateOutput | list[GenerateOutput]: ...
+    ) -> GenerateOutput: ...
 
     @overload
     def chat(
