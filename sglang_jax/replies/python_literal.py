@@ -11,7 +11,9 @@ from sglang_jax.replies.json_scan import escape_surrogates
 MOST_CHARACTERS = 16_384
 """Of a literal: Python's parser takes some hundred bytes for each."""
 
-_ESCAPE = r"\\(?:[\\'\"abfnrtv\n]|x[\da-fA-F]{2}|u[\da-fA-F]{4}|U00(?:0[\da-fA-F]|10)[\da-fA-F]{4}|(?![4-7][0-7]{2})[0-7]{1,3})"
+_HEX = r"[\da-fA-F]"
+_OCTAL = r"(?![4-7][0-7]{2})[0-7]{1,3}"
+_ESCAPE = rf"\\(?:[\\'\"abfnrtv\n]|x{_HEX}{{2}}|u{_HEX}{{4}}|U00(?:0{_HEX}|10){_HEX}{{4}}|{_OCTAL})"
 _LITERAL = re.compile(
     rf"""(?:'(?:[^'\\\n]|{_ESCAPE})*+' | "(?:[^"\\\n]|{_ESCAPE})*+"
     | (?:-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)? | True | False | None)(?![\w.'"])
