@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -179,7 +180,7 @@ class BoundedConnection(SlicedConnection):
     @property
     def _is_idle(self) -> bool:
         """Its client has sent nothing for a while."""
-        return not self._rest and self.loop.time() - self._waits_since > IDLE_SECONDS
+        return not self._rest and time.monotonic() - self._waits_since > IDLE_SECONDS
 
     def _too_many(self) -> RequestError:
         return TooManyConnectionsError(
@@ -304,7 +305,7 @@ class BoundedConnection(SlicedConnection):
             return
         if self not in self._group.waiting:
             self._group.waiting[self] = None
-            self._waits_since = self.loop.time()
+            self._waits_since = time.monotonic()
         if self._head_timer is None and self.timeout_keep_alive_task is None:
             self._head_timer = self.loop.call_later(self._limits.client_timeout, self._end_waiting)
 
