@@ -78,7 +78,7 @@ class JsonWriter:
                     if end is not None and abs(end) <= most and rounded(end, up=True) != end:
                         return f"{place}/{name}", (
                             f"the bound {inner[name]} cannot be enforced exactly with the keywords around it: bounds "
-                            f"beyond {EXACT} (2^53) need a schema of objects, arrays, anyOf and $ref alone"
+                            f"beyond {EXACT} (2^53) need a schema of objects, arrays, anyOf and $ref only"
                         )
             going.extend(reversed([(place + path, child) for path, child in children(inner)]))
         return None
