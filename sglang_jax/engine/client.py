@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from sglang_jax.engine import validation
-from sglang_jax.engine.detokenizer import OutputText
+from sglang_jax.engine.detokenizer import HiddenStops, OutputText, SpecialNames
 from sglang_jax.engine.link import Links, RoutedRequest
 from sglang_jax.engine.output import Completion, RequestOutputs
 from sglang_jax.engine.prompt_reader import PromptReader
@@ -22,6 +22,7 @@ from sglang_jax.engine.types import (
     TextTokenizer,
 )
 from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, shown
+from sglang_jax.sampling import SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
 
 
@@ -32,6 +33,7 @@ class AsyncEngineClient:
         self.links = links
         self._tokenizer = tokenizer
         self._reader = PromptReader(tokenizer)
+        self._special_names: SpecialNames | None = None
         self._requests: dict[str, RoutedRequest] = {}
 
     @property
@@ -210,8 +212,17 @@ class AsyncEngineClient:
             include_stop=sampling.include_stop,
             markers=request.markers,
             unsearched=sampling.min_new_tokens,
+            hidden=self._hidden_stops(sampling),
         )
         return Completion(outputs, index=index, prompt_tokens=len(request.prompt), text=text)
+
+    def _hidden_stops(self, sampling: SamplingParams) -> HiddenStops:
+        """The special tokens that stop strings name, where their text is not shown."""
+        if not sampling.stop or not sampling.skip_special_tokens:
+            return HiddenStops()
+        if self._special_names is None:
+            self._special_names = SpecialNames(self._tokenizer.special_tokens)
+        return self._special_names.hidden_in(sampling.stop)
 
 
 def _aborted(request: GenerateInput) -> Sequence[OutputDelta]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from sglang_jax.engine.types import StreamDecoder
 
@@ -43,6 +44,49 @@ class StopStrings:
         return len(text)
 
 
+_FIRST_SIGN, _SIGNS = 0xD800, 0x800
+"""Halves of characters, which no decoder gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStops:
+    """Stop strings that name special tokens whose text is not shown.
+
+    - `signs`: what stands for such a token in the text that is searched, by its id: a character that no text has.
+    - `names`: by its sign.
+    - `strings`: stop strings with signs for the names in them, and what they are as the client has them.
+    """
+
+    signs: Mapping[int, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    strings: Mapping[str, str] = field(default_factory=dict)
+
+
+class SpecialNames:
+    """Finds the names of special tokens in stop strings. `special_tokens`: ids by name."""
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._ids = special_tokens
+        longest_first = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def hidden_in(self, stop: Sequence[str]) -> HiddenStops:
+        named = list(dict.fromkeys(name for string in stop for name in self._any.findall(string)))[:_SIGNS]
+        signs = {name: chr(_FIRST_SIGN + number) for number, name in enumerate(named)}
+        return HiddenStops(
+            {self._ids[name]: sign for name, sign in signs.items()},
+            {sign: name for name, sign in signs.items()},
+            {
+                self._any.sub(lambda found: signs.get(found[0], found[0]), string): string
+                for string in stop
+                if self._any.search(string)
+            },
+        )
+
+
+_NO_HIDDEN_STOPS = HiddenStops()
+
+
 class OutputText:
     """Turns tokens into text that can be shown: never a part of a character, never a part of a stop string.
 
@@ -54,6 +98,8 @@ class OutputText:
     - `include_stop`: the text keeps the stop string or token that ended it.
     - `markers`: tokens in whose text no stop string is looked for; what was held back before one is shown.
     - `unsearched`: the number of first tokens in whose text no stop string is looked for.
+    - `hidden`: the special tokens that `stop` names, where the decoder leaves them out, or shows only `markers`. They
+      are looked for among `markers` as well.
     """
 
     def __init__(
@@ -65,9 +111,13 @@ class OutputText:
         include_stop: bool = False,
         markers: Set[int] = frozenset(),
         unsearched: int = 0,
+        hidden: HiddenStops = _NO_HIDDEN_STOPS,
     ) -> None:
         self._decoder = decoder
-        self._stop = StopStrings(stop) if stop else None
+        self._stop = StopStrings([*stop, *hidden.strings]) if stop else None
+        self._hidden = hidden
+        shown = {hidden.names[hidden.signs[token]] for token in markers if token in hidden.signs}
+        self._shown = {ord(sign): name if name in shown else "" for sign, name in hidden.names.items()}
         self._stop_token_ids = frozenset() if include_stop else stop_token_ids
         self._include_stop = include_stop
         self._markers = markers
@@ -77,7 +127,8 @@ class OutputText:
 
     def push(self, token_id: int) -> str:
         """Text that one more token made certain, maybe empty. Once it sets `matched`, the text has ended."""
-        if token_id in self._stop_token_ids:
+        sign = self._hidden.signs.get(token_id, "")
+        if token_id in self._stop_token_ids and not (sign and self._stop is not None and self._unsearched <= 0):
             return ""
         piece = self._decoder.push(token_id)
         if self._stop is None:
@@ -85,8 +136,10 @@ class OutputText:
         if self._unsearched > 0:
             self._unsearched -= 1
             return piece
+        if sign:
+            return self._release(self._stop, piece.removesuffix(self._hidden.names[sign]) + sign)
         if token_id in self._markers:
-            piece, self._held = self._held + piece, ""
+            piece, self._held = self._visible(self._held) + piece, ""
             return piece
         return self._release(self._stop, piece)
 
@@ -97,7 +150,7 @@ class OutputText:
             return piece
         released = self._release(self._stop, piece)
         if self.matched is None:
-            released += self._held
+            released += self._visible(self._held)
         self._held = ""
         return released
 
@@ -105,12 +158,17 @@ class OutputText:
         text = self._held + piece
         if stop.begins_in(text) is None:
             self._held = ""
-            return text
+            return self._visible(text)
         found = stop.find(text)
         if found is not None:
-            end, self.matched = found
+            end, string = found
+            self.matched = self._hidden.strings.get(string, string)
             self._held = ""
-            return text[: end if self._include_stop else end - len(self.matched)]
+            return self._visible(text[: end - len(string)]) + (self.matched if self._include_stop else "")
         certain = stop.certain(text)
         self._held = text[certain:]
-        return text[:certain]
+        return self._visible(text[:certain])
+
+    def _visible(self, text: str) -> str:
+        """With what the client is shown of special tokens for their signs."""
+        return text.translate(self._shown) if self._shown else text

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from sglang_jax.errors import GrammarError
+from sglang_jax.grammar.integer_ranges import BOUNDS, has_wide_bounds, is_number, range_of, rounded
 from sglang_jax.grammar.places import ALONE, IN_LISTS, IN_MAPPINGS
 from sglang_jax.grammar.structural_tag import TagWriter
+from sglang_jax.grammar.wide_integers import JsonWriter
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
 NO_FORCING = '%llguidance {"no_forcing":true}'
@@ -39,7 +41,7 @@ def to_lark(grammar: Grammar, specials: Mapping[str, int]) -> str:
     """
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"{NO_FORCING}\nstart: {json_rule(json.loads(grammar.text))}\n"
+            return f"{NO_FORCING}\n{json_lark(json.loads(grammar.text))}"
         case GrammarKind.REGEX:
             return f"{NO_FORCING}\nstart: /{regex_rule(grammar.text, grammar.field)}/\n"
         case GrammarKind.CHOICE:
@@ -48,12 +50,32 @@ def to_lark(grammar: Grammar, specials: Mapping[str, int]) -> str:
         case GrammarKind.EBNF:
             return _without_forcing(_ebnf(grammar.text, grammar.field))
         case GrammarKind.STRUCTURAL_TAG:
-            return f"{NO_FORCING}\n{tag_writer(grammar, specials).write(json.loads(grammar.text))}"
+            json_writer = JsonWriter(json_rule, WHITESPACE)
+            writer = tag_writer(grammar, specials, json_writer.rule)
+            return _with_rules(f"{NO_FORCING}\n{writer.write(json.loads(grammar.text))}", json_writer)
 
 
-def tag_writer(grammar: Grammar, specials: Mapping[str, int]) -> TagWriter:
-    """What writes a grammar of structural tags."""
-    return TagWriter(grammar.field, specials, json_rule, regex_rule, lambda text: _ebnf(text, grammar.field))
+def tag_writer(
+    grammar: Grammar, specials: Mapping[str, int], schema_rule: Callable[[Any], str] | None = None
+) -> TagWriter:
+    """What writes a grammar of structural tags. `schema_rule`: writes its schemas."""
+    write_schema = schema_rule or json_rule
+    return TagWriter(grammar.field, specials, write_schema, regex_rule, lambda text: _ebnf(text, grammar.field))
+
+
+def json_lark(schema: Any) -> str:
+    """A schema as the rules of a grammar."""
+    writer = JsonWriter(json_rule, WHITESPACE)
+    return _with_rules(f"start: {writer.rule(schema)}\n", writer)
+
+
+def find_bound_fault(schema: Any) -> tuple[str, str] | None:
+    """See `JsonWriter.find_bound_fault`."""
+    return JsonWriter(json_rule, WHITESPACE).find_bound_fault(schema, _MOST)
+
+
+def _with_rules(lark: str, writer: JsonWriter) -> str:
+    return lark + "".join(f"{rule}\n" for rule in writer.rules)
 
 
 def json_rule(schema: Any) -> str:
@@ -86,8 +108,8 @@ these keywords, whatever their value."""
 
 def _as_the_library_reads(schema: dict[str, Any]) -> dict[str, Any]:
     """A copy without keywords that demand nothing. Limits of numbers that the library has no patterns for (those of 64
-    bits and beyond, as code generators write them) are the nearest that it has. An output that follows it follows the
-    schema."""
+    bits and beyond, as code generators write them) are the nearest that it has, within them. An output that follows it
+    follows the schema."""
     whole = dict(schema)
     going: list[Any] = [whole]
     while going:
@@ -95,16 +117,18 @@ def _as_the_library_reads(schema: dict[str, Any]) -> dict[str, Any]:
         for name, value in list(inner.items()):
             if any(type(value) is type(one) and value == one for one in _DEMANDS_NOTHING.get(name, ())):
                 del inner[name]
-            elif name in _LEAST and _is_number(value):
-                inner[name] = max(value, -_MOST)
-            elif name in _GREATEST and _is_number(value):
-                inner[name] = min(value, _MOST)
+        if has_wide_bounds(inner):  # exclusive bounds of integers are not exact there
+            ends = zip(("minimum", "maximum"), range_of(inner), strict=True)
+            for name in BOUNDS:
+                inner.pop(name, None)
+            inner |= {name: end for name, end in ends if end is not None}
+        for name in inner.keys() & {*_LEAST, *_GREATEST}:
+            value = inner[name]
+            if is_number(value):
+                value = rounded(value, up=name in _LEAST)
+                inner[name] = max(value, -_MOST) if name in _LEAST else min(value, _MOST)
         going.extend(_copied_parts(inner))
     return whole
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _copied_parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

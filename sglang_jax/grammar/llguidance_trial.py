@@ -12,7 +12,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from sglang_jax.errors import GrammarError
-from sglang_jax.grammar.lark import HEADER_LINES, json_rule, tag_writer, to_lark
+from sglang_jax.grammar.lark import HEADER_LINES, find_bound_fault, json_lark, tag_writer, to_lark
 from sglang_jax.grammar.places import MOST_SECONDS, find_constant_fault, find_fault, find_reference_fault
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
@@ -47,7 +47,7 @@ class Trial:
         `GrammarError`."""
         lark = to_lark(grammar, self._specials)
         if _LONG_NUMBER.search(grammar.text):
-            self._check_constants(grammar)
+            self._check_numbers(grammar)
         text = LLMatcher.grammar_from_lark(lark)
         # Of tokens with names a vocabulary of bytes has none.
         names_tokens = "<[" in lark or "<|" in lark
@@ -55,9 +55,9 @@ class Trial:
             raise self._explain(grammar, error)
         return lark
 
-    def _check_constants(self, grammar: Grammar) -> None:
+    def _check_numbers(self, grammar: Grammar) -> None:
         for field, schema in self._schemas(grammar):
-            if found := find_constant_fault(schema):
+            if found := find_constant_fault(schema) or find_bound_fault(schema):
                 raise GrammarError(f"{field} at {found[0]}: {found[1]}", param=field)
 
     def _schemas(self, grammar: Grammar) -> list[tuple[str, Any]]:
@@ -111,7 +111,7 @@ def _of_schema(field: str, schema: Any, message: str) -> GrammarError:
 
 
 def _schema_fault(schema: Any) -> str:
-    return brief(_fault(LLMatcher.grammar_from_lark(f"start: {json_rule(schema)}\n")))
+    return brief(_fault(LLMatcher.grammar_from_lark(json_lark(schema))))
 
 
 def _fault(text: str) -> str:

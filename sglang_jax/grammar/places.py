@@ -26,13 +26,13 @@ def find_reference_fault(schema: Any) -> tuple[str, str] | None:
     seen: dict[str, bool] = {}
     while going and time.monotonic() < until:
         place, inner = going.pop()
-        pointer = _pointer(inner)
+        pointer = pointer_of(inner)
         if pointer is not None:
-            if _resolve(schema, pointer) is _NOWHERE:
+            if resolve(schema, pointer) is NOWHERE:
                 return place, f"Pointer '{pointer}' does not exist"
             if _says_nothing(schema, inner, pointer, seen):
                 return place, f"$ref '#{pointer}' refers to itself"
-        going.extend(reversed([(place + path, child) for path, child in _children(inner)]))
+        going.extend(reversed([(place + path, child) for path, child in children(inner)]))
     return None
 
 
@@ -47,7 +47,7 @@ def find_constant_fault(schema: Any) -> tuple[str, str] | None:
             number = _lost_number(inner.get(name)) if isinstance(inner, dict) else None
             if number is not None:
                 return f"{place}/{name}", f"the whole number {shown(number)} is not supported; use a string for it"
-        going.extend(reversed([(place + path, child) for path, child in _children(inner)]))
+        going.extend(reversed([(place + path, child) for path, child in children(inner)]))
     return None
 
 
@@ -72,10 +72,10 @@ def _as_float(number: int) -> int | None:
     return int(nearest) if abs(number) < 2**63 else int(Decimal(repr(nearest)))
 
 
-_NOWHERE = object()
+NOWHERE = object()
 
 
-def _pointer(schema: Any) -> str | None:
+def pointer_of(schema: Any) -> str | None:
     """Where the `$ref` of a schema points to within the whole; None without one."""
     found = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(found, str) or not (found in ("", "#") or found.startswith("#/")):
@@ -83,7 +83,7 @@ def _pointer(schema: Any) -> str | None:
     return unquote(found.removeprefix("#"))
 
 
-def _resolve(schema: Any, pointer: str) -> Any:
+def resolve(schema: Any, pointer: str) -> Any:
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, dict) and key in schema:
@@ -91,7 +91,7 @@ def _resolve(schema: Any, pointer: str) -> Any:
         elif isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
             schema = schema[int(key)]
         else:
-            return _NOWHERE
+            return NOWHERE
     return schema
 
 
@@ -101,7 +101,7 @@ def _says_nothing(schema: Any, begin: Any, pointer: str, seen: dict[str, bool]) 
     if pointer in seen:
         return seen[pointer]
     seen[pointer], followed = False, {pointer}
-    going = [_resolve(schema, pointer)]
+    going = [resolve(schema, pointer)]
     while going:
         inner = going.pop()
         if inner is begin:
@@ -111,10 +111,10 @@ def _says_nothing(schema: Any, begin: Any, pointer: str, seen: dict[str, bool]) 
             continue
         if isinstance(inner.get("allOf"), list):
             going.extend(inner["allOf"])
-        further = _pointer(inner)
+        further = pointer_of(inner)
         if further is not None and further not in followed:
             followed.add(further)
-            going.append(_resolve(schema, further))
+            going.append(resolve(schema, further))
     return seen[pointer]
 
 
@@ -130,7 +130,7 @@ def find_fault(schema: Any, fault_of: Callable[[Any], str]) -> tuple[str, str]:
     inner, going = schema, True
     while going:
         going = False
-        for path, child in _children(inner):
+        for path, child in children(inner):
             looks -= 1
             if looks < 0 or time.monotonic() > until:
                 return place, fault
@@ -150,7 +150,7 @@ def _same(one: str, other: str) -> bool:
     return one in other or other in one
 
 
-def _children(schema: Any) -> Iterator[tuple[str, Any]]:
+def children(schema: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(schema, dict):
         return
     for name in IN_MAPPINGS:

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from sglang_jax.replies.json_scan import json_value
+from sglang_jax.replies.python_literal import python_literal
 
 _KINDS = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "readOnly", "writeOnly"})
@@ -85,7 +86,7 @@ class ArgumentSchemas:
         return types & self._types_of_reference(reference) if isinstance(reference, str) else types
 
     def as_json(self, value: str, schema: Any) -> str:
-        """A value as the model wrote it, as JSON: what its schema lets it be, else a text."""
+        """A value as the model wrote it, as JSON: what its schema lets it be, in JSON or Python, else a text."""
         if not self.bare(schema):
             types, plain = self.types(schema), value.strip()
             word = _WORDS.get(plain.lower())
@@ -94,6 +95,9 @@ class ArgumentSchemas:
             said = json_value(plain)
             if (said is not None or plain == "null") and ("string" not in types or _type(said) in types):
                 return plain
+            literal = python_literal(plain) if said is None else None
+            if literal is not None and _type(literal[0]) in types:
+                return literal[1]
         return json.dumps(value, ensure_ascii=False)
 
     def standing_alone(self, schema: Any) -> Any:

@@ -94,7 +94,7 @@ class CallReader:
             case Arguments():
                 return self._arguments(text, live=live)
             case Calls():
-                return self._calls(text, live=live)
+                return self._calls(text, final=final, live=live)
             case Parameters():
                 return self._parameters(part, text, live=live)
 
@@ -105,9 +105,17 @@ class CallReader:
         if text.startswith(part.text, at):
             self.at = at + len(part.text)
             return Reading.DONE
-        if not final and part.text.startswith(text[at:]):
-            return Reading.MORE
+        if part.text.startswith(text[at:]):
+            if not final:
+                return Reading.MORE
+            if self._has_arguments():  # the reply was cut in what closes the call
+                self.at = len(text)
+                return Reading.DONE
         return Reading.DONE if part.optional or (part.ends and at == len(text)) else Reading.FAILED
+
+    def _has_arguments(self) -> bool:
+        """Whether the arguments of the call are complete."""
+        return any(isinstance(part, (Arguments, Calls, Parameters)) for part in self._parts[: self._place])
 
     def _name(self, text: str, *, final: bool) -> Reading:
         found = NAME.match(text, self.at)
@@ -139,19 +147,24 @@ class CallReader:
         self.at = scanner.at
         return Reading.DONE if live else self._whole(call, text[begin : scanner.at])
 
-    def _calls(self, text: str, *, live: bool) -> Reading:
+    def _calls(self, text: str, *, final: bool, live: bool) -> Reading:
         scanner = self._scanner
         if scanner is None:
             scanner = self._scanner = JsonScanner(self.at, lists=True, deepest=None if live else MOST_DEPTH)
         scan = scanner.scan(text)
         if live:
             self._grow(scanner, text)
+        whole, end = len(scanner.objects), scanner.at
+        if scan is Scan.MORE and final and scanner.ends and (not live or len(scanner.ends) == whole):
+            whole, end, scan = len(scanner.ends), scanner.ends[-1], Scan.DONE  # a list was cut behind a call
+            while end < len(text) and (text[end].isspace() or text[end] == ","):
+                end += 1
         if scan is not Scan.DONE:
             return Reading.MORE if scan is Scan.MORE else Reading.FAILED
-        self.at = scanner.at
+        self.at = end
         if live:
-            return Reading.DONE if self.found and len(self.found) == len(scanner.objects) else Reading.FAILED
-        for members in scanner.objects:
+            return Reading.DONE if self.found and len(self.found) == whole else Reading.FAILED
+        for members in scanner.objects[:whole]:
             name = json_value(_value(members, (_NAME_KEY,), text))
             if not isinstance(name, str) or name not in self._tools:
                 return Reading.FAILED

@@ -49,11 +49,13 @@ class Member:
 
 class JsonScanner:
     """One object, or with `lists` a list too, or with `values` whatever is JSON, from `at` on. `objects`: the members
-    of the object, or of each object of the list. `deepest`: levels that it may have; None for any number."""
+    of the object, or of each object of the list; `ends`: behind each of these that is whole. `deepest`: levels that it
+    may have; None for any number."""
 
     def __init__(self, at: int, *, lists: bool = False, values: bool = False, deepest: int | None = MOST_DEPTH) -> None:
         self.at = at
         self.objects: list[list[Member]] = []
+        self.ends: list[int] = []
         self._opens = "" if values else "{[" if lists else "{"
         self._deepest = deepest
         self._stack: list[str] = []
@@ -145,8 +147,11 @@ class JsonScanner:
         return True
 
     def _close(self) -> None:
+        closed_object = self._in_outer_object()
         self._stack.pop()
         self.at += 1
+        if closed_object:
+            self.ends.append(self.at)
         self._value_ended()
 
     def _value_ended(self) -> None:
@@ -173,9 +178,13 @@ def json_object(text: str) -> str | None:
     if isinstance(value, str):
         repaired = _repaired(value)
         value = json_value(repaired)
-        # What escapes stood for may be no character, which no text can hold.
-        repaired = _SURROGATE.sub(_escaped, repaired)
+        repaired = escape_surrogates(repaired)
     return repaired if isinstance(value, dict) else None
+
+
+def escape_surrogates(text: str) -> str:
+    """JSON whose strings hold no halves of characters, which no text can: they are escaped."""
+    return _SURROGATE.sub(_escaped, text)
 
 
 def _repaired(text: str) -> str:

@@ -175,6 +175,9 @@ class ReplyParser:
             if begun is not None:
                 return begun
         place, marker = self._in_text.find(self._held, final=final)
+        if final and not marker and self._is_cut_marker():
+            self._held = ""
+            return False
         before, rest = self._held[:place], self._held[place:]
         text = before.rstrip()
         if text:
@@ -198,6 +201,11 @@ class ReplyParser:
         elif self._block is not None and marker in self._block:
             self._in_block = marker == self._block[0]
         return True
+
+    def _is_cut_marker(self) -> bool:
+        """Nothing but the beginning of a marker is held, behind a call."""
+        place, _ = self._in_text.find(self._held, final=False)
+        return self._num_calls > 0 and self._may_be_bare and not self._held[:place].strip()
 
     def _begin(self, *, final: bool) -> bool | None:
         """What a reply may begin with alone: reasoning, or a call without an opening. None if it is neither."""

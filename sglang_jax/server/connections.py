@@ -7,9 +7,10 @@ import logging
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -23,8 +24,9 @@ from sglang_jax.errors import RequestError
 from sglang_jax.logs import OnceASecond
 from sglang_jax.server.auth import OPEN_PATHS
 from sglang_jax.server.beginnings import Beginnings
-from sglang_jax.server.errors import TooManyConnectionsError, error_body, error_response
+from sglang_jax.server.errors import TooManyConnectionsError, error_body
 from sglang_jax.server.held_answers import HeldAnswers, share_limit
+from sglang_jax.server.lingering import LingeringCloses
 from sglang_jax.server.sliced_connection import MAX_HEAD_LINES, SlicedConnection, head_too_large
 from sglang_jax.server.slices import SLICE, SliceTurns, SmallReads
 
@@ -38,14 +40,18 @@ HEALTH_CONNECTIONS = 64
 """So many more may be open while `max_connections` are at work, for health checks alone: who watches a server that is
 full is not to think it dead, and start it again."""
 
-MOST_LOOKED_AT = 64
-"""Of connections that wait for a request, for one that may be closed."""
+MOST_LOOKED_AT = 64 + HEALTH_CONNECTIONS
+"""Of connections that wait for a request, for one whose place another may have."""
+
+IDLE_SECONDS = 1.0
+"""A connection that has waited for less may have a request on its way, and is not closed for a new one."""
 
 MOST_DISCARDED = 262_144
 """Bytes of a refused request that are taken from the kernel before its connection is closed."""
 
-SPARE_DESCRIPTORS = 256
-"""What the process needs beside connections: the engine's sockets, logs, files that are read."""
+SPARE_DESCRIPTORS = 384
+"""What the process needs beside `max_connections`: those for health checks, those that linger, the engine's sockets,
+logs, files that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,20 @@ class ConnectionLimits:
 
     max_connections: int
     client_timeout: float
+
+
+@dataclass(slots=True)
+class ConnectionGroup:
+    """The connections of a server. `waiting`: for a request, in the order in which they began to; the first has waited
+    longest. `spare`: beyond `max_connections`."""
+
+    waiting: dict[BoundedConnection, None] = field(default_factory=dict)
+    spare: set[BoundedConnection] = field(default_factory=set)
+    lingering: LingeringCloses = field(default_factory=LingeringCloses)
+
+    def first_waiting(self) -> list[BoundedConnection]:
+        """Those that have waited longest, but for those whose request waits for its turn to be parsed."""
+        return [one for one in islice(self.waiting, MOST_LOOKED_AT) if not one._parsing]
 
 
 def small_reads(limits: ConnectionLimits) -> Callable[..., SmallReads]:
@@ -69,15 +89,14 @@ def small_reads(limits: ConnectionLimits) -> Callable[..., SmallReads]:
 
 def bounded_connections(limits: ConnectionLimits, turns: SliceTurns | None = None) -> type[H11Protocol]:
     """uvicorn's connections with these limits, which all of them share, and in these turns."""
-    # In the order in which they began to wait for a request; the first has waited longest.
-    idle: dict[BoundedConnection, None] = {}
+    group = ConnectionGroup()
     held = HeldAnswers()
     heads = Beginnings(MOST_OF_HEADS, "heads")
     shared_turns = SliceTurns() if turns is None else turns
 
     class Connection(BoundedConnection):
         def __init__(self, *arguments: object, **options: object) -> None:
-            super().__init__(limits, idle, held, heads, shared_turns, *arguments, **options)
+            super().__init__(limits, group, held, heads, shared_turns, *arguments, **options)
 
     return Connection
 
@@ -90,9 +109,12 @@ class BoundedConnection(SlicedConnection):
     - A client that reads nothing of an answer for that time is cut off. Until then uvicorn's write buffer holds 64 KiB
       and one event, and the engine is not asked for more. Of long answers that are whole only so much
       waits: see `HeldAnswers`.
-    - Where `max_connections` are open, a new one takes the place of that which has waited longest for a request; if all
-      are at work, its requests are refused with 503, but for `/health` and the like. So silent connections keep nobody
-      out, and nobody keeps health checks out.
+    - Where `max_connections` are open, a new one has that closed which has been idle longest: which has sent nothing
+      for `IDLE_SECONDS`. If there is none, it is one of `HEALTH_CONNECTIONS` more. A request that comes over those has
+      the place of a connection that waits for its own request; if all are at work, it is refused with 503, but for
+      `/health` and the like. So silent connections keep nobody out, and nobody keeps health checks out.
+    - Where those are open as well, the one that has waited longest is refused with 503.
+    - Whoever is refused can read why: see `LingeringCloses`.
 
     How it is read: see `SlicedConnection`. Of an answer whose length is not
     known, h11 writes the beginning and the end, and the connection the chunks between them: a chunk changes nothing in
@@ -102,7 +124,7 @@ class BoundedConnection(SlicedConnection):
     def __init__(
         self,
         limits: ConnectionLimits,
-        idle: dict[BoundedConnection, None],
+        group: ConnectionGroup,
         held: HeldAnswers,
         heads: Beginnings,
         turns: SliceTurns,
@@ -111,9 +133,9 @@ class BoundedConnection(SlicedConnection):
     ) -> None:
         super().__init__(turns, heads, *arguments, **options)
         self._limits = limits
-        self._idle = idle
+        self._group = group
         self._held = held
-        self._spare = False
+        self._waits_since = 0.0
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
@@ -122,28 +144,43 @@ class BoundedConnection(SlicedConnection):
         that may stay silent: of thousands that come at once, each is in the way of others."""
         self.connections.add(self)
         self.transport, self.flow, self.scheme = transport, FlowControl(transport), "http"
-        if self._is_surplus and not self._has_room():
+        if len(self.connections) > self._limits.max_connections and not self._has_room():
             self._refuse(self._too_many())
             return
         self._watch()
 
-    @property
-    def _is_surplus(self) -> bool:
-        return len(self.connections) > self._limits.max_connections
-
     def _has_room(self) -> bool:
         """Finds a place for a connection that is one too many: an idle one's, or one of those for health checks."""
-        # Who waits for its turn has asked for something.
-        idle = [one for one in islice(self._idle, MOST_LOOKED_AT) if not one._parsing]
-        longest_idle = next((one for one in idle if not one._spare), None)
-        self._spare = longest_idle is None
-        if self._spare and len(self.connections) > self._limits.max_connections + HEALTH_CONNECTIONS:
-            longest_idle = next(iter(idle), None)
-            if longest_idle is None:
-                return False
+        waiting = self._group.first_waiting()
+        idle = [one for one in waiting if one._is_idle]
+        longest_idle = next((one for one in idle if one not in self._group.spare), None)
         if longest_idle is not None:
             longest_idle.drop()
+            return True
+        self._group.spare.add(self)
+        if len(self.connections) <= self._limits.max_connections + HEALTH_CONNECTIONS:
+            return True
+        if idle:
+            idle[0].drop()
+        elif waiting:
+            waiting[0]._refuse(self._too_many())
+        return bool(waiting)
+
+    def _has_place(self) -> bool:
+        """A request has come: is there a place for it among `max_connections`, or one of a connection that waits?"""
+        spare = self._group.spare
+        if self in spare and len(self.connections) - len(spare) >= self._limits.max_connections:
+            other = next((one for one in self._group.first_waiting() if one not in spare), None)
+            if other is None:
+                return False
+            spare.add(other)
+        spare.discard(self)
         return True
+
+    @property
+    def _is_idle(self) -> bool:
+        """Its client has sent nothing for a while."""
+        return not self._rest and time.monotonic() - self._waits_since > IDLE_SECONDS
 
     def _too_many(self) -> RequestError:
         return TooManyConnectionsError(
@@ -153,7 +190,8 @@ class BoundedConnection(SlicedConnection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forgets the connection."""
-        self._idle.pop(self, None)
+        self._group.waiting.pop(self, None)
+        self._group.spare.discard(self)
         self._end_head_timer()
         self._end_unread_timer()
         super().connection_lost(exc)
@@ -170,16 +208,11 @@ class BoundedConnection(SlicedConnection):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, whose chunks are written past h11; or why the request is not answered."""
-        self._spare = self._spare and self._is_surplus
-        refusal = None
-        if self._spare and scope["path"] not in OPEN_PATHS:
-            refusal = self._too_many()
-        elif len(scope["headers"]) >= MAX_HEAD_LINES:  # a head that came behind another request
-            refusal = head_too_large()
-        if refusal is not None:
-            response = error_response(refusal)
-            response.headers["Connection"] = "close"
-            await response(scope, receive, send)
+        if scope["path"] not in OPEN_PATHS and not self._has_place():
+            self._refuse(self._too_many())
+            return
+        if len(scope["headers"]) >= MAX_HEAD_LINES:  # a head that came behind another request
+            self._refuse(head_too_large())
             return
         cycle, transport, flow = self.cycle, self.transport, self.flow
         chunked = False
@@ -229,7 +262,7 @@ class BoundedConnection(SlicedConnection):
 
     def drop(self) -> None:
         """Closes the connection, whose client has asked for nothing."""
-        self._idle.pop(self, None)
+        self._group.waiting.pop(self, None)
         self.transport.abort()
 
     def _refuse(self, error: RequestError) -> None:
@@ -238,14 +271,19 @@ class BoundedConnection(SlicedConnection):
         if error.status == 503:
             headers.append(("Retry-After", "1"))
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(content)):
+            body = b"" if self.cycle is not None and self.cycle.scope["method"] == "HEAD" else content
+            for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body)):
                 self.transport.write(self.conn.send(event) or b"")
             self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
         if self.cycle is not None:  # who is about to answer the request has nobody left to answer
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.close()
-        self._discard_unread()
+        if self._group.lingering.begin(self.transport):
+            self._is_over = True
+            self.connection_lost(ConnectionAbortedError())  # the transport is another protocol's now
+        else:
+            self.transport.close()
+            self._discard_unread()
 
     def _discard_unread(self) -> None:
         """Takes from the kernel what came of a request that was refused: at the connection's end it would answer unread
@@ -261,11 +299,13 @@ class BoundedConnection(SlicedConnection):
     def _watch(self) -> None:
         """Starts or ends the client's time for the head of a request."""
         waiting = self.cycle is None or self.cycle.response_complete
-        if not waiting or self.transport.is_closing():
-            self._idle.pop(self, None)
+        if not waiting or self._is_over or self.transport.is_closing():
+            self._group.waiting.pop(self, None)
             self._end_head_timer()
             return
-        self._idle.setdefault(self)
+        if self not in self._group.waiting:
+            self._group.waiting[self] = None
+            self._waits_since = time.monotonic()
         if self._head_timer is None and self.timeout_keep_alive_task is None:
             self._head_timer = self.loop.call_later(self._limits.client_timeout, self._end_waiting)
 

@@ -24,6 +24,7 @@ from sglang_jax.server.errors import ShuttingDownError
 from sglang_jax.server.held_logprobs import HeldLogprobs
 from sglang_jax.server.metrics import ServerMetrics
 from sglang_jax.server.sampling import rename_field, renamed_fields
+from sglang_jax.server.shutdown import Shutdown
 from sglang_jax.server.streaming import FEW_LOGPROBS, logprobs_to_write
 
 Rendered = TypeVar("Rendered")
@@ -56,6 +57,7 @@ class ServerContext:
     """One engine behind HTTP.
 
     - `draining`: the server was told to stop; what is in flight finishes, nothing new starts.
+    - `shutdown`: ends what is in flight.
     - `callers`: who may call.
     - `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine; `in_engine` has
       whose they are, by the ids of all prompts.
@@ -66,6 +68,7 @@ class ServerContext:
     metrics: ServerMetrics
     callers: Callers
     draining: bool = False
+    shutdown: Shutdown = field(default_factory=Shutdown)
     in_flight: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_engine: dict[str, Caller] = field(default_factory=dict)
     _logprobs: HeldLogprobs = field(init=False)

@@ -299,7 +299,8 @@ class RemoteLink:
     def _as_raised(self, error: Mapping[str, Any], status: int) -> RequestError:
         code, message = error.get("code"), str(error.get("message"))
         if code in GONE:
-            # What a server that drains refuses was not begun; what an engine had when it died may have been.
+            # What a server that drains refuses was not begun, or not finished: another may run it. What an engine had
+            # when it died may be why.
             if code != "engine_dead":
                 self._lose(message)
             return EngineDeadError(f"{self.address}: {message}", started=None if code == "engine_dead" else False)

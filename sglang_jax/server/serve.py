@@ -39,6 +39,7 @@ from sglang_jax.server.local_hosts import LocalHosts, OwnPagesOnly, is_loopback
 from sglang_jax.server.remote_replicas import connect_engines
 from sglang_jax.server.requests_seen import RequestsSeen
 from sglang_jax.server.route_list import ROUTES_PATH
+from sglang_jax.server.shutdown import Stoppable
 from sglang_jax.server.sliced_connection import MAX_HEAD_BYTES
 
 logger = logging.getLogger(__name__)
@@ -70,13 +71,13 @@ MALFORMED_REQUESTS = logs.OnceASecond()
 """Of what uvicorn says of them, which is a line each."""
 
 SECONDS_TO_TELL = 2.0
-"""How long clients have to read that the engine is gone before the server ends."""
+"""How long clients have to read that the engine is gone, or that the server stops, before it ends."""
 
 
 class DrainingServer(uvicorn.Server):
     """A first SIGTERM or SIGINT drains: `/health` turns 503, new requests are refused with 503, and the server ends
-    once those in flight have finished. A second one, or the end of `--drain-timeout`, ends it at once: requests are
-    aborted, connections dropped.
+    once those in flight have finished. A second one, or the end of `--drain-timeout`, ends those as well: they get 503,
+    or an error event where their stream has begun. A third one, or `SECONDS_TO_TELL` later, drops connections.
 
     It also ends once its engine is gone for good: whoever manages the service is to start it again, maybe elsewhere.
     """
@@ -125,8 +126,16 @@ class DrainingServer(uvicorn.Server):
             self._deadline = self._loop.call_later(seconds, self._stop)
 
     def _stop(self) -> None:
+        if self._context.shutdown.stopped:
+            self._drop()
+            return
         if self._context.in_flight:
             logger.warning("Stopping: aborting %d requests in flight", len(self._context.in_flight))
+        self._context.draining = True
+        self._context.shutdown.stop()
+        self._loop.call_later(SECONDS_TO_TELL, self._drop)
+
+    def _drop(self) -> None:
         self.should_exit = self.force_exit = True
         self._context.client.abort_all()
         for connection in list(self.server_state.connections):
@@ -199,7 +208,7 @@ def http_config(context: ServerContext) -> uvicorn.Config:
     if not context.callers.asks_for_a_key and is_loopback(config.host):
         app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")), config.origins())
     return uvicorn.Config(
-        RequestsSeen(app, context.metrics),
+        Stoppable(RequestsSeen(app, context.metrics), context.shutdown),
         http=cast(Any, small_reads(limits)),  # which makes protocols, as their class does
         ws="none",
         lifespan="off",

@@ -69,6 +69,7 @@ class SlicedConnection(H11Protocol):
         self._number = 0
         self._parsing = False
         self._is_last = False
+        self._is_over = False
         self._looked_at = 0
         self._came = 0
         self._pieces = 0
@@ -124,7 +125,7 @@ class SlicedConnection(H11Protocol):
     def _count_head(self) -> None:
         """Counts what is held of a head that is not whole, or of what came behind a request that is at work."""
         size = 0
-        if not self._parsing and not self.transport.is_closing():
+        if not self._parsing and not self._is_over and not self.transport.is_closing():
             size = len(self._rest)
             if self.conn.their_state is not h11.SEND_BODY:
                 size += len(self.conn.trailing_data[0])
@@ -185,7 +186,7 @@ class SlicedConnection(H11Protocol):
 
     def _end_if_last(self) -> None:
         """The server shuts down, and what had come by then is parsed."""
-        if self._is_last and not self._parsing:
+        if self._is_last and not self._parsing and not self._is_over:
             super().shutdown()
 
     def shutdown(self) -> None:
@@ -220,12 +221,12 @@ class SlicedConnection(H11Protocol):
             self._read_on()  # it may have been paused for a piece before
             return
         doublings = min(self._pieces - WHOLE_PIECES, 16)
-        if not self.transport.is_closing():
+        if not self._is_over and not self.transport.is_closing():
             self.transport.pause_reading()
         self.loop.call_later(min(FIRST_PAUSE * 2**doublings, LONGEST_PAUSE), self._read_on)
 
     def _read_on(self) -> None:
-        if not self.transport.is_closing() and not self.flow.read_paused:
+        if not self._is_over and not self.transport.is_closing() and not self.flow.read_paused:
             self.transport.resume_reading()
 
     def _size_of_next(self) -> int:

@@ -15,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from sglang_jax.engine.types import OutputDelta
 from sglang_jax.errors import RequestError
-from sglang_jax.server.errors import error_body, internal_error
+from sglang_jax.server.errors import ShuttingDownError, error_body, internal_error
 from sglang_jax.server.held_answers import hold
+from sglang_jax.server.shutdown import SHUTDOWN, Shutdown
 
 logger = logging.getLogger(__name__)
 
@@ -121,13 +122,17 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
     once, never in a loop: once a client is gone, `receive` answers at once each time, so a loop around it would not let
     the event loop turn again.
 
-    **Raises:** `ClientDisconnect`; `RuntimeError` if the body was not read.
+    **Raises:** `ClientDisconnect`; `ShuttingDownError` if the server stops first; `RuntimeError` if the body was not
+    read.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(receive())
+    shutdown = SHUTDOWN.get(None) or Shutdown()
+    shutdown.add(working)
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
+            shutdown.check(working)
             return working.result()
         message = watching.result()
         if message["type"] != "http.disconnect":
@@ -136,6 +141,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
             )
         raise ClientDisconnect
     finally:
+        shutdown.discard(working)
         for task in (working, watching):
             task.cancel()
         await asyncio.wait({working, watching})
@@ -154,13 +160,21 @@ class EventStream(Response):
         del self.headers["Content-Length"]
         self._first = first
         self._events = events
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             with suppress(ClientDisconnect):  # nobody is left to tell
-                await until_disconnect(receive, self._send_all(send))
+                try:
+                    await until_disconnect(receive, self._send_all(send))
+                except ShuttingDownError as error:
+                    if not self._begun:
+                        raise
+                    body = event(error_body(error))
+                    await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_all(self, send: Send) -> None:
+        self._begun = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         try:

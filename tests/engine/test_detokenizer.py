@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from helpers.engine_fakes import EOS, ByteDecoder
+from helpers.engine_fakes import EOS, ByteDecoder, ByteTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_jax.engine.detokenizer import OutputText
+from sglang_jax.engine.detokenizer import OutputText, SpecialNames
 
 
 class PieceDecoder:
@@ -158,3 +158,68 @@ def test_stop_strings_in_the_text_of_the_first_tokens_end_nothing(
     found = first_match(rest, stop)
     assert text.matched == (None if found is None else found[1])
     assert shown == first + (rest if found is None else rest[: found[0] - len(found[1])])
+
+
+@pytest.mark.parametrize("skip", [True, False], ids=["skipped", "shown"])
+@pytest.mark.parametrize(
+    ("tokens", "stop", "text", "matched"),
+    [
+        ([97, 257, 98], ["<257>"], "a", "<257>"),
+        ([97, EOS], ["<256>"], "a", "<256>"),
+        ([97, *b"<257>", 98], ["<257>"], "a", "<257>"),
+        ([97, 10, 257, 98], ["\n<257>"], "a", "\n<257>"),
+        ([97, 257, 10, 98], ["<257>\n"], "a", "<257>\n"),
+        ([97, 257, 258, 98], ["<258>", "<257><258>"], "a", "<257><258>"),
+        ([97, 257, 98, 258], ["<257>a", "<258>"], "a{257}b", "<258>"),
+        ([97, 10, 258, 257, 98], ["\n<257>", "<258>!"], "a\n{258}{257}b", None),
+        ([97, 10, 257], ["\n<257>\n"], "a\n{257}", None),
+        ([0xE2, 257, 98], ["<257>"], "", "<257>"),
+    ],
+)
+def test_special_tokens_that_stop_strings_name(
+    tokens: list[int], stop: list[str], text: str, matched: str | None, skip: bool
+) -> None:
+    """They were left out of the text before a stop string was looked for in it."""
+    hidden = SpecialNames(ByteTokenizer.special_tokens).hidden_in(stop)
+    text = "".join(
+        part if number % 2 == 0 else "" if skip else f"<{part}>"
+        for number, part in enumerate(text.replace("{", "}").split("}"))
+    )
+    for include in (False, True):
+        output = OutputText(
+            ByteDecoder(skip), stop, {EOS}, include_stop=include, **({"hidden": hidden} if skip else {})
+        )
+        shown = ""
+        for token in tokens:
+            shown += output.push(token)
+            if output.matched is not None:
+                break
+        else:
+            shown += output.flush()
+        if token == EOS and not skip and not include:
+            continue  # an end of sequence is no part of the text
+        assert (shown, output.matched) == (text + (matched or "" if include else ""), matched)
+
+
+def test_a_marker_that_a_stop_string_names_ends_the_text_and_others_are_shown() -> None:
+    hidden = SpecialNames(ByteTokenizer.special_tokens).hidden_in(["<257>", "<258>!"])
+    output = OutputText(
+        ByteDecoder(markers={257, 258, 259}), ["<257>", "<258>!"], {EOS}, markers={257, 258, 259}, hidden=hidden
+    )
+    assert [output.push(token) for token in (97, 259, 258, 98, 258, 259, 257)] == [
+        "a", "<259>", "", "<258>b", "", "<258><259>", "",
+    ]  # fmt: skip
+    assert output.matched == "<257>"
+
+
+def test_the_first_tokens_are_not_searched_for_special_tokens() -> None:
+    hidden = SpecialNames(ByteTokenizer.special_tokens).hidden_in(["<257>"])
+    output = OutputText(ByteDecoder(), ["<257>"], {EOS}, unsearched=2, hidden=hidden)
+    assert [output.push(token) for token in (257, 97, 98, 257)] == ["", "a", "b", ""]
+    assert output.matched == "<257>"
+
+
+def test_names_of_special_tokens_are_found_whole() -> None:
+    hidden = SpecialNames({"<a>": 1, "<a>b": 2, "": 3, "<c>": 4}).hidden_in(["<a>b<a>", "x", "<c"])
+    assert sorted(hidden.signs) == [1, 2]
+    assert list(hidden.strings.values()) == ["<a>b<a>"]

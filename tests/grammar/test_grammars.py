@@ -234,7 +234,8 @@ def test_the_limits_of_numbers_of_64_bits_are_no_fault(
     written = json.dumps(schema)
     assert [json.loads(output) for output, finished in outputs(backend, trial, json_grammar(schema), 3) if finished]
     assert json.dumps(schema) == written
-    assert "-9223372036854774784" in trial.lark(json_grammar(schema))
+    # Integers have their limits exactly, numbers the nearest that the library has.
+    assert ("-9223372036854774784" in trial.lark(json_grammar(schema))) == (limits is DOUBLE)
 
 
 @pytest.mark.parametrize("number", [2**63 - 1, 2**62, 2**53, -(2**53), -(10**18), -(10**25), 10**25, -9.3e18, -1, 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_jax.config import ReasoningParser, ToolCallParser
-from sglang_jax.replies import call_reader, parser
+from sglang_jax.replies import call_reader, parser, python_literal
 from sglang_jax.replies.families import CALLS, REASONING
 from sglang_jax.replies.forms import CallFamily, CallForm, Calls, Literal, ReasoningForm, ReplyLayout, Space, Tool
 from sglang_jax.replies.parser import CallArguments, CallBegin, Piece, Reasoning, ReplyParser, Text
@@ -212,7 +213,10 @@ HERMES_REPLIES = {
     "an opening twice": Reply(f"<tool_call>\n{ONE}", "<tool_call>", (PARIS,)),
     "cut in its name": Reply(ONE[:22], ONE[:22]),
     "cut in its arguments": Reply("Hm. " + ONE[:-20], "Hm. " + ONE[:-20]),
-    "cut before its end": Reply(ONE[:-4], ONE[:-4]),
+    "cut before its end": Reply("Hm. " + ONE[:-4], "Hm.", (PARIS,)),
+    "cut before its last brace": Reply(ONE[:-14], ONE[:-14]),
+    "cut in the opening of another": Reply(f"{ONE}\n<tool", calls=(PARIS,)),
+    "the beginning of its end, and text": Reply(f"{ONE[:-4]} and so", f"{ONE[:-4]} and so"),
     "cut in its opening": Reply("a < b <tool", "a < b <tool"),
     "white space alone": Reply(" \n", " \n"),
     "nothing": Reply(""),
@@ -278,6 +282,34 @@ CODER_REPLIES = {
         "<tool_call>\n<function=now>\n<parameter=a\n1</parameter></function></tool_call>",
     ),
     "cut in a value": Reply("Well. " + coder("now", ("a", "b"))[:50], "Well. " + coder("now", ("a", "b"))[:50]),
+    "cut behind a value": Reply(coder("now", ("a", "b"))[:-25], coder("now", ("a", "b"))[:-25]),
+    "as Python writes it": Reply(
+        coder(
+            "get_weather",
+            ("tags", "['a', True, None, -1.5, ('x\\'\\n', \"it's\",)]"),
+            ("where", "{'a': {'b': [False]}}"),
+        ),
+        calls=(
+            (
+                "get_weather",
+                {"tags": ["a", True, None, -1.5, ["x'\n", "it's"]], "where": {"a": {"b": [False]}}},
+            ),
+        ),
+    ),
+    "JSON first": Reply(coder("get_weather", ("tags", '["\\u00e9\\/"]')), calls=(("get_weather", {"tags": ["é/"]}),)),
+    "what Python writes and JSON has not": Reply(
+        coder(
+            "get_weather", ("where", "{1: 2}"), ("tags", "['', 1e999]"), ("there", "{'', 1}"), ("each", "[open('')]")
+        ),
+        calls=(("get_weather", {"where": "{1: 2}", "tags": "['', 1e999]", "there": "{'', 1}", "each": "[open('')]"}),),
+    ),
+    "not of the type that its schema says": Reply(
+        coder("get_weather", ("where", "['a']"), ("tags", "{'a': 1}"), ("city", "['a']"), ("size", "['a']")),
+        calls=(("get_weather", {"where": "['a']", "tags": "{'a': 1}", "city": "['a']", "size": "['a']"}),),
+    ),
+    "half a character as Python writes it": Reply(
+        coder("get_weather", ("tags", "['\\ud800']")), calls=(("get_weather", {"tags": ["\ud800"]}),)
+    ),
 }  # fmt: skip
 
 LLAMA_REPLIES = {
@@ -294,6 +326,7 @@ LLAMA_REPLIES = {
     "code": Reply("<|python_tag|>print(1)", "print(1)"),
     "a list that is none": Reply("[1] says so", "[1] says so"),
     "cut": Reply('{"name": "now", "parameters": {"a"', '{"name": "now", "parameters": {"a"'),
+    "cut behind a separator": Reply('{"name": "now", "parameters": {}} ;', calls=(("now", {}),)),
     "nested": Reply(f'{{"name": "get_weather", "parameters": {NESTED_TEXT}}}', calls=(("get_weather", NESTED),)),
 }
 
@@ -316,6 +349,10 @@ MISTRAL_REPLIES = {
     "not JSON": Reply("[TOOL_CALLS]now[ARGS]{a}", "now{a}"),
     "cut": Reply('[TOOL_CALLS]now[ARGS]{"a": ', 'now{"a": '),
     "text": Reply("[1] and [TOOL", "[1] and [TOOL"),
+    "cut before its end": Reply('[TOOL_CALLS][{"name": "now", "arguments": {"a": 1}}', calls=(("now", {"a": 1}),)),
+    "cut behind a comma": Reply('[TOOL_CALLS][{"name": "now", "arguments": {}}, ', calls=(("now", {}),)),
+    "cut in the second": Reply('[TOOL_CALLS][{"name": "now"}, {"name": "no', '{"name": "no', (("now", {}),)),
+    "newer, cut in the opening of another": Reply("[TOOL_CALLS]now[ARGS]{}[TOOL", calls=(("now", {}),)),
 }
 
 BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -339,7 +376,11 @@ DEEPSEEK_REPLIES = {
     ),
     "of no tool": Reply(f"{CALLS_BEGIN}{BEGIN}rm{SEP}{{}}{END}{CALLS_END}", f"{BEGIN}rm{SEP}{{}}{END}"),
     "malformed": Reply(CALLS_BEGIN + deepseek("now", "{a}") + CALLS_END, deepseek("now", "{a}")),
-    "cut": Reply(CALLS_BEGIN + deepseek("now", '{"a": 1}')[:-20], deepseek("now", '{"a": 1}')[:-20]),
+    "cut": Reply(CALLS_BEGIN + deepseek("now", '{"a": 1}')[:-24], deepseek("now", '{"a": 1}')[:-24]),
+    "cut behind its arguments": Reply(CALLS_BEGIN + deepseek("now", '{"a": 1}')[:-21], calls=(("now", {"a": 1}),)),
+    "cut in its end": Reply(CALLS_BEGIN + deepseek("now", '{"a": 1}')[:-20], calls=(("now", {"a": 1}),)),
+    "newer, cut in its end": Reply(f"{CALLS_BEGIN}{BEGIN}now{SEP}{{}}{END[:-3]}", calls=(("now", {}),)),
+    "cut in the end of all": Reply(CALLS_BEGIN + deepseek("now", "{}") + CALLS_END[:-2], calls=(("now", {}),)),
 }
 
 COMMENTARY = "<|channel|>commentary to=functions."
@@ -369,6 +410,7 @@ GPT_OSS_REPLIES = {
     "to whom first": Reply(
         ' to=functions.now<|channel|>commentary <|constrain|>json<|message|>{"a":1}', calls=(("now", {"a": 1}),)
     ),
+    "cut in its end": Reply(f"{COMMENTARY}now<|message|>{{}}<|ca", calls=(("now", {}),)),
     "to nobody": Reply("to=be or", "to=be or"),
     "thoughts without an end": Reply(
         "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hi", "Hi", reasoning="Hm."
@@ -438,6 +480,38 @@ GOOD = [
 @pytest.mark.parametrize(("way", "reply"), GOOD)
 def test_calls_that_are_enforced_are_given_as_they_grow(way: Way, reply: Reply) -> None:
     check(replace(way, live=True), reply)
+
+
+CLOSED = {
+    "hermes": (HERMES, hermes("now", '{"a": 1}'), len("</tool_call>")),
+    "qwen3_coder": (CODER, coder("get_weather", ("days", "1")), len("function>\n</tool_call>")),
+    "qwen3_coder, without its opening": (
+        CODER, coder("get_weather", ("days", "1"))[12:], len("function>\n</tool_call>"),
+    ),
+    "llama3": (LLAMA, '{"name": "now", "parameters": {"a": 1}}; ', len("; ")),
+    "mistral": (MISTRAL, '[TOOL_CALLS][{"name": "now", "arguments": {"a": 1}}]', len("]")),
+    "deepseek": (DEEPSEEK, CALLS_BEGIN + deepseek("now", '{"a": 1}') + CALLS_END, len("\n```" + END + CALLS_END)),
+    "deepseek, newer": (
+        DEEPSEEK, f'{CALLS_BEGIN}{BEGIN}now{SEP}{{"a": 1}}{END}{CALLS_END}', len(END + CALLS_END),
+    ),
+    "gpt_oss": (GPT_OSS, f'{COMMENTARY}now<|message|>{{"a": 1}}<|call|>', len("<|call|>")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "raw", "closing"), CLOSED.values(), ids=CLOSED)
+def test_a_call_that_is_cut_in_what_closes_it_is_a_call(family: CallFamily, raw: str, closing: int) -> None:
+    """With max_tokens it was none, and text, or the call, and its tag text behind it."""
+    ways = [Way(family, HARMONY if family is GPT_OSS else None, hidden=OSS_TOKENS)]
+    if not raw.startswith("<function="):  # which nobody enforces
+        form = family.enforced("```json" if "```json" in raw else "")
+        ways.append(replace(ways[0], family=replace(family, forms=(form,)), live=True))
+    call = ("get_weather", {"days": 1}) if "get_weather" in raw else ("now", {"a": 1})
+    for way, left in itertools.product(ways, range(closing + 1)):
+        check(way, Reply(raw[: len(raw) - left], calls=(call,)))
+        reader = way.parser()
+        reader.push(raw[: len(raw) - left])
+        reader.finish()
+        assert not reader.cut
 
 
 def test_enforced_calls_come_piece_by_piece_and_a_cut_one_stays() -> None:
@@ -549,6 +623,38 @@ def test_planted_faults_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planted(call_reader, "json_object", lambda text: text)  # takes what is no JSON
     assert planted(call_reader, "_without_ends", lambda value: value)
     assert planted(call_reader.ArgumentSchemas, "as_json", lambda self, value, schema: json.dumps(value))
+
+
+def test_a_literal_of_python_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's parser gets no more than it can read, and nothing that it would warn of."""
+    parsed: list[str] = []
+    literal_eval = ast.literal_eval
+    monkeypatch.setattr(python_literal.ast, "literal_eval", lambda text: parsed.append(text) or literal_eval(text))
+    long = "['" + "a" * (python_literal.MOST_CHARACTERS - 4) + "']"
+    deep = "[" * 150 + "'a'" + "]" * 150
+    too_deep = "[" * 8000 + "]" * 8000
+    for value in (long, deep):
+        found = python_literal.python_literal(value)
+        assert found is not None
+        assert json.loads(found[1]) == literal_eval(value) == found[0]
+    assert parsed == [long, deep]
+    assert python_literal.python_literal(too_deep) is None
+    parsed.clear()
+    refused = (
+        f"{long} ",
+        "['\\d']",
+        "['\\400']",
+        "[1if 1else 2]",
+        "[b'']",
+        "[f'{a}']",
+        "[a]",
+        "[1.a]",
+        "['a'.b]",
+        "'a'",
+        "",
+    )
+    assert [value for value in refused if python_literal.python_literal(value) is not None] == []
+    assert parsed == []
 
 
 def test_a_family_is_a_row_and_nothing_else() -> None:

@@ -213,3 +213,16 @@ def test_a_chat_may_continue_its_last_message(server: EchoServer) -> None:
 def test_stop_strings_in_the_minimum_of_tokens_end_nothing(server: EchoServer) -> None:
     for least, text in ((0, "a"), (1, "a"), (3, "abca"), (6, "abcabc")):
         assert complete(server, prompt="abcabc", stop="b", min_tokens=least)["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("special", [EOS, EOS + 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_that_names_a_special_token(server: EchoServer, special: int, stream: bool) -> None:
+    """It never matched, as special tokens are left out of the text."""
+    body = {"prompt": [97, 98, special, 99], "max_tokens": 10, "stop": [f"<{special}>", "x"]}
+    if stream:
+        choices = [event["choices"][0] for event in server.events("/v1/completions", body)]
+    else:
+        choices = server.http.post("/v1/completions", json=body).json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "ab"
+    assert (choices[-1]["finish_reason"], choices[-1]["matched_stop"]) == ("stop", f"<{special}>")

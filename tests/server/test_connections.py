@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import resource
 import socket
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -18,7 +20,7 @@ import pytest
 from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
 from sglang_jax.errors import RequestError
-from sglang_jax.server import held_answers, sliced_connection
+from sglang_jax.server import connections, held_answers, lingering, sliced_connection
 from sglang_jax.server.connections import (
     BoundedConnection,
 )
@@ -47,6 +49,13 @@ def connect(server: EchoServer) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.settimeout(20)
     return connection
+
+
+def one_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers, body. A reset raises `ConnectionResetError`."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
 
 
 def rest_of(connection: socket.socket) -> bytes:
@@ -172,9 +181,6 @@ def test_the_kernel_is_asked_nothing_of_silent_connections(strict: EchoServer, m
 def test_connections_at_work_are_not_closed_for_new_ones() -> None:
     with serve_echo(model_path="echo:0.02", max_connections=3) as server:
         silent = [connect(server) for _ in range(5)]
-        assert [rest_of(connection) for connection in silent[:2]] == [b"", b""]  # long before their time is up
-        for connection in silent:
-            connection.close()
         working = [server.send("/generate", {"text": "a" * 100, "stream": True}) for _ in range(3)]
         wait_for(lambda: server.running() == 3)
         with connect(server) as refused:
@@ -187,8 +193,91 @@ def test_connections_at_work_are_not_closed_for_new_ones() -> None:
             received = b""
             while b"[DONE]" not in received:
                 received += connection.recv(65536)
+        for connection in (*working, *silent):
             connection.close()
         wait_for(lambda: healthy(server))
+
+
+def test_a_connection_that_was_idle_for_long_is_closed_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has sent a part of a request is not idle."""
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.05)
+    with serve_echo(max_connections=3) as server:
+        silent = [connect(server) for _ in range(3)]
+        silent[0].sendall(b"GET /hea")
+        time.sleep(0.2)
+        assert healthy(server)  # over a new connection
+        assert rest_of(silent[1]) == b""  # long before its time is up
+        silent[0].sendall(b"lth HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert silent[0].recv(4096).startswith(b"HTTP/1.1 200")
+        for connection in silent:
+            connection.close()
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["connect-first", "connect-and-send"])
+def test_each_client_of_a_burst_is_answered(together: bool) -> None:
+    """112 of 120 were reset: a connection that had just been accepted counted as idle, and was closed for the next."""
+    clients, most = 120, 8
+    with serve_echo(model_path="echo:0.02", max_connections=most) as server:
+        asked = post_bytes("/generate", {"text": "a" * 50})
+        burst = []
+        for _ in range(clients):
+            burst.append(connect(server))
+            if together:
+                burst[-1].sendall(asked)
+        for connection in burst if not together else ():
+            with suppress(OSError):  # it was refused before it asked
+                connection.sendall(asked)
+        answers = [one_answer(connection) for connection in burst]
+        assert {status for status, _, _ in answers} == {200, 503}
+        assert sum(status == 200 for status, _, _ in answers) >= most
+        for status, headers, body in answers:
+            if status == 503:
+                assert json.loads(body)["error"]["code"] == "too_many_connections"
+                assert headers["retry-after"] == "1"
+        for connection in burst:
+            connection.close()
+        wait_for(lambda: healthy(server))
+
+
+def test_whoever_is_refused_can_read_why_though_the_request_is_on_its_way() -> None:
+    """Bytes that came after the connection was closed were answered with a reset, and the 503 was lost."""
+    with serve_echo(model_path="echo:0.02", max_connections=1) as server:
+        working = server.send("/generate", {"text": "a" * 2000, "stream": True})
+        wait_for(lambda: server.running() == 1)
+        with connect(server) as refused:
+            asked = post_bytes("/generate", {"text": "a" * 1_000_000})
+            refused.sendall(asked[:300])
+            time.sleep(0.2)  # it is refused by now
+            refused.sendall(asked[300:])
+            time.sleep(0.2)  # a reset would be here by now
+            status, _, body = one_answer(refused)
+        assert status == 503
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        with connect(server) as refused:
+            refused.sendall(b"HEAD /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            head, _, body = rest_of(refused).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert body == b""
+        working.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"), [("MOST_LINGERING", 0), ("LINGER_SECONDS", 0.3), ("MOST_LINGERED", 100_000)]
+)
+def test_those_that_linger_have_limits(monkeypatch: pytest.MonkeyPatch, limit: str, value: float) -> None:
+    """Of their number, of time, and of bytes: each by itself."""
+    for name, large in (("MOST_LINGERING", 100), ("LINGER_SECONDS", 1e6), ("MOST_LINGERED", 10**15)):
+        monkeypatch.setattr(lingering, name, value if name == limit else large)
+    with serve_echo(model_path="echo:0.02", max_connections=1) as server:
+        working = server.send("/generate", {"text": "a" * 2000, "stream": True})
+        wait_for(lambda: server.running() == 1)
+        with connect(server) as endless:
+            endless.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            with pytest.raises(OSError, match=r"[Rr]eset|[Bb]roken"):  # noqa: PT012  # whichever write meets the end
+                for _ in range(200):
+                    endless.sendall(b"a" * 4096)
+                    time.sleep(0.01)
+        working.close()
 
 
 def test_a_client_that_does_not_read_is_cut_off(patient: EchoServer) -> None:
@@ -330,7 +419,7 @@ for limits in ((100, 2000), (1500, 1500), (100, 700)):
 def test_the_process_may_open_as_many_files_as_connections_need() -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 2000
     result = subprocess.run([sys.executable, "-c", DESCRIPTORS], check=True, capture_output=True, text=True)
-    assert result.stdout.splitlines() == ["1000 1256 2000", "1000 1500 1500", "444 700 700"]
+    assert result.stdout.splitlines() == ["1000 1384 2000", "1000 1500 1500", "316 700 700"]
     assert result.stderr.count("--max-connections is 1000, but the process may open 700 files") == 1
 
 

@@ -8,7 +8,9 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -83,8 +85,41 @@ def test_a_second_signal_stops_at_once() -> None:
             running.signal()
             wait_for(lambda: running.http.get("/health").status_code == 503)
             running.signal()
-            with pytest.raises(httpx2.HTTPError):
-                list(lines)
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert running.wait() == 0
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_what_is_in_flight_at_the_end_of_a_drain_is_told(path: str) -> None:
+    """Those that waited had no answer at all, and streams broke off."""
+    with (
+        server(
+            "sleeping_core.launch_sleeping_engines", model_path="sleep:0.05", max_running_requests=1, drain_timeout=1.0
+        ) as running,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        running.wait_ready()
+        body: dict[str, Any] = {
+            "/generate": {"input_ids": [3], "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}},
+            "/v1/completions": {"prompt": [3], "max_tokens": 4000, "ignore_eos": True},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000},
+        }[path]
+        with running.http.stream("POST", path, json={**body, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            several = {"n": 2} if path != "/generate" else {"input_ids": [[3], [5]]}
+            waiting = [
+                threads.submit(httpx2.post, f"{running.http.base_url}{path}", json=body | fields, timeout=60)
+                for fields in ({}, {"stream": True}, several)
+            ]
+            wait_for(lambda: running.http.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"] == 4)
+            running.signal()
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        for answer in waiting:
+            assert refused(answer.result(30)) == (503, "shutting_down")
+            assert "retry-after" in answer.result().headers
         assert running.wait() == 0
 
 

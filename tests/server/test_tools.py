@@ -182,6 +182,18 @@ def test_a_call_that_is_cut_is_text_and_says_length(server: EchoServer) -> None:
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", f"user: {CALL}".encode()[:40].decode())
 
 
+@pytest.mark.parametrize("left", [1, 5, len("</tool_call>")])
+def test_a_call_that_is_cut_in_its_closing_tag_is_a_call(server: EchoServer, left: int) -> None:
+    most = len(f"user: {CALL}".encode()) - left
+    choice, streamed = (read(server, CALL, tools=[GET], max_tokens=most) for read in (ask, stream))
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"key": "ä€😀"}
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "user:")
+    said = streamed[0]
+    assert (said["reasons"], said["content"]) == (["length"], "user:")
+    assert [one["arguments"] for one in said["calls"]] == [call["function"]["arguments"]]
+
+
 def test_stop_strings_end_a_reply_before_and_within_calls(server: EchoServer) -> None:
     choice = ask(server, f"one two {CALL}", tools=[GET], stop=["two"])
     assert (choice["message"]["content"], choice["matched_stop"]) == ("user: one ", "two")
