@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +22,10 @@ from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
 from sglang_jax.config import Device, EngineConfig
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.loading import load_rank
-from sglang_jax.runner.group import ORDERS, GroupRunner, follow
+from sglang_jax.runner.claimed_address import claim_address
+from sglang_jax.runner.group import ORDERS, Followers, GroupRunner, follow
 from sglang_jax.runner.group_listener import FollowerListener
+from sglang_jax.runner.protocol import Runner
 from sglang_jax.runner.remote_group import LeaderLink, RemoteFollowers
 
 logger = logging.getLogger(__name__)
@@ -34,12 +37,18 @@ _SECONDS_TO_PART = 15
 
 
 class NodeGroupRunner(GroupRunner):
-    """Leaves the group of nodes when it is closed."""
+    """Leaves the group of nodes when it is closed. `meeting`: what keeps other groups from the same address."""
+
+    def __init__(self, runner: Runner, followers: Followers, meeting: socket.socket | None) -> None:
+        super().__init__(runner, followers)
+        self._meeting = meeting
 
     def close(self) -> None:
         """Ends every node's part."""
         super().close()
         jax.distributed.shutdown()
+        if self._meeting is not None:
+            self._meeting.close()
 
 
 def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunner:
@@ -54,12 +63,24 @@ def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunne
             "node "
             "the same --group-secret-file, unless the network is private"
         )
+    meeting = _claim_meeting_address(config)
     listener = FollowerListener(_plain(config.dist_bind_host or _address(config)[0]), secret, ORDERS.form)
     meet(config, listener.host)
     _agree(listener.port)
     followers = RemoteFollowers(listener, config.nnodes - 1, _SECONDS_TO_CONNECT, _leave_the_process)
     with _telling(followers.give_up):
-        return NodeGroupRunner(load_rank(config, checkpoint), followers)
+        return NodeGroupRunner(load_rank(config, checkpoint), followers, meeting)
+
+
+def _claim_meeting_address(config: EngineConfig) -> socket.socket | None:
+    """Keeps other groups from node 0's address: gRPC lets them listen there too, and nodes would join either group."""
+    host, port = _address(config)
+    try:
+        return claim_address(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"the node 0 of another group uses dist_init_addr {config.dist_init_addr}: give each group a port of its own"
+        ) from error
 
 
 def follow_node(config: EngineConfig) -> None:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_follower
+from sglang_jax.runner.claimed_address import claim_address
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.connections import (
@@ -257,19 +258,14 @@ def bind(host: str, port: int) -> socket.socket:
 def claim(listener: socket.socket) -> Iterator[None]:
     """Keeps the address of a bound socket from other servers of this machine while the context is open.
 
-    Linux lets several sockets bind an address while none of them listens. Each server has a Unix socket with an
-    abstract name for its address: the kernel lets only one process bind it, and frees it when that process ends.
-    Raises `ConfigError` if another server has the address. Does nothing on other systems.
+    Raises `ConfigError` if another server has the address. Does nothing on other systems than Linux.
     """
-    if sys.platform != "linux":
-        yield
-        return
     host, port = listener.getsockname()[:2]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
-        try:
-            name.bind(f"\0sglang-jax {host} {port}")
-        except OSError as error:
-            raise _taken(host, port, "another server has this address and is starting") from error
+    try:
+        claimed = claim_address(host, port)
+    except OSError as error:
+        raise _taken(host, port, "another server has this address and is starting") from error
+    with claimed or nullcontext():
         yield
 
 

@@ -20,7 +20,11 @@ from helpers.quick_programs import xla_flags
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax import Engine, SamplingParams
+from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.config import EngineConfig
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.nodes import launch_nodes
+from sglang_jax.runner.claimed_address import claim_address
 
 PROMPT = [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41]
 LOST_WITHIN_SECONDS = 30.0
@@ -205,3 +209,14 @@ def test_a_node_that_cannot_load_tells_every_other(
     finally:
         nodes.close()
     assert 0 not in statuses
+
+
+def test_the_address_of_another_group_is_refused() -> None:
+    """gRPC would let both listen, and nodes would join either."""
+    options = {"nnodes": 2, "node_rank": 0, "dist_init_addr": "127.0.0.1:45679", "model_path": "demo"}
+    config = EngineConfig(**options)  # type: ignore[arg-type]
+    taken = claim_address("127.0.0.1", 45679)
+    if taken is None:
+        pytest.skip("only Linux has names that the kernel frees with their process")
+    with taken, pytest.raises(ConfigError, match=r"another group uses dist_init_addr 127\.0\.0\.1:45679"):
+        launch_nodes(config, open_checkpoint("demo"))

@@ -1,0 +1,27 @@
+"""Keeps an address for one process of a machine, before or while another part of it listens there.
+
+Linux lets several sockets bind an address while none of them listens, and gRPC, by which JAX's nodes meet, several
+listen. Each process has a Unix socket with an abstract name for its address: the kernel lets only one process bind it,
+and frees it when that process ends.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+
+def claim_address(host: str, port: int) -> socket.socket | None:
+    """What holds the claim until it is closed; None on systems other than Linux, where nothing is claimed.
+
+    **Raises:** `OSError` if another process has claimed the address.
+    """
+    if sys.platform != "linux":
+        return None
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(f"\0sglang-jax {host} {port}")
+    except OSError:
+        name.close()
+        raise
+    return name
