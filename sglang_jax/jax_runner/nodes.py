@@ -79,7 +79,7 @@ def _claim_meeting_address(config: EngineConfig) -> socket.socket | None:
         return claim_address(host, port)
     except OSError as error:
         raise ConfigError(
-            f"the node 0 of another group uses dist_init_addr {config.dist_init_addr}: give each group a port of its own"
+            f"another group uses dist_init_addr {config.dist_init_addr}: give each group a port of its own"
         ) from error
 
 
