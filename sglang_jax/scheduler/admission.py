@@ -30,6 +30,10 @@ RETRY_STEPS = 8
 AGED_TURN = 8
 """Of so many rows given while the oldest request waits, the last goes to it."""
 
+PASSED_TURN = 4
+"""Of so many rows given past a request whose turn it is, to other tenants or to higher priorities, the last goes to
+it."""
+
 GUEST_TURN = 2
 """Of so many rows given while client requests wait that have none, the last goes to one of them, if the others would go
 to such as have one."""
@@ -67,6 +71,9 @@ class Admission:
     Nobody starves. While the oldest request waits, every `AGED_TURN`-th row is its own. One that does not fit lets
     others into room that it cannot use, for a bounded number of them and of steps; then room is kept for it.
 
+    Nor does a tenant. Higher priorities, and prompts with less work, go before a request of another tenant whose turn
+    it is, or of lower priority, for a bounded number of rows (`PASSED_TURN`).
+
     A request whose prompt goes on like one that is being computed is passed over until that prefix is in the tree:
     computing it once and waiting a step is cheaper than computing it twice.
 
@@ -94,6 +101,7 @@ class Admission:
         self._guest_rows = len(rows.requests) // GUEST_ROWS
         self._younger_seats = 0
         self._seats_past_guests = 0
+        self._seats_past_turn = 0
 
     def admit(self, allowance: int, step: int) -> Decisions:
         """Decides who starts. `allowance`: prompt tokens that the step may compute; `step`: its number."""
@@ -139,13 +147,21 @@ class Admission:
         queue = self._queue
         reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
         for request in self._by_order(look, reach):
-            for one in (self._guest(request, look), request):
+            for one in (self._passed(request), self._guest(request, look), request):
                 while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
                     look.aged = queue.oldest()
                     look.try_once(look.aged)
                     yield look.aged
                 if one is not None and one.waiting.queued and look.try_once(one):
                     yield one
+
+    def _passed(self, request: Request) -> Request | None:
+        """Whose turn it is, if `request` would go before it and so many have done so."""
+        queue = self._queue
+        if self._seats_past_turn < PASSED_TURN - 1 or not queue:
+            return None
+        next_turn = queue.next_turn()
+        return next_turn if queue.passes(request, next_turn) else None
 
     def _guest(self, request: Request, look: _Look) -> Request | None:
         """Who goes before `request`, as it has no row and the client request of this one has: the first by turns, for
@@ -207,7 +223,11 @@ class Admission:
         return pins.relieve(look.short(request, probe), own)
 
     def _seat(self, request: Request, probe: Probe, look: _Look) -> None:
-        oldest = self._queue.oldest()
+        oldest, next_turn = self._queue.oldest(), self._queue.next_turn()
+        if request is next_turn:
+            self._seats_past_turn = 0
+        elif self._queue.passes(request, next_turn):
+            self._seats_past_turn += 1
         self._queue.seat(request)
         request.waiting.as_guest = request is look.guest
         self._younger_seats = 0 if request is oldest else self._younger_seats + 1

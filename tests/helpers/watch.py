@@ -165,7 +165,7 @@ class Watch:
         return [one for one in self._scheduler.rows.prefilling if one.state is RequestState.PREFILL]
 
     def _owes_a_row(self) -> bool:
-        """Whether the first by policy, the oldest, and the guest whose turn it may be, would all fit into what the next
+        """Whether the first by policy, the oldest, and those whose turn it may be, would all fit into what the next
         step finds, on a cautious count, and none has a reason to wait."""
         scheduler = self._scheduler
         cache, under_way = scheduler.cache, self._under_way()
@@ -184,7 +184,7 @@ class Watch:
             cache.pages_for(one.prefill_len) - cache.pages_for(int(start))
             for one, start in zip(under_way, starts, strict=True)
         )
-        firsts = [next(scheduler.queue.first(1)), scheduler.queue.oldest()]
+        firsts = [next(scheduler.queue.first(1)), scheduler.queue.oldest(), scheduler.queue.next_turn()]
         if not scheduler.queue.minds_turns:
             guest = scheduler.queue.guest({one.flow_key for one in scheduler.rows.requests if one is not None})
             firsts += [guest] if guest is not None else []
