@@ -11,7 +11,7 @@ from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.radix_tree import Probe
-from sglang_jax.scheduler.chunking import PrefillWork
+from sglang_jax.scheduler.chunking import PRIORITY_TURN, PrefillWork, goes_by_priority
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.reserve import CLIP, NewTokenReserve
 from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, Rows
@@ -102,12 +102,14 @@ class Admission:
         self._younger_seats = 0
         self._seats_past_guests = 0
         self._seats_past_turn = 0
+        self._seats_by_priority = 0
 
     def admit(self, allowance: int, step: int) -> Decisions:
         """Decides who starts. `allowance`: prompt tokens that the step may compute; `step`: its number."""
         if allowance <= 0 or not self._cache.num_free_rows or not self._queue.worth_a_look():
             return _NOBODY
-        look = _Look(self._cache, self._rows, self._reserve, step, allowance)
+        by_priority = goes_by_priority(step) and self._seats_by_priority < PRIORITY_TURN - 1
+        look = _Look(self._cache, self._rows, self._reserve, step, allowance, by_priority=by_priority)
         for request in self._candidates(look):
             if not self._cache.num_free_rows and not self._reclaim():
                 break
@@ -115,7 +117,8 @@ class Admission:
             if guest is None or not self._consider(guest, look):
                 break
         if not look.seated:
-            self._queue.pause(RETRY_STEPS)
+            # The next look is in a step in which priorities do not count.
+            self._queue.pause((PRIORITY_TURN - 2 - step) % PRIORITY_TURN or RETRY_STEPS - 1)
         elif self._queue:
             look.under_way.note_sharers(look.seated, self._queue.front(MAX_SHARERS_PASSED))
         return Decisions(look.seated, look.too_large)
@@ -188,10 +191,11 @@ class Admission:
                 return
         for request in self._queue.front(LEAST_WORK_LOOKS // 2):
             self._queue.update_work(request)
-        for request in self._queue.least_work(LEAST_WORK_LOOKS):
-            if look.work.ahead_of(request, request.waiting.work) >= look.allowance:
-                break
-            yield request
+        for by_priority in (True,) if look.by_priority else (False, True):
+            for request in self._queue.least_work(LEAST_WORK_LOOKS, by_priority=by_priority):
+                if look.work.ahead_of(request, request.waiting.work) >= look.allowance:
+                    break
+                yield request
         if self._younger_seats >= self.aged_turn - 1 and self._queue:
             yield self._queue.oldest()
 
@@ -228,6 +232,11 @@ class Admission:
             self._seats_past_turn = 0
         elif self._queue.passes(request, next_turn):
             self._seats_past_turn += 1
+        least_work = next(self._queue.least_work(1, by_priority=False))
+        if not look.by_priority:
+            self._seats_by_priority = 0
+        elif look.spoken_for and request.priority > least_work.priority:
+            self._seats_by_priority += 1
         self._queue.seat(request)
         request.waiting.as_guest = request is look.guest
         self._younger_seats = 0 if request is oldest else self._younger_seats + 1
@@ -268,6 +277,8 @@ class _Look:
         reserve: NewTokenReserve,
         step: int,
         allowance: int,
+        *,
+        by_priority: bool,
     ) -> None:
         self._cache = cache
         self._rows = rows
@@ -276,7 +287,8 @@ class _Look:
         self.under_way = UnderWay(cache, rows.prefilling)
         self.step = step
         self.allowance = allowance
-        self.work = PrefillWork(rows.prefilling)
+        self.by_priority = by_priority
+        self.work = PrefillWork(rows.prefilling, by_priority=by_priority)
         self.seated: list[Request] = []
         self.too_large: list[Request] = []
         self.refused: list[Request] = []

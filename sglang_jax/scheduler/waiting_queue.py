@@ -87,8 +87,8 @@ class WaitingQueue:
 
     A retracted request stands before all others; under `priority`, before all others of its priority.
 
-    By work (highest priority, then fewest tokens to compute), and by age. No policy keeps anyone from being overtaken
-    for ever; admission does, by giving every so many turns to the oldest.
+    By work (fewest tokens to compute), by priority and then work, and by age. No policy keeps anyone from being
+    overtaken for ever; admission does, by giving every so many turns to the oldest.
     """
 
     def __init__(self, policy: SchedulePolicy, cached_prefix: Callable[[Request], int]) -> None:
@@ -98,13 +98,14 @@ class WaitingQueue:
         if policy is SchedulePolicy.LOF:
             self._by_policy = ByTurn(lambda: Turns(_output_key, by_flow=False))
         self._regardless = ByTurn() if policy is SchedulePolicy.PRIORITY else self._by_turn
-        self._by_work: Order[Request] = Order()
+        self._by_priority: Order[Request] = Order()
+        self._by_work = self._by_priority  # the same while all that wait have one priority
         self._by_age: list[tuple[int, int, Request]] = []
         self._added = 0
         self._pause = 0
 
     def __len__(self) -> int:
-        return len(self._by_work)
+        return len(self._by_priority)
 
     @property
     def minds_turns(self) -> bool:
@@ -124,7 +125,7 @@ class WaitingQueue:
         if self._pause > 0:
             self._pause -= 1
             return False
-        return len(self._by_work) > 0
+        return len(self._by_priority) > 0
 
     def add(self, request: Request) -> None:
         """Enters a request at its place; a retracted one before its equals."""
@@ -139,7 +140,7 @@ class WaitingQueue:
             self._by_policy.add(self._priority(request), request)
         if self._regardless is not self._by_turn:
             self._regardless.add(0, request)
-        self._by_work.add(_work_key(request), request)
+        self._add_by_work(request)
         self._added += 1
         heapq.heappush(self._by_age, (request.sequence, self._added, request))
         if len(self._by_age) > 2 * len(self) + 64:
@@ -162,7 +163,7 @@ class WaitingQueue:
             self._by_policy.remove(self._priority(request), request, tokens)
         if self._regardless is not self._by_turn:
             self._regardless.remove(0, request, tokens)
-        self._by_work.remove(_work_key(request), request)
+        self._remove_by_work(request)
 
     def first(self, count: int) -> Iterator[Request]:
         """The first `count` requests in the order of the policy, as they are now."""
@@ -202,9 +203,9 @@ class WaitingQueue:
         """The first by turns that is of none of these flows; None if there is nobody."""
         return self._by_turn.first_but_of(flows)
 
-    def least_work(self, count: int) -> Iterator[Request]:
-        """The first `count` requests by priority and then by work."""
-        return self._by_work.first(count)
+    def least_work(self, count: int, *, by_priority: bool) -> Iterator[Request]:
+        """The first `count` requests by work, those of higher priority before all others if asked for."""
+        return (self._by_priority if by_priority else self._by_work).first(count)
 
     def oldest(self) -> Request:
         """The one that arrived first. The queue must not be empty."""
@@ -218,9 +219,27 @@ class WaitingQueue:
         """Finds how many tokens of a waiting request are to be computed as things are now."""
         work = request.prefill_len - self._cached_prefix(request)
         if work != request.waiting.work:
-            self._by_work.remove(_work_key(request), request)
+            self._remove_by_work(request)
             request.waiting.work = work
-            self._by_work.add(_work_key(request), request)
+            self._add_by_work(request)
+
+    def _add_by_work(self, request: Request) -> None:
+        key = (request.waiting.work, request.sequence)
+        if not self._by_priority:
+            self._by_work = self._by_priority
+        elif self._by_work is self._by_priority and request.priority != self._by_work.head().priority:
+            self._by_work = Order()
+            for each in self._by_priority.first(len(self)):
+                self._by_work.add((each.waiting.work, each.sequence), each)
+        self._by_priority.add((-request.priority, *key), request)
+        if self._by_work is not self._by_priority:
+            self._by_work.add(key, request)
+
+    def _remove_by_work(self, request: Request) -> None:
+        key = (request.waiting.work, request.sequence)
+        self._by_priority.remove((-request.priority, *key), request)
+        if self._by_work is not self._by_priority:
+            self._by_work.remove(key, request)
 
     def requests(self) -> list[Request]:
         """Everything that waits."""
@@ -237,7 +256,3 @@ def _waits(request: Request) -> bool:
 
 def _output_key(request: Request) -> Key:
     return (request.prompt_len - request.total_len, request.sequence)
-
-
-def _work_key(request: Request) -> Key:
-    return (-request.priority, request.waiting.work, request.sequence)
