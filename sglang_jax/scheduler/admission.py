@@ -205,18 +205,22 @@ class Admission:
             self._queue.remove(request)
             look.too_large.append(request)
             return True
-        probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)
+        probe = self._probe(request)
         if request is not look.aged and self._should_wait(request, probe, look):
             look.passed += 1
             return look.passed < MAX_SHARERS_PASSED
         while not look.fits(request, probe):
             if not (self._reclaim() or self._let_a_session_go(request, probe, look)):
                 return self._note_refusal(request, look)
-            probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)
+            probe = self._probe(request)
         self._seat(request, probe, look)
         for refused in look.refused:
             refused.waiting.passed += 1
         return not any(self._keeps_room(refused, look.step) for refused in look.refused)
+
+    def _probe(self, request: Request) -> Probe:
+        bookmark = request.waiting.bookmark
+        return self._cache.probe(request.tokens, request.match_limit, request.namespace, bookmark)
 
     def _let_a_session_go(self, request: Request, probe: Probe, look: _Look) -> bool:
         """Takes back what the oldest idle session keeps; False if a request would not fit even without any."""

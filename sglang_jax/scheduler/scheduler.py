@@ -398,7 +398,7 @@ class Scheduler:
 
     def _cached_prefix(self, request: Request) -> int:
         """Tokens of a waiting request that the tree holds."""
-        return self.cache.peek(request.tokens, request.match_limit, request.namespace)
+        return self.cache.peek(request.tokens, request.match_limit, request.namespace, request.waiting.bookmark)
 
 
 def _prompt_tokens(config: EngineConfig, spec: RunnerSpec) -> int:

@@ -230,6 +230,9 @@ def _in_turn(children: Iterable[_Child], count: int) -> Iterator[Request]:
         place = child.place
         while again and place is not None and again[0][:2] < place:
             yield _serve(again)
+        if len(child) == 1 and isinstance(child, Flow):
+            yield child.head
+            continue
         given, requests = child.given, child.upcoming(count)
         request = next(requests, None)
         if request is None:  # what waited of it was taken out meanwhile

@@ -18,6 +18,9 @@ LONGEST_PREFIX_WINDOW = 128
 """Requests whose cached prefix is looked up when the longest goes first; a match of the whole queue each step would
 cost more than it saves."""
 
+RANKED_NODES = 1024
+"""Nodes of the tree that a look visits to find the longest prefix, beside those of the last prompt."""
+
 
 class ByTurn:
     """Requests of each priority by turns (`make` makes those of one), and the retracted ones of this priority before
@@ -134,7 +137,7 @@ class WaitingQueue:
         cost = 0
         if request.state is not RequestState.RETRACTED:
             cost = max(work + min(request.total_len - request.prefill_len, CLIP), 1)
-        request.waiting = Waiting(queued=True, cost=cost, work=work)
+        request.waiting = Waiting(queued=True, cost=cost, work=work, bookmark=request.waiting.bookmark)
         self._by_turn.add(self._priority(request), request)
         if self._by_policy is not self._by_turn:
             self._by_policy.add(self._priority(request), request)
@@ -179,12 +182,23 @@ class WaitingQueue:
         by_tenant: dict[str, list[Request]] = defaultdict(list)
         for request in window[retracted:]:
             by_tenant[request.flow_key[0]].append(request)
+        lengths = self._look_up(window[retracted:])
         order = {
-            tenant: iter(sorted(requests, key=self._cached_prefix, reverse=True))
+            tenant: iter(sorted(requests, key=lengths.__getitem__, reverse=True))
             for tenant, requests in by_tenant.items()
         }
         rest = [next(order[request.flow_key[0]]) for request in window[retracted:]]
         return chain(window[:retracted], rest)
+
+    def _look_up(self, window: list[Request]) -> dict[Request, int]:
+        """The cached prefix of each, those first for which least was visited. Once `RANKED_NODES` were visited, what
+        was found last stands for the others."""
+        lengths, left = {}, RANKED_NODES
+        for request in sorted(window, key=_visited):
+            before = _visited(request)
+            lengths[request] = request.waiting.bookmark.length if left <= 0 else self._cached_prefix(request)
+            left -= _visited(request) - before
+        return lengths
 
     def front(self, count: int) -> Iterator[Request]:
         """As `first`, but for lpm by turns: nothing is looked up."""
@@ -248,6 +262,10 @@ class WaitingQueue:
     def _priority(self, request: Request) -> int:
         """Under which turns are had: its own, where the policy looks at priorities."""
         return request.priority if self._policy is SchedulePolicy.PRIORITY else 0
+
+
+def _visited(request: Request) -> int:
+    return request.waiting.bookmark.visited
 
 
 def _waits(request: Request) -> bool:
