@@ -66,7 +66,7 @@ class Node:
         self.id = node_id
         self.key = key
         self.length = length
-        self.end = length if parent is None else parent.end + length
+        self.end: int = length if parent is None else parent.end + length
         self.parent = parent
         self.namespace = namespace
         self.children: dict[bytes, Node] = {}
@@ -273,10 +273,14 @@ class RadixTree:
 
     def lock(self, node: Node, *, session: bool = False) -> None:
         """A request, or a session, starts to depend on the prefix that ends at `node`."""
-        for each in node.path():
-            self._lock_one(each)
+        while node.parent is not None:
+            if node.locks and not node.sessions:
+                node.locks += 1
+            else:
+                self._lock_one(node)
             if session:
-                self._enter_session(each)
+                self._enter_session(node)
+            node = node.parent
 
     def _enter_session(self, node: Node) -> None:
         """After the session's lock."""
