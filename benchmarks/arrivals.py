@@ -21,7 +21,7 @@ from host_step import FreeRunner
 from machine import report
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.config import EngineConfig
+from sglang_jax.config import EngineConfig, SchedulePolicy
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.loop import SchedulerLoop
@@ -60,10 +60,20 @@ class PackedChannel:
 class Burst:
     """A loop over a free runner, and the time of each of its turns."""
 
-    def __init__(self, rows: int, context: int, page_size: int, *, pool_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        rows: int,
+        context: int,
+        page_size: int,
+        *,
+        pool_tokens: int | None = None,
+        policy: SchedulePolicy = SchedulePolicy.FCFS,
+    ) -> None:
         pages = (pool_tokens or rows * context) // page_size + rows + 1
         spec = RunnerSpec((PoolSpec(CacheKind.FULL, pages, page_size),), rows, CHUNK + rows, context, 1000)
-        config = EngineConfig(chunked_prefill_size=CHUNK, page_size=page_size, debug_memory=False)
+        config = EngineConfig(
+            chunked_prefill_size=CHUNK, page_size=page_size, debug_memory=False, schedule_policy=policy
+        )
         self.channel = PackedChannel()
         self.loop = SchedulerLoop(FreeRunner(spec), (0,), config, self.channel)
         self.scheduler = self.loop.scheduler
@@ -82,6 +92,19 @@ class Burst:
             ]
         )
         return ids
+
+    def take_in(self) -> None:
+        """All that is in the inbox waits before the next turn, the first whose time counts."""
+        for message in self.channel.receive(block=False):
+            assert isinstance(message, NewRequest)
+            self.scheduler.add(message)
+        self.turns.clear()
+
+    def figures(self, requests: int) -> dict[str, float]:
+        """Of the turns since."""
+        worst, total = max(self.turns), sum(self.turns)
+        mean = total / len(self.turns)
+        return {"worst ms": worst * 1e3, "mean ms": mean * 1e3, "us per request": total / requests * 1e6}
 
     def abort(self, ids: list[int]) -> None:
         """Puts their aborts into the inbox."""
@@ -118,9 +141,7 @@ def worst_turn_of(prompts: list[np.ndarray], rows: int, page_size: int) -> dict[
     """All prompts wait already when the first step is planned; turns until all have ended."""
     burst = Burst(rows, len(prompts[0]) + 16, page_size)
     burst.add(prompts)
-    for message in burst.channel.receive(block=False):
-        assert isinstance(message, NewRequest)
-        burst.scheduler.add(message)
+    burst.take_in()
     burst.run(lambda: burst.scheduler.idle)
     return {"worst ms": max(burst.turns) * 1e3, "us per request": sum(burst.turns) / len(prompts) * 1e6}
 
@@ -183,6 +204,45 @@ def burst_of(count: int, length: int, *, same: int = 0, most_rows: int = 1024) -
     return measure
 
 
+def deep_path(branches: int, policy: SchedulePolicy) -> Measure:
+    """64 rows, one of which ends in each step, and 400 prompts that wait, all of which share a path of so many branch
+    nodes of one token each."""
+
+    def measure(page_size: int, part: int) -> dict[str, float]:
+        waiting, rows, depth = 400 // part, 64, max(branches // part, 1)
+        burst = Burst(rows, depth + 128, 1, policy=policy)
+        path = np.full(depth, 2, np.int32)
+        burst.add([np.append(path[:length], np.int32(3)) for length in range(depth)], new_tokens=1)
+        burst.turn()
+        burst.run(lambda: burst.scheduler.idle)
+        tails = np.arange(rows + waiting, dtype=np.int32).reshape(-1, 1) + 4
+        for number, tail in enumerate(tails):
+            burst.add([np.append(path, tail)], new_tokens=2 + number if number < rows else 64)
+        burst.take_in()
+        burst.run(lambda: len(burst.scheduler.queue) <= waiting // 20)
+        return burst.figures(waiting)
+
+    return measure
+
+
+def long_queue(policy: SchedulePolicy) -> Measure:
+    """20,000 prompts of 16 tokens wait for 1,024 rows, a few of which end in each step."""
+
+    def measure(page_size: int, part: int) -> dict[str, float]:
+        waiting, rows = 20_000 // part, 1024 // part
+        burst = Burst(rows, 1200, page_size, policy=policy)
+        prompts = random_prompts(rows + waiting, 16)
+        for number, prompt in enumerate(prompts[:rows]):
+            burst.add([prompt], new_tokens=2 + number)
+        burst.add(prompts[rows:], new_tokens=512)
+        burst.take_in()
+        for _ in range(200):
+            burst.turn()
+        return burst.figures(waiting)
+
+    return measure
+
+
 CASES: dict[str, tuple[Measure, str, float]] = {
     "256 x 64 tokens": (burst_of(256, 64), "worst ms", 16),
     "1,024 x 16 tokens": (burst_of(1024, 16), "worst ms", 45),
@@ -193,6 +253,9 @@ CASES: dict[str, tuple[Measure, str, float]] = {
     "1,024 aborted at once": (all_aborted_at_once, "worst ms", 6),
     "5,000 x different 2k": (burst_of_2k, "us per request", 150),
 }
+for one in (SchedulePolicy.FCFS, SchedulePolicy.LPM):
+    CASES |= {f"400 wait, path of {depth:,}, {one}": (deep_path(depth, one), "mean ms", 1) for depth in (100, 1000)}
+    CASES[f"20,000 wait, {one}"] = (long_queue(one), "mean ms", 1)
 
 
 def main() -> None:

@@ -56,10 +56,12 @@ class FullKV(PooledComponent):
 
     def collect(self, node: Node, count: int) -> Pages:
         runs: list[Pages] = []
+        index = self._index
         while count > 0:
-            pages = self.pages(node)
-            runs.append(pages[-count:])
-            count -= len(pages)
+            run: Pages = node.values[index]
+            size = node.length
+            runs.append(run if size <= count else run[size - count :])
+            count -= size
             assert node.parent is not None
             node = node.parent
         if len(runs) == 1:

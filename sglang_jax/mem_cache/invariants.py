@@ -117,6 +117,11 @@ def _length(cache: KVCache, node: Node) -> int:
     return len(node.key) // cache.tree.page_bytes
 
 
+def _pages_to(cache: KVCache, node: Node) -> int:
+    above = 0 if node.parent is None else node.parent.end
+    return above + _length(cache, node)
+
+
 def _check_nodes(cache: KVCache) -> None:
     sessions = Counter(ancestor.id for node in _locked_by_pins(cache) for ancestor in node.path())
     locks = Counter(ancestor.id for node in _locked_by_rows(cache) for ancestor in node.path()) + sessions
@@ -127,6 +132,8 @@ def _check_nodes(cache: KVCache) -> None:
     for node in cache.tree.nodes():
         count += 1
         _require(node.length == _length(cache, node), f"node {node.id}: counted as {node.length} pages")
+        _require(node.end == _pages_to(cache, node), f"node {node.id}: counted to end after {node.end} pages")
+        _require(not node.gone, f"node {node.id} was removed and can be reached")
         _require(not node.dead, f"node {node.id} was cut off and can be reached")
         _require(not node.proven or _is_proven(node.parent), f"node {node.id}: proven alone")
         _require(

@@ -17,7 +17,7 @@ from sglang_jax.mem_cache.group import Group, WindowGroup
 from sglang_jax.mem_cache.ledger import request_owner
 from sglang_jax.mem_cache.lengths import ONE, Index, RowLengths
 from sglang_jax.mem_cache.pins import Kept, Pins
-from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Probe, RadixTree
+from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Bookmark, Namespace, Probe, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state_group import MOST_BRANCHES, StateGroup
 from sglang_jax.mem_cache.trust import Trust
@@ -166,17 +166,19 @@ class KVCache:
                 return group
         return None
 
-    def probe(self, tokens: bytes, limit: int, namespace: Namespace) -> Probe:
+    def probe(self, tokens: bytes, limit: int, namespace: Namespace, bookmark: Bookmark | None = None) -> Probe:
         """Where the cached prefix of a prompt (int32 bytes) ends. Changes nothing.
 
         `limit`: most tokens that may be matched: one less than the prompt (a token must run to give logits), less where
-        prompt logprobs are wanted.
+        prompt logprobs are wanted. `bookmark`: of this prompt.
         """
-        return self.tree.probe(tokens, namespace, limit if self.reuse else 0)
+        return self.tree.probe(tokens, namespace, limit if self.reuse else 0, bookmark)
 
-    def peek(self, tokens: bytes, limit: int, namespace: Namespace) -> int:
+    def peek(self, tokens: bytes, limit: int, namespace: Namespace, bookmark: Bookmark | None = None) -> int:
         """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
-        return self.probe(tokens, limit, namespace).length
+        if bookmark is not None and bookmark.holds(limit if self.reuse else 0):
+            return bookmark.length
+        return self.probe(tokens, limit, namespace, bookmark).length
 
     def open_row(self, probe: Probe, *, session: bool = False, stops: bool = False, shared_len: int = 0) -> RowKV:
         """Gives a request, maybe a turn of a session, a row that starts with the prefix that was just probed, locked. A

@@ -24,18 +24,21 @@ Namespace = str | None
 class Node:
     """A run of pages. `values[i]` belongs to the tree's i-th component; a root has an empty key.
 
-    - `length`: pages of the key.
+    - `length`: pages of the key. `end`: pages from the root to the end of it.
     - `writer`: serial of the record that computed it.
     - `proven`: something was sampled from it and was finite. Whatever is above a proven node is proven.
     - `locks`: how many requests and sessions depend on the prefix that ends here or below. Whatever is above a locked
       node is. `sessions`: how many of them are sessions.
-    - `dead`: cut off. No match reaches it or anything below it; it lasts as long as its locks.
+    - `dead`: cut off. No match reaches it or anything below it; it lasts as long as its locks. `gone`: it was removed,
+      or is part of another since.
     """
 
     __slots__ = (
         "children",
         "created",
         "dead",
+        "end",
+        "gone",
         "hits",
         "id",
         "key",
@@ -63,6 +66,7 @@ class Node:
         self.id = node_id
         self.key = key
         self.length = length
+        self.end: int = length if parent is None else parent.end + length
         self.parent = parent
         self.namespace = namespace
         self.children: dict[bytes, Node] = {}
@@ -75,6 +79,7 @@ class Node:
         self.writer = writer
         self.proven = False
         self.dead = False
+        self.gone = False
 
     def path(self) -> Iterator[Node]:
         """This node, its parent, and so on, without the root."""
@@ -95,6 +100,35 @@ class Probe:
     whole: bool
     length: int
     known: int = 0
+
+
+@dataclass(slots=True)
+class Bookmark:
+    """What was learnt of one prompt in the tree, so that looking again costs what has changed since.
+
+    - `node`: the last whose whole key the prompt has, None before the first look; `end`: its `end`. `child`: the one
+      below it that the prompt goes on with, at least for a page, which is `page`; None if there is none. `child_end`:
+      its `end`.
+    - `length`: the longest cached prefix in tokens, for this `limit`. `sure`: it changes only if one of these does.
+    - `visited`: nodes that were looked at for it.
+    """
+
+    node: Node | None = None
+    end: int = 0
+    page: bytes = b""
+    child: Node | None = None
+    child_end: int = 0
+    limit: int | None = None
+    length: int = 0
+    sure: bool = False
+    visited: int = 0
+
+    def holds(self, limit: int) -> bool:
+        """Whether `length` is what a look would find."""
+        node, child = self.node, self.child
+        if not self.sure or node is None or node.gone or node.dead or (node.end, limit) != (self.end, self.limit):
+            return False
+        return node.children.get(self.page) is child and (child is None or child.end == self.child_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,26 +167,56 @@ class RadixTree:
         """The last time at which anything was used."""
         return self._now
 
-    def probe(self, tokens: bytes, namespace: Namespace, limit: int | None = None) -> Probe:
+    def probe(
+        self, tokens: bytes, namespace: Namespace, limit: int | None = None, bookmark: Bookmark | None = None
+    ) -> Probe:
         """The longest cached prefix, of at most `limit` tokens, at which every component lets a request start. Changes
-        nothing."""
+        nothing but the `bookmark` of these tokens, where it goes on."""
         root = self.roots.get(namespace)
         if root is None:
+            if bookmark is not None:
+                bookmark.node, bookmark.length = None, 0
             return Probe(self.root(namespace), 0, True, 0)
         size = len(tokens) if limit is None else max(limit, 0) // self.page_size * self.page_bytes
+        start = self._resume(root, bookmark, size // self.page_bytes)
+        reached = list(self._walk(start, tokens, size, start.end * self.page_bytes))
         if self._partial:
-            return self._probe_partial(root, tokens, size)
-        last = (root, 0, 0, True)
-        for reached in self._walk(root, tokens, size):
-            last = reached
-        node, start, end, whole = last
-        return Probe(node, (end - start) // self.page_bytes, whole, end // TOKEN_BYTES)
+            probe = self._probe_partial(root, start, reached)
+        elif not reached:
+            probe = Probe(start, start.length, True, start.end * self.page_size)
+        else:
+            node, first, end, whole = reached[-1]
+            probe = Probe(node, (end - first) // self.page_bytes, whole, end // TOKEN_BYTES)
+        if bookmark is not None:
+            node = next((node for node, _, _, whole in reversed(reached[-2:]) if whole), start)
+            end = node.end * self.page_bytes
+            self._set(bookmark, node, tokens[end : min(end + self.page_bytes, size)])
+            bookmark.limit, bookmark.length = limit, probe.length
+            bookmark.visited += len(reached) + (sum(1 for _ in start.path()) if self._partial else 0)
+        return probe
 
-    def _probe_partial(self, root: Node, tokens: bytes, size: int) -> Probe:
-        """`probe` where nodes may lack a part of what some component holds."""
-        reached = list(self._walk(root, tokens, size))
-        passed = [(node, (end - start) // self.page_bytes) for node, start, end, _ in reached]
-        known = reached[-1][2] // TOKEN_BYTES if reached else 0
+    def _set(self, bookmark: Bookmark, node: Node, page: bytes) -> None:
+        child = node.children.get(page)
+        bookmark.node, bookmark.end, bookmark.page, bookmark.child = node, node.end, page, child
+        bookmark.child_end = 0 if child is None else child.end
+        bookmark.sure = not self._partial
+
+    @staticmethod
+    def _resume(root: Node, bookmark: Bookmark | None, most: int) -> Node:
+        """The last node, on the way to a bookmark, that is in the tree and ends after at most so many pages. What is
+        above the end of a node never changes, though the node may be split, joined to its child or cut short."""
+        node = None if bookmark is None else bookmark.node
+        while node is not None and node.parent is not None and (node.gone or node.dead or node.end > most):
+            node = node.parent
+            bookmark.visited += 1  # type: ignore[union-attr]
+        return root if node is None or node.parent is None else node
+
+    def _probe_partial(self, root: Node, start: Node, reached: list[tuple[Node, int, int, bool]]) -> Probe:
+        """`probe` where nodes may lack a part of what some component holds: on the path to `start` and from there."""
+        passed = [(node, node.length) for node in start.path()]
+        passed.reverse()
+        passed += [(node, (end - first) // self.page_bytes) for node, first, end, _ in reached]
+        known = reached[-1][2] // TOKEN_BYTES if reached else start.end * self.page_size
         last, agreed = len(passed) - 1, False
         while not agreed:
             before = last
@@ -161,8 +225,9 @@ class RadixTree:
             agreed = last == before or len(self._partial) == 1
         if last < 0:
             return Probe(root, 0, True, 0, known)
-        node, _, end, whole = reached[last]
-        return Probe(node, passed[last][1], whole, end // TOKEN_BYTES, known)
+        node, covered = passed[last]
+        whole = covered == node.length
+        return Probe(node, covered, whole, (node.end - node.length + covered) * self.page_size, known)
 
     def claim(self, probe: Probe) -> Node:
         """The node at whose end a probe's prefix ends; a request starts there."""
@@ -208,10 +273,14 @@ class RadixTree:
 
     def lock(self, node: Node, *, session: bool = False) -> None:
         """A request, or a session, starts to depend on the prefix that ends at `node`."""
-        for each in node.path():
-            self._lock_one(each)
+        while node.parent is not None:
+            if node.locks and not node.sessions:
+                node.locks += 1
+            else:
+                self._lock_one(node)
             if session:
-                self._enter_session(each)
+                self._enter_session(node)
+            node = node.parent
 
     def _enter_session(self, node: Node) -> None:
         """After the session's lock."""
@@ -369,6 +438,7 @@ class RadixTree:
             return False
         for component in self.components:
             component.join(upper, lower)
+        upper.gone = True
         lower.key = upper.key + lower.key
         lower.length += upper.length
         lower.hits = max(upper.hits, lower.hits)
@@ -396,6 +466,7 @@ class RadixTree:
         assert parent is not None
         assert not node.children
         assert not node.locks
+        node.gone = True
         for component in self.components:
             component.remove(node)
         del parent.children[node.key[: self.page_bytes]]
@@ -413,6 +484,7 @@ class RadixTree:
         for component in self.components:
             serves = component.trim(node, pages) and serves
         node.key = node.key[: pages * self.page_bytes]
+        node.end -= node.length - pages
         node.length = pages
         return serves
 
@@ -436,14 +508,14 @@ class RadixTree:
     def _drop_empty_root(self, node: Node) -> None:
         if node.parent is None and not node.children and self.roots.get(node.namespace) is node:
             del self.roots[node.namespace]
+            node.gone = True
 
-    def _walk(self, node: Node, tokens: bytes, size: int) -> Iterator[tuple[Node, int, int, bool]]:
-        """Nodes below `node` along the first `size` bytes of `tokens`: (node, bytes of `tokens` covered before it, and
-        at its end, whether all of its key is).
+    def _walk(self, node: Node, tokens: bytes, size: int, position: int = 0) -> Iterator[tuple[Node, int, int, bool]]:
+        """Nodes below `node` along the bytes of `tokens` from `position` to `size`: (node, bytes of `tokens` covered
+        before it, and at its end, whether all of its key is).
 
         A partly covered node comes last, and only if at least one of its pages is covered.
         """
-        position = 0
         while position < size:
             child = node.children.get(tokens[position : position + self.page_bytes])
             if child is None:

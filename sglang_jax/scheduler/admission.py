@@ -11,7 +11,7 @@ from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.radix_tree import Probe
-from sglang_jax.scheduler.chunking import PrefillWork
+from sglang_jax.scheduler.chunking import PRIORITY_TURN, PrefillWork, goes_by_priority
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.reserve import CLIP, NewTokenReserve
 from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, Rows
@@ -29,6 +29,10 @@ RETRY_STEPS = 8
 
 AGED_TURN = 8
 """Of so many rows given while the oldest request waits, the last goes to it."""
+
+PASSED_TURN = 4
+"""Of so many rows given past a request whose turn it is, to other tenants or to higher priorities, the last goes to
+it."""
 
 GUEST_TURN = 2
 """Of so many rows given while client requests wait that have none, the last goes to one of them, if the others would go
@@ -67,6 +71,9 @@ class Admission:
     Nobody starves. While the oldest request waits, every `AGED_TURN`-th row is its own. One that does not fit lets
     others into room that it cannot use, for a bounded number of them and of steps; then room is kept for it.
 
+    Nor does a tenant. Higher priorities, and prompts with less work, go before a request of another tenant whose turn
+    it is, or of lower priority, for a bounded number of rows (`PASSED_TURN`).
+
     A request whose prompt goes on like one that is being computed is passed over until that prefix is in the tree:
     computing it once and waiting a step is cheaper than computing it twice.
 
@@ -94,12 +101,15 @@ class Admission:
         self._guest_rows = len(rows.requests) // GUEST_ROWS
         self._younger_seats = 0
         self._seats_past_guests = 0
+        self._seats_past_turn = 0
+        self._seats_by_priority = 0
 
     def admit(self, allowance: int, step: int) -> Decisions:
         """Decides who starts. `allowance`: prompt tokens that the step may compute; `step`: its number."""
         if allowance <= 0 or not self._cache.num_free_rows or not self._queue.worth_a_look():
             return _NOBODY
-        look = _Look(self._cache, self._rows, self._reserve, step, allowance)
+        by_priority = goes_by_priority(step) and self._seats_by_priority < PRIORITY_TURN - 1
+        look = _Look(self._cache, self._rows, self._reserve, step, allowance, by_priority=by_priority)
         for request in self._candidates(look):
             if not self._cache.num_free_rows and not self._reclaim():
                 break
@@ -107,7 +117,8 @@ class Admission:
             if guest is None or not self._consider(guest, look):
                 break
         if not look.seated:
-            self._queue.pause(RETRY_STEPS)
+            # The next look is in a step in which priorities do not count.
+            self._queue.pause((PRIORITY_TURN - 2 - step) % PRIORITY_TURN or RETRY_STEPS - 1)
         elif self._queue:
             look.under_way.note_sharers(look.seated, self._queue.front(MAX_SHARERS_PASSED))
         return Decisions(look.seated, look.too_large)
@@ -139,13 +150,21 @@ class Admission:
         queue = self._queue
         reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
         for request in self._by_order(look, reach):
-            for one in (self._guest(request, look), request):
+            for one in (self._passed(request), self._guest(request, look), request):
                 while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
                     look.aged = queue.oldest()
                     look.try_once(look.aged)
                     yield look.aged
                 if one is not None and one.waiting.queued and look.try_once(one):
                     yield one
+
+    def _passed(self, request: Request) -> Request | None:
+        """Whose turn it is, if `request` would go before it and so many have done so."""
+        queue = self._queue
+        if self._seats_past_turn < PASSED_TURN - 1 or not queue:
+            return None
+        next_turn = queue.next_turn()
+        return next_turn if queue.passes(request, next_turn) else None
 
     def _guest(self, request: Request, look: _Look) -> Request | None:
         """Who goes before `request`, as it has no row and the client request of this one has: the first by turns, for
@@ -172,10 +191,11 @@ class Admission:
                 return
         for request in self._queue.front(LEAST_WORK_LOOKS // 2):
             self._queue.update_work(request)
-        for request in self._queue.least_work(LEAST_WORK_LOOKS):
-            if look.work.ahead_of(request, request.waiting.work) >= look.allowance:
-                break
-            yield request
+        for by_priority in (True,) if look.by_priority else (False, True):
+            for request in self._queue.least_work(LEAST_WORK_LOOKS, by_priority=by_priority):
+                if look.work.ahead_of(request, request.waiting.work) >= look.allowance:
+                    break
+                yield request
         if self._younger_seats >= self.aged_turn - 1 and self._queue:
             yield self._queue.oldest()
 
@@ -185,18 +205,22 @@ class Admission:
             self._queue.remove(request)
             look.too_large.append(request)
             return True
-        probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)
+        probe = self._probe(request)
         if request is not look.aged and self._should_wait(request, probe, look):
             look.passed += 1
             return look.passed < MAX_SHARERS_PASSED
         while not look.fits(request, probe):
             if not (self._reclaim() or self._let_a_session_go(request, probe, look)):
                 return self._note_refusal(request, look)
-            probe = self._cache.probe(request.tokens, request.match_limit, request.namespace)
+            probe = self._probe(request)
         self._seat(request, probe, look)
         for refused in look.refused:
             refused.waiting.passed += 1
         return not any(self._keeps_room(refused, look.step) for refused in look.refused)
+
+    def _probe(self, request: Request) -> Probe:
+        bookmark = request.waiting.bookmark
+        return self._cache.probe(request.tokens, request.match_limit, request.namespace, bookmark)
 
     def _let_a_session_go(self, request: Request, probe: Probe, look: _Look) -> bool:
         """Takes back what the oldest idle session keeps; False if a request would not fit even without any."""
@@ -207,7 +231,16 @@ class Admission:
         return pins.relieve(look.short(request, probe), own)
 
     def _seat(self, request: Request, probe: Probe, look: _Look) -> None:
-        oldest = self._queue.oldest()
+        oldest, next_turn = self._queue.oldest(), self._queue.next_turn()
+        if request is next_turn:
+            self._seats_past_turn = 0
+        elif self._queue.passes(request, next_turn):
+            self._seats_past_turn += 1
+        least_work = next(self._queue.least_work(1, by_priority=False))
+        if not look.by_priority:
+            self._seats_by_priority = 0
+        elif look.spoken_for and request.priority > least_work.priority:
+            self._seats_by_priority += 1
         self._queue.seat(request)
         request.waiting.as_guest = request is look.guest
         self._younger_seats = 0 if request is oldest else self._younger_seats + 1
@@ -248,6 +281,8 @@ class _Look:
         reserve: NewTokenReserve,
         step: int,
         allowance: int,
+        *,
+        by_priority: bool,
     ) -> None:
         self._cache = cache
         self._rows = rows
@@ -256,7 +291,8 @@ class _Look:
         self.under_way = UnderWay(cache, rows.prefilling)
         self.step = step
         self.allowance = allowance
-        self.work = PrefillWork(rows.prefilling)
+        self.by_priority = by_priority
+        self.work = PrefillWork(rows.prefilling, by_priority=by_priority)
         self.seated: list[Request] = []
         self.too_large: list[Request] = []
         self.refused: list[Request] = []

@@ -14,6 +14,9 @@ from sglang_jax.scheduler.step_time import Padding, StepShape, StepTimes
 OLDEST_SHARE = 4
 """The prompt that arrived first is given at least one token in so many of those that a step has for prompts."""
 
+PRIORITY_TURN = 4
+"""In one of so many steps, prompts are taken by their work alone, whatever their priority."""
+
 LEAST_CHUNK = 16
 """Tokens of prompts that a step computes whatever its time: prompts have to end."""
 
@@ -24,11 +27,17 @@ share: they would shrink to nothing if all of the noise were allowed for."""
 WorkKey = tuple[int, int, int]
 
 
+def goes_by_priority(step: int) -> bool:
+    """Whether prompts of a higher priority go first in this step."""
+    return step % PRIORITY_TURN != PRIORITY_TURN - 1
+
+
 class PrefillWork:
     """Tokens that prompts under way have still to compute."""
 
-    def __init__(self, prompts: list[Request]) -> None:
+    def __init__(self, prompts: list[Request], *, by_priority: bool = True) -> None:
         self.total = 0
+        self._by_priority = by_priority
         self._order: list[WorkKey] = []
         for request in prompts:
             self.add(request, request.prefill_len - request.record.kv_allocated_len)
@@ -36,32 +45,41 @@ class PrefillWork:
     def add(self, request: Request, work: int) -> None:
         """One more prompt."""
         self.total += work
-        insort(self._order, _key(request, work))
+        insort(self._order, _key(request, work, self._by_priority))
 
     def ahead_of(self, request: Request, work: int) -> int:
         """Tokens of prompts whose chunks would go before those of a request with so much work."""
-        return sum(entry[1] for entry in self._order[: bisect_left(self._order, _key(request, work))])
+        place = bisect_left(self._order, _key(request, work, self._by_priority))
+        return sum(entry[1] for entry in self._order[:place])
 
 
 class ChunkSharing:
     """Shares the tokens that a step has for prompts.
 
     Highest priority first, then least work left, then oldest: a short prompt never waits behind a long one. Of each
-    `OLDEST_SHARE` tokens one is the oldest prompt's all the same, so that it ends, whatever arrives.
+    `OLDEST_SHARE` tokens one is the oldest prompt's all the same, so that it ends, whatever arrives. In one of
+    `PRIORITY_TURN` steps priorities do not count, so that clients who may choose theirs delay others no longer than so
+    many times as long.
     """
 
     def __init__(self) -> None:
         self._credit = 0.0
 
     def share(
-        self, prompts: list[Request], work: list[int], allowance: int, most: list[int] | None = None
+        self,
+        prompts: list[Request],
+        work: list[int],
+        allowance: int,
+        most: list[int] | None = None,
+        *,
+        by_priority: bool = True,
     ) -> list[int]:
         """How many tokens each of `prompts` computes, of `work` tokens that it has left; at most `most` if given."""
         most = work if most is None else most
         if sum(most) <= allowance:
             self._credit = 0.0
             return most
-        order = _order(prompts, work)
+        order = _order(prompts, work, by_priority)
         oldest = _oldest(prompts)
         self._credit = min(self._credit + allowance / OLDEST_SHARE, float(allowance))
         parts = _fill(order, most, allowance, oldest, int(self._credit))
@@ -78,10 +96,17 @@ class ChunkBudget(Protocol):
         ...
 
     def allowance(
-        self, decode_tokens: int, decode_lens: Int32, prompts: list[Request], work: list[int], most: int
+        self,
+        decode_tokens: int,
+        decode_lens: Int32,
+        prompts: list[Request],
+        work: list[int],
+        most: int,
+        *,
+        by_priority: bool = True,
     ) -> int:
         """At most `most`, beside decode rows whose KV is `decode_lens` `[rows]` tokens long, and that compute
-        `decode_tokens` in all; `prompts` have `work` tokens left."""
+        `decode_tokens` in all; `prompts` have `work` tokens left; `by_priority`: as `goes_by_priority` says."""
         ...
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -100,7 +125,14 @@ class FixedChunk:
         self.size = size
 
     def allowance(
-        self, decode_tokens: int, decode_lens: Int32, prompts: list[Request], work: list[int], most: int
+        self,
+        decode_tokens: int,
+        decode_lens: Int32,
+        prompts: list[Request],
+        work: list[int],
+        most: int,
+        *,
+        by_priority: bool = True,
     ) -> int:
         return min(self.size, most)
 
@@ -129,13 +161,20 @@ class TimedChunk:
         self.times = StepTimes()
 
     def allowance(
-        self, decode_tokens: int, decode_lens: Int32, prompts: list[Request], work: list[int], most: int
+        self,
+        decode_tokens: int,
+        decode_lens: Int32,
+        prompts: list[Request],
+        work: list[int],
+        most: int,
+        *,
+        by_priority: bool = True,
     ) -> int:
         most = min(self.size, most)
         if most <= LEAST_CHUNK:
             return most
         rows, context = decode_tokens, int(decode_lens.sum())
-        order, oldest = _order(prompts, work), _oldest(prompts)
+        order, oldest = _order(prompts, work, by_priority), _oldest(prompts)
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
         alone = self.times.expect(self._shape(rows, context, []))
         room = max(self._target / (1.0 + min(2.0 * self.times.error, MOST_MARGIN)), 1.5 * alone)
@@ -177,13 +216,13 @@ class TimedChunk:
         return StepShape(decode_rows, context, tokens, reads)
 
 
-def _key(request: Request, work: int) -> WorkKey:
-    return (-request.priority, work, request.sequence)
+def _key(request: Request, work: int, by_priority: bool) -> WorkKey:
+    return (-request.priority if by_priority else 0, work, request.sequence)
 
 
-def _order(prompts: list[Request], work: list[int]) -> list[int]:
+def _order(prompts: list[Request], work: list[int], by_priority: bool) -> list[int]:
     """Indices of `prompts` in the order in which they are given tokens."""
-    return sorted(range(len(prompts)), key=lambda index: _key(prompts[index], work[index]))
+    return sorted(range(len(prompts)), key=lambda index: _key(prompts[index], work[index], by_priority))
 
 
 def _oldest(prompts: list[Request]) -> int:

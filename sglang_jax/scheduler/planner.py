@@ -24,7 +24,7 @@ from sglang_jax.runner.plan import (
     StepPlan,
     TextUpdate,
 )
-from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing
+from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing, goes_by_priority
 from sglang_jax.scheduler.drafting import AllThatFit, Drafting
 from sglang_jax.scheduler.recent_outputs import RecentOutputs
 from sglang_jax.scheduler.request import Request
@@ -173,7 +173,7 @@ class Planner:
 
         **Raises:** `OutOfPages` if there is something to do but pages are short.
         """
-        chunks = self._choose_chunks(decode)
+        chunks = self._choose_chunks(step, decode)
         if chunks:
             return self._mixed(step, decode, chunks)
         if len(decode.rows):
@@ -243,23 +243,25 @@ class Planner:
         starts = self._cache.lengths.kv_planned[[request.row for request in prompts]].tolist()
         return [request.prefill_len - start for request, start in zip(prompts, starts, strict=True)]
 
-    def allowance(self, decode: DecodePart) -> int:
+    def allowance(self, step: int, decode: DecodePart) -> int:
         """Tokens of prompts that a step beside these decode rows has."""
-        return self._allowance(decode, self._work())
+        return self._allowance(step, decode, self._work())
 
-    def _allowance(self, decode: DecodePart, work: list[int]) -> int:
-        most = self._token_budget - decode.num_tokens
-        return self._budget.allowance(decode.num_tokens, decode.kv_lens, self._rows.prefilling, work, most)
+    def _allowance(self, step: int, decode: DecodePart, work: list[int]) -> int:
+        tokens, prompts = decode.num_tokens, self._rows.prefilling
+        most, by_priority = self._token_budget - tokens, goes_by_priority(step)
+        return self._budget.allowance(tokens, decode.kv_lens, prompts, work, most, by_priority=by_priority)
 
-    def _choose_chunks(self, decode: DecodePart) -> list[Chunk]:
+    def _choose_chunks(self, step: int, decode: DecodePart) -> list[Chunk]:
         """Gives prompts under way their parts of what the step has for them, as far as pages go."""
         prompts = self._rows.prefilling
         if not prompts:
             return []
         cache, work = self._cache, self._work()
-        if (allowance := self._allowance(decode, work)) <= 0:
+        if (allowance := self._allowance(step, decode, work)) <= 0:
             return []
-        parts = self._sharing.share(prompts, work, allowance, self._longest_chunks(work))
+        longest, by_priority = self._longest_chunks(work), goes_by_priority(step)
+        parts = self._sharing.share(prompts, work, allowance, longest, by_priority=by_priority)
         cache.let_go(np.array([request.row for request in prompts]), tight=True)
         size, pages = cache.page_size, cache.available_pages
         chunks: list[Chunk] = []

@@ -8,7 +8,7 @@ from enum import IntEnum, auto
 import numpy as np
 
 from sglang_jax.grammar.interface import Matcher
-from sglang_jax.mem_cache.radix_tree import Namespace
+from sglang_jax.mem_cache.radix_tree import Bookmark, Namespace
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import Int32
 from sglang_jax.sampling.params import SamplingParams
@@ -58,6 +58,7 @@ class Waiting:
     - `refused_at`: the step at which it was first found not to fit, None before; `passed`: requests behind it that were
       given room since.
     - `as_guest`: it was given a row that is kept for client requests that have none.
+    - `bookmark`: how far its prompt was followed into the tree of what is cached.
     - `seen`, `idle_looks`: cached tokens at the last look, and looks since they grew, while a prefix of it is computed.
     """
 
@@ -67,6 +68,7 @@ class Waiting:
     refused_at: int | None = None
     passed: int = 0
     as_guest: bool = False
+    bookmark: Bookmark = field(default_factory=Bookmark)
     seen: int = 0
     idle_looks: int = 0
 

@@ -305,7 +305,7 @@ class Scheduler:
         prompts_wait = len(self.queue) > 0
         decode = self._planner.extend_decode(prompts_wait)
         if prompts_wait:
-            decisions = self._admission.admit(self._planner.allowance(decode), step)
+            decisions = self._admission.admit(self._planner.allowance(step, decode), step)
             if decisions.seated:
                 self.rows.seat(decisions.seated)
                 rows = np.array([request.row for request in decisions.seated], np.intp)
@@ -398,7 +398,7 @@ class Scheduler:
 
     def _cached_prefix(self, request: Request) -> int:
         """Tokens of a waiting request that the tree holds."""
-        return self.cache.peek(request.tokens, request.match_limit, request.namespace)
+        return self.cache.peek(request.tokens, request.match_limit, request.namespace, request.waiting.bookmark)
 
 
 def _prompt_tokens(config: EngineConfig, spec: RunnerSpec) -> int:

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from sglang_jax.scheduler.order import Order
+from sglang_jax.scheduler.order import Key, Order
 from sglang_jax.scheduler.request import FlowKey, Request
 
 Place = tuple[float, int]
@@ -49,7 +49,7 @@ class _Child(ABC):
 
 
 class Flow(_Child):
-    """What waits of one client request, in the order of arrival."""
+    """What waits of one client request, in the order of arrival; or of a tenant, in an order of its own."""
 
     def __init__(self, given: float) -> None:
         super().__init__(given)
@@ -157,11 +157,21 @@ class Tenant(_Child):
         return _in_turn(self.flows.order.first(count), count)
 
 
+def _by_arrival(request: Request) -> Key:
+    return (request.sequence,)
+
+
 class Turns:
     """The requests that wait, in the order of their turns. With one flow it is the order of arrival, and with flows of
-    one request each of one tenant as well."""
+    one request each of one tenant as well.
 
-    def __init__(self) -> None:
+    **Arguments:** `key`: order of the requests of a flow; `by_flow`: whether the client requests of a tenant have turns
+    as well: if not, all of its requests are one flow.
+    """
+
+    def __init__(self, key: Callable[[Request], Key] = _by_arrival, *, by_flow: bool = True) -> None:
+        self._key = key
+        self._by_flow = by_flow
         self._tenants: Shares[Tenant] = Shares(Tenant)
         self._count = 0
 
@@ -170,10 +180,10 @@ class Turns:
 
     def add(self, request: Request) -> None:
         """A request waits for its turn."""
-        name, flow_name = request.flow_key
+        name, flow_name = self._names(request)
         tenant = self._tenants.child(name)
         flow = tenant.flows.child(flow_name)
-        flow.waiting.add((request.sequence,), request)
+        flow.waiting.add(self._key(request), request)
         self._count += 1
         if flow.place is None or request is flow.head:
             tenant.flows.settle(flow_name, flow)
@@ -181,16 +191,19 @@ class Turns:
 
     def remove(self, request: Request, tokens: int = 0) -> None:
         """A request waits no more: it was given so many `tokens`, or none, as it left."""
-        name, flow_name = request.flow_key
+        name, flow_name = self._names(request)
         tenant = self._tenants.child(name)
         flow = tenant.flows.child(flow_name)
-        flow.waiting.remove((request.sequence,), request)
+        flow.waiting.remove(self._key(request), request)
         self._count -= 1
         if tokens:
             tenant.flows.give(flow, tokens)
             self._tenants.give(tenant, tokens)
         tenant.flows.settle(flow_name, flow)
         self._tenants.settle(name, tenant)
+
+    def _names(self, request: Request) -> FlowKey:
+        return request.flow_key if self._by_flow else (request.flow_key[0], "")
 
     def first(self, count: int) -> Iterator[Request]:
         """The first `count`, as they are now: in the order in which they would have their turns, were nobody to come or
@@ -217,6 +230,9 @@ def _in_turn(children: Iterable[_Child], count: int) -> Iterator[Request]:
         place = child.place
         while again and place is not None and again[0][:2] < place:
             yield _serve(again)
+        if len(child) == 1 and isinstance(child, Flow):
+            yield child.head
+            continue
         given, requests = child.given, child.upcoming(count)
         request = next(requests, None)
         if request is None:  # what waited of it was taken out meanwhile

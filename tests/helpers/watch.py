@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import numpy as np
 from helpers.scheduling import Bench
@@ -67,6 +68,7 @@ class Watch:
         scheduler.step()
         check_everything(scheduler.cache)
         self._check_windows()
+        self._check_bookmarks()
         retired = (step for group in scheduler.cache.groups for step, _ in group._retired)
         late = [step for step in retired if step <= scheduler.cache.finished_step]
         assert not late, f"pages stay retired though steps {late} have finished"
@@ -78,6 +80,17 @@ class Watch:
         self.met["retracted for lack of pages"] += scheduler.log.counts.retractions - retractions
         self.met["several tokens of a row in a step"] += self._several_of_a_row()
         self.met["computed anew"] += any(one.restarts for one in scheduler.requests.values())
+
+    def _check_bookmarks(self) -> None:
+        """Those that are next find, from where they looked last, what they would find from the root."""
+        cache = self._scheduler.cache
+        for request in self._scheduler.queue.front(4):
+            place = request.tokens, request.match_limit, request.namespace
+            bookmark = request.waiting.bookmark
+            found, wanted = cache.probe(*place, copy(bookmark)), cache.probe(*place)
+            assert replace(found, node=wanted.node) == wanted, f"{request.id} finds {found}, and {wanted} anew"
+            assert found.node is wanted.node or found.node.parent is wanted.node.parent is None
+            assert not bookmark.holds(request.match_limit) or bookmark.length == wanted.length
 
     def _check_windows(self) -> None:
         """No row holds more of a window than two steps of it take."""
@@ -165,7 +178,7 @@ class Watch:
         return [one for one in self._scheduler.rows.prefilling if one.state is RequestState.PREFILL]
 
     def _owes_a_row(self) -> bool:
-        """Whether the first by policy, the oldest, and the guest whose turn it may be, would all fit into what the next
+        """Whether the first by policy, the oldest, and those whose turn it may be, would all fit into what the next
         step finds, on a cautious count, and none has a reason to wait."""
         scheduler = self._scheduler
         cache, under_way = scheduler.cache, self._under_way()
@@ -184,7 +197,7 @@ class Watch:
             cache.pages_for(one.prefill_len) - cache.pages_for(int(start))
             for one, start in zip(under_way, starts, strict=True)
         )
-        firsts = [next(scheduler.queue.first(1)), scheduler.queue.oldest()]
+        firsts = [next(scheduler.queue.first(1)), scheduler.queue.oldest(), scheduler.queue.next_turn()]
         if not scheduler.queue.minds_turns:
             guest = scheduler.queue.guest({one.flow_key for one in scheduler.rows.requests if one is not None})
             firsts += [guest] if guest is not None else []
