@@ -351,8 +351,10 @@ class TestInbox:
         bench.runner.namespace_of = lambda row: loop.scheduler.rows.at(row).namespace
         return loop, channel
 
-    def test_a_turn_takes_in_so_many_messages_and_steps(self) -> None:
-        """5,000 arrivals were looked at before any request that ran had its next token."""
+    def test_a_turn_takes_in_so_many_messages_and_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """5,000 arrivals were looked at before any request that ran had its next token. The time they take is limited
+        as well, so the clock stands still."""
+        monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
         loop, channel = self.loop()
         new = np.array([5, 6], np.int32).tobytes()
         channel.inbox += [NewRequest(id=k, token_ids=new, sampling=endless(40)) for k in range(3000)]
