@@ -6,13 +6,25 @@ Llama Guard's, shows nothing of a text; most others fail on a list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sglang_jax.checkpoint.chat_roles import OPENAI_ROLES, Message, is_heard
 
 _ROLES = ("user", *(role for role in OPENAI_ROLES if role != "user"))
 """The user's form comes first: most conversations of the others hold messages of a user."""
+
+
+class JoinedParts(str):
+    """The text of a message that its client sent in parts: a line for each of `parts`, which a template may take."""
+
+    parts: tuple[str, ...]
+
+    def __new__(cls, parts: Iterable[str]) -> JoinedParts:
+        parts = tuple(parts)
+        joined = super().__new__(cls, "\n".join(parts))
+        joined.parts = parts
+        return joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +43,14 @@ class ContentForms:
         if isinstance(content, list) and not takes_parts and _are_texts(content):
             return {**message, "content": text_of(content)}
         return message
+
+
+def in_parts(message: Message) -> Message:
+    """The message with its client's parts as a list of them."""
+    content = message.get("content")
+    if not isinstance(content, JoinedParts):
+        return message
+    return {**message, "content": [{"type": "text", "text": text} for text in content.parts]}
 
 
 def text_of(content: object) -> str:

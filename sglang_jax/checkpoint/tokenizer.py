@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Backend
 
 from sglang_jax.architectures.files import check_regular, read_file
-from sglang_jax.checkpoint.chat_contents import ContentForms, learn_contents
+from sglang_jax.checkpoint.chat_contents import ContentForms, in_parts, learn_contents
 from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
 from sglang_jax.checkpoint.chat_tools import ToolSupport, learn_tools
 from sglang_jax.checkpoint.control_tokens import ControlTokens
@@ -274,6 +274,7 @@ class Tokenizer:
         support = None
         if tools or any(message.get("tool_calls") for message in messages):
             support = self._tool_support = self._tool_support or learn_tools(self._render)
+        messages = [in_parts(message) for message in messages]
         conversation: list[dict[str, Any]] = [
             {
                 **self._control.mark(dict(message) if support is None else support.decoded(message)),

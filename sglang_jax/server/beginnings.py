@@ -47,16 +47,16 @@ class Beginnings:
             least = self.num_bytes / len(self._sizes) / 2
             oldest = next(whose for whose, length in self._sizes.items() if length >= least)
             length = self._sizes.pop(oldest)
+            held, self.num_bytes = self.num_bytes, self.num_bytes - length  # before its refusal asks to hold none
             logger.warning(
                 "Refused a request of which %d bytes had come: %d bytes of unfinished %s are held",
                 length,
-                self.num_bytes,
+                held,
                 self._what,
             )
             oldest.refuse(
                 BusyError(
-                    f"the unfinished {self._what} of all requests hold {self.num_bytes} bytes, this one {length}; the "
+                    f"the unfinished {self._what} of all requests hold {held} bytes, this one {length}; the "
                     f"limit is {self._most}. Send it without pauses, or try again later"
                 )
             )
-            self.num_bytes -= length

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Tag
 
-from sglang_jax.checkpoint.chat_contents import text_of
+from sglang_jax.checkpoint.chat_contents import JoinedParts
 from sglang_jax.checkpoint.chat_tools import is_variable, template_names
 from sglang_jax.engine.types import SessionTurnInput, TextTokenizer
 from sglang_jax.errors import ParameterError, shown
@@ -256,13 +256,9 @@ def _for_template(number: int, message: ChatMessage) -> dict[str, object]:
     if content is None and message.role != "assistant":
         raise ParameterError(f"{path} is required for the role {shown(message.role)}", param=path)
     if isinstance(content, list):
-        texts = [_part_text(f"{path}[{place}]", part) for place, part in enumerate(content)]
-        # One part is what a text is; the tokenizer knows whether the template takes several.
-        given: object = [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
-    else:
-        given = content or ""
+        content = JoinedParts(_part_text(f"{path}[{place}]", part) for place, part in enumerate(content))
     extras = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
-    for_template: dict[str, object] = {**extras, "role": message.role, "content": given}
+    for_template: dict[str, object] = {**extras, "role": message.role, "content": content or ""}
     if message.tool_calls:
         for_template["tool_calls"] = [
             call.for_template(f"messages[{number}].tool_calls[{place}]")
@@ -307,7 +303,7 @@ def chat_text(
     if not body.continue_final_message:
         return ChatText(tokenizer.render_chat(conversation, tools=offered, variables=variables))
     *earlier, last = conversation
-    said = text_of(last["content"])
+    said = str(last["content"])
     if last["role"] != "assistant" or not said.strip() or "tool_calls" in last:
         raise ParameterError(
             "continue_final_message needs a last message with role assistant, with text and without tool calls",
