@@ -40,12 +40,13 @@ def pytest_collection() -> Generator[None, object, object]:
     """Parses test files with the garbage collector off.
 
     In CPython 3.11 a collection in the middle of building a syntax tree can end in `SystemError: AST constructor
-    recursion depth mismatch`.
+    recursion depth mismatch`. What there is afterwards stays: modules and tests, at which no collection looks again.
     """
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 

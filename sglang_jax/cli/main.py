@@ -75,8 +75,9 @@ bench.add_command(bench_accuracy, "accuracy")
 bench.add_command(bench_offline, "offline")
 bench.add_command(bench_serving, "serving")
 for command in (cli, bench, *cli.commands.values(), *bench.commands.values()):
-    # click keeps the names of a command's first call, which need not come from `run`.
+    # click makes a command's help option once, with the names of the first context, whoever makes that.
     command.context_settings.setdefault("help_option_names", list(HELP))
+    command.get_help_option(click.Context(command, help_option_names=list(HELP)))
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:

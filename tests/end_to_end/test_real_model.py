@@ -31,7 +31,7 @@ class Size:
         return SamplingParams(temperature=0.0, max_new_tokens=self.new_tokens, ignore_eos=True)
 
 
-SIZES = [pytest.param(Size(16, 24), id="some"), pytest.param(Size(50, 64), id="many", marks=pytest.mark.soak)]
+SIZES = [pytest.param(Size(8, 24), id="some"), pytest.param(Size(50, 64), id="many", marks=pytest.mark.soak)]
 
 SUBJECTS = (
     "the capital of France", "how a bicycle stays upright", "why the sky is blue", "prime numbers", "photosynthesis",
@@ -184,7 +184,7 @@ def test_one_by_one_and_from_the_cache(engine: Engine, size: Size, prompts: Toke
         assert again.output_ids == expected
 
 
-SMALL_POOL = {"max_total_tokens": 512, "max_running_requests": 16, "schedule_conservativeness": 0.01}
+SMALL_POOL = {"max_total_tokens": 256, "max_running_requests": 16, "schedule_conservativeness": 0.01}
 
 
 @pytest.mark.parametrize(

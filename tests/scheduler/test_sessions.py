@@ -471,7 +471,9 @@ def test_a_storm_of_sessions_leaves_nothing_behind(bench: Bench, events: int) ->
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("schedules", [25, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedules", [25, pytest.param(200, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.soak)]
+)
 def test_schedules_with_sessions(schedules: int) -> None:
     """Turns that end, aborts, stops, closes and timeouts amid them, with each kind of memory."""
     met: Counter[str] = simulate(schedules, kind=SessionSimulation, sizes=ROOM_FOR_TURNS)
