@@ -18,6 +18,7 @@ from sglang_jax.engine.items import ItemConverter, Prompt, RequestOptions, Sampl
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.loop_thread import LoopThread
+from sglang_jax.engine.main_guard import check_main
 from sglang_jax.engine.session import Session
 from sglang_jax.engine.types import (
     EngineClient,
@@ -62,6 +63,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None, *, launch: Launcher = _launch, **options: Any) -> None:
         self.config = engine_config(config, options)
+        if self.config.dp_size > 1:
+            check_main()
         self._loop = LoopThread("sglang-jax-client")
         try:
             self._client = self._loop.run(_awaited(launch(self.config)))
