@@ -101,9 +101,21 @@ class Tokenized(TypedDict):
 
 
 class Detokenized(TypedDict):
-    """The text of a list of ids, or of each."""
+    """The text of a list of ids, or of each. `prompt`: the text of a single list once more, as vLLM calls it."""
 
     text: str | list[str]
+    prompt: NotRequired[str]
+
+
+class TokenizerInfo(TypedDict):
+    """Special tokens and chat template, by transformers' names."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    model_max_length: int
 
 
 ANSWERS: dict[str, tuple[Any, Any]] = {
@@ -114,6 +126,7 @@ ANSWERS: dict[str, tuple[Any, Any]] = {
     "/v1/models/{model}": (ModelCard, None),
     "/tokenize": (Tokenized, None),
     "/detokenize": (Detokenized, None),
+    "/tokenizer_info": (TokenizerInfo, None),
 }
 """What the main routes answer: as a whole, and as an event of a stream."""
 

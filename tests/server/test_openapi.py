@@ -99,8 +99,8 @@ def test_events_are_as_described(server: EchoServer, described: dict[str, Any], 
         assert faults(described, schema, told) == []
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/echo-model"])
-def test_models_are_as_described(server: EchoServer, described: dict[str, Any], path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/echo-model", "/tokenizer_info"])
+def test_what_is_served_is_as_described(server: EchoServer, described: dict[str, Any], path: str) -> None:
     schema = schema_of(described, path.replace("echo-model", "{model}"), "get", "200")
     assert faults(described, schema, server.http.get(path).json()) == []
 
