@@ -45,7 +45,7 @@ SAMPLING_CASES = [
     ({"n": 0}, "n", "[1, 128], got 0"),
     ({"n": 129}, "n", "[1, 128], got 129"),
     ({"seed": 2**63}, "seed", "got 9223372036854775808"),
-    ({"stop": ""}, "stop", "non-empty strings"),
+    ({"stop": ["a", ""]}, "stop", "non-empty strings, got ['a', '']"),
     ({"stop": ["a"] * 17}, "stop", "at most 16 strings, got 17"),
     ({"stop_token_ids": [BEYOND]}, "stop_token_ids", f"token id {BEYOND}, the vocabulary ends at {VOCAB_SIZE - 1}"),
     ({"stop_token_ids": list(range(17))}, "stop_token_ids", "at most 16 ids, got 17"),
