@@ -24,3 +24,13 @@ def test_the_table_is_what_the_code_refuses() -> None:
     from helpers.model_table import model_table, table_of  # here: it imports transformers
 
     assert table_of((DOCS / "models.md").read_text()) == model_table()
+
+
+def test_families_that_only_transformers_has_are_not_native() -> None:
+    page = " ".join((DOCS / "transformers.md").read_text().split())
+    listed = re.search(r"Tested families without a native implementation: ([^.]+)\.", page)
+    assert listed is not None
+    native = {family.class_name.lower() for family in known_families()}
+    names = listed[1].split(", ")
+    assert "StableLM" in names
+    assert not [name for name in names if f"{re.sub('[^a-z0-9]', '', name.lower())}forcausallm" in native]

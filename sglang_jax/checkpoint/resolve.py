@@ -73,17 +73,21 @@ def resolve_model(
     return source
 
 
-def resolve_tokenizer(tokenizer_path: str, revision: str | None = None) -> ModelSource:
+def resolve_tokenizer(tokenizer_path: str, revision: str | None = None, *, of_model: bool = False) -> ModelSource:
     """As `resolve_model`, for the tokenizer alone: of a hub repository, no weights are downloaded.
+
+    **Arguments:** `of_model`: the path is a model's, so what is no checkpoint is that, and no folder without tokenizer.
 
     **Raises:** `CheckpointError`.
     """
     if is_address(tokenizer_path):
         _refuse_revision(tokenizer_path, revision)
         folder = open_folder(tokenizer_path)
+        if of_model:
+            _check_bucket(folder)
         return ModelSource(SourceKind.SAFETENSORS, folder.copy_small(), tokenizer_path, folder)
     path = _local_path(tokenizer_path, revision, weights=False)
-    if path.is_dir() and not list(path.glob("*.gguf")):
+    if path.is_dir() and not list(path.glob("*.gguf")) and not of_model:
         return ModelSource(SourceKind.SAFETENSORS, path, tokenizer_path)
     return _classify(path, tokenizer_path)
 
@@ -105,13 +109,17 @@ def _local_path(model_path: str, revision: str | None, *, weights: bool) -> Path
 def _of_bucket(address: str, revision: str | None) -> ModelSource:
     _refuse_revision(address, revision)
     folder = open_folder(address)
+    _check_bucket(folder)
+    copy = folder.copy_small()
+    return replace(_classify(copy, address), remote=folder)
+
+
+def _check_bucket(folder: RemoteFolder) -> None:
     if ORBAX_MARKER not in folder.objects and CONFIG_FILE not in folder.objects:
         raise CheckpointError(
             f"{folder.address} holds no checkpoint: neither {CONFIG_FILE} nor {ORBAX_MARKER} (GGUF files are read from "
             f"folders of this machine); it has {described(folder)}"
         )
-    copy = folder.copy_small()
-    return replace(_classify(copy, address), remote=folder)
 
 
 def _refuse_revision(model_path: str, revision: str | None) -> None:
@@ -177,4 +185,6 @@ def _classify(path: Path, name: str) -> ModelSource:
         raise CheckpointError(
             f"{path} holds several .gguf files ({', '.join(file.name for file in files)}); give the path of one"
         )
-    raise CheckpointError(f"{path} holds no checkpoint: neither {CONFIG_FILE}, nor {ORBAX_MARKER}, nor a .gguf file")
+    raise CheckpointError(
+        f"the folder {path} holds no checkpoint: neither {CONFIG_FILE}, nor {ORBAX_MARKER}, nor a .gguf file"
+    )

@@ -30,6 +30,7 @@ from sglang_jax.checkpoint.token_spelling import spelling_of
 from sglang_jax.errors import CheckpointError, ParameterError, RequestError, cut
 
 TOKENIZER_FILE = "tokenizer.json"
+TOKEN_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -148,6 +149,11 @@ class Tokenizer:
     def special_tokens(self) -> Mapping[str, int]:
         """The tokens that `skip_special_tokens` leaves out, by their spellings."""
         return self._special_tokens
+
+    @property
+    def role_tokens(self) -> Mapping[str, str]:
+        """The spellings of tokens that have a role, by transformers' names of those, such as `bos_token`."""
+        return {role: str(token) for role, token in self._files.special_tokens_map.items() if role in TOKEN_ROLES}
 
     @property
     def chat_template(self) -> str:
@@ -415,7 +421,7 @@ def _from_folder(folder: Path) -> TokenizerFiles:
 
     if not (folder / TOKENIZER_FILE).is_file():
         raise CheckpointError(
-            f"{folder} has no {TOKENIZER_FILE}; give --tokenizer-path with a folder that has one (older tokenizer "
+            f"the folder {folder} has no {TOKENIZER_FILE}; give --tokenizer-path with a folder that has one (older tokenizer "
             "files can be converted by loading and saving them with transformers)"
         )
     for file in folder.glob("*.json"):

@@ -47,7 +47,12 @@ def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ConfigError(f"{url} does not answer: {type(error).__name__} {error}") from error
     if response.status_code != 200:
-        raise ConfigError(f"{url} returned status {response.status_code}: {_plain(response.text[:300])}")
+        remedy = (
+            "; give the key with --api-key, or in SGLANG_JAX_ADMIN_API_KEY"
+            if response.status_code in (401, 403)
+            else ""
+        )
+        raise ConfigError(f"{url} returned status {response.status_code}: {_plain(response.text[:300])}{remedy}")
     try:
         reports: list[dict[str, Any]] = response.json()["replicas"]
     except (ValueError, TypeError, KeyError) as error:

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from sglang_jax.config import PASS_SUMMARIES, Choice, EngineConfig
+from sglang_jax import logs
+from sglang_jax.config import PASS_SUMMARIES, Choice, EngineConfig, LogFormat, ServerConfig
 from sglang_jax.config.suggestions import did_you_mean, value_not_implemented
 from sglang_jax.spellings import (
     ALIASES,
@@ -36,6 +38,11 @@ from sglang_jax.value_spellings import refused_value
 HIDDEN_PREFIX = "hidden_"
 """Starts the parameter names of hidden options. click stores values by parameter name: two options with one name would
 read each other's."""
+
+NOTES = f"{__name__}.notes"
+"""Where a command's context keeps what is to be said of options that change nothing."""
+
+logger = logging.getLogger(__name__)
 
 Command = Callable[..., Any]
 Config = TypeVar("Config", bound=EngineConfig)
@@ -86,7 +93,12 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
                 elif field in file_values:
                     given[keyword][field] = file_values[field]
             from_file = {field for field in file_values if field in given[owners[field]]}
-            built = {keyword: _build(model, given[keyword], config, from_file) for keyword, model in models.items()}
+            built: dict[str, BaseModel] = {}
+            try:
+                for keyword, model in models.items():
+                    built[keyword] = _build(model, given[keyword], config, from_file)
+            finally:
+                _tell_notes(built.values())
             return command(**built, **parameters)
 
         decorated: Command = run
@@ -213,7 +225,22 @@ def _hidden_option(
 
 
 def _note(name: str, flag: OtherFlag) -> None:
-    click.echo(f"{name} has no effect: {flag.note}", err=True)
+    """Told once it is known how: see `_tell_notes`."""
+    notes = click.get_current_context().meta.setdefault(NOTES, [])
+    notes.append(f"{name} has no effect: {flag.note}")
+
+
+def _tell_notes(configs: Iterable[BaseModel]) -> None:
+    """As lines of the log where that is JSON: whatever reads it reads every line."""
+    notes: list[str] = click.get_current_context().meta.pop(NOTES, [])
+    servers = [config for config in configs if isinstance(config, ServerConfig)]
+    if notes and servers and servers[0].log_format is LogFormat.JSON:
+        logs.configure(servers[0].log_level.upper(), as_json=True)
+        for note in notes:
+            logger.warning("%s", note)
+    else:
+        for note in notes:
+            click.echo(note, err=True)
 
 
 def _refuse(name: str, flag: OtherFlag) -> None:

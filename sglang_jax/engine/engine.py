@@ -18,6 +18,7 @@ from sglang_jax.engine.items import ItemConverter, Prompt, RequestOptions, Sampl
 from sglang_jax.engine.launch import launch_engine
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.loop_thread import LoopThread
+from sglang_jax.engine.main_guard import check_main
 from sglang_jax.engine.session import Session
 from sglang_jax.engine.types import (
     EngineClient,
@@ -27,7 +28,7 @@ from sglang_jax.engine.types import (
     SessionOptions,
     TextTokenizer,
 )
-from sglang_jax.errors import EngineDeadError, ParameterError
+from sglang_jax.errors import EngineDeadError, ParameterError, shown
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
 
@@ -62,6 +63,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None, *, launch: Launcher = _launch, **options: Any) -> None:
         self.config = engine_config(config, options)
+        if self.config.dp_size > 1:
+            check_main()
         self._loop = LoopThread("sglang-jax-client")
         try:
             self._client = self._loop.run(_awaited(launch(self.config)))
@@ -89,7 +92,9 @@ class Engine:
         return self._client.stats
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text. Raises `ParameterError` for anything else."""
+        if not isinstance(text, str):
+            raise ParameterError(f"text must be a string, got {shown(text)}", param="text")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -15,6 +15,7 @@ from sglang_jax.engine.channel import ClientChannel, CoreChannel, Published, Rea
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import Core, CoreLoader
 from sglang_jax.engine.core_link import DUMP_SECONDS, LAST_WORDS_SECONDS, CoreHandle, CoreLink
+from sglang_jax.engine.main_guard import UNGUARDED
 from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.process import CoreProcess, CoreThread
 from sglang_jax.engine.single_link import SingleLink
@@ -162,7 +163,8 @@ async def _until_over(core: CoreHandle) -> None:
 async def _wait_ready(channel: ClientChannel, core: CoreHandle, timeout: float) -> Ready:
     """The core's first message. One that hangs and can be killed says where, as at any other time.
 
-    **Raises:** `EngineDeadError` if it ends, or is not ready after `timeout` seconds, and what it could not do.
+    **Raises:** `EngineDeadError` if it ends, or is not ready after `timeout` seconds, and what it could not do;
+    `ConfigError` if its script has no guard.
     """
     first = asyncio.ensure_future(channel.receive_one())
     try:
@@ -177,7 +179,10 @@ async def _wait_ready(channel: ClientChannel, core: CoreHandle, timeout: float) 
         if not first.done():
             await asyncio.wait({first}, timeout=LAST_WORDS_SECONDS)
         if not first.done():
-            raise EngineDeadError(f"the engine failed to start: {core.ended.result()}")
+            reason = core.ended.result()
+            raise (
+                ConfigError(reason) if reason == UNGUARDED else EngineDeadError(f"the engine failed to start: {reason}")
+            )
         return _check_ready(first.result())
     finally:
         first.cancel()

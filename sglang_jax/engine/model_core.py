@@ -153,7 +153,7 @@ def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
 def tokenizer_source(config: EngineConfig) -> ModelSource:
     """Where the tokenizer that `config` names lies. Raises `CheckpointError`."""
     if config.tokenizer_path is None:
-        return resolve_tokenizer(config.model_path, config.tokenizer_revision or config.revision)
+        return resolve_tokenizer(config.model_path, config.tokenizer_revision or config.revision, of_model=True)
     return resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
 
 

@@ -21,6 +21,7 @@ from sglang_jax.config import EngineConfig
 from sglang_jax.engine.channel import CoreChannel
 from sglang_jax.engine.collector import frozen_heap
 from sglang_jax.engine.core import Core, CoreLoader, run_core
+from sglang_jax.engine.main_guard import CORE_NAME, UNGUARDED, UNGUARDED_STATUS, check_main
 from sglang_jax.engine.placement import Placement
 from sglang_jax.runner.processes import STACKS_SIGNAL, die_with_parent, write_stacks_on_signal
 from sglang_jax.runner.pulse import Pulse, Words, shared_words
@@ -79,11 +80,14 @@ class CoreProcess:
     process ignores SIGINT and SIGTERM.
 
     **Arguments:** `placement`: the part of the machine that it has, None for all of it.
+
+    **Raises:** `ConfigError` if the main module cannot be run once more: see `main_guard`.
     """
 
     def __init__(
         self, config: EngineConfig, address: str, load: CoreLoader, placement: Placement | None = None
     ) -> None:
+        check_main()
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[str] = self._loop.create_future()
         log_level = logs.own_level()
@@ -92,7 +96,7 @@ class CoreProcess:
         self._process = multiprocessing.get_context("spawn").Process(
             target=_process_main,
             args=(config, address, load, log_level, logs.writes_json(), placement, words),
-            name="sglang-jax-core",
+            name=CORE_NAME,
             daemon=True,
         )
         self._process.start()
@@ -145,6 +149,8 @@ class CoreProcess:
 
 
 def _describe_exit(exitcode: int | None) -> str:
+    if exitcode == UNGUARDED_STATUS:
+        return UNGUARDED
     if exitcode is not None and exitcode < 0:
         reason = f"the engine process was killed by {signal.Signals(-exitcode).name}"
         return f"{reason} (out of memory?)" if -exitcode == signal.SIGKILL else reason

@@ -265,6 +265,11 @@ class TextTokenizer(Protocol):
         ...
 
     @property
+    def role_tokens(self) -> Mapping[str, str]:
+        """The spellings of tokens that have a role, by transformers' names of those, such as `bos_token`."""
+        ...
+
+    @property
     def chat_template(self) -> str:
         """The text of the chat template; empty if there is none. Raises `RequestError` if there are several, and none
         for chats."""

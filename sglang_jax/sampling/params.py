@@ -141,7 +141,8 @@ class SamplingParams:
     def _check_stop(self) -> None:
         listed = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
         if not listed or not all(isinstance(s, str) and s for s in self.stop):
-            raise ParameterError(f"stop must be a list of non-empty strings, got {shown(self.stop)}", param="stop")
+            stop = list(self.stop) if listed else self.stop
+            raise ParameterError(f"stop must be a list of non-empty strings, got {shown(stop)}", param="stop")
         characters = sum(map(len, self.stop))
         if characters > MAX_STOP_CHARACTERS:
             raise ParameterError(

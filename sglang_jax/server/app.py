@@ -18,6 +18,7 @@ from sglang_jax.server.models import models_router
 from sglang_jax.server.native import native_router
 from sglang_jax.server.openai_chat import chat_router
 from sglang_jax.server.openai_completions import completions_router
+from sglang_jax.server.openapi import DescribedApp
 from sglang_jax.server.origins import AllowedOrigins
 from sglang_jax.server.request_body import BodyLimit
 from sglang_jax.server.route_list import add_route_list
@@ -35,7 +36,7 @@ def create_context(client: EngineClient, config: ServerConfig, callers: Callers 
 def create_app(context: ServerContext) -> FastAPI:
     """An ASGI application that serves the context's engine. It must run on the event loop that the engine client
     runs on."""
-    app = FastAPI(title="sglang-jax", docs_url=None, redoc_url=None)
+    app = DescribedApp(title="sglang-jax", docs_url=None, redoc_url=None, asks_for_a_key=context.callers.asks_for_a_key)
     app.state.long_work = LongWork()
     app.state.max_json_depth = context.config.max_json_depth
     install_error_handlers(app)

@@ -33,6 +33,24 @@ TYPES_BY_STATUS = {
 }
 
 
+INSTEAD = {
+    "/v1/responses": "use POST /v1/chat/completions (most client libraries have a switch for it)",
+    "/v1/messages": "use POST /v1/chat/completions",
+    "/v1/files": "run `sglang-jax batch` on a file",
+    "/v1/batches": "run `sglang-jax batch` on a file",
+    "/api": "this server has OpenAI's routes: use /v1 in the base URL, as in POST /v1/chat/completions",
+    "/chat/completions": "add /v1 to the base URL: POST /v1/chat/completions",
+    "/completions": "add /v1 to the base URL: POST /v1/completions",
+    "/models": "add /v1 to the base URL: GET /v1/models",
+    "/v1/embeddings": "this server only generates text",
+    "/v1/rerank": "this server only generates text",
+    "/v1/moderations": "this server only generates text",
+    "/v1/audio": "this server only generates text",
+    "/v1/images": "this server only generates text",
+}
+"""What to use in place of routes that clients ask for and this server does not have, and of those below them."""
+
+
 class MalformedRequestError(RequestError):
     """The body is not what the route reads."""
 
@@ -212,6 +230,12 @@ def validation_error(errors: Sequence[Mapping[str, Any]], content_type: str | No
     return ParameterError(f"{path}: {first['msg']}{several}, got {shown(value)}{more}", param=path)
 
 
+def _no_route(method: str, path: str) -> str:
+    wanted = path.rstrip("/")
+    hint = next((use for route, use in INSTEAD.items() if f"{wanted}/".startswith(f"{route}/")), "GET /docs lists them")
+    return f"there is no route {method} {cut(path)}: {hint}"
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Every way in which a request can fail ends in OpenAI's error object."""
 
@@ -226,7 +250,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         reasons = {
-            404: ("not_found", f"there is no route {request.method} {cut(request.url.path)}"),
+            404: ("not_found", _no_route(request.method, request.url.path)),
             405: ("method_not_allowed", f"{cut(request.url.path)} does not answer {request.method}"),
         }
         code, message = reasons.get(error.status_code, ("invalid_request", error.detail))

@@ -67,6 +67,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "detokenize": (True,),
     "parse_tool_calls": (True,),
+    "mirostat": (0,),
 }
 """Values that ask for what this server does anyway, of fields that it otherwise refuses."""
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 
 from sglang_jax.about import version
-from sglang_jax.engine.types import GenerateInput, ReplicaLoad, ReplicaState
+from sglang_jax.engine.types import EngineClient, GenerateInput, ReplicaLoad, ReplicaState
 from sglang_jax.engine.validation import check_characters, check_repeated
 from sglang_jax.errors import ParameterError, PromptTooLongError, RequestError, cut
 from sglang_jax.sampling import SamplingParams
@@ -292,9 +292,29 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
         tokenizer = context.client.tokenizer
         check_repeated([(ids, 1) for ids in lists], tokenizer, "tokens")
         texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
-        return json_response({"text": texts if nested else texts[0]})
+        return json_response({"text": texts} if nested else {"text": texts[0], "prompt": texts[0]})
+
+    @router.get("/tokenizer_info")
+    def tokenizer_info() -> Response:
+        """Special tokens and chat template, for clients that tokenize with this server."""
+        return json_response(_tokenizer_info(context.client))
 
     return router
+
+
+def _tokenizer_info(client: EngineClient) -> dict[str, object]:
+    """By transformers' names, as vLLM has it. What the tokenizer does not name is as the model has it, or null."""
+    tokenizer, model = client.tokenizer, client.model_info
+    own: dict[str, str | None] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+    if model.bos_token_id is not None:
+        own["bos_token"] = tokenizer.token_text(model.bos_token_id)
+    if model.eos_token_ids:
+        own["eos_token"] = tokenizer.token_text(model.eos_token_ids[0])
+    try:
+        template = tokenizer.chat_template or None
+    except RequestError:  # there are several, and none for chats
+        template = None
+    return {**own, **tokenizer.role_tokens, "chat_template": template, "model_max_length": model.context_length}
 
 
 async def _tokenized(context: ServerContext, texts: list[str], *, special: bool) -> tuple[list[msgspec.Raw], list[int]]:

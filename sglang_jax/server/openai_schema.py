@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Tag
+from pydantic import BeforeValidator, Discriminator, Tag
 
 from sglang_jax.checkpoint.chat_contents import JoinedParts
 from sglang_jax.checkpoint.chat_tools import is_variable, template_names
@@ -134,6 +134,14 @@ class ChatMessage(Body):
     tool_calls: Many[CallBody] | None = None
 
 
+def _thinks(value: object) -> object:
+    """Also in the form of Anthropic, DeepSeek and GLM."""
+    match value:
+        case {"type": "enabled" | "disabled" as said, **others} if not others:
+            return said == "enabled"
+    return value
+
+
 class ChatBody(OpenAIBody):
     """`POST /v1/chat/completions`."""
 
@@ -152,7 +160,7 @@ class ChatBody(OpenAIBody):
     include_reasoning: bool | None = None
     reasoning_effort: ShortText | None = None
     enable_thinking: bool | None = None
-    thinking: bool | None = None
+    thinking: Annotated[bool, BeforeValidator(_thinks)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def is_done_anyway(self, name: str, value: object) -> bool:

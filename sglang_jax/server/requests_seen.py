@@ -64,7 +64,7 @@ class RequestsSeen:
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in METHODS else "other"
-        route = scope["route"].path if "route" in scope else NO_ROUTE
+        route = scope["route"].path_format if "route" in scope else NO_ROUTE
         self._metrics.http_requests.labels(route, method, str(status)).inc()
         if logger.isEnabledFor(logging.DEBUG):
             fields = {"method": method, "route": route, "status": status, "seconds": round(seconds, 6)}

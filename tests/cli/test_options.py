@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -304,3 +307,32 @@ def test_the_nodes_secret_is_that_of_the_file_or_of_the_environment(
 def test_list_passes_shows_them_in_their_order_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(serve, "serve", ["--list-passes", "--port", "1"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [each.value for each in CompilePass]
+
+
+@pytest.mark.parametrize("flags", [["--enable-metrics"], ["--config", "options.yaml"]], ids=["flag", "file"])
+def test_notes_on_options_are_lines_of_a_log_in_json(flags: list[str], tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text("enable_metrics: true")
+    command = ["serve", "--log-format", "json", *flags, "/no/such/model"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_jax", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    *log, error = done.stderr.splitlines()
+    assert error.startswith("Error: /no/such/model does not exist")
+    notes = [line["message"] for line in map(json.loads, log) if line["level"] == "warning"]
+    assert len(notes) == 1
+    assert "enable_metrics has no effect: " in notes[0].replace("-", "_")
+
+
+def test_notes_are_told_although_another_option_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(serve, "serve", ["--enable-metrics", "--page-size", "0"]) == 2
+    note, refusal = capsys.readouterr().err.splitlines()
+    assert note.startswith("--enable-metrics has no effect")
+    assert "page-size" in refusal

@@ -154,3 +154,24 @@ def test_a_default_that_no_request_could_have_is_refused(tmp_path: Path) -> None
     folder = make_recommending_checkpoint(tmp_path, top_p=1.5)
     with recorded_sampling(), pytest.raises(CheckpointError, match=r"top_p must be in \(0, 1\], got 1\.5; --sampling"):
         Engine(model_path=str(folder))
+
+
+@pytest.mark.parametrize("within", ["", "snapshots"], ids=["empty", "a level too high"])
+def test_a_folder_without_a_checkpoint_is_called_that(folder: Path, within: str) -> None:
+    """And not one without a tokenizer, which is looked for first."""
+    wrong = folder / "models"
+    (wrong / within).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"^the folder {wrong} holds no checkpoint: neither config.json"):
+        model_core.load_text_tokenizer(EngineConfig(model_path=str(wrong)))
+    with pytest.raises(CheckpointError, match=f"^the folder {wrong} holds no checkpoint: neither config.json"):
+        Engine(model_path=str(wrong))
+
+
+def test_a_tokenizer_of_its_own_needs_no_checkpoint(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    alone = tmp_path_factory.mktemp("alone")
+    with pytest.raises(CheckpointError, match=f"^the folder {alone} has no tokenizer.json"):
+        model_core.load_text_tokenizer(EngineConfig(model_path=str(folder), tokenizer_path=str(alone)))
+    for file in folder.glob("tokenizer*"):
+        (alone / file.name).write_bytes(file.read_bytes())
+    config = EngineConfig(model_path=str(folder), tokenizer_path=str(alone))
+    assert model_core.load_text_tokenizer(config).encode("abc")

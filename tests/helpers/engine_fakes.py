@@ -96,6 +96,7 @@ class ByteTokenizer:
 
     special_tokens: ClassVar[Mapping[str, int]] = {f"<{token}>": token for token in range(256, VOCAB_SIZE)}
     chat_template = "<tool_call> {{ tools }} {{ mood }}"
+    role_tokens: ClassVar[Mapping[str, str]] = {}
     response_template = None
 
     def stream_decoder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from typing import Any
 
@@ -45,7 +46,7 @@ SAMPLING_CASES = [
     ({"n": 0}, "n", "[1, 128], got 0"),
     ({"n": 129}, "n", "[1, 128], got 129"),
     ({"seed": 2**63}, "seed", "got 9223372036854775808"),
-    ({"stop": ""}, "stop", "non-empty strings"),
+    ({"stop": ["a", ""]}, "stop", "non-empty strings, got ['a', '']"),
     ({"stop": ["a"] * 17}, "stop", "at most 16 strings, got 17"),
     ({"stop_token_ids": [BEYOND]}, "stop_token_ids", f"token id {BEYOND}, the vocabulary ends at {VOCAB_SIZE - 1}"),
     ({"stop_token_ids": list(range(17))}, "stop_token_ids", "at most 16 ids, got 17"),
@@ -250,9 +251,36 @@ def test_unknown_routes_and_methods(server: EchoServer) -> None:
     missing = server.http.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert "GET /v1/nothing" in missing.json()["error"]["message"]
+    assert missing.json()["error"]["message"].endswith("GET /docs lists them")
     wrong = server.http.get("/v1/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("path", "use"),
+    [
+        ("/v1/responses", "POST /v1/chat/completions"),
+        ("/v1/responses/resp_1", "POST /v1/chat/completions"),
+        ("/v1/messages", "POST /v1/chat/completions"),
+        ("/v1/messages/count_tokens", "POST /v1/chat/completions"),
+        ("/api/chat", "POST /v1/chat/completions"),
+        ("/chat/completions", "POST /v1/chat/completions"),
+        ("/completions", "POST /v1/completions"),
+        ("/v1/files", "sglang-jax batch"),
+        ("/v1/batches", "sglang-jax batch"),
+        ("/v1/embeddings", "only generates text"),
+        ("/v1/responsesx", "GET /docs"),
+    ],
+)
+def test_a_route_of_other_servers_is_told_what_to_use(server: EchoServer, path: str, use: str) -> None:
+    answer = server.http.post(path, json={})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 404
+    assert message.startswith(f"there is no route POST {path}: ")
+    assert use in message
+    for method, route in re.findall(r"(POST|GET) (/v1/[a-z/]+)", message.partition(": ")[2]):
+        assert server.http.request(method, route, json={}).status_code != 404
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -63,6 +63,16 @@ def test_thinking_is_a_variable_of_templates_that_have_it(tokenizers: dict[str, 
                 chat_text(tokenizers[other], body)
 
 
+@pytest.mark.parametrize(("said", "value"), [("enabled", True), ("disabled", False)])
+def test_thinking_may_be_an_object(tokenizers: dict[str, Tokenizer], said: str, value: bool) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    body = ChatBody.model_validate({"messages": messages, "thinking": {"type": said}})
+    assert f"thinking is {value}" in chat_text(tokenizers["thinks"], body).text
+    for other in ({"type": "adaptive"}, {"type": said, "budget_tokens": 1024}, {"type": [said]}, said):
+        with pytest.raises(ValueError, match="boolean"):
+            ChatBody.model_validate({"messages": messages, "thinking": other})
+
+
 def test_a_message_that_the_template_changes_is_refused(tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(ParameterError, match="changes the last message"):
         continued(tokenizers["in capitals"], "yes")

@@ -213,6 +213,7 @@ class TestWhoMayDoWhat:
             ("POST", "/v1/completions"),
             ("POST", "/v1/chat/completions"),
             ("POST", "/tokenize"),
+            ("GET", "/tokenizer_info"),
             ("POST", "/detokenize"),
             ("POST", "/open_session"),
             ("POST", "/close_session"),

@@ -112,13 +112,13 @@ def test_abort_of_nobody(server: EchoServer) -> None:
 def test_tokenize_and_back(server: EchoServer) -> None:
     one = server.http.post("/tokenize", json={"prompt": "a€"}).json()
     assert one == {"tokens": list("a€".encode()), "count": 4, "max_model_len": CONTEXT_LENGTH}
-    assert server.http.post("/detokenize", json={"tokens": one["tokens"]}).json() == {"text": "a€"}
+    assert server.http.post("/detokenize", json={"tokens": one["tokens"]}).json() == {"text": "a€", "prompt": "a€"}
     many = server.http.post("/tokenize", json={"prompt": ["a", "bc"]}).json()
     assert (many["tokens"], many["count"]) == ([[97], [98, 99]], [1, 2])
     assert server.http.post("/detokenize", json={"tokens": many["tokens"]}).json() == {"text": ["a", "bc"]}
-    assert server.http.post("/detokenize", json={"tokens": []}).json() == {"text": ""}
+    assert server.http.post("/detokenize", json={"tokens": []}).json() == {"text": "", "prompt": ""}
     special = {"tokens": [97, EOS], "skip_special_tokens": False}
-    assert server.http.post("/detokenize", json=special).json() == {"text": f"a<{EOS}>"}
+    assert server.http.post("/detokenize", json=special).json() == dict.fromkeys(("text", "prompt"), f"a<{EOS}>")
 
 
 def test_so_many_tokens_are_counted_at_once(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,3 +190,11 @@ def test_completions_that_come_whole_are_timed_by_the_engine(body: dict[str, obj
     assert 0 <= values["queue_time_seconds_sum"] <= values["time_to_first_token_seconds_sum"]
     told = values["time_to_first_token_seconds_sum"] + values["inter_token_latency_seconds_sum"]
     assert 0 < told <= values["e2e_request_latency_seconds_sum"] <= 2 * latency
+
+
+def test_a_route_with_a_parameter_is_counted_as_it_is_documented(server: EchoServer) -> None:
+    key = ("/v1/models/{model}", "GET", "200")
+    before = answered(server).get(key, 0.0)
+    assert server.http.get("/v1/models/echo-model").status_code == 200
+    assert answered(server)[key] == before + 1
+    assert not [route for route, _, _ in answered(server) if ":" in route]

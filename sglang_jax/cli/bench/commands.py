@@ -33,7 +33,7 @@ from sglang_jax.cli.bench.sharegpt import Pair, read_pairs, sample_pairs
 from sglang_jax.cli.bench.workloads import WORDS, Conversation, WorkloadConfig, longest_context, make_workload
 from sglang_jax.cli.options import options_of, refused_options, with_model
 from sglang_jax.cli.starting import start_engine
-from sglang_jax.config import EngineConfig, PositiveInt
+from sglang_jax.config import EngineConfig, Environment, PositiveInt
 from sglang_jax.engine.types import GenerateOutput, TextTokenizer
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.sampling import SamplingParams
@@ -61,7 +61,9 @@ class LoadConfig(BaseModel):
     base_url: str | None = Field(None, description="URL of the server; default: http://HOST:PORT")
     host: str = Field("127.0.0.1", description="address of the server")
     port: int = Field(30000, ge=1, le=65535, description="port of the server")
-    api_key: str | None = Field(None, description="bearer token, if the server requires one")
+    api_key: str | None = Field(
+        None, description="API key, if the server requires one; also read from SGLANG_JAX_API_KEY"
+    )
     model: str | None = Field(None, description="model name in requests; default: the server's first")
     vocab_size: PositiveInt | None = Field(
         None, description="upper limit of random token IDs; default: from the server's /model_info"
@@ -76,7 +78,11 @@ class LoadConfig(BaseModel):
     )
     max_concurrency: PositiveInt | None = Field(None, description="maximum concurrent requests; default: no limit")
     warmup_requests: int = Field(1, ge=0, description="requests sent before the measured ones")
-    flush_cache: bool = Field(False, description="flush the server's prefix cache after warm-up")
+    flush_cache: bool = Field(
+        False,
+        description="flush the server's prefix cache after warm-up; without --api-key, SGLANG_JAX_ADMIN_API_KEY is "
+        "the key for it",
+    )
     extra_request_body: dict[str, Any] = Field({}, description="JSON object merged into every request's body")
     output_file: Path | None = Field(None, description="file to append the results to, as a line of JSON")
     output_details: bool = Field(False, description="include per-request times in that line")
@@ -119,7 +125,8 @@ async def _measure(
     load: LoadConfig, workload: WorkloadConfig, pairs: Sequence[Pair] | None
 ) -> tuple[list[RequestRecord], float]:
     """Puts the load on the server. `pairs`: what a file has, None where prompts are made."""
-    async with open_client(load.url, load.api_key) as client:
+    environment = Environment()
+    async with open_client(load.url, load.api_key or environment.api_key) as client:
         model = load.model or (await call(client, "GET", "/v1/models"))["data"][0]["id"]
         if pairs is None:
             vocab_size = await _vocab_size(client, load)
@@ -131,7 +138,7 @@ async def _measure(
         target = Target(base_url=load.url, api=load.backend, model=model, extra_body=load.extra_request_body)
         await _warm_up(client, target, load, workload, vocab_size)
         if load.flush_cache:
-            await call(client, "POST", "/flush_cache")
+            await call(client, "POST", "/flush_cache", key=load.api_key or environment.admin_api_key)
         requests = sum(len(conversation.turns) for conversation in conversations)
         with LoadProgress(requests, bar=not load.disable_tqdm and sys.stderr.isatty()) as progress:
             return await run_load(

@@ -23,6 +23,12 @@ from sglang_jax.config import Choice
 
 CONNECT_TIMEOUT = 30.0
 
+KEY_REMEDIES = {
+    401: " (give the server's key with --api-key, or in SGLANG_JAX_API_KEY)",
+    403: " (give the operators' key with --api-key, or in SGLANG_JAX_ADMIN_API_KEY)",
+}
+"""What an answer of this status asks for."""
+
 
 class Api(Choice):
     """The routes that can be measured."""
@@ -198,10 +204,9 @@ class Target:
 @asynccontextmanager
 async def open_client(base_url: str, api_key: str | None) -> AsyncIterator[httpx2.AsyncClient]:
     """A client with as many connections as there are requests: a pool's limit would queue them unseen."""
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     async with httpx2.AsyncClient(
         base_url=base_url,
-        headers=headers,
+        headers=_authorization(api_key),
         timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT),
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=False,
@@ -209,17 +214,25 @@ async def open_client(base_url: str, api_key: str | None) -> AsyncIterator[httpx
         yield client
 
 
-async def call(client: httpx2.AsyncClient, method: str, path: str) -> Any:
-    """The JSON (or text) that a route of the server answers with. **Raises** `click.ClickException` without one."""
+def _authorization(key: str | None) -> dict[bytes, bytes]:
+    return {b"Authorization": f"Bearer {key}".encode()} if key else {}
+
+
+async def call(client: httpx2.AsyncClient, method: str, path: str, *, key: str | None = None) -> Any:
+    """The JSON (or text) that a route of the server answers with. `key`: None for the client's own.
+
+    **Raises** `click.ClickException` without an answer.
+    """
     try:
-        response = await client.request(method, path)
+        response = await client.request(method, path, headers=_authorization(key))
     except httpx2.TransportError as error:
         raise click.ClickException(
             f"no server answers at {client.base_url} ({_describe(error)}); "
             "start one with `python -m sglang_jax.launch_server`, or name another with --base-url"
         ) from error
     if response.is_error:
-        raise click.ClickException(f"{method} {path} gave {response.status_code}: {response.text[:200]}")
+        remedy = KEY_REMEDIES.get(response.status_code, "")
+        raise click.ClickException(f"{method} {path} gave {response.status_code}: {response.text[:200]}{remedy}")
     return response.json() if "json" in response.headers.get("content-type", "") else response.text
 
 

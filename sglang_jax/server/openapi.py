@@ -1,0 +1,188 @@
+"""`/openapi.json`: what FastAPI knows of the routes, and what it cannot know: keys, answers and errors.
+
+Answers are written by msgspec or as dicts, and errors by the handlers, so FastAPI sees neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+import msgspec
+from fastapi import FastAPI
+
+from sglang_jax.about import version
+from sglang_jax.server.auth import KEY_HEADER, OPEN_PATHS
+from sglang_jax.server.openai_chat import ChatChunk, ChatCompletion
+from sglang_jax.server.openai_completions import Completion
+
+JSON, EVENTS = "application/json", "text/event-stream"
+BEARER, HEADER = "bearer", "header"
+
+KEYS = {
+    BEARER: {"type": "http", "scheme": "bearer", "description": "Authorization: Bearer KEY"},
+    HEADER: {"type": "apiKey", "in": "header", "name": KEY_HEADER},
+}
+
+
+class ErrorDetail(TypedDict):
+    """What is wrong. `param`: the field that is."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(TypedDict):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+class GenerateMeta(TypedDict):
+    """Of one completion. `queue_time` and `sampled_ago` are for operators, `spec_*` are of servers that speculate."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+    e2e_latency: float
+    queue_time: NotRequired[float]
+    sampled_ago: NotRequired[list[float]]
+    spec_verify_ct: NotRequired[int]
+    spec_draft_token_num: NotRequired[int]
+    spec_accept_token_num: NotRequired[int]
+    input_token_logprobs: NotRequired[list[list[Any]]]
+    output_token_logprobs: NotRequired[list[list[Any]]]
+    input_top_logprobs: NotRequired[list[list[list[Any]] | None]]
+    output_top_logprobs: NotRequired[list[list[list[Any]] | None]]
+
+
+class GenerateAnswer(TypedDict):
+    """One completion; in a stream, all of it so far, unless only what is new was asked for."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+
+
+class GenerateEvent(GenerateAnswer):
+    """One event of a stream of `/generate`. `index`: which of several prompts it is of."""
+
+    index: NotRequired[int]
+
+
+class ModelCard(TypedDict):
+    """A model that is served."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    """All models that are served."""
+
+    object: str
+    data: list[ModelCard]
+
+
+class Tokenized(TypedDict):
+    """The ids of a text, or of each."""
+
+    tokens: list[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+
+
+class Detokenized(TypedDict):
+    """The text of a list of ids, or of each. `prompt`: the text of a single list once more, as vLLM calls it."""
+
+    text: str | list[str]
+    prompt: NotRequired[str]
+
+
+class TokenizerInfo(TypedDict):
+    """Special tokens and chat template, by transformers' names."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
+ANSWERS: dict[str, tuple[Any, Any]] = {
+    "/v1/chat/completions": (ChatCompletion, ChatChunk),
+    "/v1/completions": (Completion, Completion),
+    "/generate": (GenerateAnswer | list[GenerateAnswer], GenerateEvent),
+    "/v1/models": (ModelList, None),
+    "/v1/models/{model}": (ModelCard, None),
+    "/tokenize": (Tokenized, None),
+    "/detokenize": (Detokenized, None),
+    "/tokenizer_info": (TokenizerInfo, None),
+}
+"""What the main routes answer: as a whole, and as an event of a stream."""
+
+
+class DescribedApp(FastAPI):
+    """An application whose `/openapi.json` tells all that a client has to know.
+
+    **Arguments:** `asks_for_a_key`: whether nobody is let in without one.
+    """
+
+    def __init__(self, *, asks_for_a_key: bool, **options: Any) -> None:
+        super().__init__(version=version(), **options)
+        self._asks_for_a_key = asks_for_a_key
+
+    def openapi(self) -> dict[str, Any]:
+        """See `FastAPI.openapi`."""
+        if self.openapi_schema is None:
+            described = super().openapi()
+            _describe(described, self._asks_for_a_key)
+            self.openapi_schema = described
+        return self.openapi_schema
+
+
+def _describe(described: dict[str, Any], asks_for_a_key: bool) -> None:
+    kinds = [kind for pair in ANSWERS.values() for kind in pair if kind is not None]
+    (error, *answers), components = msgspec.json.schema_components(
+        [Error, *kinds], ref_template="#/components/schemas/{name}"
+    )
+    schema_of = dict(zip(map(repr, kinds), answers, strict=True))
+    schemas = described.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which are never sent
+        schemas.pop(name, None)
+    assert not schemas.keys() & components.keys()
+    schemas.update(components)
+    described["components"]["securitySchemes"] = KEYS
+    for path, operations in described["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            if path in ANSWERS:
+                whole, streamed = ANSWERS[path]
+                content = {JSON: {"schema": schema_of[repr(whole)]}}
+                if streamed is not None:
+                    content[EVENTS] = {"schema": schema_of[repr(streamed)]}
+                responses["200"]["content"] = content
+            for status, meaning in _refusals(operation, path not in OPEN_PATHS):
+                responses[status] = {"description": meaning, "content": {JSON: {"schema": error}}}
+            if path in OPEN_PATHS:
+                operation["security"] = []
+    described["security"] = [{BEARER: []}, {HEADER: []}] + ([] if asks_for_a_key else [{}])
+
+
+def _refusals(operation: dict[str, Any], keyed: bool) -> list[tuple[str, str]]:
+    refusals = [("default", "Any other error")]
+    if "requestBody" in operation:
+        refusals.insert(0, ("400", "The request is refused"))
+    if keyed:
+        refusals.insert(0, ("401", "The API key is missing or wrong"))
+    return refusals
