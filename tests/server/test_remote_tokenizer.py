@@ -1,4 +1,5 @@
-"""A tokenizer on the server, as lm-eval uses one (`tokenizer_backend=remote`), against transformers' with the same files."""
+"""A tokenizer on the server, as lm-eval uses one (`tokenizer_backend=remote`), against transformers' of the same
+files."""
 
 from __future__ import annotations
 
