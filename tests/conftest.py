@@ -55,19 +55,22 @@ def pytest_collection() -> Generator[None, object, object]:
 # `make test` gives whole files to several workers. Files that take longest come first, so that no worker is left with
 # one when the others have finished.
 LONGEST = [
-    "end_to_end/test_real_model.py",
-    "tpu/test_check.py",
-    "kernels/test_ragged_paged_attention.py",
-    "models/test_parity.py",
-    "scheduler/test_simulator.py",
-    "jax_runner/test_nodes.py",
     "runner/test_runner_simulation.py",
     "kernels/test_pallas_attention.py",
     "scheduler/test_planted_faults.py",
-    "runner/test_samplers.py",
+    "tpu/test_check.py",
+    "end_to_end/test_real_model.py",
     "server/test_real_model_over_http.py",
     "kernels/test_pallas_ahead_of_time.py",
+    "jax_runner/test_tensor_parallel_engine.py",
+    "scheduler/test_simulator.py",
     "models/test_families.py",
+    "torch_backend/test_tensor_parallel_engine.py",
+    "models/test_tensor_parallel.py",
+    "torch_backend/test_triton_extend.py",
+    "runner/test_samplers.py",
+    "jax_runner/test_nodes.py",
+    "scheduler/test_sessions.py",
 ]
 
 

@@ -30,6 +30,7 @@ def demo(backend: Backend) -> Iterator[EchoServer]:
     options = {"dtype": "float32", "context_length": 256, "max_total_tokens": 1024, "max_running_requests": 2}
     options |= {"backend": backend, "device": "cpu", "skip_warmup": True}
     with serve_echo(load_core, load_text_tokenizer, model_path="demo", **options) as server:
+        server.http.timeout = 300  # whichever test is first waits for programs to be compiled
         yield server
 
 
