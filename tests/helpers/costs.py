@@ -1,7 +1,9 @@
 """A pytest plugin that counts the processor time of tests: `make test ARGS="--costs=costs.json"`.
 
 Each test's setup, call and teardown is measured with the processes that it started and waited for, and apart from it
-the seconds that JAX spent compiling. `python tests/helpers/costs.py costs.json` prints the tables of the docs.
+the seconds that JAX spent compiling. `python tests/helpers/costs.py costs.json` prints the table of the docs, and with
+`--slow tests/PACKAGE ...` the lines of tests/slow_tests.txt: functions of these packages that have a case which takes
+`SLOW_SECONDS`. They are marked `slow`, so that `make test-fast` leaves them out.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,10 @@ import pytest
 
 COST = "cost"
 COMPILING = "/jax/core/compile/"
+SLOW_SECONDS = 0.5
+"""Of a processor; a test that only waits counts by half of its time."""
+
+SLOW_TESTS = Path(__file__).parents[1] / "slow_tests.txt"
 
 
 def processor_seconds() -> float:
@@ -132,6 +138,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--costs", metavar="FILE", help="write what each test costs, in seconds, into this JSON file")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that were found to be slow, before those are chosen by their marks."""
+    slow = frozenset(SLOW_TESTS.read_text().split())
+    for item in items:
+        if _function(item.nodeid) in slow:
+            item.add_marker(pytest.mark.slow)
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs(config), "costs of tests")
 
@@ -158,5 +177,20 @@ def table(path: Path, rows: int = 40) -> str:
     return "\n".join(lines)
 
 
+def slow_functions(path: Path, packages: Sequence[str]) -> list[str]:
+    """The test functions of these packages with a case that takes `SLOW_SECONDS`."""
+    tests = json.loads(path.read_text())["tests"]
+    within = tuple(f"{package.rstrip('/')}/" for package in packages)
+    return sorted({_function(test) for test, phases in tests.items() if test.startswith(within) and _is_slow(phases)})
+
+
+def _is_slow(phases: Mapping[str, Sequence[float]]) -> bool:
+    processor, _, wall = map(sum, zip(*phases.values(), strict=True))
+    return max(processor, wall / 2) >= SLOW_SECONDS
+
+
 if __name__ == "__main__":
-    print(table(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40))
+    if "--slow" in sys.argv:
+        print("\n".join(slow_functions(Path(sys.argv[1]), sys.argv[3:])))
+    else:
+        print(table(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40))

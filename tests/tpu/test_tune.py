@@ -55,6 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_best_by_the_schedule_is_written(model: Path, tmp_path: Path) -> None:
     """Into a table that had something else in it."""
     table = tmp_path / "table.json"
