@@ -420,8 +420,8 @@ def _from_folder(folder: Path) -> TokenizerFiles:
 
     if not (folder / TOKENIZER_FILE).is_file():
         raise CheckpointError(
-            f"the folder {folder} has no {TOKENIZER_FILE}; give --tokenizer-path with a folder that has one (older tokenizer "
-            "files can be converted by loading and saving them with transformers)"
+            f"the folder {folder} has no {TOKENIZER_FILE}; give --tokenizer-path with a folder that has one "
+            "(older tokenizer files can be converted by loading and saving them with transformers)"
         )
     for file in folder.glob("*.json"):
         check_regular(file)  # transformers opens what it knows of these

@@ -224,7 +224,7 @@ def test_from_several_threads(engine: Engine) -> None:
 
 def test_encode_decode_flush(engine: Engine) -> None:
     assert engine.decode(engine.encode("é")) == "é"
-    with pytest.raises(ParameterError, match="^text must be a string, got 5$"):
+    with pytest.raises(ParameterError, match=r"^text must be a string, got 5$"):
         engine.encode(5)  # type: ignore[arg-type]
     assert engine.tokenizer.token_text(97) == "a"
     assert engine.model_info.architecture == "echo"

@@ -1,4 +1,4 @@
-"""A tokenizer on the server, as lm-eval uses one (`tokenizer_backend=remote`), against transformers' with the same files."""
+"""A tokenizer on the server, as lm-eval uses one (`tokenizer_backend=remote`), against transformers' own."""
 
 from __future__ import annotations
 
