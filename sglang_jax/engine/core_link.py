@@ -268,7 +268,9 @@ class CoreLink:
         try:
             await asyncio.wait_for(asyncio.shield(self._core.ended), None if drain else STOP_SECONDS)
         except TimeoutError:
-            logger.warning("The engine did not stop within %g s; killing its process, if it has one", STOP_SECONDS)
+            # Of a core in a thread nothing can be killed: it ends after the step in flight.
+            doing = "waiting for its step in flight" if self._core.pulse is None else "killing its process"
+            logger.warning("The engine did not stop within %g s: %s", STOP_SECONDS, doing)
             self._core.kill()
             await self._core.ended
         await self._over.wait()

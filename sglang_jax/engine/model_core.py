@@ -174,13 +174,20 @@ def warm_up(runner: Runner) -> None:
 
 
 def _logged_progress() -> Callable[[int, int, str], None]:
-    told = time.perf_counter()
+    begin = told = time.perf_counter()
 
     def progress(done: int, total: int, what: str) -> None:
         nonlocal told
-        if time.perf_counter() - told >= SECONDS_BETWEEN_LINES:
-            told = time.perf_counter()
-            logger.info("Warming up: %d of %d programs", done, total)
+        now = time.perf_counter()
+        if now - told >= SECONDS_BETWEEN_LINES:
+            told = now
+            left = (now - begin) / done * (total - done) if done else None
+            logger.info(
+                "Warming up: %d of %d programs%s (the first start compiles them; later ones find them in the cache)",
+                done,
+                total,
+                "" if left is None else f", about {left:.0f} s left",
+            )
 
     return progress
 

@@ -141,12 +141,24 @@ async def test_signals_for_the_whole_group_are_left_to_the_parent(client: AsyncE
     assert [output.text for output in await collect(client, GenerateInput(prompt="abc"))] == ["abc"]
 
 
-async def test_stuck_process_is_killed(client: AsyncEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stuck_process_is_killed(
+    client: AsyncEngineClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("sglang_jax.engine.core_link.STOP_SECONDS", 0.2)
     pid = await core_pid(client)
     os.kill(pid, signal.SIGSTOP)
     await asyncio.wait_for(client.close(), 5)
     assert wait_until_gone(pid, 2)
+    assert "did not stop within 0.2 s: killing its process" in caplog.text
+
+
+async def test_a_thread_that_is_late_to_stop_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sglang_jax.engine.core_link.STOP_SECONDS", 0.0)
+    client = await start("echo:0.2", in_process=True)
+    await asyncio.wait_for(client.close(), 20)
+    assert "did not stop within 0 s: waiting for its step in flight" in caplog.text
 
 
 @pytest.mark.parametrize("in_process", [True, False])

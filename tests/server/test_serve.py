@@ -44,6 +44,7 @@ def test_ready_line_and_its_curl_line() -> None:
         documentation = re.search(r"documentation: (\S+)\. Try it", said)
         assert documentation is not None
         assert Path(documentation[1]).read_text().startswith("# Operations")
+        assert json.loads(body)["temperature"] == 0  # the first answer is the likeliest
         answer = running.http.post(url, content=body, headers={header: value}).json()
         assert answer["choices"][0]["message"]["content"] == "user: What is the capital of France?\n"
         running.signal()
