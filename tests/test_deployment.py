@@ -124,6 +124,7 @@ def test_prometheus_scrapes_the_route_and_reads_the_rules(routes: set[str]) -> N
     assert all((MONITORING / name).exists() for name in config["rule_files"])
     (scrape,) = config["scrape_configs"]
     assert scrape["metrics_path"] in routes
+    assert "credentials_file" not in str(config), "a file that is not there keeps Prometheus from starting"
     monitor = yaml.safe_load((MONITORING / "pod-monitor.yaml").read_text())["spec"]
     (endpoint,) = monitor["podMetricsEndpoints"]
     assert endpoint["path"] in routes

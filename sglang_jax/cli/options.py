@@ -319,7 +319,8 @@ def read_config_file(path: Path, known: list[str], field_of: Mapping[str, str]) 
             if name in NEEDLESS:
                 _note(f"--config {path}: {name}", NEEDLESS[name])
                 continue
-            meant = did_you_mean(field, known, others=[*NEEDLESS, *REFUSED])
+            show = (lambda one: one.replace("_", "-")) if "-" in str(key) else str  # in the user's own style
+            meant = did_you_mean(field, known, others=[*NEEDLESS, *REFUSED], show=show)
             raise click.UsageError(f"--config {path} has an unknown option {key!r}" + (f"; {meant}" if meant else ""))
         if field in values:
             raise click.UsageError(f"--config {path} sets {field} twice")

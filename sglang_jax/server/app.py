@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import EngineClient
 from sglang_jax.server import management
-from sglang_jax.server.auth import ApiKeyMiddleware, HeadAsGet
+from sglang_jax.server.auth import ApiKeyMiddleware, HeadAsGet, WithoutTrailingSlash
 from sglang_jax.server.callers import Callers
 from sglang_jax.server.context import ServerContext
 from sglang_jax.server.errors import install_error_handlers
@@ -60,5 +60,6 @@ def create_app(context: ServerContext) -> FastAPI:
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, client_timeout=config.client_timeout)
     app.add_middleware(ApiKeyMiddleware, callers=context.callers)  # comes before it: what has no key is not read
-    app.add_middleware(AllowedOrigins, origins=config.origins())  # the last comes first
+    app.add_middleware(AllowedOrigins, origins=config.origins())
+    app.add_middleware(WithoutTrailingSlash)  # the last comes first
     return app

@@ -29,6 +29,18 @@ class HeadAsGet:
         await self._app(scope, receive, send)
 
 
+class WithoutTrailingSlash:
+    """Takes `/v1/completions/` for `/v1/completions`. A redirect would reach clients that do not follow it on POST."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send)
+
+
 class ApiKeyMiddleware:
     """Finds out whose request it is, by `Authorization: Bearer KEY` or `x-api-key: KEY`, on every path but `OPEN_PATHS`
     and the list of routes, which is the same for everybody."""

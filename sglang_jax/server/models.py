@@ -21,7 +21,6 @@ def models_router(context: ServerContext) -> APIRouter:
         "max_model_len": context.client.model_info.context_length,
     }
 
-    @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models")
     async def models() -> dict[str, object]:
         """Lists the model that is served."""

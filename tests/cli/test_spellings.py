@@ -557,3 +557,10 @@ def test_the_short_flag_of_help_does_not_depend_on_who_calls_a_command(command: 
 def test_the_list_of_commands_says_each_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "sglang-jax", ["-h"]) == 0
     assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+
+
+def test_a_configs_key_is_corrected_in_its_own_style(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, right in (("modle-path", "model-path"), ("modle_path", "model_path")):
+        (tmp_path / "config.yaml").write_text(f"{wrong}: demo\n")
+        message = refusal(capsys, "--config", str(tmp_path / "config.yaml"))
+        assert message.endswith(f"has an unknown option {wrong!r}; did you mean {right}?\n")

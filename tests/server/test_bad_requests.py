@@ -334,4 +334,13 @@ def test_head_answers_as_get_without_a_body(server: EchoServer) -> None:
     for path, status in (("/", 200), ("/health", 200), ("/v1/models", 200), ("/nowhere", 404), ("/generate", 405)):
         response = server.http.head(path)
         assert (response.status_code, response.content) == (status, b"")
+
+
+def test_a_trailing_slash_changes_nothing(server: EchoServer) -> None:
     assert server.http.get("/v1/models/").json() == server.http.get("/v1/models").json()
+    assert server.http.get("/health/").status_code == server.http.get("/").status_code == 200
+    body = {"prompt": "a", "max_tokens": 1}
+    for slashes in ("/", "//"):
+        answer = server.http.post(f"/v1/completions{slashes}", json=body, follow_redirects=False)
+        assert answer.json()["choices"][0]["text"] == "a"
+    assert server.http.post("/nowhere/", json=body, follow_redirects=False).status_code == 404
