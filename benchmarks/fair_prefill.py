@@ -158,7 +158,9 @@ def run(chunk: int, target_ms: float | None, seconds: float, *, plain: bool) -> 
     }
 
 
-def _in_order_of_arrival(prompts: list[object], work: list[int], allowance: int, most: list[int]) -> list[int]:
+def _in_order_of_arrival(
+    prompts: list[object], work: list[int], allowance: int, most: list[int], *, by_priority: bool
+) -> list[int]:
     parts = []
     for left in most:
         parts.append(min(left, allowance))

@@ -57,6 +57,9 @@ def test_the_wheel_has_the_data_that_a_server_or_a_check_reads_and_no_other(file
     data = [name for name in files if not name.endswith(".py") and ".dist-info/" not in name]
     assert data == [
         "sglang_jax/kernels/ragged_paged_attention/pallas/block_sizes.json",
+        "sglang_jax/py.typed",
+        "torch_backend/py.typed",
+        "tpu/py.typed",
         "tpu/shapes/gemma-3-27b.json",
         "tpu/shapes/llama-3.1-8b.json",
         "tpu/shapes/qwen3-32b.json",

@@ -64,7 +64,7 @@ CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     ("names", "keys", "ends"),
     [
         (CHATML, {"eos": BEGIN}, (BEGIN, END)),
-        (CHATML, {"eos": END}, (END, BEGIN)),
+        (CHATML, {"eos": END}, (END,)),
         (CHATML, {}, (BEGIN, END)),
         (["<s>", "</s>", "<|end|>"], {"eos": 1}, (1, 2)),
         (["<s>", "</s>", "<end_of_turn>"], {"eos": 1}, (1, 2)),
