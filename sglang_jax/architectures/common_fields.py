@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_jax.architectures.hf_rope import rope_from_hf
+from sglang_jax.architectures.hf_rope import MOST_POSITIONS, rope_from_hf
 from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
 from sglang_jax.architectures.model_config import (
     Activation,
@@ -22,8 +22,6 @@ from sglang_jax.architectures.model_config import (
 from sglang_jax.errors import CheckpointError, shown
 
 logger = logging.getLogger(__name__)
-
-MOST_POSITIONS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

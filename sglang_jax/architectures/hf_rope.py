@@ -14,6 +14,10 @@ from sglang_jax.architectures.model_config import RopeConfig, RopeKind
 from sglang_jax.errors import CheckpointError, cut
 
 DEFAULT_THETA = 10000.0
+MOST_POSITIONS = 1 << 27
+
+_TURNS = ("beta_fast", "beta_slow")
+"""YaRN's numbers of turns within a context."""
 
 
 _ROTATE_IN_PART = (RopeKind.DEFAULT, RopeKind.LINEAR, RopeKind.LLAMA3)
@@ -64,6 +68,7 @@ def rope_from_hf(
     if name != RopeKind.PROPORTIONAL:
         _refuse_partial(fields, scaling)
     theta = scaling.number("rope_theta") or fields.number("rope_theta") or default_theta
+    _check_numbers(fields, scaling, name, theta, max_position)
     original = (
         fields.count("original_max_position_embeddings")
         or scaling.count("original_max_position_embeddings")
@@ -116,6 +121,22 @@ def _yarn(scaling: JsonFields, theta: float, original: int, max_position: int) -
         attention_factor=scaling.number("attention_factor"),
         truncate=True if truncate is None else truncate,
     )
+
+
+def _check_numbers(fields: JsonFields, scaling: JsonFields, kind: str, theta: float, max_position: int) -> None:
+    """Raises `CheckpointError` for numbers that give frequencies or contexts which are none."""
+    given = {name: scaling.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor", *_TURNS)}
+    impossible = {name: value for name, value in given.items() if value is not None and value <= 0.0}
+    factor = given["factor"]
+    if factor is not None and not 1.0 / MOST_POSITIONS <= factor <= MOST_POSITIONS:
+        impossible["factor"] = factor
+    if theta <= 0.0 or (theta == 1.0 and kind == RopeKind.YARN):
+        impossible["rope_theta"] = theta
+    for name, value in impossible.items():
+        raise CheckpointError(
+            f"{fields.file}: {name} of rope scaling {kind} is {value:g}; it must be a positive number that gives a "
+            f"context of {max_position} tokens and more"
+        )
 
 
 def _refuse_partial(fields: JsonFields, scaling: JsonFields) -> None:

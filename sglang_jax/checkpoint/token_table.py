@@ -89,6 +89,8 @@ def token_id_of(folder: Path, token: str) -> int | None:
             stored = json.loads(read_file(path, MAX_BYTES))
             found = [token_id for token_id, added in _added(stored, folder) if added["content"] == token]
             found = found or [_vocabulary(stored["model"]["vocab"]).get(token, -1)]
+        if not all(type(token_id) is int for token_id in found):
+            raise TypeError(f"the id of {token!r} is {found[0]!r}, it must be an integer")
     except _DAMAGED as error:
         raise _unreadable(path, error) from error
     return found[0] if found and found[0] >= 0 else None

@@ -51,6 +51,13 @@ def test_the_eos_token_may_be_a_word_of_the_vocabulary_or_unknown(tmp_path: Path
     assert load_tokenizer(folder_source(tmp_path)).encode("a") == [letter]
     change(tmp_path / "tokenizer_config.json", {"eos_token": "<|nowhere|>"})
     assert end_token_ids(folder_source(tmp_path)) == ()
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    for odd in (1.5, True, "5", None):
+        stored["model"]["vocab"]["a"] = odd
+        (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+        change(tmp_path / "tokenizer_config.json", {"eos_token": "a"})
+        with pytest.raises(CheckpointError, match="the id of 'a' is"):
+            end_token_ids(folder_source(tmp_path))
     for damaged in ("[]", '{"eos_token": 7}', "{"):
         (tmp_path / "tokenizer_config.json").write_text(damaged)
         with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
