@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.step_time import Padding, StepShape, StepTimes
 
 OLDEST_SHARE = 4
-"""The prompt that arrived first is given at least one token in so many of those that a step has for prompts."""
+"""The prompt that has had its row longest gets at least one token in so many of those that a step has for prompts."""
 
 PRIORITY_TURN = 4
 """In one of so many steps, prompts are taken by their work alone, whatever their priority."""
@@ -24,7 +25,7 @@ MOST_MARGIN = 0.25
 """On a machine whose steps take now less and now more time, chunks are planned for a time that is shorter by up to this
 share: they would shrink to nothing if all of the noise were allowed for."""
 
-WorkKey = tuple[int, int, int]
+WorkKey = tuple[int, int, tuple[int, int]]
 
 
 def goes_by_priority(step: int) -> bool:
@@ -56,10 +57,10 @@ class PrefillWork:
 class ChunkSharing:
     """Shares the tokens that a step has for prompts.
 
-    Highest priority first, then least work left, then oldest: a short prompt never waits behind a long one. Of each
-    `OLDEST_SHARE` tokens one is the oldest prompt's all the same, so that it ends, whatever arrives. In one of
-    `PRIORITY_TURN` steps priorities do not count, so that clients who may choose theirs delay others no longer than so
-    many times as long.
+    Highest priority first, then least work left, then the row that was given first: a short prompt never waits behind
+    a long one. Of each `OLDEST_SHARE` tokens one goes to the prompt that has had its row longest all the same, so that
+    it ends, whatever arrives. In one of `PRIORITY_TURN` steps priorities do not count, so that clients who may choose
+    theirs delay others no longer than so many times as long.
     """
 
     def __init__(self) -> None:
@@ -217,7 +218,13 @@ class TimedChunk:
 
 
 def _key(request: Request, work: int, by_priority: bool) -> WorkKey:
-    return (-request.priority if by_priority else 0, work, request.sequence)
+    return (-request.priority if by_priority else 0, work, _seat(request))
+
+
+def _seat(request: Request) -> tuple[int, int]:
+    """Orders prompts by when they were given rows, which is by turns between keys; those without a row come last.
+    In the order of arrival, all that one key has sent would go before a later prompt of another key."""
+    return (sys.maxsize if request.kv is None else request.kv.serial, request.sequence)
 
 
 def _order(prompts: list[Request], work: list[int], by_priority: bool) -> list[int]:
@@ -226,8 +233,8 @@ def _order(prompts: list[Request], work: list[int], by_priority: bool) -> list[i
 
 
 def _oldest(prompts: list[Request]) -> int:
-    """Index of the prompt that arrived first, -1 if there is none."""
-    return min(range(len(prompts)), key=lambda index: prompts[index].sequence, default=-1)
+    """Index of the prompt that has had its row longest, -1 if there is none."""
+    return min(range(len(prompts)), key=lambda index: _seat(prompts[index]), default=-1)
 
 
 def _fill(order: list[int], work: list[int], allowance: int, oldest: int, reserved: int) -> list[int]:

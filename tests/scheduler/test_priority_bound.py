@@ -72,7 +72,8 @@ def check(crowd: Crowd) -> None:
 
 
 def run_crowd() -> None:
-    check(Crowd())
+    """Each of a higher priority than all before it: those with older rows end first otherwise, by their own share."""
+    check(Crowd(length=600, rising=True))
 
 
 def run_endless_crowd() -> None:
@@ -129,8 +130,14 @@ def always_by_priority_at_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "goes_by_priority", lambda step: True)
 
 
-@pytest.mark.parametrize("run", [run_crowd, run_endless_crowd])
-@pytest.mark.parametrize("plant", [always_by_priority_in_chunks, always_by_priority_at_admission])
+@pytest.mark.parametrize(
+    ("plant", "run"),
+    [
+        (always_by_priority_in_chunks, run_crowd),
+        (always_by_priority_at_admission, run_crowd),
+        (always_by_priority_at_admission, run_endless_crowd),
+    ],
+)
 def test_a_planted_fault_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], run: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from helpers.scheduling import Bench
 
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.sampling.params import SamplingParams
+from sglang_jax.scheduler import chunking
 from sglang_jax.scheduler.admission import AGED_TURN, PASSED_TURN, Admission
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.turns import Turns
@@ -130,6 +132,43 @@ def test_a_key_with_a_higher_priority_goes_before_another_for_a_few_rows() -> No
     run_higher_priority()
 
 
+def steps_behind(backlog: int, policy: SchedulePolicy, tenant: str) -> int:
+    """Steps of a prompt behind so many of the same length, all of one request of the key `A`."""
+    bench = Bench(
+        pages=512, rows=4, chunk=32, budget=64, context=256, scribble=False, options={"schedule_policy": policy}
+    )
+    chance = random.Random(3)
+
+    def ask(tenant: str, flow: str) -> int:
+        return bench.add([chance.randrange(1, 39) for _ in range(100)], tenant=tenant, flow=flow, sampling=endless(2))
+
+    for _ in range(backlog):
+        ask("A", "batch")
+    for _ in range(6):
+        bench.scheduler.step()
+    asked, steps = ask(tenant, "single"), 0
+    while asked not in bench.channel.finished:
+        bench.scheduler.step()
+        steps += 1
+    return steps
+
+
+def run_backlog(policy: SchedulePolicy, tenant: str) -> None:
+    assert steps_behind(60, policy, tenant) <= steps_behind(15, policy, tenant) + 4
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_a_longer_backlog_of_one_key_does_not_make_another_wait_longer(policy: SchedulePolicy) -> None:
+    """Prompts of equal length were computed in the order of arrival: 60 of them delayed another by 186 steps."""
+    run_backlog(policy, "B")
+
+
+@pytest.mark.parametrize("policy", [each for each in SchedulePolicy if each is not SchedulePolicy.LOF])
+def test_nor_another_request_of_the_same_key(policy: SchedulePolicy) -> None:
+    """lof has its own order among the requests of a key."""
+    run_backlog(policy, "A")
+
+
 def by_policy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tenants have no turns among the requests that a policy orders."""
 
@@ -150,12 +189,18 @@ def never_return_to_who_was_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "_passed", lambda *arguments: None)
 
 
+def computed_in_the_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunking, "_seat", lambda request: (request.sequence, 0))
+
+
 FAULTS = [
     (by_policy_alone, lambda: run_newcomer(SchedulePolicy.LOF)),
     (by_policy_alone, lambda: run_equal_shares(SchedulePolicy.LOF)),
     (longest_prefix_of_any_key, lambda: run_newcomer(SchedulePolicy.LPM)),
     (never_return_to_who_was_passed, lambda: run_less_work(SchedulePolicy.FCFS)),
     (never_return_to_who_was_passed, run_higher_priority),
+    (computed_in_the_order_of_arrival, lambda: run_backlog(SchedulePolicy.FCFS, "B")),
+    (computed_in_the_order_of_arrival, lambda: run_backlog(SchedulePolicy.FCFS, "A")),
 ]
 
 
