@@ -64,14 +64,12 @@ def _are_texts(parts: list[object]) -> bool:
     )
 
 
-def learn_contents(template: str, render: Callable[[Sequence[Message]], str]) -> ContentForms:
+def learn_contents(render: Callable[[Sequence[Message]], str]) -> ContentForms:
     """Tries texts, then parts, for each of OpenAI's roles.
 
     **Arguments:** `render` gives the text of a conversation as it is given, or raises `RequestError`.
     """
     forms = ContentForms()
-    if "text" not in template:  # the name of what a part says
-        return forms
     for role in _ROLES:
         tried = ContentForms(forms.of_parts | {role})
         if not _shows(role, forms, render) and _shows(role, tried, render):

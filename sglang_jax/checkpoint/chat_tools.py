@@ -25,7 +25,7 @@ Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], str]
 """The text of a conversation and tools. Raises `RequestError` where the template refuses it."""
 
 _TOOL, _KEY, _VALUE, _ID = "qz7tool", "qz7key", "qz7value", "callprobe"
-_PROBE = {
+PROBE = {
     "type": "function",
     "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
@@ -138,7 +138,7 @@ def learn_tools(render: Render) -> ToolSupport:
     """Tries what a template makes of tools and of calls."""
     user: Message = {"role": "user", "content": "a"}
     shown = any(
-        _TOOL in _rendered(render, conversation, [_PROBE])
+        _TOOL in _rendered(render, conversation, [PROBE])
         for conversation in ([user], [{"role": "system", "content": "c"}, user])
     )
     return ToolSupport(shown, _argument_form(render, user))
@@ -162,7 +162,7 @@ def _calls(render: Render, user: Message, arguments: object) -> list[str]:
     result: Message = {"role": "tool", "content": "b", "name": _TOOL, "tool_call_id": _ID}
     system: Message = {"role": "system", "content": "c"}
     conversations = ([user, called, result], [system, user, called, result], [user, called])
-    return [_rendered(render, conversation, [_PROBE]) for conversation in conversations]
+    return [_rendered(render, conversation, [PROBE]) for conversation in conversations]
 
 
 def _rendered(render: Render, conversation: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:

@@ -70,9 +70,9 @@ class ControlTokens:
             start = len(text[:start].rstrip())
         return text[:start], text[start:]
 
-    def ends(self, text: str) -> bool:
-        """Whether a text without marks ends with a control token."""
-        return text.endswith(tuple(self._spellings))
+    def ends(self, text: str, takes_spaces: Set[str] = frozenset()) -> bool:
+        """Whether a text without marks ends with a control token; or with the white space behind one that takes it."""
+        return text.endswith(tuple(self._spellings)) or text.rstrip().endswith(tuple(takes_spaces))
 
     def _mark_of(self, found: re.Match[str]) -> str:
         return f"{_OPEN}{self._numbers[found[0]]}{_CLOSE}"

@@ -31,6 +31,7 @@ class MarkedText:
         added = backend.get_added_tokens_decoder()
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self._takes_spaces = {token.content for token in added.values() if token.special and token.lstrip}
+        self._takes_spaces_behind = {token.content for token in added.values() if token.special and token.rstrip}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text with marks. Special tokens, if any are added, go with its first part: chats have their own.
@@ -50,7 +51,7 @@ class MarkedText:
                 ids += self._ids(self._joining, head)
             if rest:
                 ids += self._ids(self._backend, rest, add_special_tokens and number == 0)
-            follows_text = not self._control.ends(piece)
+            follows_text = not self._control.ends(piece, self._takes_spaces_behind)
         return ids
 
     @staticmethod

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sglang_jax.architectures.files import read_file
 from sglang_jax.checkpoint.gguf_file import GgufFile, open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import added_tokens, control_tokens, token_spelling
@@ -78,22 +80,33 @@ def _of_folder(folder: Path) -> TokenTable:
 
 
 def token_id_of(folder: Path, token: str) -> int | None:
-    """The id of a token by its name in the vocabulary; None if it has none. Raises `CheckpointError` for a damaged
-    file."""
-    config, path = folder / CONFIG_FILE, folder / TOKENIZER_FILE
+    """The id of a token by its name in tokenizer.json, or in tokenizer_config.json alone; None if it has none. Raises
+    `CheckpointError` for a damaged file."""
+    path = folder / TOKENIZER_FILE
+    stored = read_file(path, MAX_BYTES) if path.is_file() else b"{}"
     try:
-        # This file is small, and most have the added tokens.
-        known = _added({}, folder) if config.is_file() else []
-        found = [token_id for token_id, added in known if added["content"] == token]
-        if not found and path.is_file():
-            stored = json.loads(read_file(path, MAX_BYTES))
-            found = [token_id for token_id, added in _added(stored, folder) if added["content"] == token]
-            found = found or [_vocabulary(stored["model"]["vocab"]).get(token, -1)]
-        if not all(type(token_id) is int for token_id in found):
-            raise TypeError(f"the id of {token!r} is {found[0]!r}, it must be an integer")
-    except _DAMAGED as error:
+        # Of many megabytes only the added tokens are read.
+        added = msgspec.json.decode(stored, type=_AddedTokens).added_tokens or ()
+        found: Any = next((each.id for each in added if each.content == token), None)
+        if found is None:
+            further = (token_id for token_id, each in _added({}, folder) if each["content"] == token)
+            found = next(further, None)
+        if found is None:
+            found = _vocabulary(json.loads(stored)["model"]["vocab"]).get(token, -1) if path.is_file() else -1
+        if type(found) is not int:
+            raise TypeError(f"the id of {token!r} is {found!r}, it must be an integer")
+    except (*_DAMAGED, msgspec.DecodeError) as error:
         raise _unreadable(path, error) from error
-    return found[0] if found and found[0] >= 0 else None
+    return found if found >= 0 else None
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_AddedToken] | None = None
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

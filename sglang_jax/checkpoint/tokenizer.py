@@ -16,15 +16,13 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Backend
 
 from sglang_jax.architectures.files import check_regular, read_file
-from sglang_jax.checkpoint.chat_contents import ContentForms, in_parts, learn_contents
-from sglang_jax.checkpoint.chat_roles import ChatRoles, learn_roles
-from sglang_jax.checkpoint.chat_tools import ToolSupport, learn_tools
+from sglang_jax.checkpoint.chat_template import ChatTemplate, TemplateFiles
 from sglang_jax.checkpoint.control_tokens import ControlTokens
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from sglang_jax.checkpoint.marked_text import MarkedText
 from sglang_jax.checkpoint.resolve import ModelSource, SourceKind
-from sglang_jax.checkpoint.template_process import TEMPLATE_SECONDS, TEMPLATES, Rendering
+from sglang_jax.checkpoint.template_process import TEMPLATE_SECONDS
 from sglang_jax.checkpoint.text_stream import TextStream
 from sglang_jax.checkpoint.token_spelling import spelling_of
 from sglang_jax.errors import CheckpointError, ParameterError, RequestError, cut
@@ -52,21 +50,13 @@ LARGE_TEXT = 32_768
 """Tokenizing texts of more characters takes ten megabytes and more, which the allocator would keep for each thread."""
 
 
-class TokenizerFiles(Protocol):
-    """What is read of a tokenizer, by the names that transformers' `PreTrainedTokenizerFast` has for it.
+class TokenizerFiles(TemplateFiles, Protocol):
+    """What is read of a tokenizer, by the names that transformers' `PreTrainedTokenizerFast` has for it."""
 
-    - `chat_template`: the template, or several by their names.
-    - `special_tokens_map`: the tokens that have a role, such as `bos_token`.
-    """
-
-    chat_template: str | dict[str, str] | None
     response_template: Mapping[str, Any] | None
 
     @property
     def backend_tokenizer(self) -> Backend: ...
-
-    @property
-    def special_tokens_map(self) -> Mapping[str, object]: ...
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -77,18 +67,14 @@ class TokenizerFiles(Protocol):
     @property
     def pad_token_id(self) -> int | None: ...
 
-    def get_chat_template(self, chat_template: str | None = None, tools: list[Any] | None = None) -> str:
-        """The template of chats with these tools. Raises `ValueError` if there is none."""
-        ...
-
     def save_pretrained(self, folder: str | Path) -> object:
         """Writes tokenizer.json, its config and the chat template."""
         ...
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Thread-safe: nothing changes after construction but a cache of token bytes, and of what
-    the chat template does with tools."""
+    """A checkpoint's tokenizer. Thread-safe: nothing changes after construction but a cache of token bytes, and what is
+    known of the chat template."""
 
     def __init__(
         self,
@@ -102,7 +88,6 @@ class Tokenizer:
         spell out are control tokens. `template_seconds`: what a chat template may
         take for a conversation. Raises `CheckpointError` for a vocabulary of an unknown kind."""
         self._files = files
-        self._template_seconds = template_seconds
         self._backend: Backend = files.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -117,9 +102,9 @@ class Tokenizer:
             token.content for token in added.values() if token.special and not special_tokens_in_content
         )
         self._marked_text = MarkedText(self._backend, self._control)
-        self._contents = self._learn_contents()
-        self._roles = self._learn_roles()
-        self._tool_support: ToolSupport | None = None
+        ends = {files.bos_token_id, files.eos_token_id, files.pad_token_id}
+        others = [str(self._backend.id_to_token(token_id)) for token_id in sorted(self._special_ids - ends)]
+        self._chat = ChatTemplate(files, self._control, others, seconds=template_seconds)
 
     @property
     def vocab_size(self) -> int:
@@ -158,9 +143,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> str:
         """The text of the chat template; empty if there is none."""
-        if self._files.chat_template is None:
-            return ""
-        return self._template(tools=True)
+        return self._chat.text
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
@@ -246,10 +229,8 @@ class Tokenizer:
         return TextStream(self.token_bytes, skipped, stripped)
 
     def check_roles(self, roles: Sequence[object]) -> None:
-        """Raises `ParameterError` for the first role of a conversation's messages that the chat template does not
-        know, naming those that it knows."""
-        if self._roles is not None:
-            self._roles.check(roles)
+        """As `ChatTemplate.check_roles`."""
+        self._chat.check_roles(roles)
 
     def render_chat(
         self,
@@ -259,43 +240,9 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] = (),
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The chat template's text for a conversation, as transformers' `apply_chat_template` renders it, for `encode`:
-        control tokens that messages, tools and variables spell out are marked (see `ControlTokens`). Where the template
-        does not name the role `developer`, such messages are rendered as the system's.
-
-        **Arguments:** `tools`: in OpenAI's form; a template that shows none gets them in the system's words. Calls in
-        `messages` have their arguments as objects or as JSON text, and contents are texts or lists of parts; the
-        template gets them as it takes them.
-        `variables`: what else the template is given, by names that `is_variable` lets pass.
-
-        **Raises:** `RequestError` if there is no template, or it refuses the messages; `ParameterError` for a role
-        that it does not know.
-        """
-        if self._roles is None:
-            raise RequestError(
-                "this model has no chat template; use the completions route, or start the server with --chat-template",
-                param="messages",
-            )
-        self._roles.check([message.get("role") for message in messages])
-        support = None
-        if tools or any(message.get("tool_calls") for message in messages):
-            support = self._tool_support = self._tool_support or learn_tools(self._render)
-        messages = [in_parts(message) for message in messages]
-        conversation: list[dict[str, Any]] = [
-            {
-                **self._control.mark(dict(message) if support is None else support.decoded(message)),
-                "role": self._roles.rendered_as(message["role"]),
-            }
-            for message in messages
-        ]
-        offered: Sequence[Mapping[str, object]] = [self._control.mark(dict(tool)) for tool in tools]
-        if support is not None:
-            conversation, offered = support.prepared(conversation, offered, has_system="system" in self._roles.known)
-        return self._render(
-            conversation,
-            offered,
-            add_generation_prompt=add_generation_prompt,
-            variables=self._control.mark(dict(variables or {})),
+        """As `ChatTemplate.render`, for `encode`."""
+        return self._chat.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
 
     def marked(self, text: str) -> str:
@@ -314,72 +261,6 @@ class Tokenizer:
             for token_id, token in added.items()
         }
         return {token_id: text for token_id, text in texts.items() if text != self._spelling.bytes_of(added[token_id])}
-
-    def _learn_contents(self) -> ContentForms:
-        template = self._template_or_none()
-        # Until it is known, messages are given as they are.
-        return ContentForms() if template is None else learn_contents(template, self._render_as_given)
-
-    def _template_or_none(self) -> str | None:
-        """The template of chats; empty if there are several and none of them is. None if there is none at all."""
-        if self._files.chat_template is None:
-            return None
-        try:
-            return self._template()
-        except RequestError:  # whoever sends a chat is told so
-            return ""
-
-    def _learn_roles(self) -> ChatRoles | None:
-        """None if there is no chat template."""
-        template = self._template_or_none()
-        if template is None:
-            return None
-        others = self._special_ids - {self.bos_token_id, self.eos_token_id, self._files.pad_token_id}
-        tokens = [str(self._backend.id_to_token(token_id)) for token_id in sorted(others)]
-        return learn_roles(template, self._render, tokens)
-
-    def _template(self, *, tools: bool = False) -> str:
-        """The template of chats, or the one of chats with tools where there are two. Raises `RequestError`."""
-        try:
-            # Of `tools` it looks only whether there are any.
-            return self._files.get_chat_template(tools=[{}] if tools else None)
-        except ValueError as error:  # several templates and none for chats
-            raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
-
-    def _render(
-        self,
-        messages: Sequence[dict[str, object]],
-        tools: Sequence[Mapping[str, object]] = (),
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, object] | None = None,
-    ) -> str:
-        """As `_render_as_given`, with contents in the form that the template takes."""
-        return self._render_as_given(
-            [self._contents.formed(message) for message in messages],
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            variables=variables,
-        )
-
-    def _render_as_given(
-        self,
-        messages: Sequence[dict[str, object]],
-        tools: Sequence[Mapping[str, object]] = (),
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, object] | None = None,
-    ) -> str:
-        template = self._template(tools=bool(tools))
-        if not messages:
-            raise RequestError("messages is empty; a conversation needs at least one message", param="messages")
-        # transformers leaves out what is None, which templates would write as it is.
-        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        names: dict[str, object] = {**(variables or {}), **self._files.special_tokens_map}
-        rendering = Rendering(
-            template, given, names, list(tools) or None, add_generation_prompt, self._template_seconds
-        )
-        return TEMPLATES.render(rendering)
 
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json, its config and the chat template, as `load_tokenizer` reads them."""

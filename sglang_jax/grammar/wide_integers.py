@@ -73,6 +73,10 @@ class JsonWriter:
         while going:
             place, inner = going.pop()
             if isinstance(inner, dict) and has_wide_bounds(inner):
+                least, last = range_of(inner)
+                if least is not None and last is not None and least > last:
+                    name = next(name for name in reversed(BOUNDS) if name in inner)
+                    return f"{place}/{name}", f"no integer is at least {least} and at most {last}"
                 for name in BOUNDS:
                     end = range_of({name: inner[name]} if name in inner else {})[name in BOUNDS[2:]]
                     if end is not None and abs(end) <= most and rounded(end, up=True) != end:

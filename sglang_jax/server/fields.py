@@ -59,7 +59,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "reasoning_effort": ("none",),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "add_generation_prompt": (True,),
     "spaces_between_special_tokens": (True,),
     "separate_reasoning": (True,),
@@ -96,7 +96,7 @@ class Body(BaseModel):
                 continue
             if asks_for_nothing(value) and not (value is False and name in self.false_counts | FALSE_ASKS):
                 continue
-            if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL_VALUES.get(name, ())):
+            if any(_are_equal(value, neutral) for neutral in NEUTRAL_VALUES.get(name, ())):
                 continue
             raise UnsupportedParameterError(
                 f"{cut(name)} is not supported, and ignoring it could change the output; "
@@ -120,6 +120,11 @@ class Body(BaseModel):
 def asks_for_nothing(value: object) -> bool:
     """True for null, false, and the empty text, list and object."""
     return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
+
+
+def _are_equal(value: object, other: object) -> bool:
+    """0 and 0.0 are, 0 and false are not."""
+    return isinstance(value, bool) is isinstance(other, bool) and value == other
 
 
 def _one_or_many(value: object) -> str:

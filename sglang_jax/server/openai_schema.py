@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
 from sglang_jax.checkpoint.chat_contents import JoinedParts
 from sglang_jax.checkpoint.chat_tools import is_variable, template_names
 from sglang_jax.engine.types import SessionTurnInput, TextTokenizer
-from sglang_jax.errors import ParameterError, shown
+from sglang_jax.errors import ParameterError, cut, shown
 from sglang_jax.server.errors import UnsupportedParameterError
 from sglang_jax.server.fields import (
     Body,
@@ -20,6 +20,7 @@ from sglang_jax.server.fields import (
     Prompt,
     SessionParamsBody,
     ShortText,
+    asks_for_nothing,
     cache_namespace,
 )
 from sglang_jax.server.openai_tools import CallBody, ToolBody, ToolRequest, read_tools, with_short_ids
@@ -134,12 +135,28 @@ class ChatMessage(Body):
     tool_calls: Many[CallBody] | None = None
 
 
+class ThinkingBody(Body):
+    """`thinking` in the form of Anthropic, DeepSeek and GLM."""
+
+    type: Literal["enabled", "disabled"]
+
+
 def _thinks(value: object) -> object:
-    """Also in the form of Anthropic, DeepSeek and GLM."""
-    match value:
-        case {"type": "enabled" | "disabled" as said, **others} if not others:
+    if not isinstance(value, dict):
+        return value
+    for name, other in value.items():
+        if name != "type" and not asks_for_nothing(other):
+            field = f"thinking.{cut(name)}"
+            raise UnsupportedParameterError(
+                f"{field} is not supported, and ignoring it could change the output; remove it (got {shown(other)})",
+                param=field,
+            )
+    match value.get("type"):
+        case "enabled" | "disabled" as said:
             return said == "enabled"
-    return value
+    raise ParameterError(
+        f"thinking must be a boolean or have the type enabled or disabled, got {shown(value)}", param="thinking"
+    )
 
 
 class ChatBody(OpenAIBody):
@@ -160,7 +177,7 @@ class ChatBody(OpenAIBody):
     include_reasoning: bool | None = None
     reasoning_effort: ShortText | None = None
     enable_thinking: bool | None = None
-    thinking: Annotated[bool, BeforeValidator(_thinks)] | None = None
+    thinking: Annotated[bool, BeforeValidator(_thinks, json_schema_input_type=bool | ThinkingBody)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def is_done_anyway(self, name: str, value: object) -> bool:

@@ -12,7 +12,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sglang_jax.errors import RequestError, cut
 from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.callers import caller_name
-from sglang_jax.server.errors import BodyTooLargeError, BusyError, ClientTooSlowError, MediaTypeError, error_response
+from sglang_jax.server.errors import (
+    BodyTooLargeError,
+    BusyError,
+    ClientTooSlowError,
+    MediaTypeError,
+    ShuttingDownError,
+    error_response,
+)
+from sglang_jax.server.shutdown import SHUTDOWN, Shutdown
 
 BODIES_IN_FLIGHT = 8
 """Of how many of the largest bodies there is room for the bytes, at once."""
@@ -46,6 +54,10 @@ class _Share:
         self.refusal = error
         if self.deadline is not None and not self.deadline.expired():
             self.deadline.reschedule(asyncio.get_running_loop().time())
+
+    def refuse_at_shutdown(self) -> None:
+        """The server stops before the rest came."""
+        self.refuse(ShuttingDownError(f"the server is shutting down, and of the body only {self.size} bytes came"))
 
 
 class BodyLimit:
@@ -102,6 +114,8 @@ class BodyLimit:
         self._check(share, announced, 0)
         chunks: list[bytes] = []
         begin = asyncio.get_running_loop().time()
+        shutdown = SHUTDOWN.get(None) or Shutdown()
+        shutdown.add(share.refuse_at_shutdown)
         try:
             self._small.hold(share, LIKE_BYTES)
             while True:
@@ -125,6 +139,7 @@ class BodyLimit:
                 f"is {self._patience:g} s without data (--client-timeout), then {SLOWEST} bytes/s"
             ) from error
         finally:
+            shutdown.discard(share.refuse_at_shutdown)
             self._small.hold(share, 0)
             chunks.clear()
 

@@ -124,7 +124,8 @@ def openai_sampling(fields: OpenAISampling, max_tokens: int | None, defaults: Ge
 
 
 def _shared(fields: SamplingFields) -> dict[str, Any]:
-    stop = as_list(fields.stop or None)  # an empty text asks for none
+    stop = as_list(fields.stop)
+    stop = [] if stop == [""] else stop  # one empty text asks for none
     if len(stop) > MAX_STOP_STRINGS:
         raise ParameterError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}", param="stop")
     values = fields.model_dump(include=set(SHARED_NAMES), exclude_none=True)

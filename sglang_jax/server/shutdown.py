@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,26 +13,26 @@ from sglang_jax.server.errors import ShuttingDownError
 
 
 class Shutdown:
-    """The work of requests, which `stop` ends. All methods run on one event loop."""
+    """What requests do, which `stop` ends. All methods run on one event loop."""
 
     def __init__(self) -> None:
         self.stopped = False
-        self._work: set[asyncio.Future[Any]] = set()
+        self._ends: set[Callable[[], object]] = set()
 
     def stop(self) -> None:
-        """Cancels all work, and what comes from now on as it begins."""
+        """Ends all that is done, and what comes from now on as it begins."""
         self.stopped = True
-        for work in self._work:
-            work.cancel()
+        for end in list(self._ends):
+            end()
 
-    def add(self, work: asyncio.Future[Any]) -> None:
-        """Work that `stop` cancels; until `discard`."""
-        self._work.add(work)
+    def add(self, end: Callable[[], object]) -> None:
+        """What `stop` calls to end something, such as a task's `cancel`; until `discard`."""
+        self._ends.add(end)
         if self.stopped:
-            work.cancel()
+            end()
 
-    def discard(self, work: asyncio.Future[Any]) -> None:
-        self._work.discard(work)
+    def discard(self, end: Callable[[], object]) -> None:
+        self._ends.discard(end)
 
     def check(self, work: asyncio.Future[Any]) -> None:
         """Raises `ShuttingDownError` if `stop` has cancelled this work."""

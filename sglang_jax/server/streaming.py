@@ -128,7 +128,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(receive())
     shutdown = SHUTDOWN.get(None) or Shutdown()
-    shutdown.add(working)
+    shutdown.add(working.cancel)
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -141,7 +141,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
             )
         raise ClientDisconnect
     finally:
-        shutdown.discard(working)
+        shutdown.discard(working.cancel)
         for task in (working, watching):
             task.cancel()
         await asyncio.wait({working, watching})

@@ -91,6 +91,24 @@ def test_a_clients_parts_are_given_as_parts_where_the_template_takes_them(
     assert asked(tokenizer, TWO[:1]) == asked(tokenizer, "one")
 
 
+DEFAULT_OF_TEXT = EACH + "{{ m.content + '' }}{% endfor %}"
+NO_WORD_FOR_IT = EACH + "{% for p in m.content %}{{ (p.values() | list)[1] }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(("alone", "with_tools"), [(DEFAULT_OF_TEXT, GUARD), (GUARD, DEFAULT_OF_TEXT)])
+def test_a_template_of_chats_with_tools_has_its_own_form(tmp_path: Path, alone: str, with_tools: str) -> None:
+    tokenizer = byte_tokenizer(tmp_path, {"default": alone, "tool_use": "{{ tools[0].function.name }}" + with_tools})
+    tools = [{"type": "function", "function": {"name": "get"}}]
+    conversation = turns("user", "assistant", "user")
+    told = "<user>what user says<assistant>what assistant says<user>what user says"
+    assert tokenizer.render_chat(conversation) == told
+    assert tokenizer.render_chat(conversation, tools=tools) == "get" + told
+
+
+def test_a_template_need_not_name_what_a_part_says(tmp_path: Path) -> None:
+    assert byte_tokenizer(tmp_path, NO_WORD_FOR_IT).render_chat(turns("user")) == "<user>what user says"
+
+
 def test_tools_are_told_before_parts(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path, GUARD_STRICT)  # which knows neither tools nor a system
     tools = [{"type": "function", "function": {"name": "get"}}]

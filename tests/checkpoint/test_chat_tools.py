@@ -47,7 +47,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% 
     ],
 )
 def test_what_templates_do_with_tools(tmp_path: Path, template: str, shown: bool, form: ArgumentForm) -> None:
-    support = learn_tools(byte_tokenizer(tmp_path, template)._render)
+    support = learn_tools(byte_tokenizer(tmp_path, template)._chat.render_probe)
     assert (support.shown, support.arguments) == (shown, form)
 
 

@@ -101,7 +101,8 @@ def with_space(steps: tuple[object, object]) -> Tokenizer:
     backend.decoder = decoders.ByteLevel() if steps is BYTES else decoders.Sequence(plain)  # type: ignore[assignment]
     backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     backend.add_special_tokens([AddedToken("<m>", special=True, normalized=False, lstrip=True, rstrip=True)])
-    template = "{% for m in messages %}</s>{{ m.content }}<m>{{ m.role }}: {{ m.content }} <m>{% endfor %}"
+    message = "</s>{{ m.content }}<m>{{ m.role }}: {{ m.content }} <m> {{ m.content }}"
+    template = f"{{% for m in messages %}}{message}{{% endfor %}}"
     return Tokenizer(GgufTokenizer(backend, {"eos_token": "</s>"}, template), "made up")
 
 

@@ -58,6 +58,12 @@ def test_the_eos_token_may_be_a_word_of_the_vocabulary_or_unknown(tmp_path: Path
         change(tmp_path / "tokenizer_config.json", {"eos_token": "a"})
         with pytest.raises(CheckpointError, match="the id of 'a' is"):
             end_token_ids(folder_source(tmp_path))
+    make_tiny_tokenizer(tmp_path)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    end = next(added for added in stored["added_tokens"] if added["content"] == "<|im_end|>")
+    change(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": {"3": end}, "eos_token": "<|im_end|>"})
+    assert end_token_ids(folder_source(tmp_path)) == (end["id"],) != (3,)  # of two ids, as the tokenizer itself
+    assert load_tokenizer(folder_source(tmp_path)).eos_token_id == end["id"]
     for damaged in ("[]", '{"eos_token": 7}', "{"):
         (tmp_path / "tokenizer_config.json").write_text(damaged)
         with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):

@@ -198,6 +198,19 @@ def test_what_cannot_be_exact_is_refused_by_its_place(checker: Checker, schema: 
     assert not checker.takes(grammar, str(EXACT + 1) if "prefixItems" not in schema else f"[{-EXACT}]")
 
 
+@pytest.mark.parametrize(
+    ("bounds", "place"),
+    [
+        ({"minimum": EXACT + 2, "maximum": EXACT + 1}, "/maximum"),
+        ({"exclusiveMinimum": EXACT + 1, "exclusiveMaximum": EXACT + 2}, "/exclusiveMaximum"),
+        ({"minimum": EXACT + 1, "maximum": 5}, "/maximum"),
+    ],
+)
+def test_bounds_that_no_integer_keeps_are_refused(checker: Checker, bounds: dict[str, int], place: str) -> None:
+    message = checker.refusal({"type": "array", "items": {"type": "integer", **bounds}})
+    assert re.fullmatch(rf"grammar at /items{place}: no integer is at least \d+ and at most \d+", message)
+
+
 def test_numbers_are_never_beyond_their_bounds(checker: Checker) -> None:
     """A floating-point number at or within the bound stands for it."""
     assert not checker.takes(json_grammar({"type": "number", "minimum": EXACT + 1}), str(EXACT))

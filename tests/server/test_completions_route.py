@@ -152,6 +152,7 @@ def test_no_two_pairs_of_salt_and_extra_key_share_a_cache(server: EchoServer) ->
         {"prediction": {"type": "content", "content": "b"}, "cache_prompt": False, "timings_per_token": True},
         {"keep_alive": "5m", "provider": {"order": ["a"]}, "usage": {"include": True}},
         {"mirostat": 0, "stop": ""},
+        {"mirostat": 0.0, "stop": [""]},
         {"do_sample": True, "detokenize": True, "parse_tool_calls": True},
         {"temperature": None, "top_p": None, "max_tokens": None, "logprobs": None, "stop": None, "n": None},
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,15 @@ def test_thinking_may_be_an_object(tokenizers: dict[str, Tokenizer], said: str, 
     messages = [{"role": "user", "content": "a"}]
     body = ChatBody.model_validate({"messages": messages, "thinking": {"type": said}})
     assert f"thinking is {value}" in chat_text(tokenizers["thinks"], body).text
-    for other in ({"type": "adaptive"}, {"type": said, "budget_tokens": 1024}, {"type": [said]}, said):
-        with pytest.raises(ValueError, match="boolean"):
+    body = ChatBody.model_validate({"messages": messages, "thinking": {"type": said, "budget_tokens": None}})
+    assert f"thinking is {value}" in chat_text(tokenizers["thinks"], body).text
+    for other in ({"type": "adaptive"}, {"type": [said]}, {}, said):
+        with pytest.raises((ValueError, ParameterError), match="boolean"):
             ChatBody.model_validate({"messages": messages, "thinking": other})
+    with pytest.raises(UnsupportedParameterError, match=r"thinking\.budget_tokens is not supported.*got 1024"):
+        ChatBody.model_validate({"messages": messages, "thinking": {"type": said, "budget_tokens": 1024}})
+    described = json.dumps(ChatBody.model_json_schema()["properties"]["thinking"])
+    assert all(form in described for form in ("ThinkingBody", "boolean"))
 
 
 def test_a_message_that_the_template_changes_is_refused(tokenizers: dict[str, Tokenizer]) -> None:

@@ -124,6 +124,25 @@ def test_what_is_in_flight_at_the_end_of_a_drain_is_told(path: str) -> None:
         assert running.wait() == 0
 
 
+def test_a_body_that_has_not_come_at_the_end_of_a_drain_is_refused() -> None:
+    """Its client had no answer at all."""
+    with server(model_path="echo", drain_timeout=0.5) as running:
+        running.wait_ready()
+        address = running.http.base_url
+        with socket.create_connection((address.host, address.port)) as client:
+            client.settimeout(30)
+            client.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\n\r\n{"prompt"')
+            assert running.http.get("/health").status_code == 200  # by now the server has read what came before
+            running.signal()
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+        head, _, content = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert b"retry-after" in head.lower()
+        error = json.loads(content)["error"]
+        assert (error["code"], "only 9 bytes came" in error["message"]) == ("shutting_down", True)
+        assert running.wait() == 0
+
+
 def test_a_signal_while_the_engine_starts() -> None:
     with server(model_path="slow") as running:
         time.sleep(0.7)
