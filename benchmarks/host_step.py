@@ -56,7 +56,7 @@ class FreeRunner:
     def launch(self, plan: StepPlan) -> FreeHandle:
         return self._handles[len(plan.rows)]
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
         """Nothing to build."""
 
     def report(self) -> RunnerReport:

@@ -38,7 +38,7 @@ class NotingRunner:
     def spec(self) -> RunnerSpec:
         return self._runner.spec
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
         """Of the runner within."""
         self._runner.warm_up(progress)
 

@@ -356,7 +356,7 @@ REFUSED: Mapping[str, OtherFlag] = {
     "torchao_config": OtherFlag(_WEIGHTS, takes_value=True),
     "uds": OtherFlag("not implemented: the server listens on a TCP port", takes_value=True),
     "uvicorn_log_level": OtherFlag("not available: --log-level applies to the whole server", takes_value=True),
-    "warmups": OtherFlag("not available: all programs are warmed up; --skip-warmup turns it off", takes_value=True),
+    "warmups": OtherFlag("not available: --warmup says which programs are compiled at the start", takes_value=True),
 }
 """Options for what this engine has not got."""
 

@@ -222,8 +222,8 @@ class TorchRunner:
     def spec(self) -> RunnerSpec:
         return self._spec
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
-        """Runs a step of each kind on padding, so that kernels are built, and captures steps."""
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
+        """Runs a step of each kind on padding, so that kernels are built, and captures steps, whatever `first_only`."""
         longest = min(self._spec.token_budget, self._spec.max_context)
         decode = StepLayout.decode(self._spec.max_rows, 0, drafts=self._drafts, states=self._table.states)
         # A short prompt's keys may be shared out by kernels of their own.

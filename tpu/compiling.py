@@ -24,6 +24,7 @@ from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
 from sglang_jax.config import Dtype, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.builds import Executable
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.kv_scales import calibration_inputs, calibration_program
 from sglang_jax.jax_runner.loading import (
@@ -35,7 +36,6 @@ from sglang_jax.jax_runner.loading import (
 )
 from sglang_jax.jax_runner.model_programs import programs_of, whole
 from sglang_jax.jax_runner.parallel import TensorParallel
-from sglang_jax.jax_runner.programs import Executable
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec

@@ -148,7 +148,7 @@ class TimedRunner:
         """See `Runner`."""
         self._runner.announce_builds(building)
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
         """Leaves no steps in the log."""
         self._runner.warm_up(progress)
         self._log.clear()

@@ -29,6 +29,7 @@ from sglang_jax.config.choices import (
     SchedulePolicy,
     SpeculativeAlgorithm,
     ToolCallParser,
+    Warmup,
     chosen_passes,
 )
 from sglang_jax.config.engine import EngineConfig, PositiveInt
@@ -66,6 +67,7 @@ __all__ = [
     "ToolCallParser",
     "TpuEnvironment",
     "VisibleDevices",
+    "Warmup",
     "check_key",
     "chosen_passes",
     "read_secret_file",

@@ -153,6 +153,13 @@ class SamplingDefaults(Choice):
     OPENAI = "openai"
 
 
+class Warmup(Choice):
+    """Which programs are compiled before the first request: one for every step, or all."""
+
+    FIRST = "first"
+    FULL = "full"
+
+
 class GrammarLibrary(Choice):
     """What follows the grammars of requests."""
 

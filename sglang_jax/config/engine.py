@@ -25,6 +25,7 @@ from sglang_jax.config.choices import (
     SamplingDefaults,
     SchedulePolicy,
     SpeculativeAlgorithm,
+    Warmup,
     chosen_passes,
 )
 from sglang_jax.config.environment import Environment
@@ -37,6 +38,13 @@ PositiveInt = Annotated[int, Field(ge=1)]
 def _as_text(path: object) -> object:
     """Python callers may give a path."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+WARMUP = (
+    "programs compiled before the first request: full, all of them; first, one that fits for every step, while the "
+    "others are compiled in the background (JAX on one node)"
+)
+"""What `warmup` does; its default differs."""
 
 
 class EngineConfig(BaseModel):
@@ -246,6 +254,7 @@ class EngineConfig(BaseModel):
         le=31,
         description="maximum guessed tokens per request and step; fewer are guessed where that is faster",
     )
+    warmup: Warmup = Field(Warmup.FULL, description=WARMUP)
     skip_warmup: bool = Field(False, description="compile programs at first use instead of at startup")
     watchdog_timeout: float = Field(
         300.0,

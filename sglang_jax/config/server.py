@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from sglang_jax.config.choices import LogFormat, LogLevel, ReasoningParser, ToolCallParser
-from sglang_jax.config.engine import EngineConfig, PositiveInt
+from sglang_jax.config.choices import LogFormat, LogLevel, ReasoningParser, ToolCallParser, Warmup
+from sglang_jax.config.engine import WARMUP, EngineConfig, PositiveInt
 from sglang_jax.config.environment import Environment
 from sglang_jax.config.keys import one_key
 
@@ -20,6 +20,7 @@ MAX_GRAMMAR_CHARACTERS = 2**20
 class ServerConfig(EngineConfig):
     """Options of a server: those of its engine, and those of HTTP."""
 
+    warmup: Warmup = Field(Warmup.FIRST, description=WARMUP)
     max_queued_requests: PositiveInt | None = Field(
         4096, description="maximum queued completions; more are refused with 503"
     )

@@ -36,11 +36,13 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
 
     - `max_running_requests`: rows of the runner.
     - `max_total_tokens`: tokens that the KV pool of the first cache group holds.
+    - `programs_left`: programs that it compiles while it serves.
     """
 
     model_info: ModelInfo
     max_running_requests: int
     max_total_tokens: int
+    programs_left: int = 0
 
 
 class StartFailed(msgspec.Struct, tag="start_failed", frozen=True):

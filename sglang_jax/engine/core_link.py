@@ -111,7 +111,7 @@ class CoreLink:
         self._completions: dict[int, Completion] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count()
-        self._stats = SchedulerStats()
+        self._stats = SchedulerStats(programs_left=ready.programs_left)
         self._closing = False
         self._end: str | None = None
         self._over = asyncio.Event()

@@ -13,7 +13,7 @@ from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint import Checkpoint, open_checkpoint, resolve_tokenizer, with_end_tokens
 from sglang_jax.checkpoint.resolve import ModelSource
 from sglang_jax.checkpoint.token_table import load_token_table
-from sglang_jax.config import EngineConfig, GrammarLibrary, SamplingDefaults, ServerConfig
+from sglang_jax.config import EngineConfig, GrammarLibrary, SamplingDefaults, ServerConfig, Warmup
 from sglang_jax.engine.channel import CoreChannel, Ready
 from sglang_jax.engine.types import ModelInfo, TextTokenizer
 from sglang_jax.errors import CheckpointError, ParameterError
@@ -93,8 +93,10 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
         report.details.get("attention", "no"),
     )
     if not config.skip_warmup:
-        warm_up(runner)
-        logger.info("Warmed up in %.1f s", time.perf_counter() - loaded)
+        warm_up(runner, first_only=config.warmup is Warmup.FIRST)
+        left = runner.report().programs_left
+        more = f"; {left} more programs are compiled while serving" if left else ""
+        logger.info("Warmed up in %.1f s%s", time.perf_counter() - loaded, more)
     return ModelCore(config, checkpoint, defaults, runner, channel, grammars)
 
 
@@ -157,11 +159,11 @@ def tokenizer_source(config: EngineConfig) -> ModelSource:
     return resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
 
 
-def warm_up(runner: Runner) -> None:
+def warm_up(runner: Runner, *, first_only: bool = False) -> None:
     """Builds the runner's programs, and runs them, behind a progress bar; where there is no terminal, with a line of
-    the log every few seconds."""
+    the log every few seconds. `first_only`: see `Runner`."""
     if not sys.stderr.isatty():
-        runner.warm_up(_logged_progress())
+        runner.warm_up(_logged_progress(), first_only=first_only)
         return
     with tqdm(desc="Warming up", unit="program") as bar:
 
@@ -170,7 +172,7 @@ def warm_up(runner: Runner) -> None:
             bar.set_postfix_str(what, refresh=False)
             bar.update(done - bar.n)
 
-        runner.warm_up(progress)
+        runner.warm_up(progress, first_only=first_only)
 
 
 def _logged_progress() -> Callable[[int, int, str], None]:
@@ -208,4 +210,9 @@ def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDef
         generation_defaults=defaults,
         keeps_states=any(pool.kind is CacheKind.STATE for pool in spec.pools),
     )
-    return Ready(model_info=info, max_running_requests=spec.max_rows, max_total_tokens=spec.max_total_tokens)
+    return Ready(
+        model_info=info,
+        max_running_requests=spec.max_rows,
+        max_total_tokens=spec.max_total_tokens,
+        programs_left=runner.report().programs_left,
+    )

@@ -196,7 +196,8 @@ def _process_main(
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
         well = run_core(config, CoreChannel(context, address, Pulse(words)), load_and_cling)
-    raise SystemExit(0 if well else 1)
+    logging.shutdown()
+    os._exit(0 if well else 1)  # compilers may be at work on other threads, which fail if their libraries are torn down
 
 
 def _follow_parent(address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _SMALLEST_DECODE = 2  # one bfloat16 row is 9 times slower than two on XLA's CPU backend
@@ -75,15 +76,18 @@ class Buckets:
         yield from self.decode
         yield from self.mixed
 
-    def pick(self, num_tokens: int, num_rows: int, num_decode: int) -> Bucket:
-        """The smallest program for a step of that many tokens, sequences and decode rows.
+    def pick(
+        self, num_tokens: int, num_rows: int, num_decode: int, usable: Callable[[Bucket], bool] | None = None
+    ) -> Bucket:
+        """The smallest program for a step of that many tokens, sequences and decode rows. `usable`: of those for which
+        it is true, if it is for any that fits.
 
         **Raises:** `ValueError` for a step beyond the token budget or the rows.
         """
         candidates = self.decode if num_decode == num_tokens else self.mixed
-        for bucket in candidates:
-            if num_tokens <= bucket.tokens and num_rows <= bucket.rows:
-                return bucket
+        fitting = [bucket for bucket in candidates if num_tokens <= bucket.tokens and num_rows <= bucket.rows]
+        if fitting:
+            return next(filter(usable, fitting), fitting[0])
         largest = candidates[-1]
         raise ValueError(
             f"a step of {num_tokens} tokens in {num_rows} rows does not fit the largest program "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -11,6 +13,12 @@ import jax
 logger = logging.getLogger(__name__)
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
+class _Planned(threading.local):
+    """Whether what the current thread builds is planned."""
+
+    here = False
 
 
 class CompileCounter:
@@ -22,12 +30,22 @@ class CompileCounter:
     def __init__(self) -> None:
         self.count = 0
         self._lock = threading.Lock()  # programs may be built on several threads
+        self._planned = _Planned()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration: float, **kwargs: str | int) -> None:
-        if event == _BACKEND_COMPILE:
+        if event == _BACKEND_COMPILE and not self._planned.here:
             with self._lock:
                 self.count += 1
+
+    @contextmanager
+    def planned(self) -> Iterator[None]:
+        """What this thread builds meanwhile is not counted."""
+        self._planned.here = True
+        try:
+            yield
+        finally:
+            self._planned.here = False
 
     def close(self) -> None:
         """Stops counting."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -31,27 +31,32 @@ class Drafter:
         for packed in self._missed(*self._lag.missed(unfolded)):
             state = programs.catch_up(self._weights, state, packed)
         drafting = int(np.count_nonzero(unfolded.guesses == 1))
-        size = next(size for size in programs.guess_sizes if size >= drafting)
+        size = programs.guess_size(drafting)
         return programs.guess(self._weights, state, pack_guesses(unfolded, size, programs.dump_row))
 
     def launched(self, unfolded: Unfolded) -> None:
         """A plan runs, with drafts or without."""
         self._lag.launched(unfolded)
 
-    def warm_up(self, state: DeviceState) -> Iterator[tuple[str, DeviceState]]:
-        """Runs each program, in the row in which nothing is kept; its name and the state."""
+    def warm_up(self, state: DeviceState, names: Collection[str]) -> Iterator[tuple[str, DeviceState]]:
+        """Runs each program that has one of these names, in the row in which nothing is kept; its name and the
+        state."""
         dump_row = self._programs.dump_row
         for size in self._programs.guess_sizes:
+            if (name := f"guess {size} rows") not in names:
+                continue
             packed = np.full((2, size), 2, np.int32)
             packed[0] = dump_row
             state = self._programs.guess(self._weights, state, packed)
-            yield f"guess {size} rows", state
+            yield name, state
         for size in self._programs.catch_up_sizes:
+            if (name := f"catch up {size} tokens") not in names:
+                continue
             one = np.array([1], np.int32)
             state = self._programs.catch_up(
                 self._weights, state, pack_missed(one * dump_row, one * 0, one, size, dump_row)
             )
-            yield f"catch up {size} tokens", state
+            yield name, state
 
     def _missed(self, rows: Int32, counts: Int32) -> Iterator[Int32]:
         """The parts in which `counts` tokens of `rows`, `[n]`, are computed, oldest first."""

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.checkpoint.kv_scales import LARGEST_STORED, ScalesOfLayers
 from sglang_jax.checkpoint.opening import Checkpoint
-from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
+from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, Warmup
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
 from sglang_jax.jax_runner.block_weights import KeptBlocks, blocks_to_keep
@@ -203,7 +203,8 @@ def _begin_building(programs: Programs, config: EngineConfig, spec: RunnerSpec) 
     """While weights are read: what the warm-up will build or, without one, what a runner of one row needs for its first
     answer. What a runner of several rows needs first, only its requests tell."""
     if not config.skip_warmup:
-        programs.begin(programs.builders())
+        first_only = config.warmup is Warmup.FIRST and config.nnodes == 1
+        programs.begin(programs.needed_first() if first_only else programs.builders())
     elif spec.max_rows == 1:
         programs.begin(programs.of_short_answers())
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import zip_longest
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.builds import Around, Build, Builds, Executable
 from sglang_jax.jax_runner.compiler_options import options_of_step
 from sglang_jax.jax_runner.draft_model import (
     CATCH_UP_TOKENS,
@@ -46,30 +44,17 @@ from sglang_jax.jax_runner.step import (
 from sglang_jax.models.kv_cache import states_of, with_states
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
-from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import PACKED_ROW
-from sglang_jax.runner.this_machine import available_host_memory
 
 DELTA_BLOCK = 1024
 """Page-table entries that one run of the delta program overwrites."""
 
-_MEMORY_OF_A_BUILD = 2 << 30
-"""What the compiler may take at its most for a step of tens of layers, in bytes."""
-
 _PROMPT_OF_A_SHORT_ANSWER = 64
 """Tokens: a question of a line or two in a chat template."""
 
-Executable = Callable[..., Any]
-
-
-def builds_at_once() -> int:
-    """While one program is traced, which takes one core, others compile: as many as there are cores, and memory."""
-    return max(1, min(len(os.sched_getaffinity(0)), available_host_memory() // _MEMORY_OF_A_BUILD))
-
 
 class Programs:
-    """Builds each program at its first use, or before that on other threads: those that `begin` names, or all of them
-    by `build_all`.
+    """Builds each program at its first use, or before that on other threads: see `Builds`.
 
     Shapes with shardings will do for `weights` and `state`: building needs no more, so that programs are built while
     weights are still read.
@@ -78,7 +63,7 @@ class Programs:
     for good (donated: KV pages are written in place) and returns it. Arguments that are numpy arrays are read while the
     program runs, so they must not be written to again.
 
-    `building` is entered around each build. `most_guesses`: drafts of a row in a step. `draft`: who makes them, if that
+    `most_guesses`: drafts of a row in a step. `draft`: who makes them, if that
     is a model; weights and state are then those of both.
     """
 
@@ -115,20 +100,17 @@ class Programs:
         rows = self.dump_row
         self.guess_sizes = () if draft is None else tuple(b.rows for b in buckets.decode if b.rows < rows) or (rows,)
         self.catch_up_sizes = () if draft is None else CATCH_UP_TOKENS
-        self._built: dict[str, Executable] = {}
-        self._begun: dict[str, Future[Executable]] = {}
-        self._lock = threading.Lock()  # of what is begun
         self._logits_columns: int | None = None
-        self.building: Building = nullcontext
+        self.builds = Builds()
 
     def __len__(self) -> int:
-        return len(self._built)
+        return len(self.builds)
 
     def step(
         self, bucket: Bucket, weights: Weights, state: DeviceState, packed: Int32
     ) -> tuple[DeviceState, StepOutputs]:
         """Runs one step; `packed` is of the bucket's layout."""
-        return self._get(str(bucket), lambda: self._build_step(bucket))(weights, state, packed)
+        return self.builds.get(str(bucket), lambda: self._build_step(bucket))(weights, state, packed)
 
     def sample(
         self, state: DeviceState, found: StepOutputs, packed: Int32
@@ -136,7 +118,7 @@ class Programs:
         """Runs the second part of a step with masks, whose first part gave `found`; `packed` is of the layout of as
         many rows as that has. Gives its tokens and logprobs."""
         rows = len(found.logits)
-        program = self._get(f"sample {rows} rows", lambda: self._build_sample(rows))
+        program = self.builds.get(f"sample {rows} rows", lambda: self._build_sample(rows))
         sampled, outputs = program(SampledState.of(state), found.logits, found.tokens, packed)
         state = replace(
             state,
@@ -150,13 +132,13 @@ class Programs:
     def guess(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
         """Has the draft model guess for as many rows as one of `guess_sizes`; see `pack_guesses`."""
         size = packed.shape[1]
-        program = self._get(f"guess {size} rows", lambda: self._build_guess(size))
+        program = self.builds.get(f"guess {size} rows", lambda: self._build_guess(size))
         return self._run_draft(program, weights, state, packed)
 
     def catch_up(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
         """Has the draft model compute as many tokens as one of `catch_up_sizes`; see `pack_missed`."""
         size = packed.shape[1]
-        program = self._get(f"catch up {size} tokens", lambda: self._build_catch_up(size))
+        program = self.builds.get(f"catch up {size} tokens", lambda: self._build_catch_up(size))
         return self._run_draft(program, weights, state, packed)
 
     def _run_draft(self, program: Executable, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
@@ -180,28 +162,28 @@ class Programs:
     def settle(self, state: DeviceState, packed: Int32) -> DeviceState:
         """Has rows keep the states after their last drafts that were right; see `make_settle`."""
         assert state.known is not None, "a runner that drafts"
-        program = self._get("settle states", self._build_settle)
+        program = self.builds.get("settle states", self._build_settle)
         states = program(states_of(state.kv), state.page_table, state.known.right, packed)
         return replace(state, kv=with_states(state.kv, states))
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
         """Replaces the parameters of as many rows as one of `row_update_sizes`."""
         size = len(packed)
-        return self._get(f"update {size} rows", lambda: self._build_row_updates(size))(sampling, packed)
+        return self.builds.get(f"update {size} rows", lambda: self._build_row_updates(size))(sampling, packed)
 
     def set_occurrences(self, sampling: SamplingState, row: int, occurrences: Int32) -> SamplingState:
         """Replaces what a row has counted; `occurrences` int32 `[vocab]`."""
-        return self._get("set occurrences", self._build_occurrences)(sampling, np.int32(row), occurrences)
+        return self.builds.get("set occurrences", self._build_occurrences)(sampling, np.int32(row), occurrences)
 
     def set_known_tokens(self, known: KnownTokens, packed: Int32) -> KnownTokens:
         """Replaces the texts of as many rows as one of `text_sizes`; see `drafts.set_known_tokens`."""
         size = len(packed)
-        return self._get(f"texts of {size} rows", lambda: self._build_known_tokens(size))(known, packed)
+        return self.builds.get(f"texts of {size} rows", lambda: self._build_known_tokens(size))(known, packed)
 
     def set_hints(self, known: KnownTokens, packed: Int32) -> KnownTokens:
         """Replaces the hints of as many rows as one of `text_sizes`; see `pack_hints`."""
         size = len(packed)
-        return self._get(f"hints of {size} rows", lambda: self._build_hints(size))(known, packed)
+        return self.builds.get(f"hints of {size} rows", lambda: self._build_hints(size))(known, packed)
 
     def apply_deltas(self, page_table: jax.Array, deltas: PageDeltas) -> jax.Array:
         """Overwrites at most `DELTA_BLOCK` entries of the page table."""
@@ -209,23 +191,17 @@ class Programs:
         packed = np.zeros((3, DELTA_BLOCK), np.int32)
         packed[0] = self.dump_row
         packed[:, :count] = (deltas.rows, deltas.columns, deltas.pages)
-        return self._get("page deltas", self._build_deltas)(page_table, packed)
+        return self.builds.get("page deltas", self._build_deltas)(page_table, packed)
 
     def begin(self, names: Iterable[str]) -> None:
         """Starts to build programs of these names on other threads, in their order, and returns at once. What is not
         done when one of them is used is waited for."""
         builders = self.builders()
-        pool = ThreadPoolExecutor(builds_at_once(), thread_name_prefix="build")
-        with self._lock:
-            for name in names:
-                if name not in self._begun:
-                    self._begun[name] = pool.submit(self._build, name, builders[name])
-        pool.shutdown(wait=False)  # its threads end with what they were given
+        self.builds.begin({name: builders[name] for name in names})
 
     def abandon(self) -> None:
         """Gives up what is begun and not yet being built."""
-        with self._lock:
-            self._begun = {name: future for name, future in self._begun.items() if not future.cancel()}
+        self.builds.abandon()
 
     def of_short_answers(self) -> list[str]:
         """Names of the programs that a single short prompt and its answer need."""
@@ -234,22 +210,46 @@ class Programs:
         prompt = self.buckets.pick(tokens, num_rows=1, num_decode=0)
         return [str(prompt), row_update, str(self.buckets.decode[0])]
 
-    def build_all(self, progress: Callable[[int, int, str], None]) -> None:
-        """Builds what is not built yet, on as many threads as `builds_at_once` says.
+    def needed_first(self) -> list[str]:
+        """Names of the programs with which every step has one, those that take longest first: of steps the largest, and
+        the smallest for the first answers."""
+        decode, mixed = self.buckets.decode, self.buckets.mixed
+        steps = list(dict.fromkeys(map(str, (mixed[-1], decode[-1], decode[0]))))
+        later = {str(bucket) for bucket in self.buckets}
+        later |= {f"sample {rows} rows" for rows in self.sample_layouts if rows < mixed[-1].rows}
+        later |= {f"guess {size} rows" for size in self.guess_sizes[:-1]}
+        return [*steps, *(name for name in self.builders() if name not in later)]
 
-        `progress(done, total, what)` is called on this thread, with the name of the program built last.
-        """
-        names = list(self.builders())
-        progress(0, len(names), "compiling")
-        self.begin(names)
-        with self._lock:
-            futures = {future: name for name, future in self._begun.items()}
-        with self.building():
-            for done, future in enumerate(as_completed(futures), 1):
-                future.result()
-                progress(done, len(names), futures[future])
+    def build(self, names: Iterable[str], progress: Callable[[int, int, str], None]) -> None:
+        """Builds programs of these names; see `Builds.build`."""
+        builders = self.builders()
+        self.builds.build({name: builders[name] for name in names}, progress)
 
-    def builders(self) -> dict[str, Callable[[], Executable]]:
+    def build_others(self, around: Around) -> None:
+        """Builds all others in the background, small ones first; see `Builds`. Until they are built, larger ones run in
+        their place."""
+        pairs = zip_longest(self.buckets.mixed, self.buckets.decode)
+        steps = [bucket for pair in pairs for bucket in pair if bucket is not None]
+        names = [name for bucket in steps for name in (str(bucket), f"sample {bucket.rows} rows")]
+        builders = self.builders()
+        self.builds.build_in_background({name: builders[name] for name in dict.fromkeys([*names, *builders])}, around)
+
+    def pick(self, num_tokens: int, num_rows: int, num_decode: int, *, masked: bool = False) -> Bucket:
+        """As `Buckets.pick`, of those that are built while others are built in the background. `masked`: it waits for
+        masks, so that its second part is needed too."""
+        usable = partial(self._is_built, masked) if self.builds.num_left else None
+        return self.buckets.pick(num_tokens, num_rows, num_decode, usable)
+
+    def guess_size(self, rows: int) -> int:
+        """The smallest of `guess_sizes` for so many rows, of those that are built while others are."""
+        sizes = [size for size in self.guess_sizes if size >= rows]
+        built = [size for size in sizes if not self.builds.num_left or f"guess {size} rows" in self.builds]
+        return (built or sizes)[0]
+
+    def _is_built(self, masked: bool, bucket: Bucket) -> bool:
+        return str(bucket) in self.builds and (not masked or f"sample {bucket.rows} rows" in self.builds)
+
+    def builders(self) -> dict[str, Build]:
         """How to build each program, by name; those that take longest first, so that none of them is waited for."""
         steps = reversed(list(self.buckets))
         return {
@@ -272,37 +272,6 @@ class Programs:
             "set occurrences": self._build_occurrences,
             "page deltas": self._build_deltas,
         }
-
-    def _get(self, name: str, build: Callable[[], Executable]) -> Executable:
-        program = self._built.get(name)
-        return self._build_or_wait(name, build) if program is None else program
-
-    def _build_or_wait(self, name: str, build: Callable[[], Executable]) -> Executable:
-        """Builds a program, unless another thread does so."""
-        with self._lock:
-            begun = self._begun.get(name)
-            own = begun is None or begun.cancel()
-            if begun is None or own:
-                begun = self._begun[name] = Future()
-        if not own:
-            with self.building():
-                return begun.result()
-        try:
-            begun.set_result(self._build(name, build))
-        except BaseException as error:
-            begun.set_exception(error)
-            raise
-        return begun.result()
-
-    def _build(self, name: str, build: Callable[[], Executable]) -> Executable:
-        try:
-            with self.building():
-                program = self._built[name] = build()
-        except BaseException:
-            with self._lock:
-                self._begun.pop(name, None)  # whoever needs it next tries again
-            raise
-        return program
 
     def _build_step(self, bucket: Bucket) -> Executable:
         layout = self.layouts[bucket]
@@ -365,7 +334,7 @@ class Programs:
         """Of what a step of so many rows gives for the second part. How wide logits are, a step tells once built."""
         if self._logits_columns is None:
             smallest = self.buckets.decode[0]
-            self._get(str(smallest), partial(self._build_step, smallest))
+            self.builds.get(str(smallest), partial(self._build_step, smallest))
         sharding = None if self._mesh is None else logits_sharding(self._mesh)
         return jax.ShapeDtypeStruct((rows, self._logits_columns), jnp.float32, sharding=sharding)
 

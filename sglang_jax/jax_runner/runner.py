@@ -134,41 +134,43 @@ class JaxRunner:
     def spec(self) -> RunnerSpec:
         return self._spec
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
-        """Builds every program, and runs those of steps; `progress(done, total, what)` is called after each.
-
-        Programs run in one order, the same in every process of a group.
-        """
-        steps = list(self._programs.buckets)
-        programs = len(self._programs.builders())
-        drafts = len(self._programs.guess_sizes) + len(self._programs.catch_up_sizes)
-        total = programs + len(steps) + len(self._programs.sample_layouts) + drafts
-        self._programs.build_all(lambda done, _, what: progress(done, total, what))
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
+        """See `Runner`. Programs run in one order, the same in every process of a group."""
+        programs = self._programs
+        names = programs.needed_first() if first_only else list(programs.builders())
+        steps = [bucket for bucket in programs.buckets if str(bucket) in names]
+        drafts = [] if self._drafter is None else [name for name in names if name.startswith(("guess", "catch up"))]
+        rows = {bucket.rows for bucket in steps if f"sample {bucket.rows} rows" in names}
+        total = len(names) + len(steps) + len(rows) + len(drafts)
+        programs.build(names, lambda done, _, what: progress(done, total, what))
         ran: dict[int, tuple[StepPlan, StepOutputs]] = {}
-        for done, bucket in enumerate(steps, programs + 1):
-            plan = warmup_plan(bucket, self._programs.dump_row, self._spec.max_context)
-            packed = self._programs.layouts[bucket].pack(plan, plan.page_deltas[0])
-            self._state, outputs = self._programs.step(bucket, self._weights, self._state, packed)
+        for done, bucket in enumerate(steps, len(names) + 1):
+            plan = warmup_plan(bucket, programs.dump_row, self._spec.max_context)
+            packed = programs.layouts[bucket].pack(plan, plan.page_deltas[0])
+            self._state, outputs = programs.step(bucket, self._weights, self._state, packed)
             outputs.tokens.block_until_ready()
             progress(done, total, f"running {bucket}")
             ran[bucket.rows] = plan, outputs
-        for done, (rows, (plan, found)) in enumerate(sorted(ran.items()), programs + len(steps) + 1):
+        for done, number in enumerate(sorted(rows), len(names) + len(steps) + 1):
+            plan, found = ran[number]
             masked = replace(plan, masked=np.ones(len(plan.rows), np.bool_))
             masks = TokenMasks(np.full((len(plan.rows), mask_words(self._spec.vocab_size)), -1, np.int32))
-            packed = self._programs.sample_layouts[rows].pack(masked, masks)
-            self._state, (tokens, _) = self._programs.sample(self._state, found, packed)
+            packed = programs.sample_layouts[number].pack(masked, masks)
+            self._state, (tokens, _) = programs.sample(self._state, found, packed)
             tokens.block_until_ready()
-            progress(done, total, f"running sample {rows} rows")
+            progress(done, total, f"running sample {number} rows")
         if self._drafter is not None:
-            for done, (what, state) in enumerate(self._drafter.warm_up(self._state), total - drafts + 1):
+            for done, (what, state) in enumerate(self._drafter.warm_up(self._state, drafts), total - len(drafts) + 1):
                 self._state = state
                 jax.block_until_ready(state.drafted)
                 progress(done, total, f"running {what}")
         self._compiles_in_warm_up = self._counter.count
+        if first_only:
+            programs.build_others(self._counter.planned)
 
     def announce_builds(self, building: Building) -> None:
         """See `Runner`."""
-        self._programs.building = building
+        self._programs.builds.building = building
 
     def launch(self, plan: StepPlan) -> JaxStep:
         """Starts a step and returns without waiting for it.
@@ -188,7 +190,8 @@ class JaxRunner:
             )
         unfolded = unfold(plan)
         plan = unfolded.plan
-        bucket = self._programs.buckets.pick(plan.num_tokens, len(plan.rows), plan.num_decode)
+        masked = plan.masked is not None
+        bucket = self._programs.pick(plan.num_tokens, len(plan.rows), plan.num_decode, masked=masked)
         self._replace_rows(plan.row_updates)
         deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
         deltas = self._apply_excess(deltas, 0 if self._guesses(unfolded) else bucket.deltas)
@@ -244,6 +247,7 @@ class JaxRunner:
             weight_bytes=self._weight_bytes,
             kv_bytes=self._kv_bytes,
             details=self._details,
+            programs_left=self._programs.builds.num_left,
         )
 
     def close(self) -> None:

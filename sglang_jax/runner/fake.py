@@ -112,7 +112,7 @@ class FakeRunner:
     def spec(self) -> RunnerSpec:
         return self._spec
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
         progress(1, 1, "nothing to build")
 
     def announce_builds(self, building: Building) -> None:

@@ -108,8 +108,8 @@ class GroupRunner:
     def spec(self) -> RunnerSpec:
         return self._runner.spec
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
-        """See `Runner`."""
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
+        """See `Runner`; all is built, for every process has to run the same programs."""
         self._followers.send(WarmUp())
         self._runner.warm_up(progress)
 

@@ -27,7 +27,8 @@ class StepHandle(Protocol):
 class RunnerReport:
     """A runner's properties, for `/server_info`, logs and benchmarks.
 
-    `compiles_after_warm_up` counts programs built since warm-up ended: 0 in a healthy server.
+    `compiles_after_warm_up` counts programs built since warm-up ended because a step needed them: 0 in a healthy
+    server. `programs_left` are still to be built in the background.
     """
 
     backend: str
@@ -37,6 +38,7 @@ class RunnerReport:
     weight_bytes: int
     kv_bytes: int
     details: dict[str, str]
+    programs_left: int = 0
 
 
 class Runner(Protocol):
@@ -49,8 +51,10 @@ class Runner(Protocol):
     @property
     def spec(self) -> RunnerSpec: ...
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
-        """Builds every program, and runs steps; calls `progress(done, total, what)` after each."""
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
+        """Builds every program, and runs steps; calls `progress(done, total, what)` after each. With `first_only`, a
+        runner whose programs take long to build returns once every step has one, and builds the others while it serves;
+        until then steps run larger programs."""
         ...
 
     def announce_builds(self, building: Building) -> None:

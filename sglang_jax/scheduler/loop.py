@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 STATS_SECONDS = 0.25
 """Shortest time between two snapshots of a busy scheduler."""
 
+SECONDS_BETWEEN_COUNTS = 1.0
+"""How often an idle loop tells how many programs are left, while some are compiled in the background."""
+
 COMPILER_WAIT_SECONDS = 0.005
 """How long a turn waits for grammars where there is nothing else to do."""
 
@@ -98,7 +101,7 @@ class SchedulerLoop:
 
     def _take_in(self) -> None:
         asleep = self.scheduler.idle and not self._draining
-        messages = self._channel.receive(asleep, self.scheduler.sessions.seconds_to_timeout() if asleep else None)
+        messages = self._channel.receive(asleep, self._seconds_asleep() if asleep else None)
         first = next(messages, None)
         if first is None:
             return
@@ -110,6 +113,13 @@ class SchedulerLoop:
             self._serve(message)
             if time.monotonic() >= until or self._stopped:
                 break
+
+    def _seconds_asleep(self) -> float | None:
+        """How long to sleep at most; None for as long as nothing comes."""
+        to_timeout = self.scheduler.sessions.seconds_to_timeout()
+        if not self._runner.report().programs_left:
+            return to_timeout
+        return SECONDS_BETWEEN_COUNTS if to_timeout is None else min(to_timeout, SECONDS_BETWEEN_COUNTS)
 
     def _serve(self, message: Inbound) -> None:
         match message:
@@ -164,11 +174,12 @@ class SchedulerLoop:
         now = time.monotonic()
         if self.scheduler.idle or now - self._stats_at >= STATS_SECONDS:
             self._stats_at = now
-            self._channel.send(self.scheduler.log.stats(self._runner.report().compiles_after_warm_up))
+            report = self._runner.report()
+            self._channel.send(self.scheduler.log.stats(report.compiles_after_warm_up, report.programs_left))
 
     def _state(self) -> dict[str, str | int | float | bool | None]:
         report = self._runner.report()
-        stats = self.scheduler.log.stats(report.compiles_after_warm_up)
+        stats = self.scheduler.log.stats(report.compiles_after_warm_up, report.programs_left)
         state: dict[str, str | int | float | bool | None] = {
             **{name: value for name, value in msgspec.structs.asdict(stats).items() if name != "groups"},
             "token_usage": stats.token_usage,

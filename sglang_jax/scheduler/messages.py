@@ -283,6 +283,7 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     compiles_after_warm_up: int = 0
+    programs_left: int = 0
     num_sessions: int = 0
     num_session_tokens: int = 0
     num_pins_let_go: int = 0

@@ -80,8 +80,8 @@ class StepLog:
         if self._decode_steps % self._decode_interval == 0 and logger.isEnabledFor(logging.INFO):
             self._write_decode_line()
 
-    def stats(self, compiles_after_warm_up: int) -> SchedulerStats:
-        """A snapshot."""
+    def stats(self, compiles_after_warm_up: int, programs_left: int = 0) -> SchedulerStats:
+        """A snapshot, with what the runner reports of its programs."""
         scheduler, counts = self._scheduler, self.counts
         return SchedulerStats(
             num_running=scheduler.num_running,
@@ -101,6 +101,7 @@ class StepLog:
             num_draft_tokens=counts.draft_tokens,
             num_accepted_tokens=counts.accepted_tokens,
             compiles_after_warm_up=compiles_after_warm_up,
+            programs_left=programs_left,
             num_sessions=scheduler.sessions.count,
             num_session_tokens=scheduler.num_session_tokens,
             num_pins_let_go=scheduler.cache.pins.num_let_go,

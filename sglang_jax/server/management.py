@@ -106,6 +106,12 @@ def health_router(context: ServerContext) -> APIRouter:
 
     @router.get("/readyz")
     @router.head("/readyz", include_in_schema=False)
+    async def readyz() -> dict[str, str | int]:
+        """200 while an engine serves and new requests are accepted, otherwise 503. `programs_left` are still compiled
+        in the background, over all replicas; until then larger ones run, and steps take longer."""
+        check()
+        return {"status": "ok", "programs_left": sum(load.stats.programs_left for load in context.client.loads())}
+
     @router.get("/health")
     @router.head("/health", include_in_schema=False)
     async def health() -> dict[str, str]:

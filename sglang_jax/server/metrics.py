@@ -87,6 +87,7 @@ class SchedulerCollector(Collector):
                 load.silent_seconds,
                 "Seconds without a step although there is work; see --watchdog-timeout.",
             ),
+            "programs_left": (stats.programs_left, "Programs that are still compiled in the background."),
             "engine_alive": (float(load.state in ALIVE), "1 while the engine process runs."),
         }
 

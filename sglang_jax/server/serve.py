@@ -294,8 +294,10 @@ def _url(host: str, port: int) -> str:
 
 def _announce(context: ServerContext, url: str, begin: float) -> None:
     key = ' -H "Authorization: Bearer $API_KEY"' if context.callers.asks_for_a_key else ""
+    left = sum(load.stats.programs_left for load in context.client.loads())
+    more = f" ({left} more programs are compiled while serving: the first answers take longer)" if left else ""
     print(
-        f"Ready after {time.perf_counter() - begin:.1f} s: serving {context.config.model_name} at {url}. "
+        f"Ready after {time.perf_counter() - begin:.1f} s{more}: serving {context.config.model_name} at {url}. "
         f"Its routes: {url}{ROUTES_PATH}; documentation: {documentation('operations.md')}. Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         ' -d \'{"messages": [{"role": "user", "content": "What is the capital of France?"}], '

@@ -75,6 +75,7 @@ OTHER_VALUES: dict[str, Any] = {
     "speculative_algorithm": "ngram",
     "speculative_draft_model_path": "some/smaller-model",
     "speculative_num_draft_tokens": 3,
+    "warmup": "full",
     "skip_warmup": True,
     "keep_gguf_blocks": True,
     "watchdog_timeout": 30.0,

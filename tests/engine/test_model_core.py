@@ -34,7 +34,7 @@ class WarmRunner(FakeRunner):
     warm_ups = 0
     closed = 0
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
         WarmRunner.warm_ups += 1
         for done in range(4):
             progress(done, 3, f"bucket {done}")

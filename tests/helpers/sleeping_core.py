@@ -52,7 +52,7 @@ class SleepingRunner:
     def spec(self) -> RunnerSpec:
         return self._inner.spec
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
         self._inner.warm_up(progress)
 
     def launch(self, plan: StepPlan) -> StepHandle:

@@ -53,7 +53,7 @@ class Narrowed:
     spec: RunnerSpec
     finished: Callable[[StepResult], None]
 
-    def warm_up(self, progress: Callable[[int, int, str], None]) -> None:
+    def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
         self.inner.warm_up(progress)
 
     def launch(self, plan: StepPlan) -> StepHandle:

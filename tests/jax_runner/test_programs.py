@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from helpers.stand_in_jax import STAND_IN, stand_in_runner
 from helpers.stand_in_model import HIDDEN, LAYERS, VOCAB, random_weights
 
 from sglang_jax.jax_runner import programs as own_programs
-from sglang_jax.jax_runner.buckets import Buckets
+from sglang_jax.jax_runner.buckets import Bucket, Buckets
+from sglang_jax.jax_runner.builds import Executable
 from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, Weights
@@ -192,13 +194,118 @@ def test_a_build_that_fails_says_so_where_it_is_needed_and_is_tried_again() -> N
     decode = programs.buckets.decode[0]
     programs.begin([str(decode)])
     with pytest.raises(RuntimeError, match="out of memory"):
-        programs.build_all(lambda done, total, what: None)
+        programs.build(programs.builders(), lambda done, total, what: None)
     while any(thread.name.startswith("build") for thread in threading.enumerate()):
         time.sleep(0.01)
     before = len(tries)
     with pytest.raises(RuntimeError, match="out of memory"):
         programs.step(decode, [], programs._state_shapes, np.zeros(programs.layouts[decode].size, np.int32))
     assert len(tries) == before + 1
+
+
+class Held:
+    """Steps of a stand-in with up to 16 rows, whose programs of `sizes` tokens are built only once `release` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *sizes: int, draft: bool = False) -> None:
+        self.release = threading.Event()
+        build = Programs._build_step
+
+        def build_late(programs: Programs, bucket: Bucket) -> Executable:
+            if bucket.tokens in sizes:
+                self.release.wait()
+            return build(programs, bucket)
+
+        monkeypatch.setattr(Programs, "_build_step", build_late)
+        drafts = {"draft": random_weights(), "max_samples": 3} if draft else {}
+        self.runner = stand_in_runner(random_weights(), max_rows=16, token_budget=64, num_pages=200, **drafts)
+        self.ran: list[str] = []
+        run = self.runner._programs.step
+
+        def step(bucket: Bucket, *arguments: Any) -> Any:
+            self.ran.append(str(bucket))
+            return run(bucket, *arguments)
+
+        monkeypatch.setattr(self.runner._programs, "step", step)
+
+    def programs_of(self, rows: int) -> tuple[list[str], list[list[int]]]:
+        """What steps of a prompt each, and of a token each, run for so many rows; and their outputs."""
+        driver = PlanDriver(self.runner)
+        requests = [driver.admit([1 + row, 2, 3]) for row in range(rows)]
+        self.ran.clear()
+        driver.step([(request, 3) for request in requests])
+        driver.step([(request, DECODE) for request in requests])
+        return list(self.ran), [request.output for request in requests]
+
+
+def test_a_draft_model_guesses_for_more_rows_until_programs_for_fewer_are_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held(monkeypatch, 4, draft=True)
+    held.runner.warm_up(lambda done, total, what: None, first_only=True)
+    programs = held.runner._programs
+    assert programs.guess_size(1) == programs.guess_sizes[-1]
+    held.release.set()
+    wait_until(lambda: not held.runner.report().programs_left)
+    assert programs.guess_size(1) == programs.guess_sizes[0] < programs.guess_sizes[-1]
+    held.runner.close()
+
+
+def test_larger_programs_run_until_others_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch, 4, 8)
+    seen: list[str] = []
+    held.runner.warm_up(lambda done, total, what: seen.append(what), first_only=True)
+    assert {"mixed 64 tokens, 16 rows", "decode 16", "decode 2"} <= set(seen)
+    assert not {"decode 4", "decode 8"} & set(seen)
+    assert held.runner.report().programs_left > 0
+    assert held.programs_of(2)[0][1] == "decode 2"
+    ran, padded = held.programs_of(3)
+    assert ran[1] == "decode 16"
+    held.release.set()
+    wait_until(lambda: not held.runner.report().programs_left)
+    ran, tight = held.programs_of(3)
+    assert (ran[1], tight) == ("decode 4", padded)
+    assert held.programs_of(8)[0] == ["mixed 64 tokens, 16 rows", "decode 8"]
+    report = held.runner.report()
+    assert report.compiles_after_warm_up == 0
+    assert report.compiled_programs == len(held.runner._programs.builders())
+    held.runner.close()
+
+
+def test_a_program_that_cannot_be_built_in_the_background_is_told_and_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build = Programs._build_step
+
+    def build_some(programs: Programs, bucket: Bucket) -> Executable:
+        if bucket.tokens == 4:
+            raise RuntimeError("out of memory")
+        return build(programs, bucket)
+
+    monkeypatch.setattr(Programs, "_build_step", build_some)
+    runner = stand_in_runner(random_weights(), max_rows=8, token_budget=16)
+    runner.warm_up(lambda done, total, what: None, first_only=True)
+    wait_until(lambda: any("decode 4 could not be compiled" in record.message for record in caplog.records))
+    driver = PlanDriver(runner)
+    request = driver.admit([1, 2, 3])
+    driver.generate(request, 3)
+    runner.close()
+
+
+def test_a_runner_that_is_closed_builds_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch, 4)
+    held.runner.warm_up(lambda done, total, what: None, first_only=True)
+    built = held.runner.report().compiled_programs
+    held.runner.close()
+    held.release.set()
+    wait_until(lambda: all(thread.name != "background-build" for thread in threading.enumerate()))
+    assert held.runner.report().compiled_programs <= built + 2  # the one that was being built, and one before it
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_is_abandoned_is_not_built() -> None:

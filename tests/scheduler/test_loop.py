@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from helpers.scheduling import EOS, Bench, RecordingChannel
 from sglang_jax.architectures import CacheKind
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import loop as loop_module
-from sglang_jax.scheduler.loop import STATS_SECONDS, SchedulerLoop
+from sglang_jax.scheduler.loop import SECONDS_BETWEEN_COUNTS, STATS_SECONDS, SchedulerLoop
 from sglang_jax.scheduler.messages import (
     AbortRequest,
     CloseSession,
@@ -158,6 +159,25 @@ def test_flush_cache_is_answered() -> None:
     channel.inbox = [FlushCache(6)]
     loop.turn()
     assert channel.replies[1] == Reply(6, False, "1 requests run or wait")
+
+
+def test_an_idle_loop_tells_how_many_programs_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = ScriptedChannel([], [], [])
+    loop = make_loop(channel)
+    left = iter([3, 3, 2, 2, 0, 0, 0, 0, 0, 0])
+    report = loop._runner.report()
+    monkeypatch.setattr(loop._runner, "report", lambda: replace(report, programs_left=next(left)))
+    waits: list[float | None] = []
+    receive = channel.receive
+
+    def wait(block: bool, seconds: float | None = None) -> Iterator[Inbound]:
+        waits.append(seconds)
+        return receive(block, seconds)
+
+    monkeypatch.setattr(channel, "receive", wait)
+    loop.run()
+    assert waits == [SECONDS_BETWEEN_COUNTS, SECONDS_BETWEEN_COUNTS, None, None]
+    assert [stats.programs_left for stats in channel.all_stats] == [3, 2, 0, 0]
 
 
 def test_get_state_is_answered_with_figures_of_scheduler_and_runner() -> None:

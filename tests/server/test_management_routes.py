@@ -31,6 +31,7 @@ LONG = {"text": "a" * 1000, "sampling_params": {"max_new_tokens": 1000}}
 
 def test_health(server: EchoServer) -> None:
     assert server.http.get("/health").status_code == 200
+    assert server.http.get("/readyz").json() == {"status": "ok", "programs_left": 0}
     before = len(server.seen())
     assert server.http.get("/health_generate").status_code == 200
     assert [request["max_new_tokens"] for request in server.seen()[before:]] == [1]

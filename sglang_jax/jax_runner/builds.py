@@ -1,0 +1,181 @@
+"""Building programs: when they are first used, before that on other threads, or in the background."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from sglang_jax.runner.pulse import Building
+from sglang_jax.runner.this_machine import available_host_memory
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_OF_A_BUILD = 2 << 30
+"""What the compiler may take at its most for a step of tens of layers, in bytes."""
+
+_NICENESS = 10
+"""Of the thread that builds in the background: steps go first."""
+
+Executable = Callable[..., Any]
+Build = Callable[[], Executable]
+Around = Callable[[], AbstractContextManager[None]]
+
+
+def builds_at_once() -> int:
+    """While one program is traced, which takes one core, others compile: as many as there are cores, and memory."""
+    return max(1, min(len(os.sched_getaffinity(0)), available_host_memory() // _MEMORY_OF_A_BUILD))
+
+
+class Builds:
+    """Programs by name, each built once, whoever asks for it first. Thread-safe.
+
+    `building` is entered around each build that something waits for.
+    """
+
+    def __init__(self) -> None:
+        self.building: Building = nullcontext
+        self._built: dict[str, Executable] = {}
+        self._begun: dict[str, Future[Executable]] = {}
+        self._lock = threading.Lock()  # of what is begun
+        self._in_background: BackgroundBuilds | None = None
+
+    def __len__(self) -> int:
+        return len(self._built)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._built
+
+    def get(self, name: str, build: Build) -> Executable:
+        """The program; builds it, or waits for it, if need be."""
+        program = self._built.get(name)
+        return self.build_or_wait(name, build) if program is None else program
+
+    def begin(self, builders: Mapping[str, Build]) -> None:
+        """Starts to build programs on other threads, in this order, and returns at once."""
+        pool = ThreadPoolExecutor(builds_at_once(), thread_name_prefix="build")
+        with self._lock:
+            for name, build in builders.items():
+                if name not in self._begun:
+                    self._begun[name] = pool.submit(self._build, name, build)
+        pool.shutdown(wait=False)  # its threads end with what they were given
+
+    def build(self, builders: Mapping[str, Build], progress: Callable[[int, int, str], None]) -> None:
+        """Builds what is not built yet, on as many threads as `builds_at_once` says.
+
+        `progress(done, total, what)` is called on this thread, with the name of the program built last.
+        """
+        progress(0, len(builders), "compiling")
+        self.begin(builders)
+        with self._lock:
+            futures = {self._begun[name]: name for name in builders}
+        with self.building():
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                progress(done, len(builders), futures[future])
+
+    def build_in_background(self, builders: Mapping[str, Build], around: Around) -> None:
+        """Builds what is not built yet on one thread of low priority, in this order, and returns at once.
+
+        **Arguments:** `around`: entered by that thread around each build.
+        """
+        left = {name: build for name, build in builders.items() if name not in self._built}
+        self._in_background = BackgroundBuilds(self, left, around)
+
+    @property
+    def num_left(self) -> int:
+        """Programs that are still to be built in the background."""
+        return 0 if self._in_background is None else self._in_background.num_left
+
+    def abandon(self) -> None:
+        """Gives up what is begun and not yet being built."""
+        if self._in_background is not None:
+            self._in_background.stop()
+        with self._lock:
+            self._begun = {name: future for name, future in self._begun.items() if not future.cancel()}
+
+    def build_or_wait(self, name: str, build: Build, *, awaited: bool = True) -> Executable:
+        """Builds a program, unless another thread does so. `awaited`: something waits for it."""
+        with self._lock:
+            begun = self._begun.get(name)
+            own = begun is None or begun.cancel()
+            if begun is None or own:
+                begun = self._begun[name] = Future()
+        if not own:
+            with self.building() if awaited else nullcontext():
+                return begun.result()
+        try:
+            begun.set_result(self._build(name, build, awaited=awaited))
+        except BaseException as error:
+            begun.set_exception(error)
+            raise
+        return begun.result()
+
+    def _build(self, name: str, build: Build, *, awaited: bool = True) -> Executable:
+        try:
+            with self.building() if awaited else nullcontext():
+                program = self._built[name] = build()
+        except BaseException:
+            with self._lock:
+                self._begun.pop(name, None)  # whoever needs it next tries again
+            raise
+        return program
+
+
+class BackgroundBuilds:
+    """The thread that builds programs which nothing waits for.
+
+    **Arguments:** as of `Builds.build_in_background`.
+    """
+
+    def __init__(self, builds: Builds, builders: Mapping[str, Build], around: Around) -> None:
+        self._builds = builds
+        self._builders = builders
+        self._around = around
+        self._left = len(builders)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="background-build", daemon=True)
+        # The compiler fails if its libraries are torn down while it works.
+        atexit.register(self._wait)
+        self._thread.start()
+
+    @property
+    def num_left(self) -> int:
+        """How many are not built yet."""
+        return self._left
+
+    def stop(self) -> None:
+        """Nothing more is begun."""
+        self._stopped = True
+
+    def _wait(self) -> None:
+        self.stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._build_all()
+        finally:
+            atexit.unregister(self._wait)
+
+    def _build_all(self) -> None:
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        begin = time.monotonic()
+        for name, build in self._builders.items():
+            if self._stopped:
+                return
+            try:
+                with self._around():
+                    self._builds.build_or_wait(name, build, awaited=False)
+            except Exception:
+                logger.exception("%s could not be compiled: steps that it would fit run a larger program", name)
+            self._left -= 1
+        logger.info("Compiled %d more programs in %.0f s, while serving", len(self._builders), time.monotonic() - begin)
