@@ -64,6 +64,12 @@ class InstantTokenizer:
 
     chat_template = ""
 
+    def check_roles(self, roles: Any) -> None:
+        """Knows all."""
+
+    def marked(self, text: str) -> str:
+        return text
+
     def render_chat(self, messages: Any, **more: Any) -> str:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
@@ -76,6 +82,9 @@ class InstantClient:
     stats = SchedulerStats()
     alive = True
     max_running_requests = ROWS
+
+    async def encode(self, text: str, **more: Any) -> list[int]:
+        return self.tokenizer.encode(text)
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
         await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -48,3 +49,12 @@ class RayOptions(BaseModel):
                 f"max_replicas ({self.max_replicas}) must not be less than min_replicas ({self.min_replicas})"
             )
         return self
+
+
+def lack_of_nodes(needs: Mapping[str, float], nodes: int, found: int) -> str:
+    """What a run without an engine waits for, without a full stop: an engine takes `needs` of each of so many nodes,
+    and the cluster has `found` such nodes."""
+    told = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
+    if nodes == 1:
+        return f"No node of the cluster has the {told} that an engine needs"
+    return f"An engine needs {nodes} nodes with {told}, but the cluster has {found}"

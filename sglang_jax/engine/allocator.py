@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -16,6 +19,9 @@ TRIMMED_BYTES = 1_048_576
 
 GROWTH_BYTES = 2**20
 """A process that has grown by so much gives back what it has free."""
+
+CORE_GROWTH_BYTES = 8 * 2**20
+"""The same for a core, whose steps take and free megabytes again and again."""
 
 FIRST_WAIT, LAST_WAIT = 2, 512
 """After how many looks without growth it does so once more, and for the last time."""
@@ -63,16 +69,19 @@ class FreeMemory:
     second.
 
     What a burst took lies free between blocks that stay, where glibc by itself gives back the heap's end alone.
+
+    **Arguments:** `growth`: bytes by which it must have grown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, growth: int = GROWTH_BYTES) -> None:
+        self._growth = growth
         self._least = resident_bytes()
         self._wait = self._looks_left = 0
 
     def look(self) -> None:
         """Does nothing where the operating system does not tell."""
         now = resident_bytes()
-        if now > self._least + GROWTH_BYTES:
+        if now > self._least + self._growth:
             self._wait = FIRST_WAIT
         elif self._looks_left > 1 or not self._wait:
             self._looks_left -= 1
@@ -83,6 +92,31 @@ class FreeMemory:
         self._looks_left = self._wait
         if give_memory_back():
             self._least = resident_bytes()
+
+
+@contextmanager
+def memory_given_back(seconds: float = 1.0) -> Iterator[None]:
+    """For a core that has loaded its model: free memory goes back now, and from then on as `FreeMemory` says, which a
+    thread asks every `seconds`.
+
+    Compilers and checkpoints leave more free than a small model takes, in an arena of each of their threads. Arenas
+    and sizes of blocks stay glibc's, other than in a front end: what a step computes lies in a few blocks of megabytes,
+    and to map each of them anew would cost their pages in every step.
+    """
+    give_memory_back()
+    memory, over = FreeMemory(CORE_GROWTH_BYTES), threading.Event()
+
+    def look() -> None:
+        while not over.wait(seconds):
+            memory.look()
+
+    thread = threading.Thread(target=look, name="memory", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def resident_bytes() -> int:

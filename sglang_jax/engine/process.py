@@ -18,6 +18,7 @@ import zmq
 
 from sglang_jax import logs
 from sglang_jax.config import EngineConfig
+from sglang_jax.engine.allocator import memory_given_back
 from sglang_jax.engine.channel import CoreChannel
 from sglang_jax.engine.collector import frozen_heap
 from sglang_jax.engine.core import Core, CoreLoader, run_core
@@ -191,6 +192,7 @@ def _process_main(
             core = load(config, channel)
             die_with_parent()  # by the kernel, as from now on nothing is left to be removed
             stack.enter_context(frozen_heap())
+            stack.enter_context(memory_given_back())
             return core
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -106,6 +106,11 @@ def test_arrivals(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert all(row["us per request"] > 0 for row in rows)
 
 
+def test_batch_driver(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = rows_written(load("batch_driver"), monkeypatch, tmp_path, "--lines", "20", "--repeats", "1")
+    assert [(row["way"], row["lines"]) for row in rows] == [("driver", 20), ("batch", 20), ("ordered", 20)]
+
+
 def test_host_step(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = load("host_step", STEPS=40, CONTEXTS=(96, 160), WINDOW=64)
     rows = rows_written(module, monkeypatch, tmp_path)

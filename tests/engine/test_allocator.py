@@ -109,6 +109,39 @@ def test_what_is_over_some_time_after_it_grew_goes_back_too() -> None:
     assert told(SETTLED, OVER_LATER.replace("(2 * FIRST_WAIT)", "(2 * FIRST_WAIT - 1)")) > 0.9
 
 
+LOADED = """
+import threading, time
+from sglang_jax.engine.allocator import memory_given_back, resident_bytes
+before = resident_bytes()
+kept = []
+
+def compile():
+    blocks = [bytearray(3000) for _ in range(20_000)]
+    kept.append(blocks[::20])
+
+def in_threads():
+    threads = [threading.Thread(target=compile) for _ in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+
+in_threads()
+grown = resident_bytes() - before
+assert grown > 24 * 2**20, grown
+with memory_given_back(seconds=0.01):
+    print((resident_bytes() - before) / grown)
+    in_threads()
+    until = time.monotonic() + 60
+    while resident_bytes() - before > 0.5 * grown and time.monotonic() < until:
+        time.sleep(0.01)
+    assert resident_bytes() - before <= 0.5 * grown, "what a step took is kept"
+assert "memory" not in [thread.name for thread in threading.enumerate()]
+"""
+
+
+def test_a_core_gives_back_what_its_model_left_at_once_and_what_steps_left_later() -> None:
+    assert told(LOADED) < 0.25
+
+
 def test_it_is_left_at_that_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
     resident = [100 * GROWTH_BYTES]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -93,6 +94,29 @@ async def test_serves_and_leaves_nothing_behind() -> None:
     assert [output.text for (output,) in outputs] == [f"héllo {i}" for i in range(20)]
     await client.close()
     assert not is_running(pid)
+
+
+def load_between(config: EngineConfig, channel: CoreChannel) -> Core:
+    """Leaves 60 MB free, between blocks that stay."""
+    blocks = [bytearray(3000) for _ in range(20_000)]
+    KEPT.append(blocks[::20])
+    return load_echo(config, channel)
+
+
+KEPT: list[list[bytearray]] = []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has its own ways")
+async def test_what_loading_left_free_goes_back() -> None:
+    sizes = []
+    for load in (load_echo, load_between):
+        config = EngineConfig(model_path="echo")
+        client = await launch_core(config, in_process=False, load=load, load_tokenizer=load_tokenizer)
+        await collect(client, GenerateInput(prompt="a"))  # what is given back before the first is answered
+        pages = Path(f"/proc/{await core_pid(client)}/statm").read_text().split()[1]
+        sizes.append(int(pages) * os.sysconf("SC_PAGE_SIZE"))
+        await client.close()
+    assert sizes[1] - sizes[0] < 20_000 * 3000 / 3
 
 
 async def test_drain_delivers_all_outputs_before_the_process_ends(client: AsyncEngineClient) -> None:

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -101,6 +102,29 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@contextmanager
+def meanwhile(condition: Callable[[], bool], act: Callable[[], object]) -> Iterator[None]:
+    """Acts in a thread as soon as the condition holds, however long what is inside takes until then. Fails if that
+    ended before."""
+    over, acted = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not condition():
+            if over.wait(0.05):
+                return
+        act()
+        acted.set()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert acted.is_set(), "it ended before there was anything to act on"
 
 
 @contextmanager

@@ -7,11 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-from helpers.ray_cluster import FATAL, Nodes, launch_and_die, launcher, starts, until
+from helpers.ray_cluster import FATAL, Nodes, launch_and_die, launcher, meanwhile, starts, until
 
 from sglang_jax.batch.options import BatchConfig
 from sglang_jax.batch.ray.run import run_ray_batch
@@ -41,20 +40,17 @@ def test_rows_of_a_killed_node_are_answered_elsewhere(cluster: Nodes, tmp_path, 
     killed: list[str] = []
 
     def kill_a_busy_node() -> None:
-        until(lambda: output.is_dir() and len(list(output.iterdir())) >= 3)
         victim = starts(started)[0].node_id
         cluster.kill(victim)
         killed.append(victim)
 
-    killer = threading.Thread(target=kill_a_busy_node)
-    killer.start()
-    status = run_ray_batch(
-        BatchConfig(input=tmp_path / "input.jsonl", output=output),
-        RayOptions(min_replicas=2, max_replicas=2, cpus_per_replica=2, **SMALL),
-        EngineConfig(model_path="echo:0.01"),
-        launch=launcher(started),
-    )
-    killer.join()
+    with meanwhile(lambda: output.is_dir() and len(list(output.iterdir())) >= 3, kill_a_busy_node):
+        status = run_ray_batch(
+            BatchConfig(input=tmp_path / "input.jsonl", output=output),
+            RayOptions(min_replicas=2, max_replicas=2, cpus_per_replica=2, **SMALL),
+            EngineConfig(model_path="echo:0.01"),
+            launch=launcher(started),
+        )
     answers, errors = read_output()
     assert (status, errors) == (0, [])
     assert texts(answers) == {f"row {row}": f"this is {row}!" for row in range(1500)}
@@ -71,18 +67,15 @@ def test_rows_wait_for_an_engine_where_a_lost_node_leaves_no_room(
     (tmp_path / "input.jsonl").write_text("\n".join(plain_lines(600)))
 
     def kill_a_busy_node() -> None:
-        until(lambda: output.is_dir() and len(list(output.iterdir())) >= 3)
         cluster.kill(starts(started)[0].node_id)
 
-    killer = threading.Thread(target=kill_a_busy_node)
-    killer.start()
-    status = run_ray_batch(
-        BatchConfig(input=tmp_path / "input.jsonl", output=output),
-        RayOptions(min_replicas=2, cpus_per_replica=2, **SMALL),
-        EngineConfig(model_path="echo:0.01"),
-        launch=launcher(started),
-    )
-    killer.join()
+    with meanwhile(lambda: output.is_dir() and len(list(output.iterdir())) >= 3, kill_a_busy_node):
+        status = run_ray_batch(
+            BatchConfig(input=tmp_path / "input.jsonl", output=output),
+            RayOptions(min_replicas=2, cpus_per_replica=2, **SMALL),
+            EngineConfig(model_path="echo:0.01"),
+            launch=launcher(started),
+        )
     answers, errors = read_output()
     assert (status, errors) == (0, [])
     assert texts(answers) == {f"row {row}": f"this is {row}!" for row in range(600)}

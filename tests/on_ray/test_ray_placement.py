@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import ray
-from helpers.ray_cluster import PATIENT, Nodes, launcher, starts, until
+from helpers.ray_cluster import PATIENT, Nodes, launcher, meanwhile, starts, until
 from helpers.tiny_models import make_tiny_checkpoint
 from ray import PlacementGroupID
 from ray.util import placement_group, placement_group_table, remove_placement_group
@@ -22,7 +21,7 @@ from sglang_jax.batch.ray import Answering, SharedAttempts, answer_rows, nodes
 from sglang_jax.batch.ray.nodes import WORKER_LABEL, GroupPlacement, in_order, start_node
 from sglang_jax.batch.ray.pipeline import replica_resources, telling_what_is_awaited
 from sglang_jax.batch.ray.run import run_ray_batch
-from sglang_jax.batch.ray_options import RayOptions
+from sglang_jax.batch.ray_options import RayOptions, lack_of_nodes
 from sglang_jax.config import Backend, Device, Dtype, EngineConfig, ServerConfig
 from sglang_jax.errors import ConfigError
 
@@ -116,18 +115,15 @@ def test_an_engine_over_two_nodes_that_loses_one_is_started_on_those_that_are_th
     (tmp_path / "input.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{row}", **body}) for row in range(100)))
 
     def kill_a_node() -> None:
-        until(lambda: output.is_dir() and len(list(output.iterdir())) >= 1)
         [group] = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
         cluster.kill(group["bundles_to_node_id"][1])
 
-    killer = threading.Thread(target=kill_a_node)
-    killer.start()
-    status = run_ray_batch(
-        BatchConfig(input=tmp_path / "input.jsonl", output=output),
-        RayOptions(max_replicas=1, cpus_per_replica=2, rows_per_batch=4, batches_per_replica=2, rows_per_file=4),
-        tiny_engine(tmp_path).model_copy(update={"nnodes": 2, "tp_size": 2}),
-    )
-    killer.join()
+    with meanwhile(lambda: output.is_dir() and len(list(output.iterdir())) >= 1, kill_a_node):
+        status = run_ray_batch(
+            BatchConfig(input=tmp_path / "input.jsonl", output=output),
+            RayOptions(max_replicas=1, cpus_per_replica=2, rows_per_batch=4, batches_per_replica=2, rows_per_file=4),
+            tiny_engine(tmp_path).model_copy(update={"nnodes": 2, "tp_size": 2}),
+        )
     answers, errors = read_output()
     assert (status, errors) == (0, [])
     assert len(answers) == 100
@@ -201,12 +197,13 @@ def test_a_run_without_an_engine_says_so_now_and_then(cluster: Nodes) -> None:
             pass
         cluster.kill(node)
         until(lambda: told[-1].startswith("Again without an engine"))
-    assert told[0] == "No node of the cluster has the 3 CPU, 1 GPU that an engine needs: waiting for one."
-    assert re.fullmatch(r"Still without an engine after \d+ s\. No node .* has 3 CPU, 1 GPU, .*", told[1])
+    lack = lack_of_nodes({"CPU": 3, "GPU": 1}, 1, 0)
+    assert told[0] == f"{lack}: waiting for one."
+    assert re.fullmatch(rf"Still without an engine after \d+ s\. {lack}\.", told[1])
     told.clear()
     with telling_what_is_awaited(attempts, {"CPU": 3}, 2, told.append):
         pass
-    assert told == ["An engine needs 2 nodes with 3 CPU, but the cluster has 0: waiting for them."]
+    assert told == [f"{lack_of_nodes({'CPU': 3}, 2, 0)}: waiting for them."]
 
 
 @pytest.mark.parametrize(

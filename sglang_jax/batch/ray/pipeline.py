@@ -18,7 +18,7 @@ from ray.util.tpu import get_tpu_worker_resources
 from sglang_jax.batch.ray.actors import Answering, AnswerLines, AnswerRows, Attempts, SharedAttempts
 from sglang_jax.batch.ray.files import RequestFiles
 from sglang_jax.batch.ray.nodes import GroupPlacement
-from sglang_jax.batch.ray_options import RayOptions
+from sglang_jax.batch.ray_options import RayOptions, lack_of_nodes
 from sglang_jax.config import Device, EngineConfig
 from sglang_jax.errors import ConfigError
 
@@ -224,7 +224,4 @@ def nodes_with(needs: Mapping[str, float]) -> int:
 
 
 def _lack(needs: Mapping[str, float], nodes: int) -> str:
-    told = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
-    if nodes == 1:
-        return f"No node of the cluster has the {told} that an engine needs"
-    return f"An engine needs {nodes} nodes with {told}, but the cluster has {nodes_with(needs)}"
+    return lack_of_nodes(needs, nodes, nodes_with(needs))

@@ -1,0 +1,11 @@
+"""What can be asked of a run over a cluster without Ray: its texts, which the tests on a cluster take from here."""
+
+from __future__ import annotations
+
+from sglang_jax.batch.ray_options import lack_of_nodes
+
+
+def test_a_lack_of_nodes_says_what_an_engine_needs_and_what_there_is() -> None:
+    needs = {"CPU": 3.0, "GPU": 1.0}
+    assert lack_of_nodes(needs, 1, 0) == "No node of the cluster has the 3 CPU, 1 GPU that an engine needs"
+    assert lack_of_nodes({"CPU": 0.5}, 2, 1) == "An engine needs 2 nodes with 0.5 CPU, but the cluster has 1"
