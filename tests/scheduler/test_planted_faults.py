@@ -719,13 +719,25 @@ ENDS_ON_PAGES: dict[str, Strategy] = {
 }
 """Outputs leave states behind, and nothing is short."""
 
+ROOM_BESIDE_A_LONG_OUTPUT: dict[str, Strategy] = {
+    "page_size": st.just(1),
+    "pages": st.just(62),
+    "rows": st.integers(3, 6),
+    "context": st.just(60),
+    "conservativeness": st.just(1.0),
+    "reuse": st.just(False),
+    "aged_turn": st.just(2),
+}
+"""An output to the context leaves room for a few short requests, and for no other long one."""
+
 PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
-    # Room for the second appears, by the rounding of pages, while a first alone goes on.
+    # Room for the second appears, by the rounding of pages, while a first alone goes on: for a dozen of steps where
+    # pages are long, and outputs as long as two of them.
     no_look_after_a_refusal: {
-        "page_size": st.just(16),
-        "pages": st.integers(4, 6),
+        "page_size": st.just(32),
+        "pages": st.just(4),
         "rows": st.integers(2, 6),
-        "context": st.just(60),
+        "context": st.just(124),
         "conservativeness": st.just(1.0),
         "reuse": st.just(False),
     },
@@ -735,19 +747,8 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     retire_in_one_group_alone: COMPUTED_TWICE | {"groups": st.sampled_from([(None, 7), (None, 18), (3, 20)])},
     share_by_the_first_page: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4]), "chunk": st.just(3)},
     no_turn_for_the_oldest: {"aged_turn": st.just(2), "rows": st.integers(1, 2)},
-    never_keep_room: {
-        "backfill": st.just((2, 256)),
-        "aged_turn": st.sampled_from([2, 3]),
-        "pages": st.integers(6, 24),
-        "context": st.just(60),
-    },
-    keep_room_for_a_crowd_alone: {
-        "backfill": st.just((32, 5)),
-        "aged_turn": st.just(2),
-        "rows": st.integers(2, 3),
-        "pages": st.integers(6, 24),
-        "context": st.just(60),
-    },
+    never_keep_room: ROOM_BESIDE_A_LONG_OUTPUT | {"backfill": st.just((0, 256)), "chunk": st.just(64)},
+    keep_room_for_a_crowd_alone: ROOM_BESIDE_A_LONG_OUTPUT | {"backfill": st.just((32, 5))},
     keep_what_was_cut_off: NO_SHORTAGE,
     keep_what_one_group_granted: {"groups": st.just((None, 18)), "siblings": st.integers(2, 8)},
     keep_what_one_group_granted_for_drafts: MANY_DRAFTS,
@@ -775,7 +776,9 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     },
     # Pages of several tokens: at one token a page a row that goes on says anew where its state is, and that is right.
     keep_a_state_where_drafts_may_end: ENDS_ON_PAGES | {"track": st.just(1), "page_size": st.just(4)},
-    keep_a_state_beyond_a_stop: ENDS_ON_PAGES | {"track": st.just(0), "page_size": st.just(1)},
+    keep_a_state_beyond_a_stop: ENDS_ON_PAGES
+    | {"track": st.just(0), "page_size": st.just(1)}
+    | {"rows": st.just(4), "slots": st.just(16), "lazy": st.just(True), "drafts": st.just(1)},
     snapshot_a_page_off: ENDS_ON_PAGES | {"track": st.just(1), "page_size": st.just(4)},
     let_go_of_a_source_at_the_launch: {
         "page_size": st.just(1),

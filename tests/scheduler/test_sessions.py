@@ -431,7 +431,8 @@ def test_a_cache_without_reuse_keeps_nothing_and_turns_are_right() -> None:
     bench.check_outputs()
 
 
-@pytest.mark.parametrize("events", [120, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("events", [500, pytest.param(3000, marks=pytest.mark.soak)])
 def test_a_storm_of_sessions_leaves_nothing_behind(bench: Bench, events: int) -> None:
     """Turns at once, aborts, retractions, closes, sessions that are opened again, and too little memory for all."""
     scheduler, chance = bench.scheduler, random.Random(5)
@@ -471,9 +472,8 @@ def test_a_storm_of_sessions_leaves_nothing_behind(bench: Bench, events: int) ->
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "schedules", [25, pytest.param(200, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.soak)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules", [200, pytest.param(2000, marks=pytest.mark.soak)])
 def test_schedules_with_sessions(schedules: int) -> None:
     """Turns that end, aborts, stops, closes and timeouts amid them, with each kind of memory."""
     met: Counter[str] = simulate(schedules, kind=SessionSimulation, sizes=ROOM_FOR_TURNS)

@@ -7,21 +7,23 @@ from helpers.simulated_conversations import ConversationSimulation
 from helpers.simulated_doubt import DoubtSimulation, ShortenedSimulation
 from helpers.simulated_grammars import GrammarSimulation
 from helpers.simulated_sessions import SessionSimulation
-from helpers.simulation import Simulation, simulate
+from helpers.simulation import Simulation, Strategy, simulate
+from hypothesis import strategies as st
 
 from sglang_jax.config import SchedulePolicy
 
-
-def test_some_schedules() -> None:
-    """For the inner loop; `test_schedules` runs more, and `make soak` many."""
-    simulate(60)
+PREFIXES_STAY: dict[str, Strategy] = {
+    "pages": st.integers(8, 24),
+    "siblings": st.integers(8, 24),
+    "reuse": st.just(True),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_schedules() -> None:
-    """They meet what they are about, and not once in a while."""
-    schedules = 300
+    """They meet what they are about, and not once in a while. `make soak` runs many more."""
+    schedules = 240
     met = simulate(schedules)
     for event in (
         "several prompts under way",
@@ -44,9 +46,8 @@ def test_schedules_with_grammars() -> None:
 
 @pytest.mark.slow
 def test_schedules_with_kv_in_doubt() -> None:
-    """As many as it takes: where hypothesis chooses the same schedules in each run, the first 40 compute nothing
-    anew."""
-    met = simulate(100, kind=DoubtSimulation)
+    """With room for prefixes, which is where KV stays in doubt; `make soak` runs schedules of all sizes."""
+    met = simulate(50, kind=DoubtSimulation, sizes=PREFIXES_STAY)
     assert met["computed anew"] >= 10, met
 
 

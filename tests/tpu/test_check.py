@@ -34,31 +34,8 @@ SMALL = ("--max-running-requests", "2", "--chunked-prefill-size", "16")
 WEIGHTS = 2 * (2 * 1024 * 256 + 2 * (256 * (2 * 1024 + 2 * 512) + 3 * 256 * 512 + 2 * 256) + 256)
 """Bytes: two tables, of each layer the projections, the feed-forward matrices and two norms, and the last norm."""
 
-# The check in a process of its own, with blocks of keys that are too large for a chip.
-_PLANTED = """
-import sys, tempfile
-from pathlib import Path
-import tpu.check
-from tpu.worker import prepare_compiler
-
-folder = Path(tempfile.mkdtemp())
-dumps = prepare_compiler(folder)
-from sglang_jax.kernels.ragged_paged_attention import pallas
-from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
-from tpu.compiling import compile_all
-
-def compile_here(request):
-    messages = []
-    compile_all(request, dumps, messages.append)
-    return messages
-
-pallas.decode_blocks = lambda *_: DecodeBlocks(rows=8, pages=64)
-tpu.check.compile_in_child = compile_here
-sys.exit(tpu.check.run(tpu.check.check, "check"))
-"""
-
-
-# Several checks in one process, which compiles in itself: imports, and a compiler that starts, are paid for once.
+# Several checks in one process, which compiles in itself: imports, and a compiler that starts, are paid for once. The
+# kernel of decode has blocks of keys that are too large for a chip.
 _SEVERAL = """
 import io, json, sys, tempfile
 from contextlib import redirect_stderr, redirect_stdout
@@ -67,7 +44,11 @@ import tpu.check
 from tpu.worker import prepare_compiler
 
 dumps = prepare_compiler(Path(tempfile.mkdtemp()))
+from sglang_jax.kernels.ragged_paged_attention import pallas
+from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
 from tpu.compiling import compile_all
+
+pallas.decode_blocks = lambda *_: DecodeBlocks(rows=8, pages=64)
 
 def compile_here(request):
     messages = []
@@ -278,21 +259,18 @@ def test_a_model_too_large_for_the_memory(name: str, topology: str, available: s
 
 
 @pytest.mark.slow
-def test_a_copy_of_the_pages_does_not_fit_beside_them(model: Path) -> None:
-    """XLA's own attention turns the pages of a single kv head round, and the compiler finds no room for both."""
+def test_what_does_not_compile(tmp_path: Path) -> None:
+    """XLA's own attention turns the pages of a single kv head round, and the compiler finds no room for both; a kernel
+    is too large for vector memory. One layer shows each."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
+    quick = ("--model", str(tmp_path), "--quick", *SMALL)
     slice_ = ("--topology", "v6e:2x2", "--tp", "4")
-    answer = check("--model", str(model), *slice_, "--quick", "--attention-backend", "xla", *SMALL)
-    assert answer.status == 1
-    assert answer.verdict.startswith("DOES NOT COMPILE: 'decode 2' does not compile: RESOURCE_EXHAUSTED")
-    assert "HBM" in answer.verdict
-
-
-@pytest.mark.slow
-def test_a_kernel_too_large_for_vector_memory(model: Path) -> None:
-    answer = check("--model", str(model), "--topology", "v4-8", "--quick", *SMALL, program=_PLANTED)
-    assert answer.status == 1, answer.text + answer.error
-    assert answer.verdict.startswith("DOES NOT COMPILE: 'decode 2' does not compile: ")
-    assert "vmem" in answer.verdict
+    copies, wide = check_several((*quick, *slice_, "--attention-backend", "xla"), (*quick, "--topology", "v4-8"))
+    for answer, reason in ((copies, "RESOURCE_EXHAUSTED"), (wide, "")):
+        assert answer.status == 1, answer.text + answer.error
+        assert answer.verdict.startswith(f"DOES NOT COMPILE: 'decode 2' does not compile: {reason}")
+    assert "HBM" in copies.verdict
+    assert "vmem" in wide.verdict
 
 
 REFUSED = {
