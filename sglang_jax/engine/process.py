@@ -186,10 +186,13 @@ def _process_main(
     logs.configure(log_level, as_json=json_logs, process="" if placement is None else placement.name)
     threading.Thread(target=_follow_parent, args=(address,), name="parent-watch", daemon=True).start()
 
+    loaded = False
     with ExitStack() as stack:
 
         def load_and_cling(config: EngineConfig, channel: CoreChannel) -> Core:
+            nonlocal loaded
             core = load(config, channel)
+            loaded = True
             die_with_parent()  # by the kernel, as from now on nothing is left to be removed
             stack.enter_context(frozen_heap())
             stack.enter_context(memory_given_back())
@@ -198,8 +201,10 @@ def _process_main(
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
         well = run_core(config, CoreChannel(context, address, Pulse(words)), load_and_cling)
-    logging.shutdown()
-    os._exit(0 if well else 1)  # compilers may be at work on other threads, which fail if their libraries are torn down
+    if loaded:  # and closed: a compiler may be at work on another thread, and fail if its libraries are torn down
+        logging.shutdown()
+        os._exit(0 if well else 1)
+    raise SystemExit(1)
 
 
 def _follow_parent(address: str) -> None:

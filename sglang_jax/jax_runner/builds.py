@@ -94,6 +94,12 @@ class Builds:
         """Programs that are still to be built in the background."""
         return 0 if self._in_background is None else self._in_background.num_left
 
+    @property
+    def complete(self) -> bool:
+        """False while some are built in the background, and for good where one of them could not be."""
+        background = self._in_background
+        return background is None or not (background.num_left or background.failed)
+
     def abandon(self) -> None:
         """Gives up what is begun and not yet being built."""
         if self._in_background is not None:
@@ -141,6 +147,7 @@ class BackgroundBuilds:
         self._around = around
         self._left = len(builders)
         self._stopped = False
+        self.failed = False
         self._thread = threading.Thread(target=self._run, name="background-build", daemon=True)
         # The compiler fails if its libraries are torn down while it works.
         atexit.register(self._wait)
@@ -176,6 +183,9 @@ class BackgroundBuilds:
                 with self._around():
                     self._builds.build_or_wait(name, build, awaited=False)
             except Exception:
+                self.failed = True
                 logger.exception("%s could not be compiled: steps that it would fit run a larger program", name)
             self._left -= 1
-        logger.info("Compiled %d more programs in %.0f s, while serving", len(self._builders), time.monotonic() - begin)
+        if not self.failed:
+            seconds = time.monotonic() - begin
+            logger.info("Compiled %d more programs in %.0f s, while serving", len(self._builders), seconds)

@@ -237,13 +237,13 @@ class Programs:
     def pick(self, num_tokens: int, num_rows: int, num_decode: int, *, masked: bool = False) -> Bucket:
         """As `Buckets.pick`, of those that are built while others are built in the background. `masked`: it waits for
         masks, so that its second part is needed too."""
-        usable = partial(self._is_built, masked) if self.builds.num_left else None
+        usable = None if self.builds.complete else partial(self._is_built, masked)
         return self.buckets.pick(num_tokens, num_rows, num_decode, usable)
 
     def guess_size(self, rows: int) -> int:
         """The smallest of `guess_sizes` for so many rows, of those that are built while others are."""
         sizes = [size for size in self.guess_sizes if size >= rows]
-        built = [size for size in sizes if not self.builds.num_left or f"guess {size} rows" in self.builds]
+        built = [size for size in sizes if self.builds.complete or f"guess {size} rows" in self.builds]
         return (built or sizes)[0]
 
     def _is_built(self, masked: bool, bucket: Bucket) -> bool:

@@ -282,13 +282,15 @@ def test_a_program_that_cannot_be_built_in_the_background_is_told_and_done_witho
         return build(programs, bucket)
 
     monkeypatch.setattr(Programs, "_build_step", build_some)
-    runner = stand_in_runner(random_weights(), max_rows=8, token_budget=16)
-    runner.warm_up(lambda done, total, what: None, first_only=True)
-    wait_until(lambda: any("decode 4 could not be compiled" in record.message for record in caplog.records))
-    driver = PlanDriver(runner)
-    request = driver.admit([1, 2, 3])
-    driver.generate(request, 3)
-    runner.close()
+    held = Held(monkeypatch)
+    held.runner.warm_up(lambda done, total, what: None, first_only=True)
+    wait_until(lambda: not held.runner.report().programs_left)
+    assert [record.message for record in caplog.records if "could not be compiled" in record.message] == [
+        "decode 4 could not be compiled: steps that it would fit run a larger program"
+    ]
+    assert held.programs_of(3)[0][1] == "decode 8"
+    assert held.runner.report().compiles_after_warm_up == 0
+    held.runner.close()
 
 
 def test_a_runner_that_is_closed_builds_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
