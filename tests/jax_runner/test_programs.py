@@ -204,7 +204,7 @@ def test_a_build_that_fails_says_so_where_it_is_needed_and_is_tried_again() -> N
 
 
 class Held:
-    """Steps of a stand-in with up to 16 rows, whose programs of `sizes` tokens are built only once `release` is set."""
+    """Steps of a stand-in with up to 8 rows, whose programs of `sizes` tokens are built only once `release` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *sizes: int, draft: bool = False) -> None:
         self.release = threading.Event()
@@ -217,7 +217,7 @@ class Held:
 
         monkeypatch.setattr(Programs, "_build_step", build_late)
         drafts = {"draft": random_weights(), "max_samples": 3} if draft else {}
-        self.runner = stand_in_runner(random_weights(), max_rows=16, token_budget=64, num_pages=200, **drafts)
+        self.runner = stand_in_runner(random_weights(), max_rows=8, token_budget=16, **drafts)
         self.ran: list[str] = []
         run = self.runner._programs.step
 
@@ -251,20 +251,20 @@ def test_a_draft_model_guesses_for_more_rows_until_programs_for_fewer_are_built(
 
 
 def test_larger_programs_run_until_others_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch, 4, 8)
+    held = Held(monkeypatch, 4)
     seen: list[str] = []
     held.runner.warm_up(lambda done, total, what: seen.append(what), first_only=True)
-    assert {"mixed 64 tokens, 16 rows", "decode 16", "decode 2"} <= set(seen)
-    assert not {"decode 4", "decode 8"} & set(seen)
+    assert {"mixed 16 tokens, 8 rows", "decode 8", "decode 2"} <= set(seen)
+    assert "decode 4" not in seen
     assert held.runner.report().programs_left > 0
     assert held.programs_of(2)[0][1] == "decode 2"
     ran, padded = held.programs_of(3)
-    assert ran[1] == "decode 16"
+    assert ran[1] == "decode 8"
     held.release.set()
     wait_until(lambda: not held.runner.report().programs_left)
     ran, tight = held.programs_of(3)
     assert (ran[1], tight) == ("decode 4", padded)
-    assert held.programs_of(8)[0] == ["mixed 64 tokens, 16 rows", "decode 8"]
+    assert held.programs_of(5)[0] == ["mixed 16 tokens, 8 rows", "decode 8"]
     report = held.runner.report()
     assert report.compiles_after_warm_up == 0
     assert report.compiled_programs == len(held.runner._programs.builders())
