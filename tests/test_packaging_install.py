@@ -24,7 +24,9 @@ def install() -> ModuleType:
     return module
 
 
-def test_uv_gets_what_pip_knows_of_indexes(install: ModuleType) -> None:
+def test_uv_gets_what_pip_knows_of_indexes(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in install.VARIABLES.values():
+        monkeypatch.delenv(name, raising=False)
     listed = """:env:.find-links='/a /b'
 :env:.default-timeout='180'
 global.cert='/etc/cert.crt'
@@ -34,21 +36,23 @@ global.index-url='https://own/simple'
 install.index-url='https://other/simple'
 wheel.index-url='https://no/simple'
 """
-    assert install.settings_of_pip(listed) == {
+    settings = install.settings_of_pip(listed + ":env:.index-url=''\n")
+    given = install.environment_of_uv(settings, by_hash=False)
+    assert {name: given[name] for name in install.VARIABLES.values() if name in given} == {
         "SSL_CERT_FILE": "/etc/cert.crt",
         "UV_FIND_LINKS": "/a,/b",
         "UV_INDEX": "https://one/simple file:///two/simple",
         "UV_DEFAULT_INDEX": "https://other/simple",
+        "UV_HTTP_TIMEOUT": "180",
     }
     assert install.settings_of_pip("") == {}
 
 
-def test_exact_versions_need_no_constraint(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_versions_need_no_constraint(install: ModuleType) -> None:
     """uv refuses one without hashes where hashes are required."""
-    monkeypatch.setattr(install, "PIP", [sys.executable, "-c", "print(\"global.constraint='/c.txt'\")"])
-    monkeypatch.delenv("UV_CONSTRAINT", raising=False)
-    assert install.environment_of_uv(["--editable", "."])["UV_CONSTRAINT"] == "/c.txt"
-    assert "UV_CONSTRAINT" not in install.environment_of_uv(["--require-hashes", "-r", "dev.lock"])
+    settings = install.settings_of_pip("global.constraint='/c.txt'")
+    assert install.environment_of_uv(settings, by_hash=False)["UV_CONSTRAINT"] == "/c.txt"
+    assert "UV_CONSTRAINT" not in install.environment_of_uv(settings, by_hash=True)
 
 
 def stand_in(folder: Path, name: str, status: int) -> Path:
@@ -71,3 +75,13 @@ def test_pip_installs_what_uv_cannot(tmp_path: Path, status: int) -> None:
     assert ("pip tries" in result.stderr) == (status == 1)
     assert (result.returncode == 0) == (status == 0)
     assert (str(missing) in result.stderr.partition("pip tries")[2]) == (status == 1)
+
+
+def test_pip_is_taken_where_a_setting_is_for_pip_alone(tmp_path: Path) -> None:
+    """Only wheels that somebody trusts, say: uv would go to an index."""
+    stand_in(tmp_path, "uv", 0)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PIP_NO_INDEX": "1"}
+    command = [sys.executable, str(SCRIPT), "--no-deps", str(tmp_path / "missing")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0
+    assert not (tmp_path / "asked").exists()

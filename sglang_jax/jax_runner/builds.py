@@ -22,7 +22,7 @@ _MEMORY_OF_A_BUILD = 2 << 30
 """What the compiler may take at its most for a step of tens of layers, in bytes."""
 
 _NICENESS = 10
-"""Of the thread that builds in the background: steps go first."""
+"""Is added to that of the thread that builds in the background. The compiler's own threads keep theirs."""
 
 Executable = Callable[..., Any]
 Build = Callable[[], Executable]
@@ -58,14 +58,16 @@ class Builds:
         program = self._built.get(name)
         return self.build_or_wait(name, build) if program is None else program
 
-    def begin(self, builders: Mapping[str, Build]) -> None:
-        """Starts to build programs on other threads, in this order, and returns at once."""
+    def begin(self, builders: Mapping[str, Build]) -> dict[Future[Executable], str]:
+        """Starts to build programs on other threads, in this order, and returns at once; what gives each of them."""
         pool = ThreadPoolExecutor(builds_at_once(), thread_name_prefix="build")
         with self._lock:
             for name, build in builders.items():
                 if name not in self._begun:
                     self._begun[name] = pool.submit(self._build, name, build)
+            futures = {self._begun[name]: name for name in builders}
         pool.shutdown(wait=False)  # its threads end with what they were given
+        return futures
 
     def build(self, builders: Mapping[str, Build], progress: Callable[[int, int, str], None]) -> None:
         """Builds what is not built yet, on as many threads as `builds_at_once` says.
@@ -73,9 +75,7 @@ class Builds:
         `progress(done, total, what)` is called on this thread, with the name of the program built last.
         """
         progress(0, len(builders), "compiling")
-        self.begin(builders)
-        with self._lock:
-            futures = {self._begun[name]: name for name in builders}
+        futures = self.begin(builders)
         with self.building():
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
@@ -114,6 +114,7 @@ class Builds:
             own = begun is None or begun.cancel()
             if begun is None or own:
                 begun = self._begun[name] = Future()
+                begun.set_running_or_notify_cancel()  # so that nobody cancels it
         if not own:
             with self.building() if awaited else nullcontext():
                 return begun.result()
@@ -133,6 +134,14 @@ class Builds:
                 self._begun.pop(name, None)  # whoever needs it next tries again
             raise
         return program
+
+
+def _lower_priority(thread: int) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, thread)
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, min(own + _NICENESS, 19))
+    except OSError as error:
+        logger.warning("The thread that compiles in the background keeps its priority: %s", error)
 
 
 class BackgroundBuilds:
@@ -173,8 +182,8 @@ class BackgroundBuilds:
             atexit.unregister(self._wait)
 
     def _build_all(self) -> None:
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        if sys.platform == "linux":  # elsewhere a thread has none of its own
+            _lower_priority(threading.get_native_id())
         begin = time.monotonic()
         for name, build in self._builders.items():
             if self._stopped:

@@ -29,6 +29,7 @@ class Load(msgspec.Struct, kw_only=True):
     gen_throughput: float
     cache_hit_rate: float
     utilization: float
+    programs_left: int
     max_running_requests: int
     state: str
     address: str
@@ -86,6 +87,7 @@ def _load(one: ReplicaLoad, now: str) -> Load:
         gen_throughput=stats.gen_throughput,
         cache_hit_rate=stats.cache_hit_rate,
         utilization=stats.num_running / one.max_running_requests if one.max_running_requests else 0.0,
+        programs_left=stats.programs_left,
         max_running_requests=one.max_running_requests,
         state=one.state.value,
         address=one.address,

@@ -111,7 +111,7 @@ class SchedulerCollector(Collector):
             "spec_draft_tokens": (stats.num_draft_tokens, "Guessed tokens."),
             "spec_accepted_tokens": (stats.num_accepted_tokens, "Accepted guesses."),
             "num_memory_faults": (stats.num_memory_faults, "Failed checks of the KV page accounting at idle."),
-            "compiles_after_warm_up": (stats.compiles_after_warm_up, "Programs compiled while serving."),
+            "compiles_after_warm_up": (stats.compiles_after_warm_up, "Programs compiled while a step waited for them."),
         }
 
 

@@ -352,6 +352,7 @@ class RemoteLink:
             num_used_tokens=sum(load["num_used_tokens"] for load in loads),
             max_total_tokens=self._tokens,
             gen_throughput=sum(load["gen_throughput"] for load in loads),
+            programs_left=sum(load.get("programs_left", 0) for load in loads),
         )
         self._foreign_load = max(self._stats.num_running + self._stats.num_waiting - mine, 0)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from helpers.stand_in_model import HIDDEN, LAYERS, VOCAB, random_weights
 
 from sglang_jax.jax_runner import programs as own_programs
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
-from sglang_jax.jax_runner.builds import Executable
+from sglang_jax.jax_runner.builds import Builds, Executable
 from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import DeviceState, ModelFunctions, Weights
@@ -293,14 +294,83 @@ def test_a_program_that_cannot_be_built_in_the_background_is_told_and_done_witho
     held.runner.close()
 
 
-def test_a_runner_that_is_closed_builds_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_masks_runs_where_both_of_its_parts_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Builds, "complete", False)
+    monkeypatch.setattr(Builds, "__contains__", lambda builds, name: name != "sample 2 rows")
+    runner = stand_in_runner(random_weights(), max_rows=8, token_budget=16)
+    masked: list[bool] = []
+    pick = runner._programs.pick
+
+    def note(*numbers: int, **options: bool) -> Bucket:
+        masked.append(options["masked"])
+        return pick(*numbers, **options)
+
+    assert str(pick(2, 2, 2)) == "decode 2"
+    assert str(pick(2, 2, 2, masked=True)) == "decode 4"
+    monkeypatch.setattr(runner._programs, "pick", note)
+    driver = PlanDriver(runner)
+    request = driver.admit([1, 2])
+    driver.step([(request, 2)])
+    driver.launch([(request, DECODE)], masked=[request])
+    assert masked == [False, True]
+    runner.close()
+
+
+def test_a_runner_that_is_closed_builds_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     held = Held(monkeypatch, 4)
     held.runner.warm_up(lambda done, total, what: None, first_only=True)
-    built = held.runner.report().compiled_programs
     held.runner.close()
     held.release.set()
     wait_until(lambda: all(thread.name != "background-build" for thread in threading.enumerate()))
-    assert held.runner.report().compiled_programs <= built + 2  # the one that was being built, and one before it
+    assert "sample 4 rows" not in held.runner._programs.builds
+    assert "could not be compiled" not in caplog.text
+
+
+def test_a_priority_that_cannot_be_set_stops_no_build(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: int) -> None:
+        raise PermissionError("a priority that is refused")
+
+    monkeypatch.setattr("os.setpriority", refuse)
+    built: list[str] = []
+    builds = Builds()
+    builds.build_in_background({name: partial(built.append, name) for name in ("a", "b")}, nullcontext)
+    wait_until(lambda: not builds.num_left)
+    assert built == ["a", "b"]
+    assert "a priority that is refused" in caplog.text
+
+
+def test_builds_that_fail_at_once_say_why() -> None:
+    """It was `KeyError`, where one had failed before all were asked for."""
+
+    def fail() -> Executable:
+        raise RuntimeError("out of memory")
+
+    for _ in range(50):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            Builds().build({str(number): fail for number in range(16)}, lambda done, total, what: None)
+
+
+def test_what_is_being_built_is_built_once() -> None:
+    release, built = threading.Event(), []
+
+    def build() -> Executable:
+        built.append(1)
+        release.wait()
+        return print
+
+    builds = Builds()
+    builds.build_in_background({"a": build}, nullcontext)
+    wait_until(lambda: bool(built))
+    asker = threading.Thread(target=builds.get, args=("a", build))
+    asker.start()
+    builds.abandon()
+    release.set()
+    asker.join()
+    assert (len(built), builds.complete) == (1, True)
 
 
 def wait_until(done: Callable[[], bool]) -> None:
