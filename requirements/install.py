@@ -2,9 +2,9 @@
 
     .venv/bin/python requirements/install.py --editable ".[jax]"
 
-It uses uv, which is quicker than pip: the one on the PATH, or one that it fetches into the environment. uv does not read
-pip's settings, so it is given those that say where packages come from. Where uv cannot be had, or fails, or a setting is
-for pip alone, pip installs.
+It uses uv, which is quicker than pip: the one on the PATH, or one that it fetches into the environment. uv does not
+read pip's settings, so it is given those that say where packages come from. Where uv cannot be had, or fails, or a
+setting has no counterpart in uv, pip installs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PIP_ALONE = {
     *("no-index", "require-hashes", "only-binary", "no-binary", "build-constraint"),
     *("proxy", "client-cert", "keyring-provider", "pre"),
 }
-"""Settings that say what may be installed, or how it is reached, for which pip is taken."""
+"""Settings that say what may be installed, or how it is reached, which have no counterpart here."""
 
 COMMA_SEPARATED = {"UV_FIND_LINKS"}
 
