@@ -63,8 +63,8 @@ class Programs:
     for good (donated: KV pages are written in place) and returns it. Arguments that are numpy arrays are read while the
     program runs, so they must not be written to again.
 
-    `most_guesses`: drafts of a row in a step. `draft`: who makes them, if that
-    is a model; weights and state are then those of both.
+    `most_guesses`: drafts of a row in a step. `draft`: who makes them, if that is a model; weights and state are then
+    those of both.
     """
 
     def __init__(

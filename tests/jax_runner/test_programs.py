@@ -370,6 +370,7 @@ def test_what_is_being_built_is_built_once() -> None:
     builds.abandon()
     release.set()
     asker.join()
+    wait_until(lambda: not builds.num_left)
     assert (len(built), builds.complete) == (1, True)
 
 
