@@ -137,8 +137,8 @@ class Builds:
 
 
 def _lower_priority(thread: int) -> None:
-    own = os.getpriority(os.PRIO_PROCESS, thread)
     try:
+        own = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, min(own + _NICENESS, 19))
     except OSError as error:
         logger.warning("The thread that compiles in the background keeps its priority: %s", error)
