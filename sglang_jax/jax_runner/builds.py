@@ -8,11 +8,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from sglang_jax.jax_runner.thread_priority import compiler_threads, lower_priority, ticks_of_threads
 from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.this_machine import available_host_memory
 
@@ -20,9 +21,6 @@ logger = logging.getLogger(__name__)
 
 _MEMORY_OF_A_BUILD = 2 << 30
 """What the compiler may take at its most for a step of tens of layers, in bytes."""
-
-_NICENESS = 10
-"""Is added to that of the thread that builds in the background. The compiler's own threads keep theirs."""
 
 Executable = Callable[..., Any]
 Build = Callable[[], Executable]
@@ -46,6 +44,7 @@ class Builds:
         self._begun: dict[str, Future[Executable]] = {}
         self._lock = threading.Lock()  # of what is begun
         self._in_background: BackgroundBuilds | None = None
+        self._compilers: list[int] = []  # threads
 
     def __len__(self) -> int:
         return len(self._built)
@@ -75,24 +74,32 @@ class Builds:
         `progress(done, total, what)` is called on this thread, with the name of the program built last.
         """
         progress(0, len(builders), "compiling")
+        before = ticks_of_threads()
         futures = self.begin(builders)
         with self.building():
             for done, future in enumerate(as_completed(futures), 1):
                 future.result()
                 progress(done, len(builders), futures[future])
+        self._compilers = compiler_threads(before, ticks_of_threads())
 
     def build_in_background(self, builders: Mapping[str, Build], around: Around) -> None:
-        """Builds what is not built yet on one thread of low priority, in this order, and returns at once.
+        """Builds what is not built yet on one thread, in this order, and returns at once. That thread has a low
+        priority, and so has every thread of the compiler that `build` has seen at work.
 
         **Arguments:** `around`: entered by that thread around each build.
         """
         left = {name: build for name, build in builders.items() if name not in self._built}
-        self._in_background = BackgroundBuilds(self, left, around)
+        self._in_background = BackgroundBuilds(self, left, around, self._compilers)
 
     @property
     def num_left(self) -> int:
         """Programs that are still to be built in the background."""
         return 0 if self._in_background is None else self._in_background.num_left
+
+    @property
+    def failed(self) -> Sequence[str]:
+        """Names of the programs that could not be built in the background."""
+        return () if self._in_background is None else self._in_background.failed
 
     @property
     def complete(self) -> bool:
@@ -136,27 +143,22 @@ class Builds:
         return program
 
 
-def _lower_priority(thread: int) -> None:
-    try:
-        own = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(own + _NICENESS, 19))
-    except OSError as error:
-        logger.warning("The thread that compiles in the background keeps its priority: %s", error)
-
-
 class BackgroundBuilds:
     """The thread that builds programs which nothing waits for.
 
-    **Arguments:** as of `Builds.build_in_background`.
+    **Arguments:** as of `Builds.build_in_background`. `compilers`: numbers of the compiler's threads.
     """
 
-    def __init__(self, builds: Builds, builders: Mapping[str, Build], around: Around) -> None:
+    def __init__(
+        self, builds: Builds, builders: Mapping[str, Build], around: Around, compilers: Sequence[int] = ()
+    ) -> None:
         self._builds = builds
         self._builders = builders
         self._around = around
+        self._compilers = compilers
         self._left = len(builders)
         self._stopped = False
-        self.failed = False
+        self.failed: list[str] = []
         self._thread = threading.Thread(target=self._run, name="background-build", daemon=True)
         # The compiler fails if its libraries are torn down while it works.
         atexit.register(self._wait)
@@ -183,7 +185,8 @@ class BackgroundBuilds:
 
     def _build_all(self) -> None:
         if sys.platform == "linux":  # elsewhere a thread has none of its own
-            _lower_priority(threading.get_native_id())
+            for thread in (threading.get_native_id(), *self._compilers):
+                lower_priority(thread)
         begin = time.monotonic()
         for name, build in self._builders.items():
             if self._stopped:
@@ -192,7 +195,7 @@ class BackgroundBuilds:
                 with self._around():
                     self._builds.build_or_wait(name, build, awaited=False)
             except Exception:
-                self.failed = True
+                self.failed.append(name)
                 logger.exception("%s could not be compiled: steps that it would fit run a larger program", name)
             self._left -= 1
         if not self.failed:

@@ -239,6 +239,8 @@ class JaxRunner:
         jax.profiler.stop_trace()
 
     def report(self) -> RunnerReport:
+        builds = self._programs.builds
+        failed = {"failed_programs": ", ".join(builds.failed)} if builds.failed else {}
         return RunnerReport(
             backend="jax",
             device=f"{self._device.platform} ({self._device.device_kind})",
@@ -246,8 +248,8 @@ class JaxRunner:
             compiles_after_warm_up=self._counter.count - self._compiles_in_warm_up,
             weight_bytes=self._weight_bytes,
             kv_bytes=self._kv_bytes,
-            details=self._details,
-            programs_left=self._programs.builds.num_left,
+            details=self._details | failed,
+            programs_left=builds.num_left,
         )
 
     def close(self) -> None:
