@@ -64,7 +64,7 @@ from flax import nnx
 from machine import report
 
 from sglang_jax.architectures.dense import dense_decoder
-from sglang_jax.architectures.model_config import RopeConfig
+from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.batch import ForwardBatch

@@ -48,7 +48,7 @@ import torch
 from machine import report
 
 from sglang_jax.architectures.dense import dense_decoder
-from sglang_jax.architectures.model_config import RopeConfig
+from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.config import AttentionBackend, EngineConfig
 from torch_backend.batch import ForwardBatch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_jax.architectures.model_config import StateArray, StateDtype
+from sglang_jax.architectures.kinds.recurrent import StateArray, StateDtype
 from torch_backend.recurrent.rows import States
 
 LARGEST_INT8 = 127.0

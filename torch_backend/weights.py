@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.sections import rows_of_device
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.recurrent_shards import rows_of_device
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.reader import Array
 from torch_backend.layers.linear import Linear

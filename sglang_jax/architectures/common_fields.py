@@ -8,17 +8,11 @@ from dataclasses import dataclass
 
 from sglang_jax.architectures.hf_rope import MOST_POSITIONS, rope_from_hf
 from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
-from sglang_jax.architectures.model_config import (
-    Activation,
-    AttentionConfig,
-    FeedForwardConfig,
-    LayerConfig,
-    ModelConfig,
-    NormConfig,
-    RopeConfig,
-    RopeKind,
-    SublayerNorms,
-)
+from sglang_jax.architectures.kinds.attention import AttentionConfig
+from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.errors import CheckpointError, shown
 
 logger = logging.getLogger(__name__)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from sglang_jax.architectures.model_config import (
-    Activation,
-    AttentionConfig,
-    FeedForwardConfig,
-    LayerConfig,
-    ModelConfig,
-    NormConfig,
-    QKNorm,
-    RopeConfig,
-    SublayerNorms,
-)
+from sglang_jax.architectures.kinds.attention import AttentionConfig, QKNorm
+from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 
 
 def dense_decoder(

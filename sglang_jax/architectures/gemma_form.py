@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_jax.architectures.common_fields import CommonFields
-from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, NormConfig
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
 from sglang_jax.architectures.registry import GgufForm
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName, TensorNames
 from sglang_jax.errors import CheckpointError

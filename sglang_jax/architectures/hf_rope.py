@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import RopeConfig, RopeKind
+from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
 from sglang_jax.errors import CheckpointError, cut
 
 DEFAULT_THETA = 10000.0

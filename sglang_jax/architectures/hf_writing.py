@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_jax.architectures.hf_rope import rope_to_hf
-from sglang_jax.architectures.model_config import FeedForwardConfig, ModelConfig, RopeConfig
+from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig
+from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.model_config import ModelConfig
 
 
 def dense_to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import Mamba2Config
+from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.tensor_names import Part, TensorName, TensorNames
 from sglang_jax.errors import CheckpointError, shown
 

@@ -12,29 +12,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import (
-    AttentionConfig,
-    FeedForwardConfig,
-    GatedDeltaNetConfig,
-    LayerConfig,
-    Mamba2Config,
-    ModelConfig,
-    RecurrentConfig,
-    ShortConvConfig,
-    SquaredReluConfig,
-)
-from sglang_jax.architectures.recurrent_shards import Sections, convolution_sections, input_sections
+from sglang_jax.architectures.kinds.part import HIDDEN, Axes, Declared, Factors, Sizes, norm_weight
+from sglang_jax.architectures.kinds.sections import Sections
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
 from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import WHOLE_MODEL, Kind, Part, gguf_name, hf_name
-
-Axes = tuple[tuple[Axis, ...], ...]
-"""Of each axis of a tensor what it runs over, outermost first: (heads, head_dim) are the rows of a projection."""
-
-Sizes = tuple[tuple[int, ...], ...]
-"""Of `Axes`, in the same form, how far each runs."""
-
-Factors = tuple[tuple[int, float], ...]
-"""Numbers of rows, one run behind the other, and what each run is multiplied by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +43,7 @@ class ParameterSpec:
     - `factors`: runs of rows, and what each is multiplied by when it is read: the multipliers of a model are part of
       its loaded weights. Empty where all are 1.
     - `sections`: of channels along the first axis, of each of which a device has a part where several share the layer
-      (`recurrent_shards`). Empty where it has a part of the axis.
+      (`kinds.sections`). Empty where it has a part of the axis.
     - `block`, `blocks`: the tensor has so many blocks of rows for each head, of which this parameter is that one.
     """
 
@@ -151,37 +133,16 @@ _SCALES = frozenset(
     }
 )
 
-_VOCABULARY, _HIDDEN, _INTERMEDIATE = (Axis.VOCABULARY,), (Axis.HIDDEN,), (Axis.INTERMEDIATE,)
-_CHANNELS, _STATE_HEADS = (Axis.CHANNELS,), (Axis.STATE_HEADS,)
-_HEADS, _KV_HEADS = (Axis.HEADS, Axis.HEAD_DIM), (Axis.KV_HEADS, Axis.HEAD_DIM)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shaped:
-    """A parameter before it has a name."""
-
-    part: Part
-    kind: Kind
-    axes: Axes
-    sizes: Sizes
-    offset: float = 0.0
-    interleaved: bool = False
-    stored_as: Part | None = None
-    """The part whose tensor this is as well."""
-    rotated: int = 0
-    block: int = 0
-    blocks: int = 1
-    factors: Factors = ()
-    sections: Sections = ()
+_VOCABULARY = (Axis.VOCABULARY,)
 
 
 def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
-    table = ((_VOCABULARY, _HIDDEN), ((config.vocab_size,), (config.hidden_size,)))
-    yield from _named(config, [_Shaped(Part.EMBEDDING, Kind.WEIGHT, *table)], None)
+    table = ((_VOCABULARY, HIDDEN), ((config.vocab_size,), (config.hidden_size,)))
+    yield from _named(config, [Declared(Part.EMBEDDING, Kind.WEIGHT, *table)], None)
     for number, layer in enumerate(config.layers):
         yield from _named(config, list(_layer(layer, config.hidden_size)), number)
-    yield from _named(config, [_norm(Part.FINAL_NORM, config.hidden_size, config.final_norm.offset)], None)
-    head = next(_named(config, [_Shaped(Part.HEAD, Kind.WEIGHT, *table)], None))
+    yield from _named(config, [norm_weight(Part.FINAL_NORM, config.hidden_size, config.final_norm.offset)], None)
+    head = next(_named(config, [Declared(Part.HEAD, Kind.WEIGHT, *table)], None))
     if config.tie_word_embeddings:
         names = family_named(config.architecture).names
         head = replace(
@@ -192,7 +153,7 @@ def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
     yield head
 
 
-def _named(config: ModelConfig, parameters: list[_Shaped], layer: int | None) -> Iterator[ParameterSpec]:
+def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -> Iterator[ParameterSpec]:
     """Parts that share a tensor follow each other along its rows, but for one that is stored as another."""
     names = family_named(config.architecture).names
     assert layer is None or not WHOLE_MODEL & {parameter.part for parameter in parameters}
@@ -223,7 +184,7 @@ def _named(config: ModelConfig, parameters: list[_Shaped], layer: int | None) ->
         )
 
 
-def _layer(layer: LayerConfig, hidden: int) -> Iterator[_Shaped]:
+def _layer(layer: LayerConfig, hidden: int) -> Iterator[Declared]:
     norms = (
         (Part.ATTENTION_NORM, layer.mixer_norms.pre),
         (Part.ATTENTION_POST_NORM, layer.mixer_norms.post),
@@ -232,135 +193,8 @@ def _layer(layer: LayerConfig, hidden: int) -> Iterator[_Shaped]:
     )
     for part, norm in norms:
         if norm is not None:
-            yield _norm(part, hidden, norm.offset)
-    if layer.attention is not None:
-        yield from _attention(layer.attention, hidden)
-    if layer.recurrent is not None:
-        yield from _recurrent(layer.recurrent, hidden)
-    if layer.feed_forward is not None:
-        yield from _feed_forward(layer.feed_forward, hidden)
+            yield norm_weight(part, hidden, norm.offset)
+    for part_of_layer in layer.parts:
+        yield from part_of_layer.parameters(hidden)
     if layer.learnt_scale:
-        yield _Shaped(Part.LAYER_SCALE, Kind.WEIGHT, ((Axis.ONE,),), ((1,),))
-
-
-def _attention(attention: AttentionConfig, hidden: int) -> Iterator[_Shaped]:
-    queries, keys = (attention.num_heads, attention.head_dim), (attention.num_kv_heads, attention.head_dim)
-    rope = attention.rope
-    partly = 0 if rope is None or rope.rotated == 1.0 else rope.rotated_numbers(attention.head_dim)
-    order = _Order(attention.interleaved_rope, partly)
-    blocks = 2 if attention.output_gate else 1
-    taken = attention.input_multiplier
-    query = _linear(Part.QUERY, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, order=order, taken=taken)
-    yield from (replace(parameter, blocks=blocks) for parameter in query)
-    if attention.output_gate:
-        gate = _linear(
-            Part.OUTPUT_GATE, (queries, (hidden,)), (_HEADS, _HIDDEN), attention.bias, stored_as=Part.QUERY, taken=taken
-        )
-        yield from (replace(parameter, block=1, blocks=blocks) for parameter in gate)
-    key, given = attention.key_multiplier, attention.output_multiplier
-    key_sizes, key_axes = (keys, (hidden,)), (_KV_HEADS, _HIDDEN)
-    yield from _linear(Part.KEY, key_sizes, key_axes, attention.bias, order=order, taken=taken, given=key)
-    stored_as = Part.KEY if attention.values_are_keys else None
-    yield from _linear(Part.VALUE, key_sizes, key_axes, attention.bias, stored_as=stored_as, taken=taken)
-    yield from _linear(Part.OUTPUT, ((hidden,), queries), (_HIDDEN, _HEADS), attention.out_bias, given=given)
-    qk_norm = attention.qk_norm
-    if qk_norm is not None:
-        sides = ((Part.QUERY_NORM, queries, _HEADS), (Part.KEY_NORM, keys, _KV_HEADS))
-        for part, sizes, axes in sides:
-            first = 0 if qk_norm.whole else 1
-            norm = _Shaped(part, Kind.WEIGHT, (axes[first:],), (sizes[first:],), qk_norm.norm.offset)
-            yield replace(norm, interleaved=order.interleaved, rotated=order.rotated)
-    if attention.sinks:
-        yield _Shaped(Part.SINKS, Kind.WEIGHT, ((Axis.HEADS,),), ((attention.num_heads,),))
-
-
-def _recurrent(mixer: RecurrentConfig, hidden: int) -> Iterator[_Shaped]:
-    inputs = input_sections(mixer)
-    rows = sum(section.units * section.rows for section in inputs)
-    bias = False if isinstance(mixer, GatedDeltaNetConfig) else mixer.bias
-    for linear in _linear(Part.STATE_INPUT, ((rows,), (hidden,)), (_CHANNELS, _HIDDEN), bias):
-        yield replace(linear, sections=inputs, factors=_input_factors(mixer, linear.kind))
-    match mixer:
-        case ShortConvConfig():
-            inner, out_bias, conv_bias, given = mixer.channels, mixer.bias, mixer.bias, 1.0
-        case GatedDeltaNetConfig():
-            inner, out_bias, conv_bias, given = mixer.num_value_heads * mixer.value_dim, False, False, 1.0
-            yield from _linear(Part.STATE_GATE, ((inner,), (hidden,)), (_CHANNELS, _HIDDEN), False)
-            for part in (Part.UPDATE_RATE, Part.DECAY_INPUT):
-                yield from _linear(part, ((mixer.num_value_heads,), (hidden,)), (_STATE_HEADS, _HIDDEN), False)
-            yield from (_of_state_heads(part, mixer.num_value_heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG))
-            # One for all heads, so every device has it.
-            norm = (((Axis.HEAD_DIM,),), ((mixer.value_dim,),))
-            yield _Shaped(Part.STATE_NORM, Kind.WEIGHT, *norm, mixer.norm.offset)
-        case Mamba2Config():
-            inner, out_bias, conv_bias = mixer.inner, mixer.out_bias, mixer.conv_bias
-            given = mixer.output_multiplier
-            for part in (Part.DECAY_BIAS, Part.DECAY_LOG, Part.SKIP):
-                yield _of_state_heads(part, mixer.num_heads)
-            if mixer.norm is not None:
-                yield _Shaped(Part.STATE_NORM, Kind.WEIGHT, (_CHANNELS,), ((inner,),), mixer.norm.offset)
-    channels, taps = convolution_sections(mixer), ((mixer.channels,), (1,), (mixer.width,))
-    kernel = _Shaped(Part.CONVOLUTION, Kind.WEIGHT, (_CHANNELS, (Axis.ONE,), (Axis.TAPS,)), taps, sections=channels)
-    yield kernel
-    if conv_bias:
-        yield replace(kernel, kind=Kind.BIAS, axes=kernel.axes[:1], sizes=taps[:1])
-    yield from _linear(Part.STATE_OUTPUT, ((hidden,), (inner,)), (_HIDDEN, _CHANNELS), out_bias, given=given)
-
-
-def _input_factors(mixer: RecurrentConfig, kind: Kind) -> Factors:
-    """What the parts of a Mamba-2's projection are multiplied by; of the weight as well what the layer takes."""
-    if not isinstance(mixer, Mamba2Config):
-        return ()
-    taken = mixer.input_multiplier if kind is Kind.WEIGHT else 1.0
-    pairs = zip(mixer.parts, mixer.part_multipliers, strict=True)
-    return tuple((rows, factor * taken) for rows, factor in pairs)
-
-
-def _of_state_heads(part: Part, heads: int) -> _Shaped:
-    return _Shaped(part, Kind.WEIGHT, (_STATE_HEADS,), ((heads,),))
-
-
-def _feed_forward(feed_forward: FeedForwardConfig | SquaredReluConfig, hidden: int) -> Iterator[_Shaped]:
-    inner, outer = (feed_forward.size,), (hidden,)
-    if isinstance(feed_forward, SquaredReluConfig):
-        yield from _linear(Part.UP, (inner, outer), (_INTERMEDIATE, _HIDDEN), feed_forward.bias)
-        yield from _linear(Part.DOWN, (outer, inner), (_HIDDEN, _INTERMEDIATE), feed_forward.bias)
-        return
-    for part, given in ((Part.GATE, feed_forward.gate_multiplier), (Part.UP, 1.0)):
-        yield from _linear(part, (inner, outer), (_INTERMEDIATE, _HIDDEN), feed_forward.bias, given=given)
-    given = feed_forward.output_multiplier
-    yield from _linear(Part.DOWN, (outer, inner), (_HIDDEN, _INTERMEDIATE), feed_forward.bias, given=given)
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """How the rows of each head are stored: see `ParameterSpec`."""
-
-    interleaved: bool = False
-    rotated: int = 0
-
-
-_AS_STORED = _Order()
-
-
-def _linear(
-    part: Part,
-    sizes: Sizes,
-    axes: Axes,
-    bias: bool,
-    *,
-    order: _Order = _AS_STORED,
-    stored_as: Part | None = None,
-    taken: float = 1.0,
-    given: float = 1.0,
-) -> Iterator[_Shaped]:
-    """A matrix, and its bias if it has one. `taken`, `given`: what its input and its output are multiplied by."""
-    rows = math.prod(sizes[0])
-    own = _Shaped(part, Kind.WEIGHT, axes, sizes, 0.0, order.interleaved, stored_as, order.rotated)
-    yield replace(own, factors=((rows, taken * given),))
-    if bias:
-        yield replace(own, kind=Kind.BIAS, axes=axes[:1], sizes=sizes[:1], factors=((rows, given),))
-
-
-def _norm(part: Part, size: int, offset: float) -> _Shaped:
-    return _Shaped(part, Kind.WEIGHT, (_HIDDEN,), ((size,),), offset)
+        yield Declared(Part.LAYER_SCALE, Kind.WEIGHT, ((Axis.ONE,),), ((1,),))

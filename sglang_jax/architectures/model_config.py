@@ -2,267 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-
-class RopeKind(StrEnum):
-    """How rotary frequencies are scaled. Names are those of `rope_scaling.rope_type` in HF configs."""
-
-    DEFAULT = "default"
-    LINEAR = "linear"
-    DYNAMIC = "dynamic"
-    LLAMA3 = "llama3"
-    YARN = "yarn"
-    PROPORTIONAL = "proportional"
-    """Only the first pairs of a head rotate, with the frequencies of a whole head (Gemma 4)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021) and its long-context variants.
-
-    Fields that a kind does not use keep their default. `original_max_position` is the context length before scaling;
-    `turning`: fraction of the pairs that rotate (`PROPORTIONAL`). `rotated`: fraction of a head, from its start, that
-    rotates like a head of that size; the rest has no positions.
-    """
-
-    kind: RopeKind = RopeKind.DEFAULT
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool = True
-    turning: float = 1.0
-    rotated: float = 1.0
-
-    def longest_context(self, max_position: int) -> int:
-        """Tokens that the scaling reaches, for a model that declares `max_position`. Of YaRN it is what the model was
-        tuned to; `dynamic` and `linear` scaling stretch the context by their factor."""
-        if self.kind not in (RopeKind.YARN, RopeKind.DYNAMIC, RopeKind.LINEAR):
-            return max_position
-        return max(max_position, int((self.original_max_position or max_position) * self.factor))
-
-    def rotated_numbers(self, head_dim: int) -> int:
-        """Numbers of a head that rotate."""
-        return int(head_dim * self.rotated)
-
-
-class NormKind(StrEnum):
-    """The divisor of a norm."""
-
-    RMS = "rms"
-    """The root of the mean square (Zhang and Sennrich 2019)."""
-    LAYER = "layer"
-    """The standard deviation, after subtracting the mean (Ba et al. 2016); without a bias."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormConfig:
-    """A norm and its weight.
-
-    - `wide`: multiply by the weight in float32, before rounding to the dtype of activations. Otherwise the
-      result is rounded first.
-    - `offset`: added to the stored weight when it is loaded; 1 if a checkpoint stores w for a weight of 1 + w.
-    """
-
-    eps: float
-    kind: NormKind = NormKind.RMS
-    wide: bool = False
-    offset: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QKNorm:
-    """Norms of queries and keys before the rotation.
-
-    - `whole`: over all heads together (OLMo-2); otherwise over each head (Qwen3), with one weight for all.
-    """
-
-    norm: NormConfig
-    whole: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionConfig:
-    """Grouped-query self-attention.
-
-    - `head_dim` may differ from hidden size / heads; all three numbers may differ between layers.
-    - `scale` multiplies scores; `soft_cap` makes them `soft_cap * tanh(score / soft_cap)`.
-    - `rope`: None for a layer without positions.
-    - `interleaved_rope`: the checkpoint's rotary pairs are adjacent; rows are rearranged into halves when loaded.
-    - `window`: maximum keys that a query attends to, its own included; None for all.
-    - `sinks`: each head has a learnt score that is added to the softmax's denominator, without a value.
-    - `value_norm`: each head's value is divided by its root mean square; the norm has no weight.
-    - `output_gate`: each head's output is multiplied by the sigmoid of a projection of the input; in a checkpoint,
-      its rows follow those of the head's query.
-    - `input_multiplier`, `key_multiplier`, `output_multiplier`: multipliers of the input, of keys, and of the output.
-    - `values_are_keys`: values have no separate projection; they are the keys before norm and rotation.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    rope: RopeConfig | None
-    interleaved_rope: bool = False
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
-    qk_norm: QKNorm | None = None
-    value_norm: NormConfig | None = None
-    values_are_keys: bool = False
-    output_gate: bool = False
-    bias: bool = False
-    out_bias: bool = False
-    input_multiplier: float = 1.0
-    key_multiplier: float = 1.0
-    output_multiplier: float = 1.0
-
-
-class StateDtype(StrEnum):
-    """The dtype of a state array."""
-
-    ACTIVATIONS = "activations"
-    """The dtype of the model's activations."""
-    RECURRENT = "recurrent"
-    """`mamba_ssm_dtype`, by default float32."""
-
-
-LAST_INPUTS = "tail"
-"""Name of a convolution's state array, `[width - 1, channels]`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateArray:
-    """One array of a layer's recurrent state: `shape` of one slot. `spread`: the axis of
-    `shape` that is divided among devices that share the layer."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: StateDtype
-    spread: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConvConfig:
-    """A gated short convolution (LFM2): `out(c * conv(b * x))`. b, c and x are projections of the input; the
-    convolution runs over the last `width` tokens of each channel separately.
-
-    - `bias`: of both projections and of the convolution.
-    - `shards`: devices that share it (`recurrent_shards.spread`); channels of its parameters are ordered by device.
-    """
-
-    channels: int
-    width: int
-    bias: bool = False
-    shards: int = 1
-
-    @property
-    def state(self) -> tuple[StateArray, ...]:
-        """The last inputs of the convolution."""
-        return (_tail(self.width, self.channels),)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaNetConfig:
-    """A gated delta net (Yang et al. 2024): each head has a matrix `[key_dim, value_dim]`, which decays at each token
-    and is then corrected towards the token's value at the token's key.
-
-    Queries, keys and values pass through a convolution over the last `width` tokens and a SiLU; each key head serves
-    `num_value_heads / num_key_heads` neighbouring value heads. `norm` applies to each head's output, which is then
-    multiplied by the SiLU of a gate. `shards`: as in `ShortConvConfig`.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int
-    norm: NormConfig
-    shards: int = 1
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: all queries, all keys, all values."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-
-    @property
-    def state(self) -> tuple[StateArray, ...]:
-        """The last inputs of the convolution, and each head's matrix."""
-        matrix = (self.num_value_heads, self.key_dim, self.value_dim)
-        return (_tail(self.width, self.channels), StateArray("matrix", matrix, StateDtype.RECURRENT, 0))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Config:
-    """Mamba-2 (Dao and Gu 2024): each head has a matrix `[state_size, head_dim]`, which decays at each token, and to
-    which the token's input is added along a direction of the state.
-
-    One projection computes a gate, the input, the directions that are written and read, and each head's step size.
-    A group of adjacent heads shares directions. Inputs and directions pass through a convolution over the last
-    `width` tokens and a SiLU.
-
-    - `norm`: over each of `norm_groups` parts of the output; None without a norm. `norm_before_gate`: the norm is
-      applied before the output is multiplied by the SiLU of the gate.
-    - `least_step`, `most_step`: bounds of step sizes.
-    - `bias`: of the input projection; `out_bias`: of the output projection; `conv_bias`: of the convolution.
-    - `input_multiplier`, `output_multiplier`: of the layer's input and output; `part_multipliers`: of the parts of
-      the projection: gate, input, directions written, directions read, step sizes.
-    - `shards`: as in `ShortConvConfig`.
-    """
-
-    num_heads: int
-    head_dim: int
-    state_size: int
-    num_groups: int
-    width: int
-    norm: NormConfig | None
-    norm_groups: int = 1
-    norm_before_gate: bool = False
-    least_step: float = 0.0
-    most_step: float = math.inf
-    bias: bool = False
-    out_bias: bool = False
-    conv_bias: bool = True
-    input_multiplier: float = 1.0
-    part_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    output_multiplier: float = 1.0
-    shards: int = 1
-
-    @property
-    def inner(self) -> int:
-        """Numbers of all heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def parts(self) -> tuple[int, int, int, int, int]:
-        """Rows of the parts of the projection."""
-        directions = self.num_groups * self.state_size
-        return (self.inner, self.inner, directions, directions, self.num_heads)
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: all inputs, all directions that are written, all that are read."""
-        return self.inner + 2 * self.num_groups * self.state_size
-
-    @property
-    def state(self) -> tuple[StateArray, ...]:
-        """The last inputs of the convolution, and each head's matrix."""
-        matrix = (self.num_heads, self.state_size, self.head_dim)
-        return (_tail(self.width, self.channels), StateArray("matrix", matrix, StateDtype.RECURRENT, 0))
-
-
-RecurrentConfig = ShortConvConfig | GatedDeltaNetConfig | Mamba2Config
-"""Layers that mix tokens through a recurrent state."""
+from sglang_jax.architectures.kinds.attention import AttentionConfig
+from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, SquaredReluConfig
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.part import LayerPart
+from sglang_jax.architectures.kinds.recurrent import RecurrentConfig
+from sglang_jax.architectures.kinds.rope import RopeKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,41 +21,16 @@ class SideBySide:
     attention: AttentionConfig
     recurrent: RecurrentConfig
 
+    def sharded(self, size: int) -> SideBySide:
+        """See `LayerPart`."""
+        return SideBySide(attention=self.attention.sharded(size), recurrent=self.recurrent.sharded(size))
+
 
 Mixer = AttentionConfig | RecurrentConfig | SideBySide
 """The part of a layer that mixes tokens."""
 
-
-def _tail(width: int, channels: int) -> StateArray:
-    """The previous inputs that a convolution needs for the next token, oldest first."""
-    return StateArray(LAST_INPUTS, (width - 1, channels), StateDtype.ACTIVATIONS, 1)
-
-
-class Activation(StrEnum):
-    """The nonlinearity of a gated feed-forward layer. Names are those of `hidden_act` in HF configs."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedForwardConfig:
-    """`down(activation(gate(x)) * up(x))` (Shazeer 2020). `gate_multiplier`: of `gate(x)`; `output_multiplier`: of the
-    result."""
-
-    size: int
-    activation: Activation = Activation.SILU
-    bias: bool = False
-    gate_multiplier: float = 1.0
-    output_multiplier: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SquaredReluConfig:
-    """`down(relu(up(x)) ** 2)` (So et al. 2021, "Primer")."""
-
-    size: int
-    bias: bool = False
+FeedForward = FeedForwardConfig | SquaredReluConfig
+"""The part of a layer that sees each token by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +63,7 @@ class LayerConfig:
     """
 
     mixer: Mixer | None
-    feed_forward: FeedForwardConfig | SquaredReluConfig | None
+    feed_forward: FeedForward | None
     mixer_norms: SublayerNorms
     feed_forward_norms: SublayerNorms
     parallel: bool = False
@@ -359,6 +83,18 @@ class LayerConfig:
         if isinstance(self.mixer, SideBySide):
             return self.mixer.recurrent
         return None if isinstance(self.mixer, AttentionConfig) else self.mixer
+
+    @property
+    def parts(self) -> tuple[LayerPart, ...]:
+        """Those that have parameters of their own, in the order of the model."""
+        found: tuple[LayerPart | None, ...] = (self.attention, self.recurrent, self.feed_forward)
+        return tuple(part for part in found if part is not None)
+
+    def sharded(self, size: int) -> LayerConfig:
+        """The layer as it is built for `size` devices that share it. Raises `ConfigError` if it cannot be."""
+        mixer = None if self.mixer is None else self.mixer.sharded(size)
+        feed_forward = None if self.feed_forward is None else self.feed_forward.sharded(size)
+        return replace(self, mixer=mixer, feed_forward=feed_forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,7 +132,7 @@ class ModelConfig:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
-    def feed_forward(self) -> tuple[FeedForwardConfig | SquaredReluConfig, ...]:
+    def feed_forward(self) -> tuple[FeedForward, ...]:
         """Feed-forward parts of the layers that have one, in order."""
         return tuple(layer.feed_forward for layer in self.layers if layer.feed_forward is not None)
 

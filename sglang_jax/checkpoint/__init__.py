@@ -4,7 +4,8 @@ Framework-free: tensors are numpy arrays, and neither jax nor torch is imported.
 second: `checkpoint.tokenizer`, which does, is imported where text is cut into tokens.
 """
 
-from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, RopeKind
+from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.hf_config import write_hf_config
 from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint, with_end_tokens
 from sglang_jax.checkpoint.parameters import ParameterReader

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
-from sglang_jax.architectures.model_config import AttentionConfig, LayerConfig, ModelConfig, NormConfig, SublayerNorms
+from sglang_jax.architectures.kinds.attention import AttentionConfig
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE
 from sglang_jax.checkpoint.hf_quantization import refuse_quantised_weights
 from sglang_jax.errors import CheckpointError, cut

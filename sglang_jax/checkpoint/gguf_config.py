@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from sglang_jax.architectures.hf_rope import rope_to_hf
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, RopeConfig, RopeKind, SublayerNorms
+from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family, GgufForm, known_families
 from sglang_jax.architectures.tensor_names import Kind, Part, gguf_name
 from sglang_jax.checkpoint.gguf_end_tokens import gguf_end_token_ids

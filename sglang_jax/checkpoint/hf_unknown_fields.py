@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import Activation
+from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.registry import known_families, supported_classes
 from sglang_jax.errors import CheckpointError, cut
 

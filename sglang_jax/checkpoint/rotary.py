@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.architectures.model_config import RopeConfig, RopeKind
+from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
 
 Frequencies = NDArray[np.float64]
 

@@ -23,7 +23,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from sglang_jax.architectures.model_config import AttentionConfig, num_paged_groups
+from sglang_jax.architectures.kinds.attention import AttentionConfig
+from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel

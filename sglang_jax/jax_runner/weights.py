@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.sections import rows_by_device
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.recurrent_shards import rows_by_device
 from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.reader import Array, TensorReader
 from sglang_jax.checkpoint.tensors import check_tensors

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import AttentionConfig, QKNorm
+from sglang_jax.architectures.kinds.attention import AttentionConfig, QKNorm
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.kernels.ragged_paged_attention import (
     AttentionImplementation,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import Activation, FeedForwardConfig, SquaredReluConfig
+from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig, SquaredReluConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.weight_format import WeightFormat

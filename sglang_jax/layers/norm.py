@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sglang_jax.architectures.model_config import NormConfig, NormKind
+from sglang_jax.architectures.kinds.norm import NormConfig, NormKind
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.layers.parameter import Sizes, parameter
 

@@ -12,13 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import (
-    GatedDeltaNetConfig,
-    Mamba2Config,
-    RecurrentConfig,
-    ShortConvConfig,
-)
-from sglang_jax.architectures.recurrent_shards import of_one_device
+from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
 from sglang_jax.architectures.tensor_names import Kind, Part
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_rows import StateRows
@@ -133,7 +127,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x: jax.Array, rows: StateRows, states: States) -> tuple[jax.Array, States]:
         """`[T, hidden]` → `[T, hidden]`, and the layer's pools after the step."""
         run = _on_each_device(
-            partial(_delta_net, of_one_device(self.config), self.implementation),
+            partial(_delta_net, self.config.of_one_device(), self.implementation),
             self.config.shards,
             [_CHANNELS, _OF_HEADS, _OF_HEADS, _WEIGHTS, _HEADS, _HEADS, _TAILS, _MATRICES, _ALL],
             [_HEAD_OUTPUTS, _TAILS, _MATRICES],
@@ -186,7 +180,7 @@ class Mamba2(nnx.Module):
     def __call__(self, x: jax.Array, rows: StateRows, states: States) -> tuple[jax.Array, States]:
         """`[T, hidden]` → `[T, hidden]`, and the layer's pools after the step."""
         run = _on_each_device(
-            partial(_mamba, of_one_device(self.config), self.implementation),
+            partial(_mamba, self.config.of_one_device(), self.implementation),
             self.config.shards,
             [_CHANNELS, _WEIGHTS, _HEADS, _HEADS, _HEADS, _TAILS, _MATRICES, _ALL],
             [_CHANNELS, _CHANNELS, _TAILS, _MATRICES],

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import LayerConfig, NormConfig
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.model_config import LayerConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import Attention, RotaryTables

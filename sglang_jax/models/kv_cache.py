@@ -10,14 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.recurrent import LAST_INPUTS, StateArray, StateDtype
 from sglang_jax.architectures.model_config import (
-    LAST_INPUTS,
     CacheGroup,
     CacheKind,
     LayerConfig,
     ModelConfig,
-    StateArray,
-    StateDtype,
     cache_groups,
     group_of_layers,
 )

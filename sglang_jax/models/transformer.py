@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, group_of_layers, num_paged_groups
+from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, num_paged_groups
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation

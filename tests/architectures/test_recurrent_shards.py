@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 import pytest
 
-from sglang_jax.architectures.model_config import (
-    GatedDeltaNetConfig,
-    Mamba2Config,
-    NormConfig,
-    RecurrentConfig,
-    ShortConvConfig,
-)
-from sglang_jax.architectures.recurrent_shards import (
-    convolution_sections,
-    input_sections,
-    of_one_device,
-    rows_by_device,
-    rows_of_device,
-    spread,
-)
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
+from sglang_jax.architectures.kinds.sections import rows_by_device, rows_of_device
 from sglang_jax.errors import ConfigError
 
 NORM = NormConfig(eps=1e-5)
@@ -56,7 +45,8 @@ LAYERS = [
 @pytest.mark.parametrize(("layer", "size"), LAYERS, ids=str)
 def test_a_device_has_the_channels_that_its_heads_read(layer: RecurrentConfig, size: int) -> None:
     """Of a head's channels the convolution and the projection have each what the head of that number reads."""
-    for sections in (convolution_sections(layer), input_sections(layer)):
+    for read in (attrgetter("convolution_sections"), attrgetter("input_sections")):
+        sections = read(layer)
         stored = [
             [(number, unit, row) for row in range(section.rows)]
             for number, section in enumerate(sections)
@@ -74,21 +64,20 @@ def test_a_device_has_the_channels_that_its_heads_read(layer: RecurrentConfig, s
         assert found == wanted
         for device in range(size):
             parts = rows_of_device(sections, device, size)
-            of_one = input_sections if sections == input_sections(layer) else convolution_sections
-            built = of_one(of_one_device(spread(layer, size)))
+            built = read(layer.sharded(size).of_one_device())
             assert [len(part) for part in parts] == [section.units * section.rows for section in built]
 
 
 @pytest.mark.parametrize(("layer", "size"), LAYERS, ids=str)
 def test_devices_share_states_and_have_copies_of_what_they_all_read(layer: RecurrentConfig, size: int) -> None:
-    built = spread(layer, size)
-    for whole, mine in zip(built.state, of_one_device(built).state, strict=True):
+    built = layer.sharded(size)
+    for whole, mine in zip(built.state, built.of_one_device().state, strict=True):
         shape = list(whole.shape)
         shape[whole.spread] //= size
         assert mine.shape == tuple(shape)
         assert math.prod(mine.shape) * size == math.prod(whole.shape)
     assert built.state[-1].shape[-2:] == layer.state[-1].shape[-2:] or isinstance(layer, ShortConvConfig)
-    assert spread(layer, 1) is layer
+    assert layer.sharded(1) is layer
     assert np.prod(built.state[0].shape) >= np.prod(layer.state[0].shape)
 
 
@@ -107,4 +96,4 @@ def test_what_cannot_be_shared_is_refused_with_its_numbers(
     layer: Callable[[], RecurrentConfig], size: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        spread(layer(), size)
+        layer().sharded(size)

@@ -11,7 +11,8 @@ import pytest
 from helpers.quick_programs import xla_flags
 
 from sglang_jax.architectures.dense import dense_decoder
-from sglang_jax.architectures.model_config import ModelConfig, RopeConfig
+from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 

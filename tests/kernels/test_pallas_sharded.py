@@ -88,8 +88,9 @@ import numpy as np
 from functools import partial
 from helpers.tpu_interpreter import CopyMode, Interpreted
 from jax.sharding import NamedSharding, PartitionSpec
-from sglang_jax.architectures.model_config import GatedDeltaNetConfig, NormConfig
-from sglang_jax.architectures.recurrent_shards import of_one_device, rows_by_device, convolution_sections, spread
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig
+from sglang_jax.architectures.kinds.sections import rows_by_device
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers import recurrent
@@ -99,7 +100,7 @@ SIZE, ROWS, TOKENS, SLOTS = 2, 4, 96, 9
 whole = GatedDeltaNetConfig(
     num_key_heads=1, num_value_heads=4, key_dim=8, value_dim=16, width=4, norm=NormConfig(eps=1e-5)
 )
-built, order = spread(whole, SIZE), np.array(rows_by_device(convolution_sections(whole), SIZE))
+built, order = whole.sharded(SIZE), np.array(rows_by_device(whole.convolution_sections, SIZE))
 rng = np.random.default_rng(0)
 counts = np.array([1, 70, 9, 0])
 starts = np.concatenate(([0], np.cumsum(counts)))
@@ -129,7 +130,7 @@ given = jax.device_put(
 )
 
 def layer(*given):
-    run = partial(recurrent._delta_net, of_one_device(built), AttentionImplementation.PALLAS)
+    run = partial(recurrent._delta_net, built.of_one_device(), AttentionImplementation.PALLAS)
     of = recurrent
     taken = of._CHANNELS, of._OF_HEADS, of._OF_HEADS, of._WEIGHTS, of._HEADS, of._HEADS
     taken += of._TAILS, of._MATRICES, of._ALL

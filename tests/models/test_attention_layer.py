@@ -13,7 +13,8 @@ from flax import nnx
 from helpers.attention_steps import softmax_attention
 from helpers.small_configs import small_config
 
-from sglang_jax.architectures.model_config import NormConfig, NormKind, QKNorm
+from sglang_jax.architectures.kinds.attention import QKNorm
+from sglang_jax.architectures.kinds.norm import NormConfig, NormKind
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import Attention

@@ -105,7 +105,8 @@ import numpy as np
 from flax import nnx
 from helpers.small_configs import small_config
 from sglang_jax.architectures import NormConfig, QKNorm
-from sglang_jax.architectures.model_config import Mamba2Config, SublayerNorms
+from sglang_jax.architectures.kinds.recurrent import Mamba2Config
+from sglang_jax.architectures.model_config import SublayerNorms
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax, save_orbax
 from sglang_jax.jax_runner.parallel import TensorParallel

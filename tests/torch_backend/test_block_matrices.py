@@ -18,7 +18,7 @@ from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny
 from helpers.torch_paged_model import TorchPagedModel
 from torch.nn import functional
 
-from sglang_jax.architectures.model_config import Activation
+from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
 from sglang_jax.config import AttentionBackend, EngineConfig

@@ -8,7 +8,7 @@ import torch
 from numba.core.errors import NumbaError
 from torch.nn import functional
 
-from sglang_jax.architectures.model_config import Activation
+from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
 from sglang_jax.cpu_kernels import block_product
 from sglang_jax.cpu_kernels.block_layout import OUTPUTS, TILES, pack, random_blocks, scratch_floats

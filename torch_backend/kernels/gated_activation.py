@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_jax.architectures.model_config import Activation
+from sglang_jax.architectures.kinds.feed_forward import Activation
 from torch_backend.kernels.dependent_launch import after_previous
 
 _BLOCK = 1024

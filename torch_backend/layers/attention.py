@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang_jax.architectures.model_config import AttentionConfig
+from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.attention.interface import AttentionOptions, StepAttention
 from torch_backend.kv_pages import KVPages

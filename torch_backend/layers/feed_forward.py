@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sglang_jax.architectures.model_config import Activation, FeedForwardConfig, SquaredReluConfig
+from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig, SquaredReluConfig
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.layers.by_rows import Product
 from torch_backend.layers.linear import Linear

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sglang_jax.architectures.model_config import Activation
+from sglang_jax.architectures.kinds.feed_forward import Activation
 
 
 class Matrix(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from sglang_jax.architectures.model_config import NormConfig, NormKind
+from sglang_jax.architectures.kinds.norm import NormConfig, NormKind
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.layers.parameter import Loadable
 from torch_backend.operations import Operations

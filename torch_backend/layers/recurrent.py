@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from sglang_jax.architectures.model_config import (
-    GatedDeltaNetConfig,
-    Mamba2Config,
-    RecurrentConfig,
-    ShortConvConfig,
-)
+from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
 from sglang_jax.architectures.tensor_names import Kind, Part
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.model_config import ModelConfig, RecurrentConfig
-from sglang_jax.architectures.recurrent_shards import of_one_device, spread
-from sglang_jax.errors import ConfigError
+from sglang_jax.architectures.kinds.recurrent import RecurrentConfig
+from sglang_jax.architectures.model_config import ModelConfig
 from torch_backend.attention.interface import HeadForm
 
 
@@ -46,7 +45,7 @@ class ModelShard:
 
     def recurrent(self, config: RecurrentConfig) -> RecurrentConfig:
         """Its part of a recurrent layer."""
-        return of_one_device(spread(config, self.size))
+        return config.sharded(self.size).of_one_device()
 
     def head_forms(self, config: ModelConfig) -> tuple[HeadForm, ...]:
         """What its kernels must know of heads: the form of every layer, each once."""
@@ -75,24 +74,10 @@ class ModelShard:
     def of(cls, config: ModelConfig, rank: int, size: int) -> ModelShard:
         """The part of `rank`.
 
-        **Raises:** `ConfigError` if heads, a recurrent layer or the feed-forward layer cannot be divided by `size`.
+        **Raises:** `ConfigError` if a layer cannot be divided by `size`.
         """
-        for mixer in config.attention:
-            heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
-            if heads % size or (kv_heads % size and size % kv_heads):
-                raise ConfigError(
-                    f"{heads} heads and {kv_heads} kv heads cannot be spread over {size} processes: choose a tensor "
-                    "parallel size that divides the heads and divides, or is a multiple of, the kv heads"
-                )
-        indivisible = [part.size for part in config.feed_forward if part.size % size]
-        if indivisible:
-            raise ConfigError(
-                f"a feed-forward layer of {indivisible[0]} columns cannot be spread over {size} processes: "
-                "choose a tensor parallel size that divides it"
-            )
         for layer in config.layers:
-            if layer.recurrent is not None:
-                spread(layer.recurrent, size)
+            layer.sharded(size)
         rows = -(-config.vocab_size // size)
         first_row = min(rank * rows, config.vocab_size)
         return cls(

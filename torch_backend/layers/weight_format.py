@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_jax.architectures.model_config import Activation
+from sglang_jax.architectures.kinds.feed_forward import Activation
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
 from torch_backend.layers.matrix import HasMatrix, InBlocks, Matrix
 from torch_backend.layers.packed import PackedMatrix

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_jax.architectures.model_config import LayerConfig, NormConfig
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.model_config import LayerConfig
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.attention import Attention, LayerStep

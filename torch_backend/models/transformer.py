@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sglang_jax.architectures.model_config import ModelConfig, RopeConfig, group_of_layers, num_paged_groups
+from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, num_paged_groups
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from torch_backend.attention.interface import AttentionImplementation

@@ -6,15 +6,10 @@ from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig
+from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.mamba_form import is_set, mamba_names, mamba_of_hybrid
-from sglang_jax.architectures.model_config import (
-    FeedForwardConfig,
-    LayerConfig,
-    Mamba2Config,
-    ModelConfig,
-    SideBySide,
-    SublayerNorms,
-)
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SideBySide, SublayerNorms
 from sglang_jax.architectures.registry import Family
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName
 from sglang_jax.errors import CheckpointError, shown

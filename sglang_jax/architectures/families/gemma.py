@@ -7,7 +7,8 @@ from dataclasses import replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.gemma_form import gemma_model, gemma_norm
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import Activation, FeedForwardConfig, LayerConfig, ModelConfig, SublayerNorms
+from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family, GgufForm
 
 _NAME = "gemma"

@@ -8,7 +8,9 @@ from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.gemma_form import GEMMA_NAMES, gemma_gguf, gemma_model, gemma_norm
 from sglang_jax.architectures.hf_rope import rope_from_hf
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, QKNorm, RopeConfig, SublayerNorms
+from sglang_jax.architectures.kinds.attention import QKNorm
+from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
 
 _NAME = "gemma3_text"

@@ -10,14 +10,9 @@ from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.gemma_form import GEMMA_NAMES
 from sglang_jax.architectures.hf_rope import rope_from_hf
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import (
-    AttentionConfig,
-    LayerConfig,
-    ModelConfig,
-    QKNorm,
-    RopeConfig,
-    SublayerNorms,
-)
+from sglang_jax.architectures.kinds.attention import AttentionConfig, QKNorm
+from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
 from sglang_jax.architectures.tensor_names import Part, TensorName
 from sglang_jax.errors import CheckpointError

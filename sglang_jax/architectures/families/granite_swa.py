@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import ModelConfig, RopeConfig
+from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import Family
 from sglang_jax.errors import CheckpointError
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.mamba_form import check_mamba, is_set, mamba_names, step_limits
-from sglang_jax.architectures.model_config import LayerConfig, Mamba2Config, ModelConfig, NormConfig, SublayerNorms
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
 from sglang_jax.architectures.tensor_names import Part, TensorName
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
+from sglang_jax.architectures.kinds.attention import AttentionConfig
+from sglang_jax.architectures.kinds.feed_forward import SquaredReluConfig
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.mamba_form import check_mamba, is_set, mamba_names
-from sglang_jax.architectures.model_config import (
-    AttentionConfig,
-    LayerConfig,
-    Mamba2Config,
-    ModelConfig,
-    NormConfig,
-    SquaredReluConfig,
-    SublayerNorms,
-)
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
 from sglang_jax.architectures.tensor_names import Part, TensorName
 from sglang_jax.errors import CheckpointError, shown

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, QKNorm, SublayerNorms
+from sglang_jax.architectures.kinds.attention import QKNorm
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import POST_NORM_NAMES
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.hf_writing import dense_to_hf
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import ModelConfig, QKNorm
+from sglang_jax.architectures.kinds.attention import QKNorm
+from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.qwen_windows import qwen_windows
 from sglang_jax.architectures.registry import Family, GgufForm
 

@@ -10,13 +10,9 @@ from dataclasses import replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.hf_rope import partial_rope_from_hf
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.architectures.model_config import (
-    GatedDeltaNetConfig,
-    LayerConfig,
-    ModelConfig,
-    QKNorm,
-    SublayerNorms,
-)
+from sglang_jax.architectures.kinds.attention import QKNorm
+from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName
 from sglang_jax.errors import CheckpointError

@@ -1,0 +1,104 @@
+"""Attention: grouped queries over cached keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.part import HIDDEN, Declared, HeadOrder, linear
+from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.kinds.sections import can_share
+from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.errors import ConfigError
+
+_HEADS, _KV_HEADS = (Axis.HEADS, Axis.HEAD_DIM), (Axis.KV_HEADS, Axis.HEAD_DIM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QKNorm:
+    """Norms of queries and keys before the rotation.
+
+    - `whole`: over all heads together (OLMo-2); otherwise over each head (Qwen3), with one weight for all.
+    """
+
+    norm: NormConfig
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Grouped-query self-attention.
+
+    - `head_dim` may differ from hidden size / heads; all three numbers may differ between layers.
+    - `scale` multiplies scores; `soft_cap` makes them `soft_cap * tanh(score / soft_cap)`.
+    - `rope`: None for a layer without positions.
+    - `interleaved_rope`: the checkpoint's rotary pairs are adjacent; rows are rearranged into halves when loaded.
+    - `window`: maximum keys that a query attends to, its own included; None for all.
+    - `sinks`: each head has a learnt score that is added to the softmax's denominator, without a value.
+    - `value_norm`: each head's value is divided by its root mean square; the norm has no weight.
+    - `output_gate`: each head's output is multiplied by the sigmoid of a projection of the input; in a checkpoint,
+      its rows follow those of the head's query.
+    - `input_multiplier`, `key_multiplier`, `output_multiplier`: multipliers of the input, of keys, and of the output.
+    - `values_are_keys`: values have no separate projection; they are the keys before norm and rotation.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeConfig | None
+    interleaved_rope: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    qk_norm: QKNorm | None = None
+    value_norm: NormConfig | None = None
+    values_are_keys: bool = False
+    output_gate: bool = False
+    bias: bool = False
+    out_bias: bool = False
+    input_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+
+    def parameters(self, hidden: int) -> Iterator[Declared]:
+        """See `LayerPart`."""
+        queries, keys = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        order, taken = self._order(), self.input_multiplier
+        blocks = 2 if self.output_gate else 1
+        of_queries = (queries, (hidden,)), (_HEADS, HIDDEN), self.bias
+        for parameter in linear(Part.QUERY, *of_queries, order=order, input_scale=taken):
+            yield replace(parameter, blocks=blocks)
+        if self.output_gate:
+            gate = linear(Part.OUTPUT_GATE, *of_queries, stored_as=Part.QUERY, input_scale=taken)
+            yield from (replace(parameter, block=1, blocks=blocks) for parameter in gate)
+        of_keys = (keys, (hidden,)), (_KV_HEADS, HIDDEN), self.bias
+        yield from linear(Part.KEY, *of_keys, order=order, input_scale=taken, output_scale=self.key_multiplier)
+        stored_as = Part.KEY if self.values_are_keys else None
+        yield from linear(Part.VALUE, *of_keys, stored_as=stored_as, input_scale=taken)
+        outputs = ((hidden,), queries), (HIDDEN, _HEADS), self.out_bias
+        yield from linear(Part.OUTPUT, *outputs, output_scale=self.output_multiplier)
+        if self.qk_norm is not None:
+            first, offset = 0 if self.qk_norm.whole else 1, self.qk_norm.norm.offset
+            for part, sizes, axes in ((Part.QUERY_NORM, queries, _HEADS), (Part.KEY_NORM, keys, _KV_HEADS)):
+                norm = Declared(part, Kind.WEIGHT, (axes[first:],), (sizes[first:],), offset)
+                yield replace(norm, interleaved=order.interleaved, rotated=order.rotated)
+        if self.sinks:
+            yield Declared(Part.SINKS, Kind.WEIGHT, ((Axis.HEADS,),), ((self.num_heads,),))
+
+    def _order(self) -> HeadOrder:
+        rope = self.rope
+        partly = 0 if rope is None or rope.rotated == 1.0 else rope.rotated_numbers(self.head_dim)
+        return HeadOrder(self.interleaved_rope, partly)
+
+    def sharded(self, size: int) -> AttentionConfig:
+        """See `LayerPart`. With fewer kv heads than devices, neighbours have the same head of the checkpoint: each
+        serves the query heads of its own device."""
+        if self.num_heads % size or not can_share(self.num_kv_heads, size):
+            raise ConfigError(
+                f"{self.num_heads} heads and {self.num_kv_heads} kv heads cannot be spread over {size} devices: choose "
+                "a tp_size that divides the heads, and that divides or is a multiple of the kv heads"
+            )
+        return replace(self, num_kv_heads=self.num_kv_heads * max(size // self.num_kv_heads, 1))

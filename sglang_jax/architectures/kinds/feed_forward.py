@@ -1,0 +1,73 @@
+"""Feed-forward parts, which see each token by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.part import HIDDEN, Declared, linear
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.errors import ConfigError
+
+_INTERMEDIATE = (Axis.INTERMEDIATE,)
+
+
+class Activation(StrEnum):
+    """The nonlinearity of a gated feed-forward layer. Names are those of `hidden_act` in HF configs."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForwardConfig:
+    """`down(activation(gate(x)) * up(x))` (Shazeer 2020). `gate_multiplier`: of `gate(x)`; `output_multiplier`: of the
+    result."""
+
+    size: int
+    activation: Activation = Activation.SILU
+    bias: bool = False
+    gate_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+
+    def parameters(self, hidden: int) -> Iterator[Declared]:
+        """See `LayerPart`."""
+        inner, outer = (self.size,), (hidden,)
+        for part, by in ((Part.GATE, self.gate_multiplier), (Part.UP, 1.0)):
+            yield from linear(part, (inner, outer), (_INTERMEDIATE, HIDDEN), self.bias, output_scale=by)
+        by = self.output_multiplier
+        yield from linear(Part.DOWN, (outer, inner), (HIDDEN, _INTERMEDIATE), self.bias, output_scale=by)
+
+    def sharded(self, size: int) -> FeedForwardConfig:
+        """See `LayerPart`."""
+        check_columns(self.size, size)
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SquaredReluConfig:
+    """`down(relu(up(x)) ** 2)` (So et al. 2021, "Primer")."""
+
+    size: int
+    bias: bool = False
+
+    def parameters(self, hidden: int) -> Iterator[Declared]:
+        """See `LayerPart`."""
+        inner, outer = (self.size,), (hidden,)
+        yield from linear(Part.UP, (inner, outer), (_INTERMEDIATE, HIDDEN), self.bias)
+        yield from linear(Part.DOWN, (outer, inner), (HIDDEN, _INTERMEDIATE), self.bias)
+
+    def sharded(self, size: int) -> SquaredReluConfig:
+        """See `LayerPart`."""
+        check_columns(self.size, size)
+        return self
+
+
+def check_columns(columns: int, size: int) -> None:
+    """Raises `ConfigError` if `size` devices cannot share so many columns."""
+    if columns % size:
+        raise ConfigError(
+            f"the intermediate size {columns} cannot be spread over {size} devices: choose a tp_size that divides it"
+        )

@@ -1,0 +1,302 @@
+"""Layers that keep a recurrent state of each sequence: short convolutions, gated delta nets, Mamba-2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.part import HIDDEN, Declared, linear
+from sglang_jax.architectures.kinds.sections import Section, Sections, can_share
+from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.errors import ConfigError
+
+_CHANNELS, _STATE_HEADS = (Axis.CHANNELS,), (Axis.STATE_HEADS,)
+
+
+class StateDtype(StrEnum):
+    """The dtype of a state array."""
+
+    ACTIVATIONS = "activations"
+    """The dtype of the model's activations."""
+    RECURRENT = "recurrent"
+    """`mamba_ssm_dtype`, by default float32."""
+
+
+LAST_INPUTS = "tail"
+"""Name of a convolution's state array, `[width - 1, channels]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateArray:
+    """One array of a layer's recurrent state: `shape` of one slot. `spread`: the axis of
+    `shape` that is divided among devices that share the layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: StateDtype
+    spread: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvConfig:
+    """A gated short convolution (LFM2): `out(c * conv(b * x))`. b, c and x are projections of the input; the
+    convolution runs over the last `width` tokens of each channel separately.
+
+    - `bias`: of both projections and of the convolution.
+    - `shards`: devices that share it (`sharded`); channels of its parameters are ordered by device.
+    """
+
+    channels: int
+    width: int
+    bias: bool = False
+    shards: int = 1
+
+    @property
+    def state(self) -> tuple[StateArray, ...]:
+        """The last inputs of the convolution."""
+        return (_tail(self.width, self.channels),)
+
+    @property
+    def input_sections(self) -> Sections:
+        """Of the rows of the projection."""
+        return self.convolution_sections * 3
+
+    @property
+    def convolution_sections(self) -> Sections:
+        """Of the channels of the convolution."""
+        return (Section(self.channels, 1),)
+
+    def parameters(self, hidden: int) -> Iterator[Declared]:
+        """See `LayerPart`."""
+        yield from _input(self, hidden, self.bias)
+        yield from _convolution(self, self.bias)
+        yield from _output(self.channels, hidden, self.bias)
+
+    def sharded(self, size: int) -> ShortConvConfig:
+        """See `LayerPart`."""
+        if size == 1:
+            return self
+        if self.channels % size:
+            raise _indivisible(f"a short convolution of {self.channels} channels", "the channels", size)
+        return replace(self, shards=size)
+
+    def of_one_device(self) -> ShortConvConfig:
+        """What each of the devices that share it computes by itself."""
+        return replace(self, channels=self.channels // self.shards, shards=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaNetConfig:
+    """A gated delta net (Yang et al. 2024): each head has a matrix `[key_dim, value_dim]`, which decays at each token
+    and is then corrected towards the token's value at the token's key.
+
+    Queries, keys and values pass through a convolution over the last `width` tokens and a SiLU; each key head serves
+    `num_value_heads / num_key_heads` neighbouring value heads. `norm` applies to each head's output, which is then
+    multiplied by the SiLU of a gate. `shards`: as in `ShortConvConfig`.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    norm: NormConfig
+    shards: int = 1
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, all keys, all values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def state(self) -> tuple[StateArray, ...]:
+        """The last inputs of the convolution, and each head's matrix."""
+        matrix = (self.num_value_heads, self.key_dim, self.value_dim)
+        return (_tail(self.width, self.channels), StateArray("matrix", matrix, StateDtype.RECURRENT, 0))
+
+    @property
+    def input_sections(self) -> Sections:
+        """Of the rows of the projection to queries, keys and values."""
+        return self.convolution_sections
+
+    @property
+    def convolution_sections(self) -> Sections:
+        """Of the channels of the convolution."""
+        keys = Section(self.num_key_heads, self.key_dim)
+        return (keys, keys, Section(self.num_value_heads, self.value_dim))
+
+    def parameters(self, hidden: int) -> Iterator[Declared]:
+        """See `LayerPart`."""
+        heads, inner = self.num_value_heads, self.num_value_heads * self.value_dim
+        yield from _input(self, hidden, bias=False)
+        yield from linear(Part.STATE_GATE, ((inner,), (hidden,)), (_CHANNELS, HIDDEN), False)
+        for part in (Part.UPDATE_RATE, Part.DECAY_INPUT):
+            yield from linear(part, ((heads,), (hidden,)), (_STATE_HEADS, HIDDEN), False)
+        yield from (_of_state_heads(part, heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG))
+        # One for all heads, so every device has it.
+        norm = (((Axis.HEAD_DIM,),), ((self.value_dim,),))
+        yield Declared(Part.STATE_NORM, Kind.WEIGHT, *norm, self.norm.offset)
+        yield from _convolution(self, bias=False)
+        yield from _output(inner, hidden, bias=False)
+
+    def sharded(self, size: int) -> GatedDeltaNetConfig:
+        """See `LayerPart`."""
+        if size == 1:
+            return self
+        keys = self.num_key_heads
+        if self.num_value_heads % size or not can_share(keys, size):
+            raise _indivisible(
+                f"a delta net of {self.num_value_heads} value heads and {keys} key heads",
+                "the value heads, and that divides or is a multiple of the key heads",
+                size,
+            )
+        return replace(self, num_key_heads=max(keys, size), shards=size)
+
+    def of_one_device(self) -> GatedDeltaNetConfig:
+        """What each of the devices that share it computes by itself."""
+        keys, values = self.num_key_heads // self.shards, self.num_value_heads // self.shards
+        return replace(self, num_key_heads=keys, num_value_heads=values, shards=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config:
+    """Mamba-2 (Dao and Gu 2024): each head has a matrix `[state_size, head_dim]`, which decays at each token, and to
+    which the token's input is added along a direction of the state.
+
+    One projection computes a gate, the input, the directions that are written and read, and each head's step size.
+    A group of adjacent heads shares directions. Inputs and directions pass through a convolution over the last
+    `width` tokens and a SiLU.
+
+    - `norm`: over each of `norm_groups` parts of the output; None without a norm. `norm_before_gate`: the norm is
+      applied before the output is multiplied by the SiLU of the gate.
+    - `least_step`, `most_step`: bounds of step sizes.
+    - `bias`: of the input projection; `out_bias`: of the output projection; `conv_bias`: of the convolution.
+    - `input_multiplier`, `output_multiplier`: of the layer's input and output; `part_multipliers`: of the parts of
+      the projection: gate, input, directions written, directions read, step sizes.
+    - `shards`: as in `ShortConvConfig`.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    width: int
+    norm: NormConfig | None
+    norm_groups: int = 1
+    norm_before_gate: bool = False
+    least_step: float = 0.0
+    most_step: float = math.inf
+    bias: bool = False
+    out_bias: bool = False
+    conv_bias: bool = True
+    input_multiplier: float = 1.0
+    part_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    output_multiplier: float = 1.0
+    shards: int = 1
+
+    @property
+    def inner(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def parts(self) -> tuple[int, int, int, int, int]:
+        """Rows of the parts of the projection."""
+        directions = self.num_groups * self.state_size
+        return (self.inner, self.inner, directions, directions, self.num_heads)
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all inputs, all directions that are written, all that are read."""
+        return self.inner + 2 * self.num_groups * self.state_size
+
+    @property
+    def state(self) -> tuple[StateArray, ...]:
+        """The last inputs of the convolution, and each head's matrix."""
+        matrix = (self.num_heads, self.state_size, self.head_dim)
+        return (_tail(self.width, self.channels), StateArray("matrix", matrix, StateDtype.RECURRENT, 0))
+
+    @property
+    def input_sections(self) -> Sections:
+        """Of the rows of the projection: the gate, what passes the convolution, step sizes."""
+        gate, heads = Section(self.num_heads, self.head_dim), Section(self.num_heads, 1)
+        return (gate, *self.convolution_sections, heads)
+
+    @property
+    def convolution_sections(self) -> Sections:
+        """Of the channels of the convolution."""
+        directions = Section(self.num_groups, self.state_size)
+        return (Section(self.num_heads, self.head_dim), directions, directions)
+
+    def parameters(self, hidden: int) -> Iterator[Declared]:
+        """See `LayerPart`."""
+        for parameter in _input(self, hidden, self.bias):
+            taken = self.input_multiplier if parameter.kind is Kind.WEIGHT else 1.0
+            pairs = zip(self.parts, self.part_multipliers, strict=True)
+            yield replace(parameter, factors=tuple((rows, by * taken) for rows, by in pairs))
+        yield from (_of_state_heads(part, self.num_heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG, Part.SKIP))
+        if self.norm is not None:
+            yield Declared(Part.STATE_NORM, Kind.WEIGHT, (_CHANNELS,), ((self.inner,),), self.norm.offset)
+        yield from _convolution(self, self.conv_bias)
+        yield from _output(self.inner, hidden, self.out_bias, self.output_multiplier)
+
+    def sharded(self, size: int) -> Mamba2Config:
+        """See `LayerPart`."""
+        if size == 1:
+            return self
+        groups, parts = self.num_groups, self.norm_groups if self.norm is not None else size
+        if self.num_heads % size or not can_share(groups, size) or not can_share(parts, size):
+            raise _indivisible(
+                f"Mamba-2 of {self.num_heads} heads in {groups} groups"
+                + (f" with a norm over {parts} parts" if self.norm is not None else ""),
+                "the heads, and that divides or is a multiple of the groups"
+                + (" and the parts" if self.norm is not None else ""),
+                size,
+            )
+        return replace(self, num_groups=max(groups, size), shards=size)
+
+    def of_one_device(self) -> Mamba2Config:
+        """What each of the devices that share it computes by itself, which its norm over all heads is not."""
+        heads, groups = self.num_heads // self.shards, self.num_groups // self.shards
+        return replace(self, num_heads=heads, num_groups=groups, shards=1)
+
+
+RecurrentConfig = ShortConvConfig | GatedDeltaNetConfig | Mamba2Config
+"""Layers that mix tokens through a recurrent state."""
+
+
+def _tail(width: int, channels: int) -> StateArray:
+    """The previous inputs that a convolution needs for the next token, oldest first."""
+    return StateArray(LAST_INPUTS, (width - 1, channels), StateDtype.ACTIVATIONS, 1)
+
+
+def _input(config: RecurrentConfig, hidden: int, bias: bool) -> Iterator[Declared]:
+    """The projection to what passes the convolution, and to what stands beside it in the same product."""
+    rows = sum(section.units * section.rows for section in config.input_sections)
+    for parameter in linear(Part.STATE_INPUT, ((rows,), (hidden,)), (_CHANNELS, HIDDEN), bias):
+        yield replace(parameter, sections=config.input_sections, factors=())
+
+
+def _convolution(config: RecurrentConfig, bias: bool) -> Iterator[Declared]:
+    taps = ((config.channels,), (1,), (config.width,))
+    axes = (_CHANNELS, (Axis.ONE,), (Axis.TAPS,))
+    kernel = Declared(Part.CONVOLUTION, Kind.WEIGHT, axes, taps, sections=config.convolution_sections)
+    yield kernel
+    if bias:
+        yield replace(kernel, kind=Kind.BIAS, axes=axes[:1], sizes=taps[:1])
+
+
+def _output(inner: int, hidden: int, bias: bool, by: float = 1.0) -> Iterator[Declared]:
+    yield from linear(Part.STATE_OUTPUT, ((hidden,), (inner,)), (HIDDEN, _CHANNELS), bias, output_scale=by)
+
+
+def _of_state_heads(part: Part, heads: int) -> Declared:
+    return Declared(part, Kind.WEIGHT, (_STATE_HEADS,), ((heads,),))
+
+
+def _indivisible(what: str, divides: str, size: int) -> ConfigError:
+    return ConfigError(f"{what} cannot be spread over {size} devices: choose a tp_size that divides {divides}")
