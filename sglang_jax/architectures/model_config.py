@@ -86,7 +86,7 @@ class LayerConfig:
 
     @property
     def parts(self) -> tuple[LayerPart, ...]:
-        """Those that have parameters of their own, in the order of the model."""
+        """Its attention, recurrent and feed-forward part, of those that it has, in the order of the model."""
         found: tuple[LayerPart | None, ...] = (self.attention, self.recurrent, self.feed_forward)
         return tuple(part for part in found if part is not None)
 

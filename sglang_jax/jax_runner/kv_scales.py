@@ -34,7 +34,7 @@ from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import Axis, named_sharding
 from sglang_jax.models import KVCaches, StateDtypes, Transformer, allocate, kv_cache_spec
-from sglang_jax.models.kv_cache import KVCacheSpec, pages_of
+from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.runner.kv_scales import LENGTH, ROWS, calibration_tokens
 
 MARGIN = 1.25
@@ -102,7 +102,7 @@ def calibration_program(model: Transformer, mesh: Mesh, largest_stored: float) -
     def run(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[list[jax.Array], jax.Array]:
         calibrated: Transformer = nnx.merge(graph, state)
         _, kv_caches = calibrated(batch, kv_caches)
-        pages = [pages_of(memory) for memory, layer in zip(kv_caches, model.layers, strict=True) if layer.attention]
+        pages = [memory.pages for memory in kv_caches if memory.pages is not None]
         largest = [
             _largest(cache, batch.page_table, attention)
             for cache, attention in zip(pages, model.config.attention, strict=True)

@@ -21,7 +21,7 @@ from sglang_jax.jax_runner.readers import LogitsReader, Masks, reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
-from sglang_jax.layers.recurrent import States
+from sglang_jax.layers.part import States
 from sglang_jax.runner.drafts import REFUSED, Unfolded
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS, Int32, RunnerSpec

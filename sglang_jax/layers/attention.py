@@ -25,6 +25,7 @@ from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm, divide_by_rms
 from sglang_jax.layers.parameter import Sizes, parameter
+from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.rotary import apply_rotary, apply_rotary_by_product
 from sglang_jax.layers.sharding import KV_AXES, partition_spec
 from sglang_jax.layers.weight_format import WeightFormat
@@ -33,31 +34,18 @@ _MOST_TOGETHER = 512
 """Tokens of a step whose queries, keys and values have norm and rotation together: by libtpu 0.0.51 for v6e it takes
 half of the cycles for 64, as many for 512, and a sixth more for 2048."""
 
-RotaryTables = tuple[jax.Array, jax.Array]
-
 
 class Attention(nnx.Module):
     """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection.
 
     The fused projection is `[hidden, kv_heads, group + 2, head_dim]`: of each kv head its queries, its key, its value.
-
-    **Arguments:** `kv_dtype`: the type of keys and values in pages; one of 8 bits brings `kv_scales`, by which they are
-    stored divided.
     """
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        hidden_size: int,
-        *,
-        dtype: jnp.dtype,
-        implementation: AttentionImplementation,
-        kv_dtype: jnp.dtype | None = None,
-    ) -> None:
-        self.implementation = implementation
+    def __init__(self, config: AttentionConfig, options: PartOptions) -> None:
+        dtype, self.implementation = options.dtype, options.implementation
         self.config = config
         self.group = config.num_heads // config.num_kv_heads
-        hidden = [(Axis.HIDDEN, hidden_size)]
+        hidden = [(Axis.HIDDEN, options.hidden_size)]
         head = (Axis.HEAD_DIM, config.head_dim)
         fused = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.HEAD_PART, self.group + 2), head]
         heads = [(Axis.HEADS, config.num_heads), head]
@@ -68,21 +56,19 @@ class Attention(nnx.Module):
         kv_heads = [(Axis.KV_HEADS, config.num_kv_heads), head]
         self.query_norm = _norm_of(config.qk_norm, heads, dtype, Part.QUERY_NORM)
         self.key_norm = _norm_of(config.qk_norm, kv_heads, dtype, Part.KEY_NORM)
-        self.together = implementation.for_tpu and not (config.qk_norm is not None and config.qk_norm.whole)
+        self.together = options.implementation.for_tpu and not (config.qk_norm is not None and config.qk_norm.whole)
         one_a_head = [(Axis.HEADS, config.num_heads)]
         self.sinks = parameter(one_a_head, jnp.dtype(jnp.float32), Part.SINKS) if config.sinks else None
         scales = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.KEY_OR_VALUE, 2)]
-        scaled = kv_dtype is not None and kv_dtype.itemsize == 1
+        scaled = options.kv_dtype is not None and options.kv_dtype.itemsize == 1
         self.kv_scales = parameter(scales, jnp.dtype(jnp.float32)) if scaled else None
 
-    def __call__(
-        self, x: jax.Array, batch: ForwardBatch, rotary: RotaryTables | None, kv_pages: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """`x [T, hidden]` → `[T, hidden]` and the layer's pages with the step's keys and values. `rotary`: None for a
-        layer without positions."""
+    def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+        """See `LayerPart`. The pages come back with the step's keys and values."""
+        assert memory.pages is not None, "a layer with attention"
         fused = self.qkv(x)
         together = self.together and len(x) <= _MOST_TOGETHER
-        queries, keys, values = (self._together if together else self._apart)(fused, rotary)
+        queries, keys, values = (self._together if together else self._apart)(fused, step.rotary)
         if self.config.value_norm is not None:
             values = divide_by_rms(values.astype(jnp.float32), self.config.value_norm.eps).astype(values.dtype)
         queries = queries.reshape(x.shape[0], -1, queries.shape[-1])
@@ -91,15 +77,15 @@ class Attention(nnx.Module):
             queries,
             keys,
             values,
-            kv_pages,
-            batch,
+            memory.pages,
+            step.batch,
             scale=self.config.scale,
             options=self._options(),
         )
         if self.gate is not None:
             gate = jax.nn.sigmoid(self.gate(x).astype(jnp.float32))
             attended = (attended.astype(jnp.float32) * gate).astype(x.dtype)
-        return self.output(attended), kv_pages
+        return self.output(attended), replace(memory, pages=kv_pages)
 
     def _apart(self, fused: jax.Array, rotary: RotaryTables | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of the fused projection, with norms and rotation."""

@@ -13,6 +13,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig, SquaredReluConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.layers.linear import Linear
+from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 from sglang_jax.layers.weight_format import WeightFormat
 
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
@@ -21,32 +22,23 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def feed_forward_layer(
-    config: FeedForwardConfig | SquaredReluConfig, hidden_size: int, *, dtype: jnp.dtype
-) -> FeedForward | SquaredRelu:
-    """The layer of a config."""
-    if isinstance(config, SquaredReluConfig):
-        return SquaredRelu(config, hidden_size, dtype=dtype)
-    return FeedForward(config, hidden_size, dtype=dtype)
-
-
 class FeedForward(nnx.Module):
     """`down(activation(gate(x)) * up(x))` (Shazeer 2020), gate and up in one product `[hidden, 2, intermediate]`."""
 
-    def __init__(self, config: FeedForwardConfig, hidden_size: int, *, dtype: jnp.dtype) -> None:
-        hidden = [(Axis.HIDDEN, hidden_size)]
+    def __init__(self, config: FeedForwardConfig, options: PartOptions) -> None:
+        hidden = [(Axis.HIDDEN, options.hidden_size)]
         inner = [(Axis.INTERMEDIATE, config.size)]
         both = [(Axis.GATE_OR_UP, 2), *inner]
-        self.gate_up = Linear(hidden, both, (Part.GATE, Part.UP), bias=config.bias, dtype=dtype)
-        self.down = Linear(inner, hidden, (Part.DOWN,), bias=config.bias, dtype=dtype)
+        self.gate_up = Linear(hidden, both, (Part.GATE, Part.UP), bias=config.bias, dtype=options.dtype)
+        self.down = Linear(inner, hidden, (Part.DOWN,), bias=config.bias, dtype=options.dtype)
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[T, hidden]` → `[T, hidden]`."""
+    def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+        """See `LayerPart`."""
         gate_up = self.gate_up(x)
         gate, up = gate_up[:, 0], gate_up[:, 1]
         activated = _ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype)
-        return self.down(activated * up, of_outputs=True)
+        return self.down(activated * up, of_outputs=True), memory
 
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""
@@ -57,14 +49,14 @@ class FeedForward(nnx.Module):
 class SquaredRelu(nnx.Module):
     """See `SquaredReluConfig`."""
 
-    def __init__(self, config: SquaredReluConfig, hidden_size: int, *, dtype: jnp.dtype) -> None:
-        hidden, inner = [(Axis.HIDDEN, hidden_size)], [(Axis.INTERMEDIATE, config.size)]
-        self.up = Linear(hidden, inner, (Part.UP,), bias=config.bias, dtype=dtype)
-        self.down = Linear(inner, hidden, (Part.DOWN,), bias=config.bias, dtype=dtype)
+    def __init__(self, config: SquaredReluConfig, options: PartOptions) -> None:
+        hidden, inner = [(Axis.HIDDEN, options.hidden_size)], [(Axis.INTERMEDIATE, config.size)]
+        self.up = Linear(hidden, inner, (Part.UP,), bias=config.bias, dtype=options.dtype)
+        self.down = Linear(inner, hidden, (Part.DOWN,), bias=config.bias, dtype=options.dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[T, hidden]` → `[T, hidden]`."""
-        return self.down(jnp.square(jax.nn.relu(self.up(x))), of_outputs=True)
+    def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+        """See `LayerPart`."""
+        return self.down(jnp.square(jax.nn.relu(self.up(x))), of_outputs=True), memory
 
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -12,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
+from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from sglang_jax.architectures.tensor_names import Kind, Part
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_rows import StateRows
@@ -21,11 +22,9 @@ from sglang_jax.kernels.states import convolve_states, scan_states
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm, divide_by_rms
 from sglang_jax.layers.parameter import parameter
+from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 from sglang_jax.layers.sharding import partition_spec
 from sglang_jax.layers.weight_format import WeightFormat
-
-States = tuple[jax.Array, ...]
-"""A layer's pools, `[slots, ...]` each, in the order of its config's `state`."""
 
 ConvolutionWeights = tuple[jax.Array, jax.Array | None]
 """A kernel `[channels, 1, width]`, and a bias `[channels]` if there is one."""
@@ -35,19 +34,6 @@ T = TypeVar("T")
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 _NORM_OF_KEYS = 1e-6
-
-
-def recurrent_layer(
-    config: RecurrentConfig, hidden_size: int, *, dtype: jnp.dtype, implementation: AttentionImplementation
-) -> RecurrentLayer:
-    """The layer of a config, whose states are computed as `implementation` says (see `kernels.states`)."""
-    match config:
-        case ShortConvConfig():
-            return ShortConv(config, hidden_size, dtype=dtype, implementation=implementation)
-        case GatedDeltaNetConfig():
-            return GatedDeltaNet(config, hidden_size, dtype=dtype, implementation=implementation)
-        case Mamba2Config():
-            return Mamba2(config, hidden_size, dtype=dtype, implementation=implementation)
 
 
 class Convolution(nnx.Module):
@@ -67,31 +53,24 @@ class Convolution(nnx.Module):
 class ShortConv(nnx.Module):
     """See `ShortConvConfig`."""
 
-    def __init__(
-        self,
-        config: ShortConvConfig,
-        hidden_size: int,
-        *,
-        dtype: jnp.dtype,
-        implementation: AttentionImplementation,
-    ) -> None:
-        self.implementation = implementation
-        hidden, inner = [(Axis.HIDDEN, hidden_size)], config.channels
+    def __init__(self, config: ShortConvConfig, options: PartOptions) -> None:
+        dtype, self.implementation = options.dtype, options.implementation
+        hidden, inner = [(Axis.HIDDEN, options.hidden_size)], config.channels
         self.config = config
         self.input = _linear(hidden, (Axis.CHANNELS, 3 * inner), Part.STATE_INPUT, bias=config.bias, dtype=dtype)
         self.convolution = Convolution(inner, config.width, bias=config.bias, dtype=dtype)
         self.output = _linear([(Axis.CHANNELS, inner)], hidden[0], Part.STATE_OUTPUT, bias=config.bias, dtype=dtype)
 
-    def __call__(self, x: jax.Array, rows: StateRows, states: States) -> tuple[jax.Array, States]:
-        """`[T, hidden]` → `[T, hidden]`, and the layer's pools after the step."""
+    def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+        """See `LayerPart`."""
         run = _on_each_device(
             partial(_short_convolution, self.implementation),
             self.config.shards,
             [_CHANNELS, _WEIGHTS, _TAILS, _ALL],
             [_CHANNELS, _TAILS],
         )
-        found, tails = run(self.input(x), self.convolution.weights, states[0], rows)
-        return self.output(found), (tails,)
+        found, tails = run(self.input(x), self.convolution.weights, memory.states[0], step.batch.states)
+        return self.output(found), replace(memory, states=(tails,))
 
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""
@@ -102,16 +81,9 @@ class ShortConv(nnx.Module):
 class GatedDeltaNet(nnx.Module):
     """See `GatedDeltaNetConfig`."""
 
-    def __init__(
-        self,
-        config: GatedDeltaNetConfig,
-        hidden_size: int,
-        *,
-        dtype: jnp.dtype,
-        implementation: AttentionImplementation,
-    ) -> None:
-        self.implementation = implementation
-        hidden = [(Axis.HIDDEN, hidden_size)]
+    def __init__(self, config: GatedDeltaNetConfig, options: PartOptions) -> None:
+        dtype, self.implementation = options.dtype, options.implementation
+        hidden = [(Axis.HIDDEN, options.hidden_size)]
         inner, heads = config.num_value_heads * config.value_dim, (Axis.STATE_HEADS, config.num_value_heads)
         self.config = config
         self.input = _linear(hidden, (Axis.CHANNELS, config.channels), Part.STATE_INPUT, dtype=dtype)
@@ -124,8 +96,8 @@ class GatedDeltaNet(nnx.Module):
         self.norm = Norm([(Axis.HEAD_DIM, config.value_dim)], config.norm, dtype, Part.STATE_NORM)
         self.output = _linear([(Axis.CHANNELS, inner)], hidden[0], Part.STATE_OUTPUT, dtype=dtype)
 
-    def __call__(self, x: jax.Array, rows: StateRows, states: States) -> tuple[jax.Array, States]:
-        """`[T, hidden]` → `[T, hidden]`, and the layer's pools after the step."""
+    def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+        """See `LayerPart`."""
         run = _on_each_device(
             partial(_delta_net, self.config.of_one_device(), self.implementation),
             self.config.shards,
@@ -139,12 +111,12 @@ class GatedDeltaNet(nnx.Module):
             self.convolution.weights,
             self.decay_bias[...],
             self.decay_log[...],
-            *states,
-            rows,
+            *memory.states,
+            step.batch.states,
         )
         gate = jax.nn.silu(self.gate(x).astype(jnp.float32)).reshape(outputs.shape)
         normed = self.norm(outputs.astype(x.dtype)).astype(jnp.float32) * gate
-        return self.output(normed.reshape(x.shape[0], -1).astype(x.dtype)), (tails, matrices)
+        return self.output(normed.reshape(x.shape[0], -1).astype(x.dtype)), replace(memory, states=(tails, matrices))
 
     def arrange(self, wanted: WeightFormat) -> None:
         """Every matrix, once loaded, in another format."""
@@ -155,16 +127,9 @@ class GatedDeltaNet(nnx.Module):
 class Mamba2(nnx.Module):
     """See `Mamba2Config`."""
 
-    def __init__(
-        self,
-        config: Mamba2Config,
-        hidden_size: int,
-        *,
-        dtype: jnp.dtype,
-        implementation: AttentionImplementation,
-    ) -> None:
-        self.implementation = implementation
-        hidden, inner = [(Axis.HIDDEN, hidden_size)], (Axis.CHANNELS, config.inner)
+    def __init__(self, config: Mamba2Config, options: PartOptions) -> None:
+        dtype, self.implementation = options.dtype, options.implementation
+        hidden, inner = [(Axis.HIDDEN, options.hidden_size)], (Axis.CHANNELS, config.inner)
         heads = (Axis.STATE_HEADS, config.num_heads)
         self.config = config
         self.input = _linear(
@@ -177,8 +142,8 @@ class Mamba2(nnx.Module):
         self.norm = None if config.norm is None else parameter([inner], _FLOAT32, Part.STATE_NORM)
         self.output = _linear([inner], hidden[0], Part.STATE_OUTPUT, bias=config.out_bias, dtype=dtype)
 
-    def __call__(self, x: jax.Array, rows: StateRows, states: States) -> tuple[jax.Array, States]:
-        """`[T, hidden]` → `[T, hidden]`, and the layer's pools after the step."""
+    def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+        """See `LayerPart`."""
         run = _on_each_device(
             partial(_mamba, self.config.of_one_device(), self.implementation),
             self.config.shards,
@@ -191,11 +156,11 @@ class Mamba2(nnx.Module):
             self.decay_bias[...],
             self.decay_log[...],
             self.skip[...],
-            *states,
-            rows,
+            *memory.states,
+            step.batch.states,
         )
         gated = self._gated(outputs, jax.nn.silu(gate.astype(jnp.float32)))
-        return self.output(gated.astype(x.dtype)), (tails, matrices)
+        return self.output(gated.astype(x.dtype)), replace(memory, states=(tails, matrices))
 
     def _gated(self, outputs: jax.Array, gate: jax.Array) -> jax.Array:
         """Outputs float32 `[T, inner]` by their gate, normed where the config has a norm."""
@@ -212,9 +177,6 @@ class Mamba2(nnx.Module):
         """Every matrix, once loaded, in another format."""
         self.input.arrange(wanted)
         self.output.arrange(wanted)
-
-
-RecurrentLayer = ShortConv | GatedDeltaNet | Mamba2
 
 
 def _linear(

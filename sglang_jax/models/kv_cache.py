@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,50 +21,25 @@ from sglang_jax.architectures.model_config import (
 )
 from sglang_jax.kernels.causal_convolution import tail_shape
 from sglang_jax.kernels.kv_storage import page_shape
+from sglang_jax.layers.part import LayerMemory, States
 from sglang_jax.layers.platform import PlatformForm
-from sglang_jax.layers.recurrent import States
 from sglang_jax.layers.sharding import KV_AXES, MESH_AXIS, named_sharding
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-
-LayerMemory = jax.Array | States | tuple[jax.Array, States]
-"""A layer's KV pages, as `kernels.kv_storage` lays them out, or the pools of its state, or both."""
 
 KVCaches = tuple[LayerMemory, ...]
 """What each layer keeps."""
 
 
-def pages_of(memory: LayerMemory) -> jax.Array:
-    """The pages of a layer that has attention, whatever it has beside them."""
-    return memory[0] if isinstance(memory, tuple) else memory
-
-
 def states_of(memory: KVCaches) -> list[States]:
-    """The pools of states alone, of each layer that has some."""
-    found = [_states(layer) for layer in memory]
-    return [states for states in found if states]
+    """The pools of states, of each layer that has some."""
+    return [layer.states for layer in memory if layer.states]
 
 
 def with_states(memory: KVCaches, states: list[States]) -> KVCaches:
     """`memory` with other pools of states, in the order of `states_of`."""
     others = iter(states)
-
-    def replaced(layer: LayerMemory) -> LayerMemory:
-        if not _states(layer):
-            return layer
-        return (layer[0], next(others)) if _has_pages(layer) else next(others)
-
-    return tuple(replaced(layer) for layer in memory)
-
-
-def _has_pages(layer: LayerMemory) -> bool:
-    return not isinstance(layer, tuple) or (len(layer) == 2 and isinstance(layer[1], tuple))
-
-
-def _states(layer: LayerMemory) -> States:
-    if not isinstance(layer, tuple):
-        return ()
-    return layer[1] if _has_pages(layer) else layer
+    return tuple(replace(layer, states=next(others)) if layer.states else layer for layer in memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +70,8 @@ class KVCacheSpec:
         pages = named_sharding(mesh, KV_AXES)
 
         def of(shape: tuple[int, ...], states: tuple[StatePool, ...]) -> LayerMemory:
-            pools = tuple(state.on(mesh) for state in states)
-            if not shape:
-                return pools
-            paged = jax.ShapeDtypeStruct(shape, self.storage, sharding=pages)
-            return (paged, pools) if pools else paged
+            paged = jax.ShapeDtypeStruct(shape, self.storage, sharding=pages) if shape else None
+            return LayerMemory(paged, tuple(state.on(mesh) for state in states))
 
         return tuple(of(shape, states) for shape, states in zip(self.shapes, self.states, strict=True))
 

@@ -15,16 +15,17 @@ from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, 
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
-from sglang_jax.layers.attention import RotaryTables, with_write_plan
+from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.block_matrix import BlockMatrix
 from sglang_jax.layers.embedding import Embedding, Head
 from sglang_jax.layers.norm import Norm
+from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
 from sglang_jax.layers.weight_format import InputsFirst, Matrices, OutputsFirst, WeightFormat
 from sglang_jax.models.decoder_layer import DecoderLayer
-from sglang_jax.models.kv_cache import KVCaches, LayerMemory, pages_of
+from sglang_jax.models.kv_cache import KVCaches
 
 
 @partial(jax.jit, static_argnums=0)
@@ -33,14 +34,13 @@ def _run_layer(
     state: nnx.State,
     x: jax.Array,
     residual: jax.Array,
-    batch: ForwardBatch,
-    rotary: RotaryTables | None,
+    step: LayerStep,
     memory: LayerMemory,
 ) -> tuple[jax.Array, jax.Array, LayerMemory]:
     """One layer as a function of its weights. Of layers that are alike a program traces and lowers only one; the
     compiler inlines every call."""
     layer: DecoderLayer = nnx.merge(graph, state)
-    return layer(x, residual, batch, rotary, memory)
+    return layer(x, residual, step, memory)
 
 
 class Transformer(nnx.Module):
@@ -61,12 +61,8 @@ class Transformer(nnx.Module):
         self.config = config
         self.attention = attention
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = nnx.List(
-            [
-                DecoderLayer(layer, config.hidden_size, dtype=dtype, kv_dtype=kv_dtype, attention=attention)
-                for layer in config.layers
-            ]
-        )
+        options = PartOptions(hidden_size=config.hidden_size, dtype=dtype, implementation=attention, kv_dtype=kv_dtype)
+        self.layers = nnx.List([DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers)])
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
         own_head = form.own_head_for_tied_embeddings or not config.tie_word_embeddings
         self.head = Head(config.hidden_size, config.vocab_size, dtype) if own_head else None
@@ -111,7 +107,7 @@ class Transformer(nnx.Module):
         rotary = self._rotary_tables(batch.positions)
         written = list(kv_caches)
         batches = [
-            with_write_plan(self.attention, batch.of_group(group), pages_of(written[self.group_of_layer.index(group)]))
+            with_write_plan(self.attention, batch.of_group(group), written[self.group_of_layer.index(group)].pages)
             for group in range(self.num_groups)
         ]
         states = replace(batch, further=())
@@ -119,7 +115,8 @@ class Transformer(nnx.Module):
             group, attention = self.group_of_layer[number], layer.config.attention
             own = states if group is None else batches[group]
             tables = None if attention is None else rotary[attention.rope, attention.head_dim]
-            x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, own, tables, written[number])
+            step = LayerStep(own, tables)
+            x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, step, written[number])
         hidden, _ = self.final_norm.add(x, residual)
         return hidden, tuple(written)
 

@@ -20,6 +20,7 @@ from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import Attention
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.parameter import Parameter
+from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 from sglang_jax.layers.rotary import apply_rotary
 
 HEAD_DIM = 16
@@ -30,10 +31,12 @@ TOKENS, PAGE_SIZE = 12, 4
 def layer_with_weights(kv_dtype: jnp.dtype | None = None, dtype: str = "float32", **options: Any) -> Attention:
     layer = Attention(
         replace(CONFIG.layers[0].mixer, **options),
-        CONFIG.hidden_size,
-        dtype=jnp.dtype(dtype),
-        implementation=AttentionImplementation.XLA,
-        kv_dtype=kv_dtype,
+        PartOptions(
+            hidden_size=CONFIG.hidden_size,
+            dtype=jnp.dtype(dtype),
+            implementation=AttentionImplementation.XLA,
+            kv_dtype=kv_dtype,
+        ),
     )
     rng = np.random.default_rng(1)
     for parameter in jax.tree.leaves(nnx.state(layer), is_leaf=lambda node: isinstance(node, Parameter)):
@@ -67,9 +70,9 @@ def test_options_of_a_layer_reach_its_attention(options: dict[str, Any]) -> None
     angles = rng.uniform(0, 6, (TOKENS, HEAD_DIM // 2)).astype(np.float32)
     rotary = (jnp.cos(angles), jnp.sin(angles))
     pages = jnp.zeros(page_shape(4, 2, PAGE_SIZE, HEAD_DIM, tiled=False), jnp.float32)
-    found, _ = layer(x, batch(), rotary, pages)
+    found, _ = layer(x, LayerStep(batch(), rotary), LayerMemory(pages))
     layer.together = True
-    together, _ = layer(x, batch(), rotary, pages)
+    together, _ = layer(x, LayerStep(batch(), rotary), LayerMemory(pages))
     np.testing.assert_allclose(together, found, atol=1e-5 * float(np.abs(found).max()), rtol=0)
     fused = layer.qkv(x)
     queries, keys = apply_rotary(fused[:, :, :2], *rotary), apply_rotary(fused[:, :, 2], *rotary)
@@ -116,7 +119,10 @@ def test_norms_and_rotation_of_all_parts_together_are_those_of_each(
 def test_only_kernels_for_tpu_have_them_together() -> None:
     def of(implementation: AttentionImplementation, **options: Any) -> Attention:
         config = replace(CONFIG.layers[0].mixer, **options)
-        return Attention(config, CONFIG.hidden_size, dtype=jnp.dtype("float32"), implementation=implementation)
+        dtype = jnp.dtype("float32")
+        return Attention(
+            config, PartOptions(hidden_size=CONFIG.hidden_size, dtype=dtype, implementation=implementation)
+        )
 
     assert of(AttentionImplementation.PALLAS).together
     assert not of(AttentionImplementation.XLA).together

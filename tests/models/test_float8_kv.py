@@ -13,7 +13,6 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.models import AttentionImplementation
-from sglang_jax.models.kv_cache import pages_of
 
 STEPS = ({0: 10, 1: 20}, {0: 1, 1: 1}, {0: 1})
 
@@ -46,8 +45,8 @@ def with_scales(model: PagedModel, scales: np.ndarray) -> PagedModel:
 def test_rounding_is_all_that_changes(folder: Path, attention: AttentionImplementation) -> None:
     exact = run(PagedModel(folder, attention=attention))
     model = PagedModel(folder, attention=attention, kv_dtype="float8_e4m3fn")
-    assert all(pages_of(memory).dtype.itemsize == 1 for memory in model.kv_caches)
-    states = [memory[1] for memory in model.kv_caches if isinstance(memory, tuple)]
+    assert all(memory.pages.dtype.itemsize == 1 for memory in model.kv_caches)
+    states = [memory.states for memory in model.kv_caches]
     assert all(pool.dtype == jnp.float32 for pool in jax.tree.leaves(states))
     difference = np.abs(run(model) - exact).max() / exact.std()
     assert 1e-4 < difference < 0.2
@@ -64,4 +63,4 @@ def test_scales_are_undone(folder: Path) -> None:
 def test_a_step_does_not_copy_the_cache(folder: Path) -> None:
     """XLA's CPU backend would widen all pages to scatter into float8."""
     model = PagedModel(folder, kv_dtype="float8_e4m3fn", columns=2048)
-    assert model.temporary_bytes() < sum(pages_of(memory).nbytes for memory in model.kv_caches) / 4
+    assert model.temporary_bytes() < sum(memory.pages.nbytes for memory in model.kv_caches) / 4

@@ -19,9 +19,10 @@ from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.parameter import matmul, matmul_outputs_first
+from sglang_jax.layers.part import LayerMemory, LayerStep
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.sharding import make_mesh
-from sglang_jax.models import AttentionImplementation, allocate, build_model, bytes_of_groups, kv_cache_spec
+from sglang_jax.models import AttentionImplementation, KVCaches, allocate, build_model, bytes_of_groups, kv_cache_spec
 from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.runner import this_machine
 
@@ -66,11 +67,9 @@ def test_neither_caches_nor_weights_are_copied(dtype: str, outputs_first: bool, 
         model.put_outputs_first()
     graph, state = nnx.split(model)
     spec = kv_cache_spec(CONFIG, jnp.dtype(dtype), NUM_PAGES, PAGE_SIZE, platform="cpu")
-    kv_caches = tuple(jax.ShapeDtypeStruct(shape, spec.storage) for shape in spec.shapes)
+    kv_caches = tuple(LayerMemory(jax.ShapeDtypeStruct(shape, spec.storage)) for shape in spec.shapes)
 
-    def step(
-        state: nnx.State, kv_caches: tuple[jax.Array, ...], batch: ForwardBatch
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def step(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[jax.Array, KVCaches]:
         model = nnx.merge(graph, state)
         hidden, kv_caches = model(batch, kv_caches)
         return model.logits(hidden[:rows]), kv_caches
@@ -97,7 +96,7 @@ def test_of_layers_that_are_alike_one_is_traced(monkeypatch: pytest.MonkeyPatch)
     run = DecoderLayer.__call__
     monkeypatch.setattr(DecoderLayer, "__call__", lambda layer, *rest: traced.append(layer.config) or run(layer, *rest))
     spec = kv_cache_spec(config, jnp.dtype("float32"), NUM_PAGES, PAGE_SIZE, platform="cpu")
-    kv_caches = tuple(jax.ShapeDtypeStruct(shape, spec.storage) for shape in spec.shapes)
+    kv_caches = tuple(LayerMemory(jax.ShapeDtypeStruct(shape, spec.storage)) for shape in spec.shapes)
     graph, state = nnx.split(model)
     batch = batch_shapes(8, 8)
     batch = replace(batch, further=(GroupPages(batch.write_slots, batch.page_table),))
@@ -111,7 +110,7 @@ def test_bytes_of_a_token_are_those_of_the_caches() -> None:
             spec = kv_cache_spec(CONFIG, jnp.dtype(dtype), 8, PAGE_SIZE, platform=platform)
             caches = allocate(spec, make_mesh(jax.devices()[:1]))
             pages = bytes_of_groups(CONFIG, jnp.dtype(dtype), PAGE_SIZE)
-            assert sum(cache.nbytes for cache in caches) == 8 * sum(pages)
+            assert sum(array.nbytes for array in jax.tree.leaves(caches)) == 8 * sum(pages)
 
 
 def test_one_bfloat16_row_is_multiplied_like_many() -> None:
@@ -131,7 +130,7 @@ def test_sines_and_cosines_are_taken_once_a_step_and_not_in_every_layer() -> Non
     load_weights(model, DummyReader(CONFIG, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
     graph, state = nnx.split(model)
     spec = kv_cache_spec(CONFIG, jnp.dtype("bfloat16"), NUM_PAGES, PAGE_SIZE, platform="cpu")
-    kv_caches = tuple(jax.ShapeDtypeStruct(shape, spec.storage) for shape in spec.shapes)
+    kv_caches = tuple(LayerMemory(jax.ShapeDtypeStruct(shape, spec.storage)) for shape in spec.shapes)
     step = jax.jit(lambda state, kv, batch: nnx.merge(graph, state)(batch, kv))
     compiled = step.lower(state, kv_caches, batch_shapes(64, 8)).compile().as_text()
     assert (compiled.count(" cosine("), compiled.count(" sine(")) == (1, 1)
@@ -164,7 +163,9 @@ def test_few_rows_stay_as_the_first_product_of_a_feed_forward_layer_left_them() 
     load_weights(model, DummyReader(CONFIG, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
     model.put_outputs_first()
     layer = model.layers[0].feed_forward
-    compiled = jax.jit(lambda x: layer(x)).lower(jnp.zeros((32, CONFIG.hidden_size))).compile().as_text()
+    step, memory = LayerStep(batch_shapes(32, 32)), LayerMemory()
+    lowered = jax.jit(lambda x: layer(x, step, memory)[0]).lower(jnp.zeros((32, CONFIG.hidden_size)))
+    compiled = lowered.compile().as_text()
     assert "-> bf16[1024,32] {" in compiled
     assert "-> bf16[32,1024] {" not in compiled
 
@@ -191,14 +192,18 @@ def test_kernels_in_matrices_are_the_same_numbers() -> None:
     model = build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")
     load_weights(model, DummyReader(config, seed=0), config, make_mesh(jax.devices()[:1]))
     layer = model.layers[0]
+
+    def feed_forward(x: jax.Array) -> jax.Array:
+        return layer.feed_forward(x, LayerStep(batch_shapes(3, 3)), LayerMemory())[0]
+
     hidden = jnp.asarray(np.random.default_rng(0).standard_normal((3, config.hidden_size)), jnp.float32)
-    projected, fed = layer.attention.qkv(hidden), layer.feed_forward(hidden)
+    projected, fed = layer.attention.qkv(hidden), feed_forward(hidden)
     attended = layer.attention.output(projected[:, :, 0].repeat(8 // projected.shape[1], axis=1))
     model.put_in_matrices()
     np.testing.assert_allclose(layer.attention.qkv(hidden), projected, rtol=1e-5, atol=1e-5)
     heads = projected[:, :, 0].repeat(8 // projected.shape[1], axis=1)
     np.testing.assert_allclose(layer.attention.output(heads), attended, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(layer.feed_forward(hidden), fed, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(feed_forward(hidden), fed, rtol=1e-5, atol=1e-5)
     kernels = {
         "qkv": layer.attention.qkv.kernel,
         "output": layer.attention.output.kernel,

@@ -38,7 +38,8 @@ for mesh in (make_mesh(jax.devices()), make_mesh(jax.devices(), data=2)):
         assert leaf.addressable_shards[0].data.size * shards == leaf.size, leaf.shape
     for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
         assert np.abs(logits - wanted).max() < 2e-4
-    for cache in model.kv_caches:
+    for memory in model.kv_caches:
+        cache = memory.pages
         assert cache.addressable_shards[0].data.shape[1] * shards == cache.shape[1]
 """
 

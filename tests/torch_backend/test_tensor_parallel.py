@@ -204,7 +204,7 @@ def test_a_rank_reads_its_part_alone(size: int) -> None:
 )
 def test_what_cannot_be_divided_is_refused(change: dict[str, int], size: int) -> None:
     config = dense_decoder(**FORM | change)
-    with pytest.raises(ConfigError, match=rf"over {size} processes: choose a tensor parallel size"):
+    with pytest.raises(ConfigError, match=rf"over {size} devices: choose a tp_size"):
         ModelShard.of(config, 0, size)
 
 

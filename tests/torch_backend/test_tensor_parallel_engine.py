@@ -176,7 +176,7 @@ def test_followers_do_not_outlive_rank_0(folder: Path) -> None:
 
 
 def test_heads_that_cannot_be_divided_are_an_error_and_leave_nothing_behind(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="4 heads and 2 kv heads cannot be spread over 3 processes"):
+    with pytest.raises(ConfigError, match="4 heads and 2 kv heads cannot be spread over 3 devices"):
         Engine(config=config(folder, tp_size=3))
     assert followers() == []
     assert not torch.distributed.is_initialized()

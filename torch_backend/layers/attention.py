@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.tensor_names import Part
-from torch_backend.attention.interface import AttentionOptions, StepAttention
-from torch_backend.kv_pages import KVPages
+from torch_backend.attention.interface import AttentionOptions
+from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
-from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.native_operations import divide_by_rms, normalise
-from torch_backend.operations import HeadNorms, Operations, Rotation
-from torch_backend.parallel import TensorParallel
-
-
-@dataclass(frozen=True, slots=True)
-class LayerStep:
-    """What a step computes once for all layers that are alike in it."""
-
-    attention: StepAttention
-    rotation: Rotation
-    write_slots: torch.Tensor
+from torch_backend.operations import HeadNorms
 
 
 class Attention(Loadable):
@@ -34,17 +24,9 @@ class Attention(Loadable):
     The fused projection gives all queries, all keys, all values.
     """
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        hidden_size: int,
-        shard: ModelShard,
-        *,
-        dtype: torch.dtype,
-        operations: Operations,
-        parallel: TensorParallel,
-    ) -> None:
+    def __init__(self, config: AttentionConfig, options: PartOptions) -> None:
         super().__init__()
+        shard, dtype, hidden_size = options.shard, options.dtype, options.hidden_size
         head_dim = config.head_dim
         heads, kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
         self._queries, self._keys = heads * head_dim, kv_heads * head_dim
@@ -66,15 +48,17 @@ class Attention(Loadable):
         self.sinks = self.declare("sinks", (heads,), torch.float32, Part.SINKS) if config.sinks else None
         self.config = config
         self._options = AttentionOptions(scale=config.scale, window=config.window, soft_cap=config.soft_cap)
-        self._operations = operations
-        self._parallel = parallel
+        self._operations = options.operations
+        self._parallel = options.parallel
 
-    def forward(self, x: torch.Tensor, step: LayerStep, kv: KVPages) -> torch.Tensor:
-        """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks. Writes the step's keys and
-        values into `kv`."""
+    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """See `LayerPart`."""
+        own, kv = step.attention, memory.pages
+        assert own is not None
+        assert kv is not None
         qkv = self.qkv(x)
-        queries = self._operations.rotate_and_write(qkv, step.rotation, self._norms(qkv), kv, step.write_slots)
-        attended = step.attention(queries, kv, self._attention_options()).view(x.shape[0], -1)
+        queries = self._operations.rotate_and_write(qkv, own.rotation, self._norms(qkv), kv, own.write_slots)
+        attended = own.attention(queries, kv, self._attention_options()).view(x.shape[0], -1)
         if self.gate is not None:
             attended = (attended.float() * self.gate(x).float().sigmoid()).to(x.dtype)
         output: torch.Tensor = self.output(attended)

@@ -7,50 +7,30 @@ from torch import nn
 
 from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig, SquaredReluConfig
 from sglang_jax.architectures.tensor_names import Part
+from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.by_rows import Product
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import forget
-from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.operations import Operations
-
-
-def feed_forward_layer(
-    config: FeedForwardConfig | SquaredReluConfig,
-    hidden_size: int,
-    shard: ModelShard,
-    *,
-    dtype: torch.dtype,
-    operations: Operations,
-) -> FeedForward | SquaredRelu:
-    """A rank's part of the layer of a config."""
-    if isinstance(config, SquaredReluConfig):
-        return SquaredRelu(config, hidden_size, shard, dtype=dtype)
-    return FeedForward(config, hidden_size, shard, dtype=dtype, operations=operations)
 
 
 class FeedForward(nn.Module):
     """`down(activation(gate(x)) * up(x))` (Shazeer 2020), gate and up in one product."""
 
-    def __init__(
-        self,
-        config: FeedForwardConfig,
-        hidden_size: int,
-        shard: ModelShard,
-        *,
-        dtype: torch.dtype,
-        operations: Operations,
-    ) -> None:
+    def __init__(self, config: FeedForwardConfig, options: PartOptions) -> None:
         super().__init__()
+        shard, dtype, hidden_size = options.shard, options.dtype, options.hidden_size
         inner = len(shard.intermediate(config.size))
         self.gate_up = Linear(hidden_size, 2 * inner, (Part.GATE, Part.UP), bias=config.bias, dtype=dtype)
         # The sum over ranks adds the output's bias once.
         self.down = Linear(inner, hidden_size, (Part.DOWN,), bias=config.bias and shard.first, dtype=dtype)
         self._activation = config.activation
-        self._gated: Product = _PlainGated(self.gate_up, config.activation, operations)
+        self._gated: Product = _PlainGated(self.gate_up, config.activation, options.operations)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks."""
+    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """See `LayerPart`."""
         output: torch.Tensor = self.down(self._gated(x))
         return output
 
@@ -64,15 +44,16 @@ class FeedForward(nn.Module):
 class SquaredRelu(nn.Module):
     """See `SquaredReluConfig`."""
 
-    def __init__(self, config: SquaredReluConfig, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: SquaredReluConfig, options: PartOptions) -> None:
         super().__init__()
+        shard, dtype, hidden_size = options.shard, options.dtype, options.hidden_size
         inner = len(shard.intermediate(config.size))
         self.up = Linear(hidden_size, inner, (Part.UP,), bias=config.bias, dtype=dtype)
         # The sum over ranks adds the output's bias once.
         self.down = Linear(inner, hidden_size, (Part.DOWN,), bias=config.bias and shard.first, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks."""
+    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """See `LayerPart`."""
         output: torch.Tensor = self.down(self.up(x).relu_().square_())
         return output
 

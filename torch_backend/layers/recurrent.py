@@ -5,32 +5,18 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
+from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from sglang_jax.architectures.tensor_names import Kind, Part
+from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
-from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.native_operations import divide_by_rms
-from torch_backend.parallel import TensorParallel
 from torch_backend.recurrent.interface import StepStates
-from torch_backend.recurrent.rows import States
 from torch_backend.recurrent.scan import ScanInputs
 
 _NORM_OF_KEYS = 1e-6
-
-
-def recurrent_layer(
-    config: RecurrentConfig, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel
-) -> RecurrentLayer:
-    """A rank's part of the layer of a config. What it gives is to be summed over ranks."""
-    match shard.recurrent(config):
-        case ShortConvConfig() as own:
-            return ShortConv(own, hidden_size, shard, dtype=dtype)
-        case GatedDeltaNetConfig() as own:
-            return GatedDeltaNet(own, hidden_size, dtype=dtype)
-        case Mamba2Config() as own:
-            return Mamba2(own, hidden_size, shard, dtype=dtype, parallel=parallel)
 
 
 class Convolution(Loadable):
@@ -49,18 +35,20 @@ class Convolution(Loadable):
 class ShortConv(Loadable):
     """See `ShortConvConfig`."""
 
-    def __init__(self, config: ShortConvConfig, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ShortConvConfig, options: PartOptions) -> None:
         super().__init__()
+        shard, dtype, hidden_size = options.shard, options.dtype, options.hidden_size
+        config = config.sharded(shard.size).of_one_device()
         inner, bias = config.channels, config.bias
         self.input = Linear(hidden_size, 3 * inner, (Part.STATE_INPUT,), bias=bias, dtype=dtype)
         self.convolution = Convolution(inner, config.width, bias=bias, dtype=dtype)
         # The sum over ranks adds the output's bias once.
         self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), bias=bias and shard.first, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, step: StepStates, states: States) -> torch.Tensor:
-        """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
+    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """See `LayerPart`."""
         before, after, inner = self.input(x).chunk(3, dim=-1)
-        found = self.convolution(before * inner, states[0], step)
+        found = self.convolution(before * inner, memory.states[0], _states(step))
         output: torch.Tensor = self.output((after.float() * found).to(x.dtype))
         return output
 
@@ -73,8 +61,10 @@ class ShortConv(Loadable):
 class GatedDeltaNet(Loadable):
     """See `GatedDeltaNetConfig`. One product gives queries, keys and values, the gate, rates and decays."""
 
-    def __init__(self, config: GatedDeltaNetConfig, hidden_size: int, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: GatedDeltaNetConfig, options: PartOptions) -> None:
         super().__init__()
+        dtype, hidden_size = options.dtype, options.hidden_size
+        config = config.sharded(options.shard.size).of_one_device()
         heads, inner = config.num_value_heads, config.num_value_heads * config.value_dim
         self._sizes = [config.channels, inner, heads, heads]
         parts = (Part.STATE_INPUT, Part.STATE_GATE, Part.UPDATE_RATE, Part.DECAY_INPUT)
@@ -86,11 +76,11 @@ class GatedDeltaNet(Loadable):
         self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), bias=False, dtype=dtype)
         self.config = config
 
-    def forward(self, x: torch.Tensor, step: StepStates, states: States) -> torch.Tensor:
-        """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
+    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """See `LayerPart`."""
         config, tokens = self.config, len(x)
         found, gate, rates, steps = torch.split(self.input(x), self._sizes, dim=-1)
-        found = functional.silu(self.convolution(found, states[0], step), inplace=True)
+        found = functional.silu(self.convolution(found, memory.states[0], _states(step)), inplace=True)
         all_keys = config.num_key_heads * config.key_dim
         queries, keys, values = torch.split(found, [all_keys, all_keys, self._sizes[1]], dim=-1)
         inputs = ScanInputs(
@@ -100,7 +90,7 @@ class GatedDeltaNet(Loadable):
             -self.decay_log.exp() * functional.softplus(steps.float() + self.decay_bias),
             rates.float().sigmoid(),
         )
-        outputs = step.scan(inputs, states[1])
+        outputs = _states(step).scan(inputs, memory.states[1])
         normed = divide_by_rms(outputs, config.norm.eps).to(x.dtype) * self.norm
         gated = normed.float() * functional.silu(gate.float()).view(outputs.shape)
         output: torch.Tensor = self.output(gated.view(tokens, -1).to(x.dtype))
@@ -115,10 +105,10 @@ class GatedDeltaNet(Loadable):
 class Mamba2(Loadable):
     """See `Mamba2Config`. The norm is over parts of the heads of all ranks."""
 
-    def __init__(
-        self, config: Mamba2Config, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel
-    ) -> None:
+    def __init__(self, config: Mamba2Config, options: PartOptions) -> None:
         super().__init__()
+        shard, dtype, hidden_size = options.shard, options.dtype, options.hidden_size
+        config = config.sharded(shard.size).of_one_device()
         heads = (config.num_heads,)
         self._sizes = [config.inner, config.channels, config.num_heads]
         self.input = Linear(hidden_size, sum(self._sizes), (Part.STATE_INPUT,), bias=config.bias, dtype=dtype)
@@ -132,13 +122,13 @@ class Mamba2(Loadable):
         bias = config.out_bias and shard.first
         self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), bias=bias, dtype=dtype)
         self.config = config
-        self._parallel = parallel
+        self._parallel = options.parallel
 
-    def forward(self, x: torch.Tensor, step: StepStates, states: States) -> torch.Tensor:
-        """`[T, hidden]` → `[T, hidden]`; leaves the sequences' states in their slots."""
+    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """See `LayerPart`."""
         config, tokens = self.config, len(x)
         gate, found, steps = torch.split(self.input(x), self._sizes, dim=-1)
-        found = functional.silu(self.convolution(found, states[0], step), inplace=True)
+        found = functional.silu(self.convolution(found, memory.states[0], _states(step)), inplace=True)
         all_directions = config.num_groups * config.state_size
         values, written, read = torch.split(found, [config.inner, all_directions, all_directions], dim=-1)
         values = values.view(tokens, -1, config.head_dim)
@@ -150,7 +140,7 @@ class Mamba2(Loadable):
             -self.decay_log.exp() * steps,
             None,
         )
-        outputs = step.scan(inputs, states[1])
+        outputs = _states(step).scan(inputs, memory.states[1])
         outputs = outputs.addcmul(values, self.skip[:, None]).view(tokens, -1)
         gated = self._gated(outputs, functional.silu(gate.float()))
         output: torch.Tensor = self.output(gated.to(x.dtype))
@@ -184,7 +174,9 @@ class Mamba2(Loadable):
         self.output.arrange(form)
 
 
-RecurrentLayer = ShortConv | GatedDeltaNet | Mamba2
+def _states(step: LayerStep) -> StepStates:
+    assert step.states is not None, "a step of a model that keeps states"
+    return step.states
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

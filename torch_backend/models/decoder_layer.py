@@ -2,95 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.model_config import LayerConfig
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.kv_pages import LayerMemory
-from torch_backend.layers.attention import Attention, LayerStep
-from torch_backend.layers.feed_forward import FeedForward, SquaredRelu, feed_forward_layer
+from torch_backend.layers.kinds import build_part
 from torch_backend.layers.norm import Norm, add_without_norm
 from torch_backend.layers.parameter import Loadable
-from torch_backend.layers.recurrent import RecurrentLayer, recurrent_layer
-from torch_backend.layers.shard import ModelShard
+from torch_backend.layers.part import LayerPart, LayerStep, PartOptions
 from torch_backend.layers.weight_format import WeightFormat
-from torch_backend.operations import Operations
-from torch_backend.parallel import TensorParallel
-from torch_backend.recurrent.interface import StepStates
-
-
-@dataclass(frozen=True, slots=True)
-class MixerStep:
-    """What a step has computed for the mixers of some layers: for attention, and where sequences have their states."""
-
-    attention: LayerStep | None
-    states: StepStates | None
 
 
 class DecoderLayer(Loadable):
     """What mixes tokens and feed-forward, each added to the residual stream, with norms where the config has them."""
 
-    def __init__(
-        self,
-        config: LayerConfig,
-        hidden_size: int,
-        shard: ModelShard,
-        *,
-        dtype: torch.dtype,
-        operations: Operations,
-        parallel: TensorParallel,
-    ) -> None:
+    def __init__(self, config: LayerConfig, options: PartOptions, number: int) -> None:
+        """`number`: which layer of the model it is, for errors. Raises `ConfigError` for a kind of part that this
+        backend does not have."""
         super().__init__()
 
         def norm(of: NormConfig | None, part: Part) -> Norm | None:
-            return None if of is None else Norm(hidden_size, of, part, dtype=dtype, operations=operations)
+            if of is None:
+                return None
+            return Norm(options.hidden_size, of, part, dtype=options.dtype, operations=options.operations)
+
+        def built(part: object | None) -> LayerPart | None:
+            return None if part is None else build_part(part, options, number)
 
         self.config = config
         self.attention_norm = norm(config.mixer_norms.pre, Part.ATTENTION_NORM)
-        self.attention: Attention | None = None
-        self.recurrent: RecurrentLayer | None = None
-        if config.attention is not None:
-            self.attention = Attention(
-                config.attention, hidden_size, shard, dtype=dtype, operations=operations, parallel=parallel
-            )
-        if config.recurrent is not None:
-            self.recurrent = recurrent_layer(config.recurrent, hidden_size, shard, dtype=dtype, parallel=parallel)
+        self.attention = built(config.attention)
+        self.recurrent = built(config.recurrent)
         self.attention_post_norm = norm(config.mixer_norms.post, Part.ATTENTION_POST_NORM)
         self.feed_forward_norm = norm(config.feed_forward_norms.pre, Part.FEED_FORWARD_NORM)
-        self.feed_forward: FeedForward | SquaredRelu | None = None
-        if config.feed_forward is not None:
-            self.feed_forward = feed_forward_layer(
-                config.feed_forward, hidden_size, shard, dtype=dtype, operations=operations
-            )
+        self.feed_forward = built(config.feed_forward)
         self.feed_forward_post_norm = norm(config.feed_forward_norms.post, Part.FEED_FORWARD_POST_NORM)
-        self.scale = self.declare("scale", (1,), dtype, Part.LAYER_SCALE) if config.learnt_scale else None
-        self._parallel = parallel
+        self.scale = self.declare("scale", (1,), options.dtype, Part.LAYER_SCALE) if config.learnt_scale else None
+        self._parallel = options.parallel
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: MixerStep, memory: LayerMemory
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: LayerStep, memory: LayerMemory
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x `[T, hidden]` is what the layer below has yet to add to the residual stream, which begins with it."""
         if self.config.mixer is None:
             x, residual = _add(self.feed_forward_norm, x, residual)
-            return self._with_scale(self._fed(x), residual)
+            return self._with_scale(self._fed(x, step, memory), residual)
         x, residual = _add(self.attention_norm, x, residual)
         attended = self._mixed(x, step, memory)
         if self.feed_forward is None:
             x = self._given(self.attention_post_norm, attended)
         elif self.config.parallel:
-            x = self._given(None, attended + self.feed_forward(x))
+            x = self._given(None, attended + self.feed_forward(x, step, memory))
         else:
             x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
-            x = self._fed(x)
+            x = self._fed(x, step, memory)
         return self._with_scale(x, residual)
 
-    def _fed(self, x: torch.Tensor) -> torch.Tensor:
+    def _fed(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         """What the feed-forward part gives to the residual stream."""
         assert self.feed_forward is not None
-        return self._given(self.feed_forward_post_norm, self.feed_forward(x))
+        return self._given(self.feed_forward_post_norm, self.feed_forward(x, step, memory))
 
     def _with_scale(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both by the layer's number, if it has one."""
@@ -102,15 +75,12 @@ class DecoderLayer(Loadable):
             if part is not None:
                 part.arrange(form)
 
-    def _mixed(self, x: torch.Tensor, step: MixerStep, memory: LayerMemory) -> torch.Tensor:
+    def _mixed(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         """The output of what mixes tokens; what it keeps is written into `memory`."""
-        found: torch.Tensor | None = None
-        if self.attention is not None:
-            found = self.attention(x, step.attention, memory.pages)
-        if self.recurrent is not None:
-            recurrent: torch.Tensor = self.recurrent(x, step.states, memory.states)
-            found = recurrent if found is None else found + recurrent
-        assert found is not None
+        parts = [part for part in (self.attention, self.recurrent) if part is not None]
+        found: torch.Tensor = parts[0](x, step, memory)
+        for part in parts[1:]:
+            found = found + part(x, step, memory)
         return found
 
     def _given(self, norm: Norm | None, output: torch.Tensor) -> torch.Tensor:

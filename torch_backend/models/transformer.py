@@ -14,12 +14,12 @@ from sglang_jax.checkpoint.rotary import RotaryScaling
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LayerMemory
-from torch_backend.layers.attention import LayerStep
 from torch_backend.layers.embedding import Embedding, Head
 from torch_backend.layers.norm import Norm
+from torch_backend.layers.part import AttentionStep, LayerStep, PartOptions
 from torch_backend.layers.shard import ModelShard
 from torch_backend.layers.weight_format import WeightFormat
-from torch_backend.models.decoder_layer import DecoderLayer, MixerStep
+from torch_backend.models.decoder_layer import DecoderLayer
 from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.recurrent.interface import StateImplementation
@@ -46,10 +46,10 @@ class Transformer(nn.Module):
         self.shard = ModelShard.of(config, parallel.rank, parallel.size)
         self.device = device
         self.embedding = Embedding(config.hidden_size, self.shard, dtype=dtype, parallel=parallel)
-        self.decoder_layers = tuple(
-            DecoderLayer(layer, config.hidden_size, self.shard, dtype=dtype, operations=operations, parallel=parallel)
-            for layer in config.layers
+        options = PartOptions(
+            hidden_size=config.hidden_size, shard=self.shard, dtype=dtype, operations=operations, parallel=parallel
         )
+        self.decoder_layers = tuple(DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers))
         self.layers = nn.ModuleList(self.decoder_layers)
         self.final_norm = Norm(
             config.hidden_size, config.final_norm, Part.FINAL_NORM, dtype=dtype, operations=operations
@@ -88,10 +88,10 @@ class Transformer(nn.Module):
         states = None if batch.states is None else self._states.prepare(batch.states)
         rotations = [tables(batch.positions) for tables in self._rotary]
         steps = [
-            MixerStep(LayerStep(attention[group], rotations[rope], batches[group].write_slots), states)
+            LayerStep(batch, AttentionStep(attention[group], rotations[rope], batches[group].write_slots), states)
             for rope, group in self._steps
         ]
-        steps.append(MixerStep(None, states))
+        steps.append(LayerStep(batch, None, states))
         x: torch.Tensor = self.embedding(batch.tokens)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier

@@ -1,0 +1,36 @@
+"""What computes each kind of part on the Torch backend: one class for each type of config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang_jax.architectures.kinds.attention import AttentionConfig
+from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, SquaredReluConfig
+from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
+from sglang_jax.errors import ConfigError
+from torch_backend.layers.attention import Attention
+from torch_backend.layers.feed_forward import FeedForward, SquaredRelu
+from torch_backend.layers.part import LayerPart, PartOptions
+from torch_backend.layers.recurrent import GatedDeltaNet, Mamba2, ShortConv
+
+CLASSES: Mapping[type, Callable[[Any, PartOptions], LayerPart]] = {
+    AttentionConfig: Attention,
+    ShortConvConfig: ShortConv,
+    GatedDeltaNetConfig: GatedDeltaNet,
+    Mamba2Config: Mamba2,
+    FeedForwardConfig: FeedForward,
+    SquaredReluConfig: SquaredRelu,
+}
+
+
+def build_part(config: object, options: PartOptions, layer: int) -> LayerPart:
+    """A rank's part of a config, without values; see `LayerPart`.
+
+    **Raises:** `ConfigError` naming the layer, if this backend has no such parts.
+    """
+    build = CLASSES.get(type(config))
+    if build is None:
+        kind = type(config).__name__.removesuffix("Config")
+        raise ConfigError(f"layer {layer} is of kind {kind}, which the Torch backend does not have")
+    return build(config, options)
