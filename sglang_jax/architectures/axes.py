@@ -17,6 +17,7 @@ class Axis(StrEnum):
     HEAD_DIM = "head_dim"
     GATE_OR_UP = "gate_or_up"
     INTERMEDIATE = "intermediate"
+    EXPERTS = "experts"
     PAGES = "pages"
     PAGE_OFFSET = "page_offset"
     KEY_OR_VALUE = "key_or_value"

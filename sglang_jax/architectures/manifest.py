@@ -7,7 +7,7 @@ names in GGUF files, random weights, Orbax checkpoints, and what the TPU tools c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -16,7 +16,17 @@ from sglang_jax.architectures.kinds.part import HIDDEN, Axes, Declared, Factors,
 from sglang_jax.architectures.kinds.sections import Sections
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig
 from sglang_jax.architectures.registry import family_named
-from sglang_jax.architectures.tensor_names import WHOLE_MODEL, Kind, Part, gguf_name, hf_name
+from sglang_jax.architectures.tensor_names import (
+    EXPERT,
+    OF_EXPERTS,
+    WHOLE_MODEL,
+    Kind,
+    Part,
+    TensorName,
+    TensorNames,
+    gguf_name,
+    hf_name,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,38 @@ class ParameterName:
     part: Part
     kind: Kind = Kind.WEIGHT
     layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPlace:
+    """Where a checkpoint has a parameter of all experts of a layer.
+
+    - `tensor`: a name with `{expert}` for the number of an expert, of a tensor for each; or that of one for all.
+    - `part`, `parts`: which of so many parts along its rows this is. `transposed`, `alternating`: see `Stacked`.
+    """
+
+    tensor: str
+    part: int = 0
+    parts: int = 1
+    transposed: bool = False
+    alternating: bool = False
+
+    @property
+    def one_each(self) -> bool:
+        """Each expert has a tensor of its own."""
+        return EXPERT in self.tensor
+
+    def tensor_of(self, expert: int) -> str:
+        """The name of the tensor with an expert."""
+        return self.tensor.replace(EXPERT, str(expert))
+
+    def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor, of a parameter `[experts, rows, ...]` of this shape."""
+        experts, rows, *rest = shape
+        if self.one_each:
+            return {self.tensor_of(expert): shape[1:] for expert in range(experts)}
+        sides = (rows * self.parts, *rest)
+        return {self.tensor: (experts, *(sides[::-1] if self.transposed else sides))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +87,8 @@ class ParameterSpec:
     - `sections`: of channels along the first axis, of each of which a device has a part where several share the layer
       (`kinds.sections`). Empty where it has a part of the axis.
     - `block`, `blocks`: the tensor has so many blocks of rows for each head, of which this parameter is that one.
+    - `places`: of a parameter of experts, where it may lie, one of which a checkpoint has; `tensor` and `gguf` name the
+      first and the last.
     """
 
     name: ParameterName
@@ -60,6 +104,11 @@ class ParameterSpec:
     blocks: int = 1
     factors: Factors = ()
     sections: Sections = ()
+    places: tuple[ExpertsPlace, ...] = ()
+
+    def place(self, names: Container[str]) -> ExpertsPlace:
+        """Where a checkpoint with tensors of these names has a parameter of experts; the first where it has none."""
+        return next((place for place in self.places if place.tensor_of(0) in names), self.places[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,6 +122,11 @@ class ParameterSpec:
         return {axis: size for axes, sizes in pairs for axis, size in zip(axes, sizes, strict=True)}
 
     @property
+    def is_matrix(self) -> bool:
+        """It multiplies, and so do the matrices of experts."""
+        return len(self.shape) == (3 if self.places else 2) and self.name.kind is Kind.WEIGHT
+
+    @property
     def is_scale(self) -> bool:
         """Its values multiply activations one by one, as those of norms do: 1 in a model that is not trained."""
         return self.name.part in _SCALES
@@ -84,10 +138,14 @@ class Manifest:
     def __init__(self, config: ModelConfig) -> None:
         self.specs: dict[ParameterName, ParameterSpec] = {spec.name: spec for spec in _specs(config)}
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name and shape of every tensor that a checkpoint must have."""
+    def tensors(self, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that a checkpoint must have, by the names of Hugging Face. `present`: names of
+        those that it has, which tell how it keeps experts."""
         shapes: dict[str, tuple[int, ...]] = {}
         for spec in self.specs.values():
+            if spec.places:
+                shapes |= spec.place(present).tensors(spec.shape)
+                continue
             rows = max(shapes.get(spec.tensor, (0,))[0], spec.first_row + spec.blocks * spec.shape[0])
             shapes[spec.tensor] = (rows, *spec.shape[1:])
         return shapes
@@ -109,8 +167,8 @@ class Manifest:
         return tuple(lengths[axis] for axis in axes)
 
     def matrix_weights(self, layer: int | None) -> int:
-        """Numbers in the matrices of one layer, or in those of none."""
-        return sum(math.prod(spec.shape) for spec in self.of_layer(layer) if len(spec.shape) == 2)
+        """Numbers in the matrices of one layer, experts included, or in those of none."""
+        return sum(math.prod(spec.shape) for spec in self.of_layer(layer) if spec.is_matrix)
 
 
 @lru_cache(maxsize=16)
@@ -161,6 +219,9 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
     starts: dict[tuple[Part, Kind], int] = {}
     for parameter in parameters:
         name = names[parameter.stored_as or parameter.part]
+        if parameter.part in OF_EXPERTS:
+            yield _of_experts(parameter, name, names, layer)
+            continue
         tensor = hf_name(name, parameter.kind, layer)
         if parameter.stored_as is None:
             first = starts[parameter.part, parameter.kind] = rows.get(tensor, 0)
@@ -182,6 +243,21 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
             parameter.factors if any(factor != 1.0 for _, factor in parameter.factors) else (),
             parameter.sections,
         )
+
+
+def _of_experts(parameter: Declared, name: TensorName, names: TensorNames, layer: int | None) -> ParameterSpec:
+    """A parameter of experts: in a tensor for each, in one that it may share with other parts, or in one as in GGUF."""
+    places = [ExpertsPlace(hf_name(name, parameter.kind, layer))] if EXPERT in name.hf else []
+    if (stacked := name.stacked) is not None:
+        sharers = [part for part, other in names.items() if other.stacked == stacked]
+        tensor = f"{name.layers}.{layer}.{stacked.hf}" + ("_bias" if parameter.kind is Kind.BIAS else "")
+        turned = stacked.transposed and parameter.kind is Kind.WEIGHT
+        at = sharers.index(parameter.part), len(sharers)
+        places.append(ExpertsPlace(tensor, *at, turned, stacked.alternating))
+    gguf = gguf_name(name, parameter.kind, layer)
+    places += [] if gguf is None else [ExpertsPlace(gguf)]
+    own = ParameterName(parameter.part, parameter.kind, layer)
+    return ParameterSpec(own, parameter.axes, parameter.sizes, places[0].tensor, gguf, places=tuple(places))
 
 
 def _layer(layer: LayerConfig, hidden: int) -> Iterator[Declared]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, SquaredReluConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.part import LayerPart
@@ -29,7 +30,7 @@ class SideBySide:
 Mixer = AttentionConfig | RecurrentConfig | SideBySide
 """The part of a layer that mixes tokens."""
 
-FeedForward = FeedForwardConfig | SquaredReluConfig
+FeedForward = FeedForwardConfig | SquaredReluConfig | ExpertsConfig
 """The part of a layer that sees each token by itself."""
 
 

@@ -38,6 +38,15 @@ class Part(StrEnum):
     GATE = "gate"
     UP = "up"
     DOWN = "down"
+    ROUTER = "router"
+    ROUTER_CORRECTION = "router_correction"
+    EXPERT_GATE = "expert_gate"
+    EXPERT_UP = "expert_up"
+    EXPERT_DOWN = "expert_down"
+    SHARED_GATE = "shared_gate"
+    SHARED_UP = "shared_up"
+    SHARED_DOWN = "shared_down"
+    SHARED_ROUTER = "shared_router"
     LAYER_SCALE = "layer_scale"
 
 
@@ -48,22 +57,46 @@ class Kind(StrEnum):
     BIAS = "bias"
 
 
+EXPERT = "{expert}"
+"""In a tensor's name, where the number of an expert stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """One tensor with a part of all experts of a layer, `[experts, rows, columns]`, or their biases `[experts, rows]`.
+
+    - `hf`: its name, without layer; biases have `_bias` behind it.
+    - `transposed`: it is `[experts, columns, rows]`.
+    - `alternating`: parts that share it do so row by row, and otherwise one follows the other.
+    """
+
+    hf: str
+    transposed: bool = False
+    alternating: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class TensorName:
     """A tensor's name without layer and kind, in Hugging Face folders and, where that is known, in GGUF files.
 
     - `bare`: its Hugging Face name does not end with the kind.
     - `layers`: what its Hugging Face name begins with, before the number of a layer.
+    - `stacked`: of a part of experts, what may hold it in place of a tensor for each. GGUF files have one too, as plain
+      as can be.
     """
 
     hf: str
     gguf: str | None = None
     bare: bool = False
     layers: str = "model.layers"
+    stacked: Stacked | None = None
 
 
 TensorNames = Mapping[Part, TensorName]
 """Parts with the same name lie in one tensor, one after the other along its rows, in the order of `Part`."""
+
+OF_EXPERTS = frozenset({Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN})
+"""Parts that every expert has."""
 
 WHOLE_MODEL = frozenset({Part.EMBEDDING, Part.FINAL_NORM, Part.HEAD})
 
@@ -85,6 +118,22 @@ LLAMA_NAMES: TensorNames = {
     Part.DOWN: TensorName("mlp.down_proj", "ffn_down"),
 }
 """Most families' names; others change some of them."""
+
+_GATE_UP, _DOWN = Stacked("mlp.experts.gate_up_proj"), Stacked("mlp.experts.down_proj")
+
+EXPERTS_NAMES: TensorNames = {
+    **LLAMA_NAMES,
+    Part.ROUTER: TensorName("mlp.gate", "ffn_gate_inp"),
+    Part.EXPERT_GATE: TensorName(f"mlp.experts.{EXPERT}.gate_proj", "ffn_gate_exps", stacked=_GATE_UP),
+    Part.EXPERT_UP: TensorName(f"mlp.experts.{EXPERT}.up_proj", "ffn_up_exps", stacked=_GATE_UP),
+    Part.EXPERT_DOWN: TensorName(f"mlp.experts.{EXPERT}.down_proj", "ffn_down_exps", stacked=_DOWN),
+    Part.SHARED_GATE: TensorName("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    Part.SHARED_UP: TensorName("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    Part.SHARED_DOWN: TensorName("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    Part.SHARED_ROUTER: TensorName("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+}
+"""Of families with experts that have Qwen's names. transformers 5 stacks experts; its folders have those of each as a
+rule."""
 
 POST_NORM_NAMES: TensorNames = {
     **LLAMA_NAMES,

@@ -122,7 +122,7 @@ def _with_biases(layer: LayerConfig, number: int, family: Family, file: GgufFile
     return replace(
         layer,
         mixer=replace(layer.attention, bias=has(Part.QUERY), out_bias=has(Part.OUTPUT)),
-        feed_forward=replace(layer.feed_forward, bias=has(Part.UP)),
+        feed_forward=layer.feed_forward.with_biases(has),
     )
 
 

@@ -155,7 +155,7 @@ def _stored_tensors(config: ModelConfig) -> dict[str, _Known]:
     permuted = form is not None and form.interleaved
     known: dict[str, _Known] = {}
     for spec in manifest_of(config).specs.values():
-        if spec.gguf is None:
+        if spec.gguf is None or spec.places:  # of experts both names are known
             continue
         heads = 0
         if permuted and spec.name.part in (Part.QUERY, Part.KEY) and spec.name.layer is not None:

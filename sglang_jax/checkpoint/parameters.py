@@ -19,6 +19,7 @@ class ParameterReader:
         self.config = config
         self._reader = reader
         self._specs = manifest_of(config).specs
+        self._names = reader.names()
 
     def spec(self, name: ParameterName) -> ParameterSpec:
         """What the manifest says of a parameter. Raises `KeyError` for one that the model does not have."""
@@ -28,6 +29,8 @@ class ParameterReader:
         """The parameter, or the part at `index`, as stored: matrices [out, in]. Of rows that make up heads, whole heads
         are read."""
         spec = self._specs[name]
+        if spec.places:
+            return self._read_experts(spec, index)
         stored, rest = stored_part(spec, index)
         found = rows_of_parameter(spec, self._reader.read(spec.tensor, (stored, *rest)))
         if spec.factors:
@@ -38,6 +41,25 @@ class ParameterReader:
         if spec.offset:
             found = found.astype(np.float32) + np.float32(spec.offset)
         return found
+
+    def _read_experts(self, spec: ParameterSpec, index: Index | None) -> Array:
+        """`[experts, rows, ...]`: from a tensor of each expert, or from the part of one that has all."""
+        place = spec.place(self._names)
+        experts, rows, *rest = whole_index(spec.shape, index)
+        if place.one_each:
+            numbers = range(*experts.indices(spec.shape[0]))
+            return np.stack([self._reader.read(place.tensor_of(each), (rows, *rest)) for each in numbers])
+        first, last, _ = rows.indices(spec.shape[1])
+        if place.alternating:
+            stored = slice(first * place.parts, last * place.parts)
+        else:
+            start = place.part * spec.shape[1]
+            stored = slice(start + first, start + last)
+        sides = (*rest, stored) if place.transposed else (stored, *rest)
+        found = self._reader.read(place.tensor, (experts, *sides))
+        if place.transposed:
+            found = np.swapaxes(found, 1, 2)
+        return found[:, place.part :: place.parts] if place.alternating else found
 
 
 def stored_part(spec: ParameterSpec, index: Index | None) -> tuple[slice, Index]:

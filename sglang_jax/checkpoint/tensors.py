@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named
@@ -17,9 +19,10 @@ _HARMLESS_PREFIX = "mtp."
 """Layers that guess further tokens, which some checkpoints (Qwen3.5) bring; nothing here uses them."""
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name and shape of every tensor that a checkpoint of the model has; matrices are [out, in]."""
-    return manifest_of(config).tensors()
+def expected_tensors(config: ModelConfig, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name and shape of every tensor that a checkpoint of the model has; matrices are [out, in].
+    `present`: see `Manifest.tensors`."""
+    return manifest_of(config).tensors(present)
 
 
 def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
@@ -30,7 +33,7 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
 
     **Raises:** `CheckpointError` naming every missing, every extra and every misshapen tensor.
     """
-    expected = expected_tensors(config)
+    expected = expected_tensors(config, reader.names())
     present = {
         name for name in reader.names() if not name.endswith(_HARMLESS_SUFFIX) and not name.startswith(_HARMLESS_PREFIX)
     }

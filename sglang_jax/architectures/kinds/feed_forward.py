@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from sglang_jax.architectures.axes import Axis
@@ -11,7 +11,7 @@ from sglang_jax.architectures.kinds.part import HIDDEN, Declared, linear
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.errors import ConfigError
 
-_INTERMEDIATE = (Axis.INTERMEDIATE,)
+INTERMEDIATE = (Axis.INTERMEDIATE,)
 
 
 class Activation(StrEnum):
@@ -36,9 +36,13 @@ class FeedForwardConfig:
         """See `LayerPart`."""
         inner, outer = (self.size,), (hidden,)
         for part, by in ((Part.GATE, self.gate_multiplier), (Part.UP, 1.0)):
-            yield from linear(part, (inner, outer), (_INTERMEDIATE, HIDDEN), self.bias, output_scale=by)
+            yield from linear(part, (inner, outer), (INTERMEDIATE, HIDDEN), self.bias, output_scale=by)
         by = self.output_multiplier
-        yield from linear(Part.DOWN, (outer, inner), (HIDDEN, _INTERMEDIATE), self.bias, output_scale=by)
+        yield from linear(Part.DOWN, (outer, inner), (HIDDEN, INTERMEDIATE), self.bias, output_scale=by)
+
+    def with_biases(self, has: Callable[[Part], bool]) -> FeedForwardConfig:
+        """With biases where a checkpoint has them."""
+        return replace(self, bias=has(Part.UP))
 
     def sharded(self, size: int) -> FeedForwardConfig:
         """See `LayerPart`."""
@@ -56,8 +60,12 @@ class SquaredReluConfig:
     def parameters(self, hidden: int) -> Iterator[Declared]:
         """See `LayerPart`."""
         inner, outer = (self.size,), (hidden,)
-        yield from linear(Part.UP, (inner, outer), (_INTERMEDIATE, HIDDEN), self.bias)
-        yield from linear(Part.DOWN, (outer, inner), (HIDDEN, _INTERMEDIATE), self.bias)
+        yield from linear(Part.UP, (inner, outer), (INTERMEDIATE, HIDDEN), self.bias)
+        yield from linear(Part.DOWN, (outer, inner), (HIDDEN, INTERMEDIATE), self.bias)
+
+    def with_biases(self, has: Callable[[Part], bool]) -> SquaredReluConfig:
+        """With biases where a checkpoint has them."""
+        return replace(self, bias=has(Part.UP))
 
     def sharded(self, size: int) -> SquaredReluConfig:
         """See `LayerPart`."""

@@ -1,0 +1,103 @@
+"""Mixtures of experts (Shazeer et al. 2017): of many feed-forward parts, each token passes through a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.feed_forward import INTERMEDIATE, Activation, check_columns
+from sglang_jax.architectures.kinds.part import HIDDEN, Declared, linear
+from sglang_jax.architectures.tensor_names import Kind, Part
+
+_EXPERTS = (Axis.EXPERTS,)
+
+
+class ExpertScores(StrEnum):
+    """How the router's logits become scores of experts."""
+
+    SOFTMAX = "softmax"
+    """Over all experts, before some are chosen."""
+    CHOSEN_SOFTMAX = "softmax of those chosen"
+    """Over the experts that were chosen by their logits. It is `SOFTMAX`, renormalised."""
+    SIGMOID = "sigmoid"
+    """Of each expert by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """gpt-oss's form of a gated layer: `(up + 1) * gate * sigmoid(alpha * gate)`, with gates at most `limit`, and ups
+    between `-limit` and `limit`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A router, experts, and perhaps a shared expert through which every token passes.
+
+    - `chosen`: experts of each token, those with the highest scores; of equal ones, those with the lower number.
+    - `size`: columns of each expert, a gated layer as in `FeedForwardConfig`; `clamped`: with another gate.
+    - `scores`; `renormalised`: scores of the chosen experts are divided by their sum. `scale`: multiplies them then.
+    - `correction`: the checkpoint has a number for each expert, which is added to its score for the choice alone
+      (DeepSeek-V3's balance without a loss).
+    - `groups`: experts are chosen from the best `chosen_groups` of so many groups, by the sum of the best
+      `best_of_group` scores of each.
+    - `router_bias`, `bias`: of the router, and of the experts.
+    - `shared_size`: columns of the shared expert; 0 without one. `shared_gate`: its output is multiplied by the sigmoid
+      of a projection of the input.
+    """
+
+    num_experts: int
+    chosen: int
+    size: int
+    activation: Activation = Activation.SILU
+    clamped: ClampedGate | None = None
+    scores: ExpertScores = ExpertScores.SOFTMAX
+    renormalised: bool = False
+    scale: float = 1.0
+    correction: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    best_of_group: int = 2
+    router_bias: bool = False
+    bias: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
+
+    def parameters(self, hidden: int) -> Iterator[Declared]:
+        """See `LayerPart`."""
+        experts, inner, outer = (self.num_experts,), (self.size,), (hidden,)
+        yield from linear(Part.ROUTER, (experts, outer), (_EXPERTS, HIDDEN), self.router_bias)
+        if self.correction:
+            yield Declared(Part.ROUTER_CORRECTION, Kind.BIAS, (_EXPERTS,), (experts,))
+        for part in (Part.EXPERT_GATE, Part.EXPERT_UP):
+            yield from _of_experts(part, (experts, inner, outer), (_EXPERTS, INTERMEDIATE, HIDDEN), self.bias)
+        yield from _of_experts(Part.EXPERT_DOWN, (experts, outer, inner), (_EXPERTS, HIDDEN, INTERMEDIATE), self.bias)
+        if self.shared_size:
+            inner = (self.shared_size,)
+            for part in (Part.SHARED_GATE, Part.SHARED_UP):
+                yield from linear(part, (inner, outer), (INTERMEDIATE, HIDDEN), False)
+            yield from linear(Part.SHARED_DOWN, (outer, inner), (HIDDEN, INTERMEDIATE), False)
+        if self.shared_gate:
+            yield from linear(Part.SHARED_ROUTER, ((1,), outer), ((Axis.ONE,), HIDDEN), False)
+
+    def sharded(self, size: int) -> ExpertsConfig:
+        """See `LayerPart`. Each device has a part of the columns of every expert."""
+        check_columns(self.size, size)
+        check_columns(self.shared_size, size)
+        return self
+
+    def with_biases(self, has: Callable[[Part], bool]) -> ExpertsConfig:
+        """With biases where a checkpoint has them."""
+        return replace(self, bias=has(Part.EXPERT_UP), router_bias=has(Part.ROUTER))
+
+
+def _of_experts(
+    part: Part, sizes: tuple[tuple[int, ...], ...], axes: tuple[tuple[Axis, ...], ...], bias: bool
+) -> Iterator[Declared]:
+    yield Declared(part, Kind.WEIGHT, axes, sizes)
+    if bias:
+        yield Declared(part, Kind.BIAS, axes[:2], sizes[:2])
