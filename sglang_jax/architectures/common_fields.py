@@ -12,7 +12,7 @@ from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
-from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
+from sglang_jax.architectures.model_config import FeedForward, LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.errors import CheckpointError, shown
 
 logger = logging.getLogger(__name__)
@@ -111,21 +111,28 @@ class CommonFields:
             rope=self.rope,
         )
 
-    def feed_forward(self, *, field: str = "hidden_act", bias: bool = False) -> FeedForwardConfig:
-        """Raises `CheckpointError` for an activation that no backend has."""
+    def activation(self, field: str = "hidden_act") -> Activation:
+        """Raises `CheckpointError` for one that no backend has."""
         name = self.fields.string(field) or self.defaults.activation
         known = [activation.value for activation in Activation]
         if name not in known:
             raise CheckpointError(
                 f"{self.fields.file}: {field} {name!r} is not supported; supported: {', '.join(known)}"
             )
+        return Activation(name)
+
+    def feed_forward(self, *, field: str = "hidden_act", bias: bool = False) -> FeedForwardConfig:
+        """Raises `CheckpointError` for an activation that no backend has."""
+        activation = self.activation(field)
         return FeedForwardConfig(
-            size=self.fields.required_integer("intermediate_size"), activation=Activation(name), bias=bias
+            size=self.fields.required_integer("intermediate_size"), activation=activation, bias=bias
         )
 
-    def pre_norm_layer(self, attention: AttentionConfig, feed_forward: FeedForwardConfig) -> LayerConfig:
-        """A layer with a norm before attention and one before the feed-forward part."""
-        norms = SublayerNorms(pre=self.norm())
+    def pre_norm_layer(
+        self, attention: AttentionConfig, feed_forward: FeedForward, norm: NormConfig | None = None
+    ) -> LayerConfig:
+        """A layer with a norm before attention and one before the feed-forward part: `norm`, or the usual one."""
+        norms = SublayerNorms(pre=norm or self.norm())
         return LayerConfig(mixer=attention, feed_forward=feed_forward, mixer_norms=norms, feed_forward_norms=norms)
 
     def sees(self, window: int | None) -> int | None:

@@ -4,6 +4,7 @@ that no family asks for, of a model whose family is not known."""
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -155,6 +156,9 @@ _ACTIVATIONS = {
 
 _MOST_TOLD = 8
 
+_NUMBERS_OF_EXPERTS = (0, 8)
+"""Some families take only the one, and others only the other."""
+
 _COMMON_VALUES = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -164,7 +168,6 @@ _COMMON_VALUES = {
     "head_dim": 16,
     "vocab_size": 64,
     "hidden_size_per_layer_input": 0,
-    "num_local_experts": 0,
     "num_heads": 8,
     "n_groups": 1,
     "mamba_n_heads": 8,
@@ -247,9 +250,11 @@ def _known_fields() -> frozenset[str]:
     """What any family asks a config.json for."""
     found: set[str] = set()
     for family in known_families():
-        fields = JsonFields(dict(_COMMON_VALUES), Path("config.json"))
-        family.configure(fields)
-        found |= fields.asked
+        for experts in _NUMBERS_OF_EXPERTS:
+            fields = JsonFields({**_COMMON_VALUES, "num_local_experts": experts}, Path("config.json"))
+            with suppress(CheckpointError):
+                family.configure(fields)
+            found |= fields.asked
     return frozenset(found)
 
 

@@ -24,6 +24,57 @@ class FamilyCase:
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
+EXPERTS: dict[str, FamilyCase] = {
+    "qwen3_moe": FamilyCase(
+        "qwen3_moe",
+        16,
+        {"num_hidden_layers": 4, "head_dim": 32, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen2_moe": FamilyCase(
+        "qwen2_moe",
+        4,
+        {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": [_LOCAL, _LOCAL, _GLOBAL, _GLOBAL],
+        },
+    ),
+    "mixtral": FamilyCase("mixtral", 16, {"sliding_window": 9, "head_dim": 24}),
+    "olmoe": FamilyCase("olmoe", 4, {}),
+    "gpt_oss": FamilyCase(
+        "gpt_oss",
+        16,
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "layer_types": [_LOCAL, _GLOBAL, _LOCAL],
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.7,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
+    "granitemoe": FamilyCase(
+        "granitemoe",
+        1,
+        {
+            "embedding_multiplier": 3.5,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 1.7,
+            "attention_bias": True,
+        },
+    ),
+}
+"""Families with mixtures of experts."""
+
 FAMILIES: dict[str, FamilyCase] = {
     "gemma": FamilyCase("gemma", 16, {"head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "glm4": FamilyCase("glm4", 4, {"head_dim": 24, "num_attention_heads": 6, "rms_norm_eps": 1e-3}),
@@ -137,6 +188,7 @@ FAMILIES: dict[str, FamilyCase] = {
         16,
         {"num_hidden_layers": 3, "sliding_window": 8, "layer_types": [_LOCAL, _GLOBAL, _LOCAL]},
     ),
+    **EXPERTS,
 }
 
 

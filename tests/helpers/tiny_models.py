@@ -51,6 +51,9 @@ _SMALL_CONFIG: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
+_LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+
 _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -122,6 +125,12 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "time_step_min": 0.2,
     },
+    "qwen3_moe": {"moe_intermediate_size": 48, **_EXPERTS},
+    "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, **_EXPERTS},
+    "mixtral": {**_LOCAL_EXPERTS, "intermediate_size": 48},
+    "olmoe": {**_EXPERTS, "intermediate_size": 48},
+    "gpt_oss": {**_LOCAL_EXPERTS, "intermediate_size": 48, "head_dim": 16},
+    "granitemoe": {**_LOCAL_EXPERTS, "intermediate_size": 48},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16},
 }
 
@@ -173,7 +182,7 @@ def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
-            scaled = _scaled(name, noise)
+            scaled = _scaled(name, noise, architecture)
             zero_centred = architecture in ("gemma2", "gemma3_text", "qwen3_5_text")
             if zero_centred and name.endswith("norm.weight") and "linear_attn" not in name:
                 scaled -= 1.0  # they multiply by 1 + w
@@ -206,7 +215,7 @@ def make_tiny_checkpoint(
     return folder
 
 
-def _scaled(name: str, noise: np.ndarray) -> np.ndarray:
+def _scaled(name: str, noise: np.ndarray, architecture: str = "") -> np.ndarray:
     """Unit noise to a parameter of the scale that its role asks for, keeping activations near 1."""
     if name.endswith(("norm.weight", "norm_f.weight", "layer_scalar", "mixer.D", "mamba.D")):
         return 1.0 + 0.2 * noise
@@ -214,8 +223,11 @@ def _scaled(name: str, noise: np.ndarray) -> np.ndarray:
         return noise
     if "conv" in name and noise.ndim == 3:
         return noise / np.sqrt(noise.shape[-1], dtype=np.float32)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_bias")):
         return 0.2 * noise
     if "embed" in name or "lm_head" in name:
         return 0.3 * noise
+    if noise.ndim == 3:  # experts; of gpt-oss, [experts, in, out]
+        inputs = noise.shape[1] if "gpt_oss" in architecture else noise.shape[2]
+        return noise / np.sqrt(inputs, dtype=np.float32)
     return noise / np.sqrt(noise.shape[1], dtype=np.float32)

@@ -1,0 +1,82 @@
+"""gpt-oss (2025): experts with a clamped gate and biases; attention with sinks, and windows in every second layer.
+
+Its folders in MXFP4 are quantised, and refused as such."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang_jax.architectures.common_fields import CommonFields, Defaults
+from sglang_jax.architectures.experts_form import read_experts
+from sglang_jax.architectures.hf_rope import rope_from_hf
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertScores
+from sglang_jax.architectures.kinds.rope import RopeConfig
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, Stacked, TensorName, TensorNames
+from sglang_jax.errors import CheckpointError
+
+_NAME = "gpt_oss"
+_DEFAULTS = Defaults(num_kv_heads=8, max_position=131072, head_dim=64, eps=1e-5, theta=150000.0)
+_SILENT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""What transformers takes where the file has no parameters of the rotation."""
+
+
+def configure(fields: JsonFields) -> ModelConfig:
+    common = CommonFields.read(fields, _DEFAULTS, rope=_rope(fields))
+    norm = replace(common.norm(), wide=True)
+    bias = fields.boolean("attention_bias")
+    bias = True if bias is None else bias
+    whole = replace(common.attention(), bias=bias, out_bias=bias, sinks=True)
+    sliding = replace(whole, window=common.sees(fields.count_or("sliding_window", 128)))
+    experts = replace(
+        read_experts(common, num_experts=128, chosen=4, default_size=2880),
+        clamped=_gate(fields),
+        scores=ExpertScores.CHOSEN_SOFTMAX,
+        router_bias=True,
+        bias=True,
+    )
+    layers = [
+        common.pre_norm_layer(sliding if slides else whole, experts, norm) for slides in common.sliding_layers(every=2)
+    ]
+    return common.model(_NAME, layers, norm)
+
+
+def _rope(fields: JsonFields) -> RopeConfig:
+    context = fields.count("max_position_embeddings") or _DEFAULTS.max_position
+    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling")
+    return rope_from_hf(fields, context, _DEFAULTS.theta, scaling or JsonFields(_SILENT_ROPE, fields.file))
+
+
+def _gate(fields: JsonFields) -> ClampedGate:
+    alpha, limit = fields.number("swiglu_alpha"), fields.number("swiglu_limit")
+    if limit is not None and limit <= 0.0:
+        raise CheckpointError(f"{fields.file}: swiglu_limit is {limit:g}, it must be greater than 0")
+    return ClampedGate(alpha=1.702 if alpha is None else alpha, limit=limit or 7.0)
+
+
+_GATE_UP = Stacked("mlp.experts.gate_up_proj", transposed=True, alternating=True)
+_DOWN = Stacked("mlp.experts.down_proj", transposed=True)
+
+_NAMES: TensorNames = {
+    **LLAMA_NAMES,
+    Part.ROUTER: TensorName("mlp.router", "ffn_gate_inp"),
+    Part.EXPERT_GATE: TensorName("mlp.experts.gate_up_proj", "ffn_gate_exps", stacked=_GATE_UP),
+    Part.EXPERT_UP: TensorName("mlp.experts.gate_up_proj", "ffn_up_exps", stacked=_GATE_UP),
+    Part.EXPERT_DOWN: TensorName("mlp.experts.down_proj", "ffn_down_exps", stacked=_DOWN),
+}
+
+FAMILY = Family(
+    name=_NAME,
+    class_name="GptOssForCausalLM",
+    configure=configure,
+    names=_NAMES,
+)

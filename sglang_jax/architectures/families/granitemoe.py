@@ -1,0 +1,51 @@
+"""Granite 3 with experts (2024): Granite's multipliers, and a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang_jax.architectures.common_fields import CommonFields, Defaults
+from sglang_jax.architectures.experts_form import read_experts
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.architectures.kinds.experts import ExpertScores
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, Stacked, TensorName, TensorNames
+
+_NAME = "granitemoe"
+_DEFAULTS = Defaults(max_position=2048, bos_token_id=1, eos_token_id=2)
+
+
+def configure(fields: JsonFields) -> ModelConfig:
+    common = CommonFields.read(fields, _DEFAULTS)
+    bias = fields.boolean("attention_bias") or False
+    scale = fields.number("attention_multiplier") or 1.0
+    experts = replace(read_experts(common, num_experts=8, chosen=2), scores=ExpertScores.CHOSEN_SOFTMAX)
+    layer = replace(
+        common.pre_norm_layer(replace(common.attention(), scale=scale, bias=bias, out_bias=bias), experts),
+        residual_multiplier=fields.number("residual_multiplier") or 1.0,
+    )
+    return replace(
+        common.model(_NAME, [layer] * common.num_layers),
+        embedding_multiplier=fields.number("embedding_multiplier") or 1.0,
+        logit_multiplier=1 / (fields.number("logits_scaling") or 1.0),
+    )
+
+
+_MODULE = "block_sparse_moe"
+_GATE_UP, _DOWN = Stacked(f"{_MODULE}.input_linear.weight"), Stacked(f"{_MODULE}.output_linear.weight")
+
+_NAMES: TensorNames = {
+    **LLAMA_NAMES,
+    Part.ROUTER: TensorName(f"{_MODULE}.router.layer", "ffn_gate_inp"),
+    Part.EXPERT_GATE: TensorName(f"{_MODULE}.input_linear", "ffn_gate_exps", stacked=_GATE_UP),
+    Part.EXPERT_UP: TensorName(f"{_MODULE}.input_linear", "ffn_up_exps", stacked=_GATE_UP),
+    Part.EXPERT_DOWN: TensorName(f"{_MODULE}.output_linear", "ffn_down_exps", stacked=_DOWN),
+}
+
+FAMILY = Family(
+    name=_NAME,
+    class_name="GraniteMoeForCausalLM",
+    configure=configure,
+    names=_NAMES,
+)
