@@ -145,7 +145,7 @@ class Experts(Loadable):
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias
         inner = self._gated(gate_up.view(tokens * experts, -1)).view(tokens, experts, -1)
-        outputs = torch.einsum("tei,ehi->teh", inner, self.down).float()
+        outputs = torch.einsum("tei,eoi->teo", inner, self.down).float()
         if self.down_bias is not None:
             outputs = outputs + self.down_bias
         scores = x.new_zeros((tokens, experts + 1), dtype=torch.float32)
