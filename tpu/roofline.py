@@ -7,9 +7,11 @@ program reaches any of the three; the largest says what to wait for. After Willi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
@@ -127,13 +129,21 @@ def step_flops(config: ModelConfig, work: Work) -> float:
         for attention in config.attention
     )
     head = 2.0 * _table_weights(config) * work.rows
-    return 2.0 * matrix_weights_of_layers(config) * work.tokens + attention + head
+    unused = sum(weights * (1 - experts.share_computed) for weights, experts in _experts(config))
+    return 2.0 * (matrix_weights_of_layers(config) - unused) * work.tokens + attention + head
 
 
 def matrix_weights_of_layers(config: ModelConfig) -> int:
-    """Weights of all layers that each token is multiplied by."""
+    """Weights of all layers, of which a token is multiplied by all but those of experts that it did not choose."""
     manifest = manifest_of(config)
     return sum(manifest.matrix_weights(layer) for layer in range(config.num_layers))
+
+
+def _experts(config: ModelConfig) -> Iterator[tuple[int, ExpertsConfig]]:
+    """Of each layer with experts, the numbers in their matrices, and what they are."""
+    for number, layer in enumerate(config.layers):
+        if isinstance(layer.feed_forward, ExpertsConfig):
+            yield manifest_of(config).expert_weights(number), layer.feed_forward
 
 
 def _table_weights(config: ModelConfig) -> int:
@@ -142,17 +152,18 @@ def _table_weights(config: ModelConfig) -> int:
 
 
 def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_bytes_per_token: int) -> float:
-    """Weights once, but of the embeddings only the rows looked up; keys and values read and written; logits written
-    and read once."""
-    table = 0.0
+    """Weights once, but of the embeddings only the rows looked up, and of experts those that are expected to be chosen;
+    keys and values read and written; logits written and read once."""
+    unread = sum(weights * (1 - experts.share_read(work.tokens)) for weights, experts in _experts(config))
     if not config.tie_word_embeddings:
-        table = _bytes_per_weight(config, weight_bytes, tp) * _table_weights(config) / tp
+        unread += _table_weights(config)
+    unread_bytes = _bytes_per_weight(config, weight_bytes, tp) * unread / tp
     sizes = [attention.num_kv_heads * attention.head_dim for attention in config.attention]
     keys = [work.within(attention.window).keys_read for attention in config.attention]
     read = sum(size * count for size, count in zip(sizes, keys, strict=True)) / max(sum(sizes), 1)
     kv = kv_bytes_per_token * (read + work.tokens)
     logits = 2 * _LOGIT_BYTES * work.rows * config.vocab_size / tp
-    return weight_bytes - table + kv + logits
+    return weight_bytes - unread_bytes + kv + logits
 
 
 def _bytes_per_weight(config: ModelConfig, weight_bytes: int, tp: int) -> float:

@@ -170,6 +170,10 @@ class Manifest:
         """Numbers in the matrices of one layer, experts included, or in those of none."""
         return sum(math.prod(spec.shape) for spec in self.of_layer(layer) if spec.is_matrix)
 
+    def expert_weights(self, layer: int) -> int:
+        """Numbers in the matrices of all experts of one layer."""
+        return sum(math.prod(spec.shape) for spec in self.of_layer(layer) if spec.places and spec.is_matrix)
+
 
 @lru_cache(maxsize=16)
 def manifest_of(config: ModelConfig) -> Manifest:

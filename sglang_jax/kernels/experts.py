@@ -14,6 +14,8 @@ from enum import StrEnum
 import jax
 import jax.numpy as jnp
 
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
+
 _SHARE_READ = 0.8
 _MOST_ROWS_OF_ALL = 256
 """Rows of a step beyond which a TPU would compute longer than it reads, if every token passed through all experts."""
@@ -37,12 +39,12 @@ class ExpertProducts(StrEnum):
     rows, a few times. For CPUs, where `ragged_dot` computes all experts (jax 0.10)."""
 
     @classmethod
-    def of(cls, *, for_tpu: bool, tokens: int, experts: int, chosen: int) -> ExpertProducts:
+    def of(cls, config: ExpertsConfig, tokens: int, *, for_tpu: bool) -> ExpertProducts:
         """What a step of so many tokens uses."""
         if not for_tpu:
             return cls.TILES
-        read = 1 - (1 - chosen / experts) ** tokens
-        return cls.ALL if read >= _SHARE_READ and tokens <= _MOST_ROWS_OF_ALL else cls.RAGGED
+        reads_nearly_all = config.share_read(tokens) >= _SHARE_READ
+        return cls.ALL if reads_nearly_all and tokens <= _MOST_ROWS_OF_ALL else cls.RAGGED
 
 
 @jax.tree_util.register_dataclass

@@ -56,9 +56,7 @@ class Experts(nnx.Module):
             logits = logits + self.router_bias[...]
         correction = None if self.correction is None else self.correction[...]
         choice = choose_experts(config, logits, correction, step.padding)
-        products = ExpertProducts.of(
-            for_tpu=self.for_tpu, tokens=len(x), experts=config.num_experts, chosen=config.chosen
-        )
+        products = ExpertProducts.of(config, len(x), for_tpu=self.for_tpu)
         found = _on_each_device(partial(multiply_experts, products, gate=self._gated), x, self._weights(), choice)
         if self.down_bias is not None:
             found = found + matmul(choice.by_expert(config.num_experts), self.down_bias[...])

@@ -144,7 +144,7 @@ def expected(config: ExpertsConfig, arrays: Arrays, x: np.ndarray) -> np.ndarray
 
 
 def jax_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Layer:
-    monkeypatch.setattr(ExpertProducts, "of", classmethod(lambda cls, **sizes: ExpertProducts(form)))
+    monkeypatch.setattr(ExpertProducts, "of", classmethod(lambda cls, *sizes, **platform: ExpertProducts(form)))
     options = jax_part.PartOptions(
         hidden_size=HIDDEN, dtype=jnp.dtype(dtype), implementation=AttentionImplementation.XLA
     )
@@ -302,7 +302,8 @@ def test_bfloat16_is_within_its_rounding(form: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_tpu_reads_all_experts_where_a_step_needs_nearly_all() -> None:
     def of(tokens: int, *, for_tpu: bool = True) -> products.ExpertProducts:
-        return ExpertProducts.of(for_tpu=for_tpu, tokens=tokens, experts=128, chosen=8)
+        config = ExpertsConfig(num_experts=128, chosen=8, size=768)
+        return ExpertProducts.of(config, tokens, for_tpu=for_tpu)
 
     found = [of(tokens) for tokens in (1, 8, 64, 256, 512)]
     ragged, every = ExpertProducts.RAGGED, ExpertProducts.ALL

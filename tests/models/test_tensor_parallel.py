@@ -71,6 +71,18 @@ folder = make_tiny_checkpoint(Path(sys.argv[1], "gemma4"), case.architecture, **
 expected = PagedModel(folder).run(sequences, steps)
 for logits, wanted in zip(PagedModel(folder, mesh=mesh).run(sequences, steps), expected, strict=True):
     assert np.abs(logits - wanted).max() < 2e-4
+
+# Experts, each of which four devices share; one with biases, one with a shared expert and dense layers.
+for name in ("gpt_oss", "qwen2_moe"):
+    case = FAMILIES[name]
+    folder = make_tiny_checkpoint(Path(sys.argv[1], name), case.architecture, **case.changes)
+    expected = PagedModel(folder).run(sequences, steps)
+    model = PagedModel(folder, mesh=mesh)
+    experts = [leaf for leaf in jax.tree.leaves(model.state) if leaf.ndim == 3]
+    assert len(experts) > 6
+    assert all(leaf.addressable_shards[0].data.size * 4 == leaf.size for leaf in experts)
+    for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
+        assert np.abs(logits - wanted).max() < 2e-4
 """
 
 _STATES = """

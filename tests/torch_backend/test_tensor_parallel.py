@@ -28,6 +28,9 @@ from torch_backend.models import Transformer, build_model
 from torch_backend.native_operations import NativeOperations
 from torch_backend.weights import load_weights
 
+EXPERTS = ("gpt_oss", "qwen2_moe")
+"""With biases of experts, which one rank adds; with a shared expert."""
+
 STEPS = ({0: 20, 1: 11}, {0: 1, 1: 9, 2: 7}, {0: 1, 2: 1, 1: 14})
 
 FORM: dict[str, Any] = {
@@ -124,8 +127,9 @@ def test_two_processes_compute_what_one_does_and_transformers(tmp_path: Path) ->
         *((FAMILIES[name].architecture, FAMILIES[name].changes) for name in ("gemma2", "cohere2")),
         *HYBRID_FORMS,
     ]
+    names = ("olmo2", "gemma4", "granite_swa", *EXPERTS)
     transformers = [
-        *((FAMILIES[name].architecture, FAMILIES[name].changes) for name in ("olmo2", "gemma4", "granite_swa")),
+        *((FAMILIES[name].architecture, FAMILIES[name].changes) for name in names),
         ("olmo2", {"num_key_value_heads": 1}),
     ]
     cases = [*one_process, *transformers]

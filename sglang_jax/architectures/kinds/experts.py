@@ -90,6 +90,16 @@ class ExpertsConfig:
         check_columns(self.shared_size, size)
         return self
 
+    @property
+    def share_computed(self) -> float:
+        """Of the weights of experts, those that one token is multiplied by."""
+        return self.chosen / self.num_experts
+
+    def share_read(self, tokens: int) -> float:
+        """Of the experts, those that are expected to be chosen by at least one of so many tokens, if each is chosen
+        as often as any other."""
+        return 1 - (1 - self.share_computed) ** tokens
+
     def with_biases(self, has: Callable[[Part], bool]) -> ExpertsConfig:
         """With biases where a checkpoint has them."""
         return replace(self, bias=has(Part.EXPERT_UP), router_bias=has(Part.ROUTER))
