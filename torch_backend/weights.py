@@ -104,19 +104,21 @@ def packs(model: Transformer) -> bool:
 
 
 def _read(reader: ParameterReader, parts: list[ParameterPart], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The parts one after the other along the first axis; zeros where a vocabulary does not reach the end.
+    """The parts one after the other along their rows; zeros where a vocabulary does not reach the end.
 
     **Raises:** `ValueError` if the model was built with another shape than the manifest has.
     """
     value = torch.zeros(shape, dtype=dtype)
     target = _as_numpy(value)
-    first = 0
+    first, spec = 0, reader.spec(parts[0].name)
+    rows = np.swapaxes(target, 0, 1) if spec.places else target  # those of experts are their second axis
     for part in parts:
         found = reader.read(part.name, part.index)
-        target[first : first + len(found)] = found
+        found = np.swapaxes(found, 0, 1) if spec.places else found
+        rows[first : first + len(found)] = found
         first += len(found)
-    filled_up = Axis.VOCABULARY in reader.spec(parts[0].name).axes[0]
-    if first != len(target) and not filled_up:
+    filled_up = Axis.VOCABULARY in spec.axes[0]
+    if first != len(rows) and not filled_up:
         raise ValueError(f"{parts[0].name} and what lies behind it have {first} rows, and the model {tuple(shape)}")
     return value
 

@@ -16,7 +16,7 @@ from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 from sglang_jax.layers.weight_format import WeightFormat
 
-_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     Activation.SILU: jax.nn.silu,
     Activation.GELU_TANH: partial(jax.nn.gelu, approximate=True),
 }
@@ -37,7 +37,7 @@ class FeedForward(nnx.Module):
         """See `LayerPart`."""
         gate_up = self.gate_up(x)
         gate, up = gate_up[:, 0], gate_up[:, 1]
-        activated = _ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype)
+        activated = ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype)
         return self.down(activated * up, of_outputs=True), memory
 
     def arrange(self, wanted: WeightFormat) -> None:

@@ -1,0 +1,149 @@
+"""Products of experts: each token by the matrices of the experts that it chose, in three ways.
+
+A token's result is a sum over its own experts in the order of its choice, or over all experts in theirs: which others
+chose the same experts changes nothing in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import jax
+import jax.numpy as jnp
+
+_SHARE_READ = 0.8
+_MOST_ROWS_OF_ALL = 256
+"""Rows of a step beyond which a TPU would compute longer than it reads, if every token passed through all experts."""
+
+_LARGEST_TILE = 32
+
+Gate = Callable[[jax.Array, jax.Array], jax.Array]
+"""`activation(gate) * up`, of float32 numbers."""
+
+
+class ExpertProducts(StrEnum):
+    """How a step multiplies."""
+
+    ALL = "all experts"
+    """Every token by every expert, and what it did not choose counts for nothing: where a step reads nearly all experts
+    anyway."""
+    RAGGED = "ragged"
+    """Tokens sorted by expert, in `jax.lax.ragged_dot`."""
+    TILES = "tiles"
+    """Tokens sorted by expert, some rows of one expert at a time. Each expert that was chosen is read once or, of many
+    rows, a few times. For CPUs, where `ragged_dot` computes all experts (jax 0.10)."""
+
+    @classmethod
+    def of(cls, *, for_tpu: bool, tokens: int, experts: int, chosen: int) -> ExpertProducts:
+        """What a step of so many tokens uses."""
+        if not for_tpu:
+            return cls.TILES
+        read = 1 - (1 - chosen / experts) ** tokens
+        return cls.ALL if read >= _SHARE_READ and tokens <= _MOST_ROWS_OF_ALL else cls.RAGGED
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Of all experts, or of a device's part of their columns. `gate`, `up`: `[experts, hidden, columns]`, and biases
+    `[experts, columns]`; `down`: `[experts, columns, hidden]`. Its bias is the caller's to add, as it is added once."""
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Choice:
+    """Of each token the experts that it chose, int32 `[T, chosen]`, and what their outputs are multiplied by, float32
+    `[T, chosen]`. Padding has expert number `experts`, which there is not, and scores of 0."""
+
+    experts: jax.Array
+    scores: jax.Array
+
+    def by_expert(self, experts: int) -> jax.Array:
+        """Scores as float32 `[T, experts]`, 0 for those that were not chosen."""
+        chosen = self.experts[..., None] == jnp.arange(experts)
+        return jnp.where(chosen, self.scores[..., None], 0.0).sum(1)
+
+
+def multiply_experts(
+    products: ExpertProducts, x: jax.Array, weights: ExpertWeights, choice: Choice, gate: Gate
+) -> jax.Array:
+    """`x [T, hidden]` → float32 `[T, hidden]`: the sum of the outputs of the chosen experts, each by its score."""
+    x = x.astype(weights.gate.dtype)
+    if products is ExpertProducts.ALL:
+        return _by_all(x, weights, choice, gate)
+    experts, chosen = len(weights.gate), choice.experts.shape[1]
+    flat = choice.experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
+    multiply = _ragged if products is ExpertProducts.RAGGED else _in_tiles
+    found = multiply(x[order // chosen], weights, flat[order], sizes, gate)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
+    outputs = found[places].reshape(len(x), chosen, -1)
+    scores = choice.scores[..., None]
+    # Padding has outputs of nobody, which may be anything.
+    return jnp.where(scores != 0, outputs * scores, 0.0).sum(1)
+
+
+def _dot(x: jax.Array, kernel: jax.Array, spec: str) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None
+    return jnp.einsum(spec, x, kernel, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _by_all(x: jax.Array, weights: ExpertWeights, choice: Choice, gate: Gate) -> jax.Array:
+    gates, ups = (_dot(x, kernel, "th,ehi->tei") for kernel in (weights.gate, weights.up))
+    if weights.gate_bias is not None and weights.up_bias is not None:
+        gates, ups = gates + weights.gate_bias, ups + weights.up_bias
+    scores = choice.by_expert(len(weights.gate))[..., None]
+    # What an expert makes of tokens that did not choose it may be infinite.
+    inner = jnp.where(scores != 0, gate(gates, ups) * scores, 0.0)
+    return _dot(inner.astype(x.dtype), weights.down, "tei,eih->th")
+
+
+def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate) -> jax.Array:
+    """`x [M, hidden]` in the order of its `experts [M]` → float32 `[M, hidden]`."""
+
+    def dot(rows: jax.Array, kernel: jax.Array) -> jax.Array:
+        precision = jax.lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None
+        return jax.lax.ragged_dot(rows, kernel, sizes, precision=precision, preferred_element_type=jnp.float32)
+
+    gates, ups = dot(x, weights.gate), dot(x, weights.up)
+    if weights.gate_bias is not None and weights.up_bias is not None:
+        gates, ups = gates + weights.gate_bias[experts], ups + weights.up_bias[experts]
+    return dot(gate(gates, ups).astype(x.dtype), weights.down)
+
+
+def _in_tiles(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate) -> jax.Array:
+    """As `_ragged`. A tile's last rows may be the next expert's, which that one's tile then overwrites."""
+    num_rows, num_experts = len(x), len(sizes)
+    tile = min(_LARGEST_TILE, 2 ** max(math.ceil(math.log2(num_rows / num_experts)), 0))
+    tiles = (sizes + tile - 1) // tile
+    ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
+    rows = jnp.pad(x, ((0, tile), (0, 0)))
+
+    def compute(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        number, outputs = carry
+        expert = jnp.searchsorted(ends, number, side="right")
+        first = starts[expert] + (number - (ends[expert] - tiles[expert])) * tile
+
+        def of_expert(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(array, expert, keepdims=False)
+
+        own = jax.lax.dynamic_slice(rows, (first, 0), (tile, rows.shape[1]))
+        gates, ups = (_dot(own, of_expert(kernel), "th,hi->ti") for kernel in (weights.gate, weights.up))
+        if weights.gate_bias is not None and weights.up_bias is not None:
+            gates, ups = gates + of_expert(weights.gate_bias), ups + of_expert(weights.up_bias)
+        found = _dot(gate(gates, ups).astype(own.dtype), of_expert(weights.down), "ti,ih->th")
+        return number + 1, jax.lax.dynamic_update_slice(outputs, found, (first, 0))
+
+    outputs = jnp.zeros((num_rows + tile, weights.down.shape[-1]), jnp.float32)
+    first = (jnp.zeros((), ends.dtype), outputs)
+    return jax.lax.while_loop(lambda carry: carry[0] < ends[-1], compute, first)[1][:num_rows]

@@ -1,0 +1,165 @@
+"""Mixtures of experts: a router, experts, and a shared expert beside them where there is one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
+from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.kernels.experts import Choice, ExpertProducts, ExpertWeights, multiply_experts
+from sglang_jax.layers.feed_forward import ACTIVATIONS
+from sglang_jax.layers.linear import Linear
+from sglang_jax.layers.parameter import Parameter, matmul, parameter
+from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
+from sglang_jax.layers.sharding import partition_spec
+from sglang_jax.layers.weight_format import WeightFormat
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+_LEAST_SUM = 1e-20
+"""Of scores that are divided by their sum: sigmoids may all be 0."""
+
+
+class Experts(nnx.Module):
+    """See `ExpertsConfig`. The router is float32."""
+
+    def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
+        self.config = config
+        self.for_tpu = options.implementation.for_tpu
+        dtype, experts = options.dtype, (Axis.EXPERTS, config.num_experts)
+        hidden, inner = (Axis.HIDDEN, options.hidden_size), (Axis.INTERMEDIATE, config.size)
+
+        def bias(part: Part, *axes: tuple[Axis, int], wanted: bool = config.bias) -> Parameter | None:
+            return parameter(axes, _FLOAT32, part, kind=Kind.BIAS) if wanted else None
+
+        self.router = parameter([hidden, experts], _FLOAT32, Part.ROUTER)
+        self.router_bias = bias(Part.ROUTER, experts, wanted=config.router_bias)
+        self.correction = bias(Part.ROUTER_CORRECTION, experts, wanted=config.correction)
+        self.gate = parameter([experts, hidden, inner], dtype, Part.EXPERT_GATE)
+        self.gate_bias = bias(Part.EXPERT_GATE, experts, inner)
+        self.up = parameter([experts, hidden, inner], dtype, Part.EXPERT_UP)
+        self.up_bias = bias(Part.EXPERT_UP, experts, inner)
+        self.down = parameter([experts, inner, hidden], dtype, Part.EXPERT_DOWN)
+        self.down_bias = bias(Part.EXPERT_DOWN, experts, hidden)
+        self.shared = SharedExpert(config, options) if config.shared_size else None
+
+    def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+        """See `LayerPart`. Padding chooses no expert."""
+        config = self.config
+        logits = matmul(x.astype(jnp.float32), self.router[...])
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...]
+        correction = None if self.correction is None else self.correction[...]
+        choice = choose_experts(config, logits, correction, step.padding)
+        products = ExpertProducts.of(
+            for_tpu=self.for_tpu, tokens=len(x), experts=config.num_experts, chosen=config.chosen
+        )
+        found = _on_each_device(partial(multiply_experts, products, gate=self._gated), x, self._weights(), choice)
+        if self.down_bias is not None:
+            found = found + matmul(choice.by_expert(config.num_experts), self.down_bias[...])
+        if self.shared is not None:
+            found = found + self.shared(x)
+        return found.astype(x.dtype), memory
+
+    def _weights(self) -> ExpertWeights:
+        biases = [None if bias is None else bias[...] for bias in (self.gate_bias, self.up_bias)]
+        return ExpertWeights(self.gate[...], self.up[...], self.down[...], *biases)
+
+    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        clamped = self.config.clamped
+        if clamped is None:
+            return ACTIVATIONS[self.config.activation](gate) * up
+        gate, up = jnp.minimum(gate, clamped.limit), jnp.clip(up, -clamped.limit, clamped.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(clamped.alpha * gate)
+
+    def arrange(self, wanted: WeightFormat) -> None:
+        """See `LayerPart`. Experts lie as products of experts read them, in any format."""
+        if self.shared is not None:
+            self.shared.arrange(wanted)
+
+
+class SharedExpert(nnx.Module):
+    """A gated layer through which every token passes, with a gate of its own where the config has one."""
+
+    def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
+        hidden, inner = [(Axis.HIDDEN, options.hidden_size)], [(Axis.INTERMEDIATE, config.shared_size)]
+        both = [(Axis.GATE_OR_UP, 2), *inner]
+        self.gate_up = Linear(hidden, both, (Part.SHARED_GATE, Part.SHARED_UP), bias=False, dtype=options.dtype)
+        self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), bias=False, dtype=options.dtype)
+        one = [*hidden, (Axis.ONE, 1)]
+        self.router = parameter(one, _FLOAT32, Part.SHARED_ROUTER) if config.shared_gate else None
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[T, hidden]` → float32 `[T, hidden]`."""
+        gate_up = self.gate_up(x)
+        activated = ACTIVATIONS[self.activation](gate_up[:, 0].astype(jnp.float32)).astype(x.dtype)
+        found = self.down(activated * gate_up[:, 1], of_outputs=True).astype(jnp.float32)
+        if self.router is None:
+            return found
+        return found * jax.nn.sigmoid(matmul(x.astype(jnp.float32), self.router[...]))
+
+    def arrange(self, wanted: WeightFormat) -> None:
+        """See `LayerPart`."""
+        self.gate_up.arrange(wanted)
+        self.down.arrange(wanted)
+
+
+def choose_experts(
+    config: ExpertsConfig, logits: jax.Array, correction: jax.Array | None, padding: jax.Array
+) -> Choice:
+    """The experts of each token, by the router's logits float32 `[T, experts]`.
+
+    **Arguments:** `correction`: float32 `[experts]`, see `ExpertsConfig`; `padding`: bool `[T]`.
+    """
+    match config.scores:
+        case ExpertScores.SOFTMAX:
+            scores = jax.nn.softmax(logits, axis=-1)
+        case ExpertScores.SIGMOID:
+            scores = jax.nn.sigmoid(logits)
+        case ExpertScores.CHOSEN_SOFTMAX:
+            scores = logits
+    ranked = scores if correction is None else scores + correction
+    if config.groups > 1:
+        ranked = _in_best_groups(config, ranked)
+    experts = jax.lax.top_k(ranked, config.chosen)[1]  # of equal ones, the lower number first
+    chosen = jnp.take_along_axis(scores, experts, axis=-1)
+    if config.scores is ExpertScores.CHOSEN_SOFTMAX:
+        chosen = jax.nn.softmax(chosen, axis=-1)
+    if config.renormalised:
+        chosen = chosen / jnp.maximum(chosen.sum(-1, keepdims=True), _LEAST_SUM)
+    unused = padding[:, None]
+    return Choice(jnp.where(unused, config.num_experts, experts), jnp.where(unused, 0.0, chosen * config.scale))
+
+
+def _in_best_groups(config: ExpertsConfig, ranked: jax.Array) -> jax.Array:
+    """The same, with those of other groups than the best behind all."""
+    by_group = ranked.reshape(len(ranked), config.groups, -1)
+    best = jax.lax.top_k(by_group, config.best_of_group)[0].sum(-1)
+    groups = jax.lax.top_k(best, config.chosen_groups)[1]
+    allowed = (groups[..., None] == jnp.arange(config.groups)).any(1)
+    return jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(ranked.shape)
+
+
+def _on_each_device(multiply: partial[jax.Array], x: jax.Array, weights: ExpertWeights, choice: Choice) -> jax.Array:
+    """`multiply` by each device with its part of the columns of every expert, and the sum of what they find."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["tensor"] == 1:
+        return multiply(x, weights, choice)
+
+    def run(x: jax.Array, weights: ExpertWeights, choice: Choice) -> jax.Array:
+        return jax.lax.psum(multiply(x, weights, choice), "tensor")
+
+    columns = partition_spec((Axis.EXPERTS, Axis.HIDDEN, Axis.INTERMEDIATE))
+    biases = None if weights.gate_bias is None else partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE))
+    down = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE, Axis.HIDDEN))
+    specs = ExpertWeights(columns, columns, down, biases, biases)  # type: ignore[arg-type]
+    whole = PartitionSpec()
+    return jax.shard_map(run, mesh=mesh, in_specs=(whole, specs, whole), out_specs=whole, check_vma=False)(
+        x, weights, choice
+    )

@@ -1,0 +1,310 @@
+"""Layers with experts on both backends, against a loop over tokens and experts in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, ExpertScores
+from sglang_jax.architectures.kinds.feed_forward import Activation
+from sglang_jax.kernels import experts as products
+from sglang_jax.kernels.experts import ExpertProducts
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.layers import batch as jax_batch
+from sglang_jax.layers import experts as jax_experts
+from sglang_jax.layers import part as jax_part
+from torch_backend import batch as torch_batch
+from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers import experts as torch_experts
+from torch_backend.layers import part as torch_part
+from torch_backend.layers.shard import ModelShard
+from torch_backend.native_operations import NativeOperations
+from torch_backend.parallel import SINGLE
+
+HIDDEN, EXPERTS, INNER = 24, 8, 16
+ROWS = 3
+CONFIGS = {
+    "softmax": {},
+    "renormalised": {"renormalised": True, "activation": Activation.GELU_TANH},
+    "softmax of those chosen": {
+        "scores": ExpertScores.CHOSEN_SOFTMAX,
+        "bias": True,
+        "router_bias": True,
+        "clamped": ClampedGate(alpha=1.7, limit=0.8),
+    },
+    "sigmoid in groups": {
+        "scores": ExpertScores.SIGMOID,
+        "renormalised": True,
+        "correction": True,
+        "groups": 4,
+        "chosen_groups": 2,
+        "scale": 2.5,
+    },
+    "shared": {"shared_size": 20, "shared_gate": True},
+    "shared without a gate": {"shared_size": 20, "chosen": 1},
+}
+JAX_FORMS = [f"jax {one.value}" for one in ExpertProducts]
+TORCH_FORMS = ["torch tiles", "torch all experts", "torch grouped"]
+Arrays = dict[str, np.ndarray]
+Layer = Callable[[np.ndarray, int], np.ndarray]
+
+
+def make(name: str) -> tuple[ExpertsConfig, Arrays]:
+    """A config, and numbers for its parameters by their names in the layers."""
+    config = ExpertsConfig(**{"num_experts": EXPERTS, "chosen": 3, "size": INNER, **CONFIGS[name]})
+    rng = np.random.default_rng(sum(map(ord, name)))
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32) * (0.5 if len(shape) > 1 else 0.3)
+
+    found = {
+        "router": draw(EXPERTS, HIDDEN),
+        "gate": draw(EXPERTS, INNER, HIDDEN),
+        "up": draw(EXPERTS, INNER, HIDDEN),
+        "down": draw(EXPERTS, HIDDEN, INNER),
+    }
+    if config.router_bias:
+        found["router_bias"] = draw(EXPERTS)
+    if config.correction:
+        found["correction"] = draw(EXPERTS)
+    if config.bias:
+        biases = {"gate_bias": INNER, "up_bias": INNER, "down_bias": HIDDEN}
+        found |= {bias: draw(EXPERTS, size) for bias, size in biases.items()}
+    if config.shared_size:
+        size = config.shared_size
+        shared = {"gate": (size, HIDDEN), "up": (size, HIDDEN), "down": (HIDDEN, size)}
+        found |= {f"shared.{part}": draw(*shape) for part, shape in shared.items()}
+    if config.shared_gate:
+        found["shared.router"] = draw(1, HIDDEN)
+    return config, found
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def gated(config: ExpertsConfig, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if config.clamped is not None:
+        alpha, limit = config.clamped.alpha, config.clamped.limit
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return (up + 1) * gate * sigmoid(alpha * gate)
+    if config.activation is Activation.SILU:
+        return gate * sigmoid(gate) * up
+    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+
+
+def choose(config: ExpertsConfig, logits: np.ndarray, correction: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """The experts of one token, and their scores."""
+    softmax = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    scores = {
+        ExpertScores.SOFTMAX: softmax,
+        ExpertScores.SIGMOID: sigmoid(logits),
+        ExpertScores.CHOSEN_SOFTMAX: logits,
+    }[config.scores]
+    ranked = scores + correction
+    if config.groups > 1:
+        groups = ranked.reshape(config.groups, -1)
+        best = np.sort(groups, axis=1)[:, -config.best_of_group :].sum(1)
+        kept = sorted(range(config.groups), key=lambda group: -best[group])[: config.chosen_groups]
+        ranked = np.where(np.isin(np.arange(len(ranked)) // groups.shape[1], kept), ranked, -np.inf)
+    experts = sorted(range(len(ranked)), key=lambda expert: (-ranked[expert], expert))[: config.chosen]
+    found = scores[experts]
+    if config.scores is ExpertScores.CHOSEN_SOFTMAX:
+        found = np.exp(found - found.max()) / np.exp(found - found.max()).sum()
+    if config.renormalised:
+        found = found / found.sum()
+    return experts, found * config.scale
+
+
+def expected(config: ExpertsConfig, arrays: Arrays, x: np.ndarray) -> np.ndarray:
+    own = {name: array.astype(np.float64) for name, array in arrays.items()}
+    outputs = np.zeros((len(x), HIDDEN))
+    for token, row in enumerate(x.astype(np.float64)):
+        logits = own["router"] @ row + own.get("router_bias", 0)
+        experts, scores = choose(config, logits, own.get("correction", np.zeros(EXPERTS)))
+        for expert, score in zip(experts, scores, strict=True):
+            gate, up = (
+                own[part][expert] @ row + (own[f"{part}_bias"][expert] if config.bias else 0) for part in ("gate", "up")
+            )
+            output = own["down"][expert] @ gated(config, gate, up)
+            outputs[token] += score * (output + (own["down_bias"][expert] if config.bias else 0))
+        if config.shared_size:
+            found = own["shared.down"] @ gated(config, own["shared.gate"] @ row, own["shared.up"] @ row)
+            outputs[token] += found * (sigmoid(own["shared.router"] @ row) if config.shared_gate else 1)
+    return outputs
+
+
+def jax_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Layer:
+    monkeypatch.setattr(ExpertProducts, "of", classmethod(lambda cls, **sizes: ExpertProducts(form)))
+    options = jax_part.PartOptions(
+        hidden_size=HIDDEN, dtype=jnp.dtype(dtype), implementation=AttentionImplementation.XLA
+    )
+    layer = jax_experts.Experts(config, options)
+    turned = {"router", "gate", "up", "down"}
+
+    def give(parameter: Any, array: np.ndarray) -> None:
+        assert parameter.shape == array.shape
+        parameter.set_value(jnp.asarray(array, parameter.dtype))
+
+    for name, array in arrays.items():
+        if "." not in name:
+            give(getattr(layer, name), array.swapaxes(-1, -2) if name in turned else array)
+    if config.shared_size:
+        both = np.stack([arrays["shared.gate"].T, arrays["shared.up"].T], axis=1)
+        give(layer.shared.gate_up.kernel, both)
+        give(layer.shared.down.kernel, arrays["shared.down"].T)
+    if config.shared_gate:
+        give(layer.shared.router, arrays["shared.router"].T)
+    graph, state = nnx.split(layer)
+
+    @jax.jit
+    def run(x: jax.Array, batch: jax_batch.ForwardBatch) -> jax.Array:
+        return nnx.merge(graph, state)(x, jax_part.LayerStep(batch), jax_part.LayerMemory())[0]
+
+    def call(x: np.ndarray, padding: int) -> np.ndarray:
+        tokens, real = len(x), len(x) - padding
+        zeros = jnp.zeros(tokens, jnp.int32)
+        batch = jax_batch.ForwardBatch(
+            tokens=zeros,
+            positions=zeros,
+            write_slots=zeros,
+            page_table=jnp.zeros((ROWS, 1), jnp.int32),
+            kv_lens=jnp.array([real] + [0] * (ROWS - 1), jnp.int32),
+            query_starts=jnp.array([0] + [real] * ROWS, jnp.int32),
+            num_decode=jnp.int32(0),
+        )
+        return np.asarray(run(jnp.asarray(x), batch), np.float64)
+
+    return call
+
+
+def torch_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Layer:
+    shard = ModelShard(rank=0, size=1, vocabulary=range(1), vocabulary_rows=1)
+    kept = getattr(torch, dtype)
+    options = torch_part.PartOptions(
+        hidden_size=HIDDEN, shard=shard, dtype=kept, operations=NativeOperations(), parallel=SINGLE
+    )
+    layer = torch_experts.Experts(config, options)
+
+    def give(module: torch.nn.Module, name: str, array: np.ndarray) -> None:
+        own = module.get_parameter(name)
+        assert own.shape == array.shape
+        setattr(module, name, torch.nn.Parameter(torch.from_numpy(array.copy()).to(own.dtype), requires_grad=False))
+
+    for name in ("router", "router_bias", "correction", "down", "down_bias"):
+        if name in arrays:
+            give(layer, name, arrays[name])
+    give(layer, "gate_up", np.concatenate([arrays["gate"], arrays["up"]], axis=1))
+    if config.bias:
+        give(layer, "gate_up_bias", np.concatenate([arrays["gate_bias"], arrays["up_bias"]], axis=1))
+    if config.shared_size:
+        both = np.concatenate([arrays["shared.gate"], arrays["shared.up"]])
+        give(layer.shared.gate_up, "weight", both)
+        give(layer.shared.down, "weight", arrays["shared.down"])
+    if config.shared_gate:
+        give(layer.shared, "router", arrays["shared.router"])
+    match form:
+        case "all experts":
+            monkeypatch.setattr(layer, "_sorted", lambda x, choice, multiply: layer._by_all(x, choice))
+        case "grouped":
+            monkeypatch.setattr(layer, "_in_tiles", layer._grouped)
+
+    def call(x: np.ndarray, padding: int) -> np.ndarray:
+        tokens, real = len(x), len(x) - padding
+        zeros = torch.zeros(tokens, dtype=torch.int32)
+        batch = torch_batch.ForwardBatch(
+            tokens=zeros,
+            positions=zeros,
+            write_slots=zeros.long(),
+            page_table=torch.zeros((2, 1), dtype=torch.int32),
+            kv_lens=torch.tensor([real, 0], dtype=torch.int32),
+            query_starts=torch.tensor([0, real, tokens], dtype=torch.int32),
+            num_decode=0,
+        )
+        with torch.no_grad():
+            found = layer(torch.tensor(x).to(kept), torch_part.LayerStep(batch, None, None), LayerMemory())
+        return found.double().numpy()
+
+    return call
+
+
+LAYERS = {"jax": jax_layer, "torch": torch_layer}
+
+
+def build(form: str, name: str, monkeypatch: pytest.MonkeyPatch, dtype: str = "float32") -> tuple[Layer, Any, Arrays]:
+    config, arrays = make(name)
+    backend, _, own = form.partition(" ")
+    layer = LAYERS[backend](own, config, arrays, dtype, monkeypatch)
+    return layer, config, arrays
+
+
+@pytest.mark.parametrize("form", JAX_FORMS + TORCH_FORMS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer_is_the_sum_of_what_its_experts_say(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, config, arrays = build(form, name, monkeypatch)
+    for tokens in (1, 7, 40):
+        x = np.random.default_rng(tokens).standard_normal((tokens, HIDDEN)).astype(np.float32)
+        np.testing.assert_allclose(layer(x, 0), expected(config, arrays, x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", JAX_FORMS + TORCH_FORMS[:2])  # on a CPU, torch's own form is plain products
+def test_what_others_choose_and_padding_change_no_bit(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step of one size. Padding may be anything."""
+    layers = [build(form, name, monkeypatch)[0] for name in ("renormalised", "softmax of those chosen")]
+
+    @settings(max_examples=25, deadline=None)
+    @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([4, 24]), padding=st.integers(0, 2))
+    def check(seed: int, size: int, padding: int) -> None:
+        rng = np.random.default_rng(seed)
+        x = rng.standard_normal((size, HIDDEN)).astype(np.float32)
+        others = rng.standard_normal((size, HIDDEN)).astype(np.float32) * rng.choice([0.01, 1.0, 30.0])
+        others[rng.integers(1, size)] = others[1]  # equal tokens choose the same experts
+        others[0] = x[0]
+        if padding:
+            others[-padding:] = np.nan
+        for layer in layers:
+            assert np.array_equal(layer(x, 0)[0], layer(others, padding)[0])
+
+    check()
+
+
+@pytest.mark.parametrize("form", ["jax tiles", "torch tiles"])
+def test_equal_scores_go_to_the_lower_numbers(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, arrays = make("softmax")
+    arrays["router"][[1, 2, 5, 6]] = arrays["router"][5]
+    config = ExpertsConfig(num_experts=EXPERTS, chosen=2, size=INNER)
+    backend, _, own = form.partition(" ")
+    layer = LAYERS[backend](own, config, arrays, "float32", monkeypatch)
+    x = np.tile(arrays["router"][5] * 3, (5, 1)).astype(np.float32)
+    assert choose(config, arrays["router"].astype(np.float64) @ x[0], np.zeros(EXPERTS))[0] == [1, 2]
+    np.testing.assert_allclose(layer(x, 0), expected(config, arrays, x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", [*JAX_FORMS, *TORCH_FORMS])
+def test_bfloat16_is_within_its_rounding(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, config, arrays = build(form, "softmax of those chosen", monkeypatch, dtype="bfloat16")
+    exact = {name: jnp.asarray(array, jnp.bfloat16).astype(jnp.float32) for name, array in arrays.items()}
+    exact |= {name: arrays[name] for name in ("router", "router_bias")}
+    x = np.random.default_rng(3).standard_normal((30, HIDDEN))
+    x = np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32))
+    wanted = expected(config, {name: np.asarray(array) for name, array in exact.items()}, x)
+    assert np.abs(layer(x, 0) - wanted).max() < 2.0**-6 * np.abs(wanted).max()
+
+
+def test_a_tpu_reads_all_experts_where_a_step_needs_nearly_all() -> None:
+    def of(tokens: int, *, for_tpu: bool = True) -> products.ExpertProducts:
+        return ExpertProducts.of(for_tpu=for_tpu, tokens=tokens, experts=128, chosen=8)
+
+    found = [of(tokens) for tokens in (1, 8, 64, 256, 512)]
+    ragged, every = ExpertProducts.RAGGED, ExpertProducts.ALL
+    assert found == [ragged, ragged, every, every, ragged]
+    assert of(64, for_tpu=False) is ExpertProducts.TILES

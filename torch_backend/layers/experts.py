@@ -1,0 +1,239 @@
+"""Mixtures of experts: a router, experts, and a shared expert beside them where there is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, ExpertScores
+from sglang_jax.architectures.kinds.feed_forward import Activation
+from sglang_jax.architectures.tensor_names import Kind, Part
+from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers.linear import Linear
+from torch_backend.layers.parameter import Loadable
+from torch_backend.layers.part import LayerStep, PartOptions
+from torch_backend.layers.weight_format import WeightFormat
+from torch_backend.operations import Operations
+
+_LEAST_SUM = 1e-20
+"""Of scores that are divided by their sum: sigmoids may all be 0."""
+
+_LARGEST_TILE = 64
+
+_LEAST_CAPABILITY = 8
+"""Of a GPU for `grouped_mm`: Ampere's."""
+
+_EIGHT = 8
+"""Numbers of bfloat16 that a row of its matrices must be a multiple of: 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Of each token the experts that it chose, int64 `[T, chosen]`, and what their outputs are multiplied by, float32
+    `[T, chosen]`. Padding has expert number `experts`, which there is not, and scores of 0."""
+
+    experts: torch.Tensor
+    scores: torch.Tensor
+
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of rows `[M, hidden]` in the order of their experts, these `[M]`, and rows of each expert, outputs `[M, hidden]`."""
+
+
+class Experts(Loadable):
+    """See `ExpertsConfig`. The router is float32. A rank has its part of the columns of every expert."""
+
+    def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
+        super().__init__()
+        experts, hidden, dtype = config.num_experts, options.hidden_size, options.dtype
+        shard = options.shard
+        inner = len(shard.intermediate(config.size))
+        self.config = config
+        self.router = self.declare("router", (experts, hidden), torch.float32, Part.ROUTER)
+        self.router_bias = self._bias("router_bias", (experts,), Part.ROUTER, wanted=config.router_bias)
+        self.correction = self._bias("correction", (experts,), Part.ROUTER_CORRECTION, wanted=config.correction)
+        both = (Part.EXPERT_GATE, Part.EXPERT_UP)
+        self.gate_up = self.declare("gate_up", (experts, 2 * inner, hidden), dtype, *both)
+        self.gate_up_bias = self._bias("gate_up_bias", (experts, 2 * inner), *both, wanted=config.bias, dtype=dtype)
+        self.down = self.declare("down", (experts, hidden, inner), dtype, Part.EXPERT_DOWN)
+        # The sum over ranks adds the output's bias once.
+        once = config.bias and shard.first
+        self.down_bias = self._bias("down_bias", (experts, hidden), Part.EXPERT_DOWN, wanted=once, dtype=dtype)
+        self.shared = SharedExpert(config, options) if config.shared_size else None
+        self._gated = _Gated(config.activation, config.clamped, options.operations)
+
+    def _bias(
+        self, name: str, shape: tuple[int, ...], *parts: Part, wanted: bool, dtype: torch.dtype = torch.float32
+    ) -> nn.Parameter | None:
+        return self.declare(name, shape, dtype, *parts, kind=Kind.BIAS) if wanted else None
+
+    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """See `LayerPart`. Padding chooses no expert."""
+        logits = functional.linear(x.float(), self.router, self.router_bias)
+        choice = choose_experts(self.config, logits, self.correction, step.padding)
+        if x.device.type == "cpu":
+            found = self._sorted(x, choice, self._in_tiles)
+        elif self._groups(x.device):
+            found = self._sorted(x, choice, self._grouped)
+        else:
+            found = self._by_all(x, choice)
+        if self.shared is not None:
+            found = found + self.shared(x)
+        return found.to(x.dtype)
+
+    def _groups(self, device: torch.device) -> bool:
+        """Whether torch's grouped product takes these matrices."""
+        rows_fit = all(side % _EIGHT == 0 for side in self.down.shape[1:])
+        capable = torch.cuda.get_device_capability(device)[0] >= _LEAST_CAPABILITY
+        return self.down.dtype == torch.bfloat16 and rows_fit and capable
+
+    def _sorted(self, x: torch.Tensor, choice: Choice, multiply: Multiply) -> torch.Tensor:
+        """float32 `[T, hidden]`: `multiply` computes rows in the order of their experts. A token's sum is in the order
+        of its choice."""
+        tokens, chosen = choice.experts.shape
+        experts, order = choice.experts.reshape(-1).sort(stable=True)
+        sizes = torch.zeros(len(self.router) + 1, dtype=torch.int32, device=x.device)
+        sizes.index_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
+        found = multiply(x[order // chosen], experts, sizes[:-1])
+        outputs = torch.empty_like(found)
+        outputs[order] = found
+        scores = choice.scores[..., None]
+        weighted = outputs.view(tokens, chosen, -1).float() * scores
+        # Padding has outputs of nobody, which may be anything.
+        return torch.where(scores != 0, weighted, 0.0).sum(1)
+
+    def _in_tiles(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """Some rows of one expert at a time: each that was chosen is read once or, of many rows, a few times.
+
+        Tiles have the same number of rows whatever was chosen, so that no row's sum depends on that. The last rows of
+        one may be the next expert's, which that one's tile then overwrites.
+        """
+        rows = len(x)
+        tile = min(_LARGEST_TILE, 2 ** max(math.ceil(math.log2(rows / len(self.router))), 0))
+        x = functional.pad(x, (0, 0, 0, tile))
+        outputs = x.new_empty((rows + tile, self.down.shape[1]))
+        first = 0
+        for expert, size in enumerate(sizes.tolist()):
+            gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
+            down_bias = None if self.down_bias is None else self.down_bias[expert]
+            for start in range(first, first + size, tile):
+                gate_up = functional.linear(x[start : start + tile], self.gate_up[expert], gate_up_bias)
+                inner = self._gated(gate_up)
+                outputs[start : start + tile] = functional.linear(inner, self.down[expert], down_bias)
+            first += size
+        return outputs[:rows]
+
+    def _grouped(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """By torch's grouped product, which leaves rows of padding, the last ones, as they were."""
+        ends = sizes.cumsum(0, dtype=torch.int32)
+        own = experts.clamp(max=len(self.router) - 1)
+        gate_up = functional.grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends)
+        if self.gate_up_bias is not None:
+            gate_up = gate_up + self.gate_up_bias[own]
+        found = functional.grouped_mm(self._gated(gate_up), self.down.transpose(1, 2), offs=ends)
+        return found if self.down_bias is None else found + self.down_bias[own]
+
+    def _by_all(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+        """Every token by every expert, and what it did not choose counts for nothing."""
+        experts, tokens = len(self.router), len(x)
+        gate_up = torch.einsum("th,eih->tei", x, self.gate_up)
+        if self.gate_up_bias is not None:
+            gate_up = gate_up + self.gate_up_bias
+        inner = self._gated(gate_up.view(tokens * experts, -1)).view(tokens, experts, -1)
+        outputs = torch.einsum("tei,eoi->teo", inner, self.down).float()
+        if self.down_bias is not None:
+            outputs = outputs + self.down_bias
+        scores = x.new_zeros((tokens, experts + 1), dtype=torch.float32)
+        scores = scores.scatter(1, choice.experts, choice.scores)[:, :experts, None]
+        return torch.where(scores != 0, outputs * scores, 0.0).sum(1)
+
+    def arrange(self, form: WeightFormat) -> None:
+        """See `Transformer.arrange`. Experts lie as their products read them, in any format."""
+        if self.shared is not None:
+            self.shared.arrange(form)
+
+
+class SharedExpert(Loadable):
+    """A gated layer through which every token passes, with a gate of its own where the config has one."""
+
+    def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
+        super().__init__()
+        inner, hidden = len(options.shard.intermediate(config.shared_size)), options.hidden_size
+        both = (Part.SHARED_GATE, Part.SHARED_UP)
+        self.gate_up = Linear(hidden, 2 * inner, both, bias=False, dtype=options.dtype)
+        self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), bias=False, dtype=options.dtype)
+        self.router = None
+        if config.shared_gate:
+            self.router = self.declare("router", (1, hidden), torch.float32, Part.SHARED_ROUTER)
+        self._gated = _Gated(config.activation, None, options.operations)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of float32 `[T, hidden]`."""
+        found: torch.Tensor = self.down(self._gated(self.gate_up(x))).float()
+        return found if self.router is None else found * functional.linear(x.float(), self.router).sigmoid()
+
+    def arrange(self, form: WeightFormat) -> None:
+        """See `Transformer.arrange`."""
+        self.gate_up.arrange(form)
+        self.down.arrange(form)
+
+
+class _Gated:
+    """`activation(gate) * up` of `[T, 2 * columns]`, gate first: `[T, columns]`."""
+
+    def __init__(self, activation: Activation, clamped: ClampedGate | None, operations: Operations) -> None:
+        self._plain = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
+        self._clamped = clamped
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._clamped is None:
+            return self._plain(gate_up)
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        limit = self._clamped.limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return ((up + 1) * gate * (self._clamped.alpha * gate).sigmoid()).to(gate_up.dtype)
+
+
+def choose_experts(
+    config: ExpertsConfig, logits: torch.Tensor, correction: torch.Tensor | None, padding: torch.Tensor
+) -> Choice:
+    """The experts of each token, by the router's logits float32 `[T, experts]`.
+
+    **Arguments:** `correction`: float32 `[experts]`, see `ExpertsConfig`; `padding`: bool `[T]`.
+    """
+    match config.scores:
+        case ExpertScores.SOFTMAX:
+            scores = logits.softmax(-1)
+        case ExpertScores.SIGMOID:
+            scores = logits.sigmoid()
+        case ExpertScores.CHOSEN_SOFTMAX:
+            scores = logits
+    ranked = scores if correction is None else scores + correction
+    if config.groups > 1:
+        ranked = _in_best_groups(config, ranked)
+    experts = _highest(ranked, config.chosen)
+    chosen = scores.gather(1, experts)
+    if config.scores is ExpertScores.CHOSEN_SOFTMAX:
+        chosen = chosen.softmax(-1)
+    if config.renormalised:
+        chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
+    unused = padding[:, None]
+    return Choice(experts.masked_fill(unused, config.num_experts), (chosen * config.scale).masked_fill(unused, 0.0))
+
+
+def _highest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the highest are along the last axis; of equal ones the first, which `topk` does not promise."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _in_best_groups(config: ExpertsConfig, ranked: torch.Tensor) -> torch.Tensor:
+    """The same, with those of other groups than the best behind all."""
+    by_group = ranked.view(len(ranked), config.groups, -1)
+    best = by_group.topk(config.best_of_group, dim=-1).values.sum(-1)
+    allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, _highest(best, config.chosen_groups), True)
+    return by_group.masked_fill(~allowed[..., None], -torch.inf).view(ranked.shape)
