@@ -85,6 +85,7 @@ _HARMLESS = frozenset(
         "rope_interleaved",
         "rope_scaling",
         "rope_theta",
+        "router_aux_loss_coef",
         "sep_token_id",
         "sliding_window",
         "time_step_floor",
@@ -130,10 +131,8 @@ def check_unread(fields: JsonFields) -> None:
 
 
 _MEANINGS = {
-    "num_local_experts": "a mixture of experts",
-    "num_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "moe_num_experts": "a mixture of experts",
+    "n_routed_experts": "an unsupported kind of experts",
+    "moe_num_experts": "an unsupported kind of experts",
     "is_encoder_decoder": "an encoder in addition to the decoder",
     "num_mel_bins": "audio",
     "audio_config": "audio",

@@ -22,7 +22,10 @@ def _load(folder: Path, page_size: int, columns: int) -> PagedModel:
     return PagedModel(folder, page_size=page_size, columns=columns)
 
 
-_DIFFERENT = ("gemma2", "gemma3", "gemma4", "granite_swa", "glm4", "phi3", "olmo2", "smollm3", "cohere2")
+_DIFFERENT = (
+    *("gemma2", "gemma3", "gemma4", "granite_swa", "glm4", "phi3", "olmo2", "smollm3", "cohere2"),
+    *("qwen2_moe", "gpt_oss"),
+)
 """Each has a kind of layer, norm or rotation that none of the others has; the torch backend's tests have all."""
 
 

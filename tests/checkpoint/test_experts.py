@@ -1,0 +1,257 @@
+"""Mixtures of experts in checkpoints: each parameter is what transformers has in memory, however a folder keeps it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.family_cases import EXPERTS
+from helpers.tiny_models import make_tiny_model
+from safetensors.numpy import load_file, save_file
+from transformers import PreTrainedModel
+
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
+from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.checkpoint import ParameterReader, open_checkpoint
+from sglang_jax.checkpoint.hf_config import load_hf_config
+from sglang_jax.errors import CheckpointError
+
+_STACKED = ("qwen3_moe", "qwen2_moe", "olmoe")
+"""Families whose folders may keep experts as transformers 5 does in memory."""
+
+_MODULES = {
+    Part.ATTENTION_NORM: "input_layernorm",
+    Part.FEED_FORWARD_NORM: "post_attention_layernorm",
+    Part.QUERY: "self_attn.q_proj",
+    Part.KEY: "self_attn.k_proj",
+    Part.VALUE: "self_attn.v_proj",
+    Part.OUTPUT: "self_attn.o_proj",
+    Part.QUERY_NORM: "self_attn.q_norm",
+    Part.KEY_NORM: "self_attn.k_norm",
+    Part.GATE: "mlp.gate_proj",
+    Part.UP: "mlp.up_proj",
+    Part.DOWN: "mlp.down_proj",
+    Part.SHARED_GATE: "mlp.shared_expert.gate_proj",
+    Part.SHARED_UP: "mlp.shared_expert.up_proj",
+    Part.SHARED_DOWN: "mlp.shared_expert.down_proj",
+    Part.SHARED_ROUTER: "mlp.shared_expert_gate",
+}
+_WHOLE = {Part.EMBEDDING: "model.embed_tokens", Part.FINAL_NORM: "model.norm", Part.HEAD: "lm_head"}
+
+
+def tiny_model(family: str) -> PreTrainedModel:
+    return make_tiny_model(EXPERTS[family].architecture, **EXPERTS[family].changes)
+
+
+def of_transformers(model: PreTrainedModel, name: ParameterName) -> np.ndarray:
+    """A parameter, matrices as [out, in], from the memory of transformers' own model."""
+    values = {key: value.numpy() for key, value in model.state_dict().items()}
+    if name.layer is None:
+        return values[f"{_WHOLE[name.part]}.{name.kind}"]
+    layer = f"model.layers.{name.layer}"
+    if name.part is Part.SINKS:
+        return values[f"{layer}.self_attn.sinks"]
+    if name.part in _MODULES:
+        return values[f"{layer}.{_MODULES[name.part]}.{name.kind}"]
+    family = model.config.model_type
+    module = f"{layer}.block_sparse_moe" if family == "granitemoe" else f"{layer}.mlp"
+    if name.part is Part.ROUTER:
+        router = "router" if family in ("granitemoe", "gpt_oss") else "gate"
+        return values[f"{module}.{router}.{name.kind}"]
+    ending = "_bias" if name.kind is Kind.BIAS else ""
+    stem = "down_proj" if name.part is Part.EXPERT_DOWN else "gate_up_proj"
+    stacked = values[f"{module}.experts.{stem}{ending}"]
+    if family == "gpt_oss" and not ending:
+        stacked = stacked.swapaxes(1, 2)
+    if name.part is Part.EXPERT_DOWN:
+        return stacked
+    second = name.part is Part.EXPERT_UP
+    return stacked[:, second::2] if family == "gpt_oss" else np.split(stacked, 2, axis=1)[second]
+
+
+def saved(model: PreTrainedModel, folder: Path, *, stacked: bool = False) -> Path:
+    """`stacked`: as the experts lie in memory, and not in a tensor for each."""
+    model.save_pretrained(folder, save_original_format=not stacked)
+    return folder
+
+
+def changed(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def parameters(folder: Path) -> ParameterReader:
+    opened = open_checkpoint(str(folder))
+    assert opened.reader is not None
+    return ParameterReader(opened.reader, opened.config)
+
+
+def faults(model: PreTrainedModel, folder: Path) -> list[ParameterName]:
+    """Parameters that are not those of transformers, whole or at a place."""
+    rng = np.random.default_rng(0)
+    reader = parameters(folder)
+    wrong = []
+    for name, spec in manifest_of(reader.config).specs.items():
+        expected = of_transformers(model, name)
+        assert spec.shape == expected.shape
+        ends = [np.sort(rng.choice(size + 1, 2, replace=False)) for size in spec.shape]
+        index = tuple(slice(int(first), int(last)) for first, last in ends)
+        if name.part in (Part.QUERY, Part.KEY, Part.VALUE, Part.QUERY_NORM, Part.KEY_NORM):
+            index = (slice(None), *index[1:])  # of rows that make up heads, whole heads are read
+        if not (
+            np.array_equal(reader.read(name), expected) and np.array_equal(reader.read(name, index), expected[index])
+        ):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("family", "stacked"), [(name, False) for name in EXPERTS] + [(name, True) for name in _STACKED]
+)
+def test_parameters_are_those_of_transformers(family: str, stacked: bool, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    folder = saved(model, tmp_path, stacked=stacked)
+    names = load_file(folder / "model.safetensors").keys()
+    assert any("experts.gate_up_proj" in name for name in names) is (stacked or family == "gpt_oss")
+    assert not faults(model, folder)
+
+
+def test_experts_in_another_order_would_be_noticed(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+
+    def shift(tensors: dict[str, np.ndarray]) -> None:
+        before = dict(tensors)
+        for expert in range(6):
+            stem = "model.layers.2.mlp.experts.{}.down_proj.weight"
+            tensors[stem.format(expert)] = before[stem.format((expert + 1) % 6)]
+
+    assert faults(model, changed(saved(model, tmp_path), shift)) == [ParameterName(Part.EXPERT_DOWN, layer=2)]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe"])
+def test_gates_in_the_place_of_ups_would_be_noticed(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+
+    def swap(tensors: dict[str, np.ndarray]) -> None:
+        if family == "gpt_oss":
+            stem = "model.layers.1.mlp.experts.gate_up_proj"
+            of_pairs = tensors[stem].reshape(6, 64, -1, 2)
+            tensors[stem] = np.ascontiguousarray(of_pairs[..., ::-1]).reshape(tensors[stem].shape)
+        else:
+            stem = "model.layers.1.block_sparse_moe.input_linear.weight"
+            tensors[stem] = np.concatenate(np.split(tensors[stem], 2, axis=1)[::-1], axis=1)
+
+    wrong = faults(model, changed(saved(model, tmp_path), swap))
+    assert wrong == [ParameterName(part, layer=1) for part in (Part.EXPERT_GATE, Part.EXPERT_UP)]
+
+
+@pytest.mark.parametrize(
+    ("family", "stacked", "tensor"),
+    [
+        ("qwen3_moe", False, "model.layers.2.mlp.experts.5.up_proj.weight"),
+        ("qwen3_moe", True, "model.layers.2.mlp.experts.gate_up_proj"),
+        ("qwen2_moe", False, "model.layers.3.mlp.shared_expert_gate.weight"),
+        ("mixtral", False, "model.layers.1.block_sparse_moe.experts.3.w2.weight"),
+        ("olmoe", False, "model.layers.0.mlp.gate.weight"),
+        ("gpt_oss", False, "model.layers.1.mlp.experts.down_proj_bias"),
+        ("granitemoe", False, "model.layers.1.block_sparse_moe.output_linear.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing_or_misshapen_is_named(
+    family: str, stacked: bool, tensor: str, tmp_path: Path
+) -> None:
+    folder = saved(tiny_model(family), tmp_path, stacked=stacked)
+
+    def check() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(str(folder))
+        return str(caught.value)
+
+    changed(folder, lambda tensors: tensors.update({tensor: np.ascontiguousarray(tensors[tensor][:-1])}))
+    assert f"misshapen: {tensor} is" in check()
+    assert "(1 faults)" in check()
+    changed(folder, lambda tensors: tensors.pop(tensor))
+    # Without it, nothing tells that a folder stacks its experts.
+    one_each = tensor.replace("gate_up_proj", "0.gate_proj.weight") if stacked else tensor
+    assert f"missing: {one_each}" in check()
+
+
+_SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def configured(folder: Path, family: str, values: dict[str, Any]) -> Any:
+    (folder / "config.json").write_text(json.dumps(_SHAPE | {"model_type": family} | values))
+    return load_hf_config(folder)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_local_experts": 0}, "num_local_experts is 0, it must be at least 1"),
+        ({"num_experts": -3}, "num_experts is -3, it must be at least 1"),
+        ({"num_experts": 4, "num_local_experts": 8}, "num_experts is 4 and num_local_experts is 8; they must be equal"),
+        ({"num_local_experts": 5, "num_experts_per_tok": 6}, r"per_tok is 6, it must be at most .* experts \(5\)"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, it must be at least 1"),
+        ({"num_experts": "8"}, "num_experts is '8', it must be an integer"),
+        ({"num_experts": 100000}, "100000 experts in each of 4 layers; the limit for all layers together is 65536"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+    ],
+)
+def test_numbers_of_experts_that_cannot_be_are_refused(
+    family: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        configured(tmp_path, family, change)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, it must be at least 1"),
+        ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers is .*, it must be an integer or a list"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0, it must be at least 1"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0, it must be"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; only 0 is supported"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8; only null is supported"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit is 0, it must be greater than 0"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4' are not supported"),
+        ("granitemoe", {"intermediate_size": None}, "intermediate_size is missing"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(family: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        configured(tmp_path, family, change)
+
+
+def test_layers_with_experts_are_those_that_the_file_says(tmp_path: Path) -> None:
+    def sparse(**values: Any) -> list[bool]:
+        layers = configured(tmp_path, "qwen3_moe", values).layers
+        return [hasattr(layer.feed_forward, "num_experts") for layer in layers]
+
+    assert sparse() == [True] * 4
+    assert sparse(decoder_sparse_step=3) == [False, False, True, False]
+    assert sparse(decoder_sparse_step=2, mlp_only_layers=[3]) == [False, True, False, False]
+
+
+def test_the_rotation_of_gpt_oss_in_each_spelling(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    old = configured(tmp_path, "gpt_oss", {"rope_scaling": scaling, "rope_theta": 150000})
+    assert old == configured(tmp_path, "gpt_oss", {"rope_parameters": scaling | {"rope_theta": 150000.0}})
+    assert old == configured(tmp_path, "gpt_oss", {})
+    plain = configured(tmp_path, "gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}})
+    assert plain.layers[0].mixer.rope.theta == 500.0
+    assert plain != old
