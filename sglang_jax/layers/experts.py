@@ -40,9 +40,9 @@ class Experts(nnx.Module):
         self.router = parameter([hidden, experts], _FLOAT32, Part.ROUTER)
         self.router_bias = bias(Part.ROUTER, experts, wanted=config.router_bias)
         self.correction = bias(Part.ROUTER_CORRECTION, experts, wanted=config.correction)
-        self.gate = parameter([experts, hidden, inner], dtype, Part.EXPERT_GATE)
+        self.gate = parameter([experts, inner, hidden], dtype, Part.EXPERT_GATE)
         self.gate_bias = bias(Part.EXPERT_GATE, experts, inner)
-        self.up = parameter([experts, hidden, inner], dtype, Part.EXPERT_UP)
+        self.up = parameter([experts, inner, hidden], dtype, Part.EXPERT_UP)
         self.up_bias = bias(Part.EXPERT_UP, experts, inner)
         self.down = parameter([experts, inner, hidden], dtype, Part.EXPERT_DOWN)
         self.down_bias = bias(Part.EXPERT_DOWN, experts, hidden)
@@ -153,10 +153,9 @@ def _on_each_device(multiply: partial[jax.Array], x: jax.Array, weights: ExpertW
     def run(x: jax.Array, weights: ExpertWeights, choice: Choice) -> jax.Array:
         return jax.lax.psum(multiply(x, weights, choice), "tensor")
 
-    columns = partition_spec((Axis.EXPERTS, Axis.HIDDEN, Axis.INTERMEDIATE))
+    columns = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE, Axis.HIDDEN))
     biases = None if weights.gate_bias is None else partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE))
-    down = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE, Axis.HIDDEN))
-    specs = ExpertWeights(columns, columns, down, biases, biases)  # type: ignore[arg-type]
+    specs = ExpertWeights(columns, columns, columns, biases, biases)  # type: ignore[arg-type]
     whole = PartitionSpec()
     return jax.shard_map(run, mesh=mesh, in_specs=(whole, specs, whole), out_specs=whole, check_vma=False)(
         x, weights, choice

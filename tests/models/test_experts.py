@@ -149,7 +149,7 @@ def jax_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, monk
         hidden_size=HIDDEN, dtype=jnp.dtype(dtype), implementation=AttentionImplementation.XLA
     )
     layer = jax_experts.Experts(config, options)
-    turned = {"router", "gate", "up", "down"}
+    turned = {"router", "down"}
 
     def give(parameter: Any, array: np.ndarray) -> None:
         assert parameter.shape == array.shape
