@@ -127,7 +127,7 @@ _WEIGHTS = (
 )
 _GRAMMARS = "not available: use --grammar-backend; llguidance supports all kinds of grammars"
 
-_EXPERTS = "not implemented: models with experts are not supported yet"
+_EXPERTS = "not implemented: --tp-size shares every expert among devices"
 _ONE_ENGINE = "not implemented: each engine runs both prefill and decode"
 _TEXT = "not implemented: models can only generate text"
 _SERVERS = "not available: start a server on each machine, and one with --connect in front of them"

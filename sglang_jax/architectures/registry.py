@@ -34,6 +34,7 @@ class GgufForm:
     - `interleaved`: q and k are stored for adjacent rotary pairs; in other formats, for halves.
     - `norms_hold_offset`: stored norm weights include the offset, unlike those in Hugging Face's folders.
     - `windowed`: if two families have the same name, this is the one with a window.
+    - `experts`: files have mixtures of experts; also this tells families with the same name apart.
     """
 
     name: str
@@ -42,6 +43,7 @@ class GgufForm:
     interleaved: bool = False
     norms_hold_offset: bool = False
     windowed: bool = False
+    experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from sglang_jax.checkpoint.gguf_file import GgufFile, Value
 from sglang_jax.checkpoint.gguf_reader import ROPE_FACTORS
 from sglang_jax.errors import CheckpointError
 
+_EXPERTS = "expert_count"
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
@@ -36,6 +37,9 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     name = form.name
     _refuse_unsupported(file, form)
     values = _common_values(file, family, name)
+    if form.experts:
+        values["num_experts"] = file.require(f"{name}.{_EXPERTS}", int)
+        values["num_experts_per_tok"] = file.require(f"{name}.expert_used_count", int)
     values |= form.derive(values)
     for field, key in form.fields.items():
         value = file.metadata.get(f"{name}.{key}")
@@ -60,7 +64,8 @@ def gguf_family(file: GgufFile) -> tuple[Family, GgufForm]:
     if not found:
         names = ", ".join(dict.fromkeys(form.name for _, form in known))
         raise CheckpointError(f"{file.path}: architecture {name!r} is not supported; supported: {names}")
-    return max(found, key=lambda each: each[1].windowed)
+    experts = bool(file.metadata.get(f"{name}.{_EXPERTS}"))
+    return max(found, key=lambda each: (each[1].experts is experts, each[1].windowed))
 
 
 def _common_values(file: GgufFile, family: Family, name: str) -> dict[str, Any]:
@@ -148,10 +153,11 @@ def _without_offsets(layer: LayerConfig) -> LayerConfig:
 
 def _refuse_unsupported(file: GgufFile, form: GgufForm) -> None:
     name = form.name
-    experts = file.get(f"{name}.expert_count", int)
-    if experts:
+    experts = file.get(f"{name}.{_EXPERTS}", int)
+    if experts and not form.experts:
         raise CheckpointError(
-            f"{file.path}: mixtures of experts ({experts} experts) are not supported; use a dense model"
+            f"{file.path}: {name} models with mixtures of experts ({experts} experts) are not supported; use a dense "
+            "model"
         )
     window = file.get(f"{name}.{_WINDOW}", int)
     context = file.require(f"{name}.context_length", int)

@@ -51,10 +51,16 @@ _AT_A_TIME = 2**16
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A stored tensor, and the heads whose rows the file has in another order (0: none)."""
+    """A stored tensor, the heads whose rows the file has in another order (0: none), and whether it is a vector that
+    the model has as a matrix of one row."""
 
     tensor: GgufTensor
     permuted_heads: int
+    is_row: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1, *self.tensor.shape) if self.is_row else self.tensor.shape
 
 
 class GgufReader:
@@ -72,8 +78,10 @@ class GgufReader:
             if name != ROPE_FACTORS:
                 known = names.get(name)
                 # A name that the family does not use stays as it is, and is found to be extra.
-                self._entries[name if known is None else known.name] = _Entry(
-                    tensor, known.permuted_heads if known else 0
+                self._entries[name if known is None else known.name] = (
+                    _Entry(tensor, 0)
+                    if known is None
+                    else _Entry(tensor, known.permuted_heads, known.is_row and len(tensor.shape) == 1)
                 )
         unsupported = [
             f"{tensor.name} ({tensor.kind.name if tensor.kind else f'type {tensor.type_id}'})"
@@ -91,12 +99,14 @@ class GgufReader:
         return frozenset(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._entry(name).tensor.shape
+        return self._entry(name).shape
 
     def read(self, name: str, index: Index | None = None) -> Array:
         entry = self._entry(name)
-        rows, *rest = whole_index(entry.tensor.shape, index)
+        rows, *rest = whole_index(entry.shape, index)
         raw: Array = self._file.raw(entry.tensor)
+        if entry.is_row:
+            raw = raw[None]
         if entry.tensor.kind in _PLAIN_DTYPES:
             raw = raw.view(_PLAIN_DTYPES[entry.tensor.kind])
         if entry.permuted_heads:
@@ -106,6 +116,10 @@ class GgufReader:
             return vector[rows]
         else:
             raw = raw[rows]
+        if raw.ndim == 3 and entry.tensor.kind in _BLOCK_TYPES:
+            raw = raw[:, rest[0]]
+            matrices: Array = _dequantize(raw.reshape(-1, raw.shape[-1]), entry.tensor)
+            return matrices.reshape(*raw.shape[:2], -1)[..., rest[1]]
         return _dequantize(raw, entry.tensor)[(slice(None), *rest)]
 
     def block_format(self, name: str) -> BlockFormat | None:
@@ -142,10 +156,11 @@ class GgufReader:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The Hugging Face name of a tensor, and the heads whose rows are stored in another order."""
+    """The Hugging Face name of a tensor, and what `_Entry` says of it."""
 
     name: str
     permuted_heads: int
+    is_row: bool = False
 
 
 def _stored_tensors(config: ModelConfig) -> dict[str, _Known]:
@@ -162,7 +177,7 @@ def _stored_tensors(config: ModelConfig) -> dict[str, _Known]:
             attention = config.layers[spec.name.layer].attention
             assert attention is not None
             heads = attention.num_heads if spec.name.part is Part.QUERY else attention.num_kv_heads
-        known.setdefault(spec.gguf, _Known(spec.tensor, heads))
+        known.setdefault(spec.gguf, _Known(spec.tensor, heads, spec.name.part is Part.SHARED_ROUTER))
     if config.tie_word_embeddings:
         # Beside tied embeddings an output matrix is let pass.
         names = family_named(config.architecture).names

@@ -18,6 +18,9 @@ _HARMLESS_SUFFIX = "rotary_emb.inv_freq"
 _HARMLESS_PREFIX = "mtp."
 """Layers that guess further tokens, which some checkpoints (Qwen3.5) bring; nothing here uses them."""
 
+_MOST_TOLD = 500
+"""Faults that an error names: a model with experts may lack very many tensors."""
+
 
 def expected_tensors(config: ModelConfig, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
     """Hugging Face name and shape of every tensor that a checkpoint of the model has; matrices are [out, in].
@@ -31,7 +34,7 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     An output matrix beside tied embeddings, stored rotary frequencies, layers that guess, and scales of keys and values
     are let pass; of scales there must be none, or all (see `KVScaleNames.faults`).
 
-    **Raises:** `CheckpointError` naming every missing, every extra and every misshapen tensor.
+    **Raises:** `CheckpointError` naming the missing, extra and misshapen tensors, all or the first 500 of them.
     """
     expected = expected_tensors(config, reader.names())
     present = {
@@ -49,7 +52,8 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
             faults.append(f"misshapen: {name} is {reader.shape(name)}, the config requires {shape}")
     faults += kv_scales.faults(reader, config)
     if faults:
+        more = f"\n  and {len(faults) - _MOST_TOLD} more" if len(faults) > _MOST_TOLD else ""
         raise CheckpointError(
             f"the tensors do not fit a {config.architecture} model of {config.num_layers} layers "
-            f"({len(faults)} faults):\n  " + "\n  ".join(faults)
+            f"({len(faults)} faults):\n  " + "\n  ".join(faults[:_MOST_TOLD]) + more
         )

@@ -182,6 +182,18 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(
     assert f"missing: {one_each}" in check()
 
 
+def test_of_very_many_missing_tensors_the_first_are_named(tmp_path: Path) -> None:
+    folder = saved(tiny_model("olmoe"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts": 1000}))
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(str(folder))
+    lines = str(caught.value).splitlines()
+    # Of both layers, the tensors of 994 experts, and the routers' shape.
+    assert f"({2 * 994 * 3 + 2} faults)" in lines[0]
+    assert (len(lines), lines[-1]) == (502, f"  and {2 * 994 * 3 + 2 - 500} more")
+
+
 _SHAPE = {
     "vocab_size": 64,
     "hidden_size": 64,

@@ -159,8 +159,10 @@ def test_other_factors_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "change", "message"),
     [
-        ("mamba", {}, "architecture 'mamba' is not supported; supported: .*llama, .*qwen2, qwen3"),
-        ("llama", {"expert_count": 8}, r"mixtures of experts \(8 experts\) are not supported"),
+        ("mamba", {}, "architecture 'mamba' is not supported; supported: .*llama, .*qwen2, .*qwen3"),
+        ("llama", {"expert_count": 8}, r"llama\.expert_used_count is missing"),
+        ("qwen2", {"expert_count": 8}, r"qwen2 models with mixtures of experts \(8 experts\) are not supported"),
+        ("qwen3moe", {}, r"qwen3moe\.expert_count is missing"),
         ("llama", {"attention.sliding_window": 1024}, "sliding window of 1024 tokens"),
         ("llama", {"rope.dimension_count": 8}, r"rope\.dimension_count is 8; only whole heads \(16\)"),
         ("llama", {"rope.scaling.type": "longrope"}, "'longrope' is not supported; supported: none, linear, yarn"),

@@ -4,7 +4,9 @@ Its folders in MXFP4 are quantised, and refused as such."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.experts_form import read_experts
@@ -13,7 +15,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertScores
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, Stacked, TensorName, TensorNames
 from sglang_jax.errors import CheckpointError
 
@@ -68,15 +70,28 @@ _DOWN = Stacked("mlp.experts.down_proj", transposed=True)
 
 _NAMES: TensorNames = {
     **LLAMA_NAMES,
+    Part.FEED_FORWARD_NORM: TensorName("post_attention_layernorm", "post_attention_norm"),
     Part.ROUTER: TensorName("mlp.router", "ffn_gate_inp"),
     Part.EXPERT_GATE: TensorName("mlp.experts.gate_up_proj", "ffn_gate_exps", stacked=_GATE_UP),
     Part.EXPERT_UP: TensorName("mlp.experts.gate_up_proj", "ffn_up_exps", stacked=_GATE_UP),
     Part.EXPERT_DOWN: TensorName("mlp.experts.down_proj", "ffn_down_exps", stacked=_DOWN),
 }
 
+_GGUF_FIELDS = {
+    "intermediate_size": "expert_feed_forward_length",
+    "sliding_window": "attention.sliding_window",
+}
+
+
+def _untruncated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Files do not say how YaRN's limits are rounded: not at all."""
+    return {"rope_parameters": {**values["rope_parameters"], "truncate": False}}
+
+
 FAMILY = Family(
     name=_NAME,
     class_name="GptOssForCausalLM",
     configure=configure,
     names=_NAMES,
+    gguf=GgufForm(name="gpt-oss", fields=_GGUF_FIELDS, derive=_untruncated, experts=True),
 )

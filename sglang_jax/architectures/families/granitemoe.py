@@ -9,7 +9,7 @@ from sglang_jax.architectures.experts_form import read_experts
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.experts import ExpertScores
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, Stacked, TensorName, TensorNames
 
 _NAME = "granitemoe"
@@ -43,9 +43,17 @@ _NAMES: TensorNames = {
     Part.EXPERT_DOWN: TensorName(f"{_MODULE}.output_linear", "ffn_down_exps", stacked=_DOWN),
 }
 
+_GGUF_FIELDS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+
 FAMILY = Family(
     name=_NAME,
     class_name="GraniteMoeForCausalLM",
     configure=configure,
     names=_NAMES,
+    gguf=GgufForm(name="granitemoe", fields=_GGUF_FIELDS, interleaved=True, experts=True),
 )

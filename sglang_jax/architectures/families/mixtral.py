@@ -8,7 +8,7 @@ from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.experts_form import read_experts
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import EXPERT, LLAMA_NAMES, Part, TensorName, TensorNames
 from sglang_jax.errors import CheckpointError
 
@@ -38,4 +38,5 @@ FAMILY = Family(
     class_name="MixtralForCausalLM",
     configure=configure,
     names=_NAMES,
+    gguf=GgufForm(name="llama", interleaved=True, experts=True),
 )

@@ -10,7 +10,7 @@ from sglang_jax.architectures.experts_form import read_experts
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.attention import QKNorm
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import EXPERTS_NAMES
 from sglang_jax.errors import CheckpointError
 
@@ -35,4 +35,5 @@ FAMILY = Family(
     class_name="OlmoeForCausalLM",
     configure=configure,
     names=EXPERTS_NAMES,
+    gguf=GgufForm(name="olmoe", fields={"norm_topk_prob": "expert_weights_norm"}, experts=True),
 )

@@ -8,7 +8,7 @@ from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.experts_form import positive, read_experts, sparse_layers
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import EXPERTS_NAMES
 
 _NAME = "qwen2_moe"
@@ -48,9 +48,16 @@ def _windows(common: CommonFields) -> list[int | None]:
     return [common.sees(window) if slides and of_layer else None for of_layer in sliding]
 
 
+_GGUF_FIELDS = {
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "norm_topk_prob": "expert_weights_norm",
+}
+
 FAMILY = Family(
     name=_NAME,
     class_name="Qwen2MoeForCausalLM",
     configure=configure,
     names=EXPERTS_NAMES,
+    gguf=GgufForm(name="qwen2moe", fields=_GGUF_FIELDS, experts=True),
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.experts_form import read_experts, sparse_layers
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.attention import QKNorm
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.registry import Family
+from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import EXPERTS_NAMES
 
 _NAME = "qwen3_moe"
@@ -33,9 +35,18 @@ def configure(fields: JsonFields) -> ModelConfig:
     return common.model(_NAME, layers)
 
 
+_GGUF_FIELDS = {"moe_intermediate_size": "expert_feed_forward_length", "norm_topk_prob": "expert_weights_norm"}
+
+
+def _norms_weights(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Files need not say what holds for all of these models, as llama.cpp takes it for granted."""
+    return {"norm_topk_prob": True}
+
+
 FAMILY = Family(
     name=_NAME,
     class_name="Qwen3MoeForCausalLM",
     configure=configure,
     names=EXPERTS_NAMES,
+    gguf=GgufForm(name="qwen3moe", fields=_GGUF_FIELDS, derive=_norms_weights, experts=True),
 )
