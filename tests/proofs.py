@@ -105,6 +105,7 @@ PROOFS = (
     smoke("constrained", "--rows 1 8 --turns 1"),
     smoke("busy_cpu", "--turns 1"),
     smoke("decode_cpu", "--batch 1 8"),
+    smoke("experts_cpu", "--shape tiny --batch 1 --turns 1"),
     smoke("fair_prefill_http", "--backend torch --seconds 10 --long 1000"),
     smoke("faults", "'engine killed'"),
     smoke("hybrid_shared_prefix"),
