@@ -44,6 +44,7 @@ class Section:
 
 SECTIONS = {
     "check-operations": Section("check_operations", 90, "fused operations are right"),
+    "check-experts": Section("check_experts", 90, "layers with experts are right"),
     "check-sampling": Section("check_sampling", 60, "sampled tokens are right"),
     "check-attention": Section("check_attention", 240, "attention is right"),
     "decode": Section("decode_speed", 120, "decode attention against copy bandwidth"),

@@ -82,6 +82,7 @@ def test_a_dry_run_prints_and_writes_what_it_found(tmp_path: Path) -> None:
     [
         ("check_operations", {"what", "ok"}),
         ("check_attention", {"what", "ok"}),
+        ("check_experts", {"what", "ok"}),
         ("check_sampling", {"what", "ok"}),
         ("decode_speed", {"us", "share of copy"}),
         ("extend_speed", {"us", "share of matmul", "sdpa"}),
