@@ -262,13 +262,20 @@ def test_what_others_choose_and_padding_change_no_bit(form: str, monkeypatch: py
     layers = [build(form, name, monkeypatch)[0] for name in ("renormalised", "softmax of those chosen")]
 
     @settings(max_examples=25, deadline=None)
-    @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([4, 24]), padding=st.integers(0, 2))
-    def check(seed: int, size: int, padding: int) -> None:
+    @given(
+        seed=st.integers(0, 2**32 - 1),
+        size=st.sampled_from([4, 24]),
+        padding=st.integers(0, 2),
+        alike=st.sampled_from([None, 0, 1]),
+    )
+    def check(seed: int, size: int, padding: int, alike: int | None) -> None:
+        """`alike`: of which token all others are copies, so that they choose its experts alone or none of them."""
         rng = np.random.default_rng(seed)
         x = rng.standard_normal((size, HIDDEN)).astype(np.float32)
         others = rng.standard_normal((size, HIDDEN)).astype(np.float32) * rng.choice([0.01, 1.0, 30.0])
-        others[rng.integers(1, size)] = others[1]  # equal tokens choose the same experts
         others[0] = x[0]
+        if alike is not None:
+            others[1:] = others[alike]
         if padding:
             others[-padding:] = np.nan
         for layer in layers:
