@@ -233,7 +233,7 @@ def test_a_type_of_keys_that_a_model_does_not_have_is_refused(backend: Backend, 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"tp_size": 3}, "4 heads and 2 kv heads cannot be spread over 3"),
+        ({"tp_size": 3}, "a delta net of 4 value heads and 2 key heads cannot be spread over 3"),
         (
             {"speculative_algorithm": SpeculativeAlgorithm.DRAFT, "speculative_draft_model_path": "any"},
             "speculative_algorithm draft: draft models do not support models with recurrent.*choose ngram or none",
