@@ -14,6 +14,7 @@ from helpers.tiny_models import make_tiny_model
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedModel
 
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Kind, Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
@@ -252,7 +253,7 @@ def test_what_cannot_be_run_is_refused(family: str, change: dict[str, Any], mess
 def test_layers_with_experts_are_those_that_the_file_says(tmp_path: Path) -> None:
     def sparse(**values: Any) -> list[bool]:
         layers = configured(tmp_path, "qwen3_moe", values).layers
-        return [hasattr(layer.feed_forward, "num_experts") for layer in layers]
+        return [isinstance(layer.feed_forward, ExpertsConfig) for layer in layers]
 
     assert sparse() == [True] * 4
     assert sparse(decoder_sparse_step=3) == [False, False, True, False]
