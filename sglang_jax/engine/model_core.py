@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 
 from tqdm import tqdm
 
@@ -15,6 +15,7 @@ from sglang_jax.checkpoint.resolve import ModelSource
 from sglang_jax.checkpoint.token_table import load_token_table
 from sglang_jax.config import EngineConfig, GrammarLibrary, SamplingDefaults, ServerConfig, Warmup
 from sglang_jax.engine.channel import CoreChannel, Ready
+from sglang_jax.engine.start_log import WarmUpProgress, said_every_few_seconds
 from sglang_jax.engine.types import ModelInfo, TextTokenizer
 from sglang_jax.errors import CheckpointError, ParameterError
 from sglang_jax.grammar.compiler import GrammarCompiler
@@ -26,9 +27,6 @@ from sglang_jax.sampling import GenerationDefaults, with_defaults
 from sglang_jax.scheduler.loop import SchedulerLoop
 
 logger = logging.getLogger(__name__)
-
-SECONDS_BETWEEN_LINES = 5.0
-"""How often the log says how far the warm-up is, where no progress bar can."""
 
 
 class ModelCore:
@@ -81,7 +79,8 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
     defaults = generation_defaults(config, checkpoint)
     create_runner = load_backend(config)
     grammars = load_grammars(config, checkpoint)
-    runner = create_runner(config, checkpoint)
+    with said_every_few_seconds(partial(_loading, config.model_path, begin)):
+        runner = create_runner(config, checkpoint)
     loaded = time.perf_counter()
     report = runner.report()
     logger.info(
@@ -98,6 +97,10 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
         more = f"; {left} more programs are compiled while serving" if left else ""
         logger.info("Warmed up in %.1f s%s", time.perf_counter() - loaded, more)
     return ModelCore(config, checkpoint, defaults, runner, channel, grammars)
+
+
+def _loading(model_path: str, begin: float) -> str:
+    return f"Loading {model_path}: {time.perf_counter() - begin:.0f} s so far"
 
 
 def load_grammars(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompiler | None:
@@ -163,35 +166,18 @@ def warm_up(runner: Runner, *, first_only: bool = False) -> None:
     """Builds the runner's programs, and runs them, behind a progress bar; where there is no terminal, with a line of
     the log every few seconds. `first_only`: see `Runner`."""
     if not sys.stderr.isatty():
-        runner.warm_up(_logged_progress(), first_only=first_only)
+        progress = WarmUpProgress()
+        with said_every_few_seconds(progress.describe):
+            runner.warm_up(progress, first_only=first_only)
         return
     with tqdm(desc="Warming up", unit="program") as bar:
 
-        def progress(done: int, total: int, what: str) -> None:
+        def show(done: int, total: int, what: str) -> None:
             bar.total = total
             bar.set_postfix_str(what, refresh=False)
             bar.update(done - bar.n)
 
-        runner.warm_up(progress, first_only=first_only)
-
-
-def _logged_progress() -> Callable[[int, int, str], None]:
-    begin = told = time.perf_counter()
-
-    def progress(done: int, total: int, what: str) -> None:
-        nonlocal told
-        now = time.perf_counter()
-        if now - told >= SECONDS_BETWEEN_LINES:
-            told = now
-            left = (now - begin) / done * (total - done) if done else None
-            logger.info(
-                "Warming up: %d of %d programs%s (the first start compiles them; later ones find them in the cache)",
-                done,
-                total,
-                "" if left is None else f", about {left:.0f} s left",
-            )
-
-    return progress
+        runner.warm_up(show, first_only=first_only)
 
 
 def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDefaults, runner: Runner) -> Ready:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from sglang_jax import Engine, SamplingParams
 from sglang_jax.architectures import CacheKind
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig, ServerConfig
-from sglang_jax.engine import model_core
+from sglang_jax.engine import model_core, start_log
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.fake_model import Oracle
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
+from sglang_jax.runner.protocol import Runner
 
 
 class WarmRunner(FakeRunner):
@@ -91,12 +93,58 @@ def test_the_warm_up_has_lines_of_the_log_elsewhere(
     with Engine(model_path=str(folder)):
         pass
     assert "Warming up" not in caplog.text  # a short one needs none
-    monkeypatch.setattr(model_core, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(start_log, "SECONDS_BETWEEN_LINES", 0.001)
+    steps = WarmRunner.warm_up
+
+    def slow(self: WarmRunner, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
+        def wait_for_a_line(done: int, total: int, what: str) -> None:
+            progress(done, total, what)
+            _wait_for(lambda: f"Warming up: {done} of {total} programs" in caplog.text)
+
+        steps(self, wait_for_a_line, first_only=first_only)
+
+    monkeypatch.setattr(WarmRunner, "warm_up", slow)
     with Engine(model_path=str(folder)):
         pass
-    told = re.findall(r"Warming up: (\d) of 3 programs(, about \d+ s left)? \(the first start", caplog.text)
-    assert [(done, bool(left)) for done, left in told] == [("0", False), ("1", True), ("2", True), ("3", True)]
+    told = re.findall(r"Warming up: (\d) of 3 programs, (\d+ s so far|about \d+ s left) \(the first", caplog.text)
+    assert [(done, "left" in left) for done, left in dict(told).items()] == [
+        ("0", False),
+        ("1", True),
+        ("2", True),
+        ("3", True),
+    ]
     assert capsys.readouterr().err.count("\r") == 0
+
+
+def test_a_long_load_says_that_it_goes_on(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(start_log, "SECONDS_BETWEEN_LINES", 0.001)
+    load = model_core.load_backend
+
+    def slow(config: EngineConfig) -> object:
+        create = load(config)
+
+        def create_slowly(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
+            _wait_for(lambda: re.search(r"Loading \S+: \d+ s so far", caplog.text) is not None)
+            return create(config, checkpoint)
+
+        return create_slowly
+
+    monkeypatch.setattr(model_core, "load_backend", slow)
+    with Engine(model_path=str(folder)):
+        pass
+    caplog.clear()
+    time.sleep(0.02)
+    assert "so far" not in caplog.text  # it ends with the load
+
+
+def _wait_for(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def test_warm_up_can_be_left_out(folder: Path) -> None:

@@ -1,0 +1,55 @@
+"""Lines of the log while a model is loaded and warmed up: no start is silent for long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LINES = 4.0
+
+
+@contextmanager
+def said_every_few_seconds(describe: Callable[[], str]) -> Iterator[None]:
+    """Logs what `describe` returns every `SECONDS_BETWEEN_LINES` while the block runs, however long one of its calls
+    takes. `describe` is called on another thread."""
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(SECONDS_BETWEEN_LINES):
+            logger.info("%s", describe())
+
+    thread = threading.Thread(target=say, name="start-log", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class WarmUpProgress:
+    """How far a warm-up is. It is called as `Runner.warm_up` calls its `progress`."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._so_far: tuple[int, int] | None = None
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        self._so_far = done, total
+
+    def describe(self) -> str:
+        """A line with the time that is left, by what the programs took so far; those that take longest come first."""
+        seconds = time.perf_counter() - self._begin
+        if self._so_far is None:
+            return f"Warming up: {seconds:.0f} s so far"
+        done, total = self._so_far
+        left = f"about {seconds / done * (total - done):.0f} s left" if done else f"{seconds:.0f} s so far"
+        return (
+            f"Warming up: {done} of {total} programs, {left} "
+            "(the first start compiles them; later ones find them in the cache)"
+        )
