@@ -24,6 +24,10 @@ _LEAST_SUM = 1e-20
 """Of scores that are divided by their sum: sigmoids may all be 0."""
 
 _LARGEST_TILE = 64
+_DOUBLED = (2, 8)
+"""Where an expert has so many rows on average, first to last, tiles have twice as many: half of the experts
+have more than the average. 8 layers of 32 experts of 512 x 224 in float32, on 2 cores of an EPYC without AVX-512, then
+take 119 ms in place of 145 at 4 rows, and 120 in place of 129 at 8; at 16 they would take 149 in place of 145."""
 
 _LEAST_CAPABILITY = 8
 """Of a GPU for `grouped_mm`: Ampere's."""
@@ -114,7 +118,7 @@ class Experts(Loadable):
         one may be the next expert's, which that one's tile then overwrites.
         """
         rows = len(x)
-        tile = min(_LARGEST_TILE, 2 ** max(math.ceil(math.log2(rows / len(self.router))), 0))
+        tile = _tile_of(rows / len(self.router))
         x = functional.pad(x, (0, 0, 0, tile))
         outputs = x.new_empty((rows + tile, self.down.shape[1]))
         first = 0
@@ -197,6 +201,12 @@ class _Gated:
         limit = self._clamped.limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return ((up + 1) * gate * (self._clamped.alpha * gate).sigmoid()).to(gate_up.dtype)
+
+
+def _tile_of(rows: float) -> int:
+    """Rows of a tile where an expert has so many on average: a power of two."""
+    tile = min(_LARGEST_TILE, 2 ** max(math.ceil(math.log2(rows)), 0))
+    return 2 * tile if _DOUBLED[0] <= tile <= _DOUBLED[1] else tile
 
 
 def choose_experts(
