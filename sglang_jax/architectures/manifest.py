@@ -89,6 +89,7 @@ class ParameterSpec:
     - `block`, `blocks`: the tensor has so many blocks of rows for each head, of which this parameter is that one.
     - `places`: of a parameter of experts, where it may lie, one of which a checkpoint has; `tensor` and `gguf` name the
       first and the last.
+    - `also`: another Hugging Face name of its tensor, which a checkpoint may have instead.
     """
 
     name: ParameterName
@@ -105,6 +106,13 @@ class ParameterSpec:
     factors: Factors = ()
     sections: Sections = ()
     places: tuple[ExpertsPlace, ...] = ()
+    also: str | None = None
+
+    def tensor_of(self, names: Container[str]) -> str:
+        """The name of its tensor in a checkpoint with tensors of these names; the first where it has none."""
+        if self.also is None or self.tensor in names or self.also not in names:
+            return self.tensor
+        return self.also
 
     def place(self, names: Container[str]) -> ExpertsPlace:
         """Where a checkpoint with tensors of these names has a parameter of experts; the first where it has none."""
@@ -146,8 +154,9 @@ class Manifest:
             if spec.places:
                 shapes |= spec.place(present).tensors(spec.shape)
                 continue
-            rows = max(shapes.get(spec.tensor, (0,))[0], spec.first_row + spec.blocks * spec.shape[0])
-            shapes[spec.tensor] = (rows, *spec.shape[1:])
+            tensor = spec.tensor_of(present)
+            rows = max(shapes.get(tensor, (0,))[0], spec.first_row + spec.blocks * spec.shape[0])
+            shapes[tensor] = (rows, *spec.shape[1:])
         return shapes
 
     def of_layer(self, layer: int | None) -> list[ParameterSpec]:
@@ -246,14 +255,15 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
             parameter.blocks,
             parameter.factors if any(factor != 1.0 for _, factor in parameter.factors) else (),
             parameter.sections,
+            also=name.also and hf_name(replace(name, hf=name.also), parameter.kind, layer),
         )
 
 
 def _of_experts(parameter: Declared, name: TensorName, names: TensorNames, layer: int | None) -> ParameterSpec:
     """A parameter of experts: in a tensor for each, in one that it may share with other parts, or in one as in GGUF."""
     places = [ExpertsPlace(hf_name(name, parameter.kind, layer))] if EXPERT in name.hf else []
-    if (stacked := name.stacked) is not None:
-        sharers = [part for part, other in names.items() if other.stacked == stacked]
+    for stacked in name.stacked:
+        sharers = [part for part, other in names.items() if stacked in other.stacked]
         tensor = f"{name.layers}.{layer}.{stacked.hf}" + ("_bias" if parameter.kind is Kind.BIAS else "")
         turned = stacked.transposed and parameter.kind is Kind.WEIGHT
         at = sharers.index(parameter.part), len(sharers)

@@ -83,13 +83,15 @@ class TensorName:
     - `layers`: what its Hugging Face name begins with, before the number of a layer.
     - `stacked`: of a part of experts, what may hold it in place of a tensor for each. GGUF files have one too, as plain
       as can be.
+    - `also`: another Hugging Face name of the same tensor, which a folder may have instead.
     """
 
     hf: str
     gguf: str | None = None
     bare: bool = False
     layers: str = "model.layers"
-    stacked: Stacked | None = None
+    stacked: tuple[Stacked, ...] = ()
+    also: str | None = None
 
 
 TensorNames = Mapping[Part, TensorName]
@@ -119,14 +121,15 @@ LLAMA_NAMES: TensorNames = {
 }
 """Most families' names; others change some of them."""
 
-_GATE_UP, _DOWN = Stacked("mlp.experts.gate_up_proj"), Stacked("mlp.experts.down_proj")
+STACKED_GATE_UP, STACKED_DOWN = Stacked("mlp.experts.gate_up_proj"), Stacked("mlp.experts.down_proj")
+"""As transformers 5 has them in memory, and saves them if `save_original_format` is false."""
 
 EXPERTS_NAMES: TensorNames = {
     **LLAMA_NAMES,
     Part.ROUTER: TensorName("mlp.gate", "ffn_gate_inp"),
-    Part.EXPERT_GATE: TensorName(f"mlp.experts.{EXPERT}.gate_proj", "ffn_gate_exps", stacked=_GATE_UP),
-    Part.EXPERT_UP: TensorName(f"mlp.experts.{EXPERT}.up_proj", "ffn_up_exps", stacked=_GATE_UP),
-    Part.EXPERT_DOWN: TensorName(f"mlp.experts.{EXPERT}.down_proj", "ffn_down_exps", stacked=_DOWN),
+    Part.EXPERT_GATE: TensorName(f"mlp.experts.{EXPERT}.gate_proj", "ffn_gate_exps", stacked=(STACKED_GATE_UP,)),
+    Part.EXPERT_UP: TensorName(f"mlp.experts.{EXPERT}.up_proj", "ffn_up_exps", stacked=(STACKED_GATE_UP,)),
+    Part.EXPERT_DOWN: TensorName(f"mlp.experts.{EXPERT}.down_proj", "ffn_down_exps", stacked=(STACKED_DOWN,)),
     Part.SHARED_GATE: TensorName("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
     Part.SHARED_UP: TensorName("mlp.shared_expert.up_proj", "ffn_up_shexp"),
     Part.SHARED_DOWN: TensorName("mlp.shared_expert.down_proj", "ffn_down_shexp"),

@@ -32,7 +32,7 @@ class ParameterReader:
         if spec.places:
             return self._read_experts(spec, index)
         stored, rest = stored_part(spec, index)
-        found = rows_of_parameter(spec, self._reader.read(spec.tensor, (stored, *rest)))
+        found = rows_of_parameter(spec, self._reader.read(spec.tensor_of(self._names), (stored, *rest)))
         if spec.factors:
             rows_of_runs, factors = zip(*spec.factors, strict=True)
             first = (stored.start - spec.first_row) // spec.blocks

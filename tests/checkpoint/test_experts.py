@@ -21,8 +21,8 @@ from sglang_jax.checkpoint import ParameterReader, open_checkpoint
 from sglang_jax.checkpoint.hf_config import load_hf_config
 from sglang_jax.errors import CheckpointError
 
-_STACKED = ("qwen3_moe", "qwen2_moe", "olmoe")
-"""Families whose folders may keep experts as transformers 5 does in memory."""
+_STACKED = sorted(EXPERTS.keys() - {"gpt_oss"})
+"""Families whose folders may keep experts as transformers 5 does in memory; gpt-oss's always do."""
 
 _MODULES = {
     Part.ATTENTION_NORM: "input_layernorm",

@@ -24,7 +24,7 @@ from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.channel import CoreChannel
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import CoreLoader
-from sglang_jax.engine.launch import launch_core
+from sglang_jax.engine.launch import TokenizerLoader, launch_core
 from sglang_jax.engine.placement import Placement
 from sglang_jax.engine.replica import Backoff, Replica, launch_replicas
 from sglang_jax.scheduler.messages import NewRequest
@@ -52,7 +52,9 @@ def load_audited_echo(config: EngineConfig, channel: CoreChannel) -> AuditedEcho
     return AuditedEchoCore(config, channel)
 
 
-def launcher(load: CoreLoader, *, in_process: bool) -> Callable[..., object]:
+def launcher(
+    load: CoreLoader, *, in_process: bool, load_tokenizer: TokenizerLoader = load_tokenizer
+) -> Callable[..., object]:
     """A `Launch` whose engines are these cores."""
 
     async def launch_one(config: EngineConfig, placement: Placement) -> AsyncEngineClient:
@@ -67,10 +69,17 @@ def launcher(load: CoreLoader, *, in_process: bool) -> Callable[..., object]:
     return launch
 
 
-def run_with(load: CoreLoader, arguments: Sequence[str], *, in_process: bool = True) -> int:
+def run_with(
+    load: CoreLoader,
+    arguments: Sequence[str],
+    *,
+    in_process: bool = True,
+    load_tokenizer: TokenizerLoader = load_tokenizer,
+) -> int:
     """Runs the command line in this process, with `batch` over these cores."""
     original = run_module.run_batch
-    run_module.run_batch = functools.partial(run_batch, launch=launcher(load, in_process=in_process))
+    launch = launcher(load, in_process=in_process, load_tokenizer=load_tokenizer)
+    run_module.run_batch = functools.partial(run_batch, launch=launch)
     try:
         return run(cli, "sglang-jax", arguments)
     finally:

@@ -85,6 +85,41 @@ for name in ("gpt_oss", "qwen2_moe"):
         assert np.abs(logits - wanted).max() < 2e-4
 """
 
+_EXPERTS = """
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from helpers.family_cases import EXPERTS
+from helpers.paged_model import PagedModel
+from helpers.parity_cases import STEPS, TOLERANCE, prompts, transformers_logits
+from helpers.tiny_models import make_tiny_checkpoint
+from sglang_jax.layers.sharding import make_mesh
+
+# Each device has its part of every expert. Beside the sum of embeddings a layer has two, and one more where norms are
+# over heads of all devices.
+for name in sys.argv[2:]:
+    case, sequences = EXPERTS[name], prompts()
+    folder = make_tiny_checkpoint(Path(sys.argv[1], name), case.architecture, **case.changes)
+    expected = [transformers_logits(case.architecture, tokens, **case.changes) for tokens in sequences]
+    for size in (1, 2, 4):
+        model = PagedModel(folder, mesh=make_mesh(jax.devices()[:size]))
+        experts = [leaf for leaf in jax.tree.leaves(model.state) if leaf.ndim == 3 and leaf.shape[0] == 6]
+        assert len(experts) >= 6
+        assert all(leaf.addressable_shards[0].data.size * size == leaf.size for leaf in experts)
+        for logits, wanted in zip(model.run(sequences, STEPS), expected, strict=True):
+            assert np.abs(logits - wanted).max() < TOLERANCE, (name, size)
+        if size > 1:
+            batch = model.batch([np.arange(9)] * 4, [0] * 4, {row: 1 for row in range(4)})
+            with jax.sharding.use_abstract_mesh(model._mesh):
+                program = model._step.lower(model.state, model.kv_caches, batch).compile().as_text()
+            collectives = re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)[(]", program)
+            sums = 1 + (2 + (name == "olmoe")) * len(model.kv_caches)
+            assert collectives == ["all-reduce"] * sums, (name, size, collectives)
+"""
+
 _STATES = """
 import re
 import sys
@@ -124,6 +159,8 @@ for name in sys.argv[2:]:
     [
         pytest.param(_PROGRAM, (), id="alike"),
         pytest.param(_OTHER_HEADS, (), id="other heads"),
+        pytest.param(_EXPERTS, ("qwen3_moe", "mixtral", "olmoe"), id="experts", marks=pytest.mark.soak),
+        pytest.param(_EXPERTS, ("qwen2_moe", "gpt_oss", "granitemoe"), id="other experts", marks=pytest.mark.soak),
         pytest.param(_STATES, ("qwen3_5", "mamba2"), id="heads with states"),
         pytest.param(
             _STATES, ("lfm2", "falcon_h1", "nemotron_h"), id="other layers with states", marks=pytest.mark.soak

@@ -72,9 +72,9 @@ _NAMES: TensorNames = {
     **LLAMA_NAMES,
     Part.FEED_FORWARD_NORM: TensorName("post_attention_layernorm", "post_attention_norm"),
     Part.ROUTER: TensorName("mlp.router", "ffn_gate_inp"),
-    Part.EXPERT_GATE: TensorName("mlp.experts.gate_up_proj", "ffn_gate_exps", stacked=_GATE_UP),
-    Part.EXPERT_UP: TensorName("mlp.experts.gate_up_proj", "ffn_up_exps", stacked=_GATE_UP),
-    Part.EXPERT_DOWN: TensorName("mlp.experts.down_proj", "ffn_down_exps", stacked=_DOWN),
+    Part.EXPERT_GATE: TensorName("mlp.experts.gate_up_proj", "ffn_gate_exps", stacked=(_GATE_UP,)),
+    Part.EXPERT_UP: TensorName("mlp.experts.gate_up_proj", "ffn_up_exps", stacked=(_GATE_UP,)),
+    Part.EXPERT_DOWN: TensorName("mlp.experts.down_proj", "ffn_down_exps", stacked=(_DOWN,)),
 }
 
 _GGUF_FIELDS = {

@@ -33,11 +33,12 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 _MODULE = "block_sparse_moe"
-_GATE_UP, _DOWN = Stacked(f"{_MODULE}.input_linear.weight"), Stacked(f"{_MODULE}.output_linear.weight")
+_GATE_UP = Stacked(f"{_MODULE}.input_linear.weight"), Stacked(f"{_MODULE}.experts.gate_up_proj")
+_DOWN = Stacked(f"{_MODULE}.output_linear.weight"), Stacked(f"{_MODULE}.experts.down_proj")
 
 _NAMES: TensorNames = {
     **LLAMA_NAMES,
-    Part.ROUTER: TensorName(f"{_MODULE}.router.layer", "ffn_gate_inp"),
+    Part.ROUTER: TensorName(f"{_MODULE}.router.layer", "ffn_gate_inp", also=f"{_MODULE}.router"),
     Part.EXPERT_GATE: TensorName(f"{_MODULE}.input_linear", "ffn_gate_exps", stacked=_GATE_UP),
     Part.EXPERT_UP: TensorName(f"{_MODULE}.input_linear", "ffn_up_exps", stacked=_GATE_UP),
     Part.EXPERT_DOWN: TensorName(f"{_MODULE}.output_linear", "ffn_down_exps", stacked=_DOWN),
