@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.echo_server import serve_echo, wait_for
 from helpers.family_cases import FAMILIES
 from helpers.scheduling import RecordingChannel
 from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint, make_tiny_model
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.config import Backend, EngineConfig
+from sglang_jax.engine.model_core import load_core, load_text_tokenizer
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.backends import load_backend
 from sglang_jax.runner.protocol import Runner
@@ -122,3 +125,25 @@ def test_without_the_option_nothing_is_counted(backend: str, tmp_path: Path) -> 
     assert "expert_tokens" not in reply.state
     assert (runner.expert_load(), channel.stats.experts) == ((), [])
     runner.close()
+
+
+def test_a_server_tells_of_each_layer(tmp_path: Path) -> None:
+    """Over HTTP, from an idle engine."""
+    folder = make_tiny_checkpoint(tmp_path, CASE.architecture, **CASE.changes)
+    config = options(folder, "torch", skip_warmup=True).model_dump(exclude_unset=True)
+    with serve_echo(load_core, load_text_tokenizer, **config) as server:
+        tokens = CHOSEN * (5 + 3)
+        assert "sglang:expert" not in server.http.get("/metrics").text
+        body = {"input_ids": [5, 6, 7, 8, 9], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+        server.http.post("/generate", json=body).raise_for_status()
+        wait_for(lambda: [one.tokens for one in server.context.client.stats.experts] == [tokens] * 3)
+        info = server.http.get("/server_info").json()
+        metrics = server.http.get("/metrics").text
+    assert info["enable_expert_distribution_metrics"] is True
+    found = info["internal_states"][0]["expert_tokens"]
+    assert {int(layer): sum(counts) for layer, counts in found.items()} == dict.fromkeys(LAYERS_WITH_EXPERTS, tokens)
+    assert re.findall(r"^sglang:expert_tokens_total\{.*\} (.*)$", metrics, re.MULTILINE) == [str(3.0 * tokens)]
+    balances = dict(re.findall(r'^sglang:expert_balancedness\{layer="(\d)".*\} (.*)$', metrics, re.MULTILINE))
+    assert {layer: float(value) for layer, value in balances.items()} == {
+        layer: tokens / EXPERTS / max(counts) for layer, counts in found.items()
+    }
