@@ -128,6 +128,7 @@ _WEIGHTS = (
 _GRAMMARS = "not available: use --grammar-backend; llguidance supports all kinds of grammars"
 
 _EXPERTS = "not implemented: --tp-size shares every expert among devices"
+_EXPERT_COUNTS = "not available: --enable-expert-distribution-metrics counts the tokens of each expert"
 _ONE_ENGINE = "not implemented: each engine runs both prefill and decode"
 _TEXT = "not implemented: models can only generate text"
 _SERVERS = "not available: start a server on each machine, and one with --connect in front of them"
@@ -227,6 +228,8 @@ REFUSED: Mapping[str, OtherFlag] = {
     "ep": OtherFlag(_EXPERTS, takes_value=True),
     "ep_num_redundant_experts": OtherFlag(_EXPERTS, takes_value=True),
     "ep_size": OtherFlag(_EXPERTS, takes_value=True),
+    "expert_distribution_recorder_buffer_size": OtherFlag(_EXPERT_COUNTS, takes_value=True),
+    "expert_distribution_recorder_mode": OtherFlag(_EXPERT_COUNTS, takes_value=True),
     "expert_parallel_size": OtherFlag(_EXPERTS, takes_value=True),
     "export_metrics_to_file": OtherFlag("not implemented: scrape /metrics"),
     "fastapi_root_path": OtherFlag("not implemented: strip the prefix in your proxy", takes_value=True),

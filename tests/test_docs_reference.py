@@ -27,7 +27,7 @@ from sglang_jax.config import EngineConfig, ServerConfig
 from sglang_jax.engine.engine import RequestOptions
 from sglang_jax.engine.types import FinishKind, GenerateOutput, ReplicaLoad, ReplicaState, TokenLogprob
 from sglang_jax.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
-from sglang_jax.scheduler.messages import SchedulerStats
+from sglang_jax.scheduler.messages import ExpertBalance, SchedulerStats
 from sglang_jax.server import errors as server_errors
 from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.context import ServerContext
@@ -86,7 +86,11 @@ DEFAULTS_IN_WORDS = frozenset(
 @pytest.fixture(scope="module")
 def context() -> ServerContext:
     load = ReplicaLoad(
-        index=0, state=ReplicaState.SERVING, max_running_requests=1, max_total_tokens=1, stats=SchedulerStats()
+        index=0,
+        state=ReplicaState.SERVING,
+        max_running_requests=1,
+        max_total_tokens=1,
+        stats=SchedulerStats(experts=[ExpertBalance(0, 1, 1.0)]),
     )
     client = SimpleNamespace(model_info=MODEL_INFO, loads=lambda: [load], alive=True)
     return create_context(client, ServerConfig())

@@ -111,10 +111,14 @@ class KVPages:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """What a layer keeps: pages, where it has attention, and the pools of its state, where it has one."""
+    """What a layer keeps: pages, where it has attention, and the pools of its state, where it has one.
+
+    `expert_tokens`: how many tokens each expert was chosen by, if that is counted: int64 `[experts]`.
+    """
 
     pages: KVPages | None = None
     states: States = ()
+    expert_tokens: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

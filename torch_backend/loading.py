@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_groups, group_of_layers
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
+from sglang_jax.architectures.model_config import CacheGroup, CacheKind, LayerConfig, cache_groups, group_of_layers
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.draft_model import open_draft, with_draft
+from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.sizing import (
@@ -123,6 +125,7 @@ def _load_on(
     dtype = select_dtype(config.dtype, device)
     kv_form = kv_form_of(config, dtype)
     refuse_with_states(config, checkpoint.config)
+    refuse_without_experts(config, checkpoint.config)
     state_dtypes = StateDtypes(dtype, _STATE_DTYPES[config.mamba_ssm_dtype])
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
     guessing = open_draft(config, checkpoint)
@@ -147,6 +150,8 @@ def _load_on(
     kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_form, device, kv_scales, state_dtypes)
     if integers:
         _set_key_means(built.model, kv, checkpoint, shard, kv_form, dtype=dtype, max_context=sizes.max_context)
+    if config.enable_expert_distribution_metrics:
+        kv = [_with_counts(memory, layer, device) for memory, layer in zip(kv, checkpoint.config.layers, strict=True)]
     drafting = None
     if draft is not None:
         draft.load()
@@ -172,7 +177,15 @@ def _load_on(
         details=_details(config, checkpoint, dtype, kv_form, kernels, parallel, drafting=draft is not None),
         draft=drafting,
         states=[pool for layer in kv for pool in layer.states],
+        counted={number: own.expert_tokens for number, own in enumerate(kv) if own.expert_tokens is not None},
     )
+
+
+def _with_counts(memory: LayerMemory, layer: LayerConfig, device: torch.device) -> LayerMemory:
+    """With a count for each expert, if the layer has some."""
+    if not isinstance(layer.feed_forward, ExpertsConfig):
+        return memory
+    return replace(memory, expert_tokens=torch.zeros(layer.feed_forward.num_experts, dtype=torch.int64, device=device))
 
 
 def _set_key_means(

@@ -13,6 +13,7 @@ import torch
 from sglang_jax.errors import ParameterError
 from sglang_jax.runner.draft_model import DraftLag
 from sglang_jax.runner.drafts import REFUSED, Unfolded, fold, pack_hints, pack_texts, unfold
+from sglang_jax.runner.expert_load import ExpertLoad, load_since
 from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
     INVALID_TOKEN,
@@ -152,7 +153,8 @@ class TorchRunner:
     given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager), and
     `mixed_buckets` the sizes of steps with prompts; `details` go into the report; `draft`: a model with KV pages that
     guesses, whose cache groups are the spec's last ones; `states`: the model's pools of states, whose slots behind
-    those of the spec's pool take the states after drafts.
+    those of the spec's pool take the states after drafts; `counted`: int64 `[experts]` of each layer, by its number, in
+    which the model counts the tokens that choose each expert.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class TorchRunner:
         details: Mapping[str, str] | None = None,
         draft: DraftPart | None = None,
         states: Sequence[torch.Tensor] = (),
+        counted: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self._spec = spec
         self._model: Model = model if draft is None else WithDraft(model, draft.model, draft.first_group)
@@ -211,6 +214,8 @@ class TorchRunner:
                 self._page_size,
             )
         self._warm_graphs = 0
+        self._counted = dict(counted or {})
+        self._load_in_warm_up: tuple[ExpertLoad, ...] = ()
         self._waiting: TorchStep | None = None
         self._profile: Profile | None = None
         self._weight_bytes = weight_bytes
@@ -246,6 +251,7 @@ class TorchRunner:
             captured = partial(graphs.capture_all, lambda done, what: progress(len(kinds) + done, total, what))
             self._stream.submit(captured).wait()
             self._warm_graphs = len(graphs)
+        self._load_in_warm_up = self._expert_load()
 
     def announce_builds(self, building: Building) -> None:
         """See `Runner`. Here first uses build single kernels: that takes seconds, and is not told."""
@@ -313,6 +319,20 @@ class TorchRunner:
             kv_bytes=self._kv_bytes,
             details=self._details,
         )
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        """See `Runner`."""
+        return load_since(self._load_in_warm_up, self._expert_load())
+
+    def _expert_load(self) -> tuple[ExpertLoad, ...]:
+        """Warm-up included."""
+        if not self._counted:
+            return ()
+        counts = list(self._counted.values())
+        # Together: one copy, and one that later steps do not add to.
+        found = self._stream.submit(lambda: self._stream.to_host(torch.cat(counts))).wait()
+        parts = torch.split(found, [len(count) for count in counts])
+        return tuple(ExpertLoad(layer, part.numpy()) for layer, part in zip(self._counted, parts, strict=True))
 
     def close(self) -> None:
         """Waits for steps in flight, and lets go of the model and what was captured of it."""

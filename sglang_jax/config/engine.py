@@ -292,6 +292,10 @@ class EngineConfig(BaseModel):
         description="folder for compiled programs (JAX: also gs://); default: in the user's cache folder",
     )
     decode_log_interval: PositiveInt = Field(40, description="decode steps between log lines")
+    enable_expert_distribution_metrics: bool = Field(
+        False,
+        description="count the tokens that choose each expert, for /server_info and /metrics (models with experts)",
+    )
     profile_dir: str | None = Field(
         None,
         description="folder that /start_profile writes to (JAX: also gs://); default: profiling is off",

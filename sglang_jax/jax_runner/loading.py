@@ -45,6 +45,7 @@ from sglang_jax.models import (
 )
 from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.runner.draft_model import open_draft, with_draft
+from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.sizing import (
@@ -80,6 +81,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     """
     use_compilation_cache(config.cache_address())
     refuse_with_states(config, checkpoint.config)
+    refuse_without_experts(config, checkpoint.config)
     parallel = TensorParallel.of(checkpoint.config, config.tp_size)
     devices = select_devices(config.device, parallel.size)
     device = devices[0]
@@ -110,6 +112,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         config.page_size,
         platform=platform,
         state_dtypes=state_dtypes_of(config, dtype),
+        count_experts=config.enable_expert_distribution_metrics,
     )
     own_cache = None if draft is None else draft.cache(sizes, config)
     spec = runner_spec(config, memory, sizes, parallel)
@@ -140,7 +143,8 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
     if draft is not None:
         details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
-    return JaxRunner(programs, weights, kv, spec, details, mesh)
+    counted = tuple(number for number, experts in enumerate(cache.counted) if experts)
+    return JaxRunner(programs, weights, kv, spec, details, mesh, counted)
 
 
 def _blocks_to_keep(

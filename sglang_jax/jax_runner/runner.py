@@ -18,6 +18,7 @@ from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, StepOutputs, Weights, empty_rows, pack_settled
 from sglang_jax.jax_runner.warmup import warmup_plan
 from sglang_jax.runner.drafts import Unfolded, fold, pack_hints, pack_texts, unfold
+from sglang_jax.runner.expert_load import ExpertLoad, load_since
 from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
     NO_LOGPROBS,
@@ -103,7 +104,7 @@ class JaxRunner:
 
     **Arguments:** `programs` are those of the weights' model; `weights` and `kv` are handed over (`kv` is written in
     place, `close` frees both); `details` go into the report; `mesh` is where weights and KV are, JAX's default device
-    if None.
+    if None; `counted`: numbers of layers that count the tokens of their experts.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class JaxRunner:
         spec: RunnerSpec,
         details: Mapping[str, str],
         mesh: Mesh | None = None,
+        counted: tuple[int, ...] = (),
     ) -> None:
         self._spec = spec
         self._details = dict(details)
@@ -127,6 +129,8 @@ class JaxRunner:
         self._drafter = None if programs.draft is None else Drafter(programs, weights, spec.max_rows)
         self._counter = CompileCounter()
         self._compiles_in_warm_up = 0
+        self._counted = counted
+        self._load_in_warm_up: tuple[ExpertLoad, ...] = ()
         self._waiting: JaxStep | None = None
         self._profiling = False
 
@@ -165,6 +169,7 @@ class JaxRunner:
                 jax.block_until_ready(state.drafted)
                 progress(done, total, f"running {what}")
         self._compiles_in_warm_up = self._counter.count
+        self._load_in_warm_up = self._expert_load()
         if first_only:
             programs.build_others(self._counter.planned)
 
@@ -250,6 +255,18 @@ class JaxRunner:
             kv_bytes=self._kv_bytes,
             details=self._details | failed,
             programs_left=builds.num_left,
+        )
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        """See `Runner`."""
+        return load_since(self._load_in_warm_up, self._expert_load())
+
+    def _expert_load(self) -> tuple[ExpertLoad, ...]:
+        """Warm-up included. Every device has the same."""
+        words = jax.device_get([self._state.kv[layer].expert_tokens for layer in self._counted])
+        return tuple(
+            ExpertLoad(layer, low.astype(np.int64) + (high.astype(np.int64) << 32))
+            for layer, (low, high) in zip(self._counted, words, strict=True)
         )
 
     def close(self) -> None:

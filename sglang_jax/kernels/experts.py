@@ -78,6 +78,10 @@ class Choice:
         chosen = self.experts[..., None] == jnp.arange(experts)
         return jnp.where(chosen, self.scores[..., None], 0.0).sum(1)
 
+    def tokens_of(self, experts: int) -> jax.Array:
+        """How many tokens chose each expert: int32 `[experts]`."""
+        return _sizes(self.experts.reshape(-1), experts)
+
 
 def multiply_experts(
     products: ExpertProducts, x: jax.Array, weights: ExpertWeights, choice: Choice, gate: Gate
@@ -89,7 +93,7 @@ def multiply_experts(
     experts, chosen = len(weights.gate), choice.experts.shape[1]
     flat = choice.experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
+    sizes = _sizes(flat, experts)
     multiply = _ragged if products is ExpertProducts.RAGGED else _in_tiles
     found = multiply(x[order // chosen], weights, flat[order], sizes, gate)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
@@ -97,6 +101,11 @@ def multiply_experts(
     scores = choice.scores[..., None]
     # Padding has outputs of nobody, which may be anything.
     return jnp.where(scores != 0, outputs * scores, 0.0).sum(1)
+
+
+def _sizes(chosen: jax.Array, experts: int) -> jax.Array:
+    """How often each expert is in int32 `[n]`, as int32 `[experts]`."""
+    return jnp.zeros(experts, jnp.int32).at[chosen].add(1, mode="drop")
 
 
 def _dot(x: jax.Array, kernel: jax.Array, spec: str) -> jax.Array:

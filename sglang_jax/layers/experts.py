@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -62,6 +63,9 @@ class Experts(nnx.Module):
             found = found + matmul(choice.by_expert(config.num_experts), self.down_bias[...])
         if self.shared is not None:
             found = found + self.shared(x)
+        if memory.expert_tokens is not None:
+            chosen = choice.tokens_of(config.num_experts)
+            memory = replace(memory, expert_tokens=_add_to_words(memory.expert_tokens, chosen))
         return found.astype(x.dtype), memory
 
     def _weights(self) -> ExpertWeights:
@@ -133,6 +137,12 @@ def choose_experts(
         chosen = chosen / jnp.maximum(chosen.sum(-1, keepdims=True), _LEAST_SUM)
     unused = padding[:, None]
     return Choice(jnp.where(unused, config.num_experts, experts), jnp.where(unused, 0.0, chosen * config.scale))
+
+
+def _add_to_words(words: jax.Array, added: jax.Array) -> jax.Array:
+    """uint32 `[2, n]`, low words and high words of `n` sums, with int32 `[n]` added: JAX has no integers of 64 bits."""
+    low = words[0] + added.astype(jnp.uint32)
+    return jnp.stack([low, words[1] + (low < words[0])])
 
 
 def _in_best_groups(config: ExpertsConfig, ranked: jax.Array) -> jax.Array:

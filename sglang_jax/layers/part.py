@@ -38,10 +38,15 @@ class PartOptions:
 @dataclass(frozen=True)
 class LayerMemory:
     """What a layer keeps of sequences: KV pages, as `kernels.kv_storage` lays them out, where it has attention, and the
-    pools of its state, where it has one."""
+    pools of its state, where it has one.
+
+    `expert_tokens`: how many tokens each expert was chosen by, if that is counted: uint32 `[2, experts]`, low words and
+    high words.
+    """
 
     pages: jax.Array | None = None
     states: States = ()
+    expert_tokens: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.kinds.recurrent import LAST_INPUTS, StateArray, StateDtype
 from sglang_jax.architectures.model_config import (
     CacheGroup,
@@ -58,22 +59,27 @@ class StatePool:
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """`shapes` of each layer's pages, `[num_pages, kv_heads, parts, page_size, lanes]`, and the `storage` type; `()`
-    for a layer without pages. `states`: shapes and types of each layer's pools for its state, none for attention."""
+    for a layer without pages. `states`: shapes and types of each layer's pools for its state, none for attention.
+    `counted`: of each layer, how many experts it counts the tokens of."""
 
     shapes: tuple[tuple[int, ...], ...]
     storage: jnp.dtype
     states: tuple[tuple[StatePool, ...], ...]
+    counted: tuple[int, ...]
 
     def memory(self, mesh: Mesh) -> KVCaches:
         """Shapes that stand for what each layer keeps, kv heads and heads of states spread over the mesh's tensor
         axis."""
         pages = named_sharding(mesh, KV_AXES)
 
-        def of(shape: tuple[int, ...], states: tuple[StatePool, ...]) -> LayerMemory:
-            paged = jax.ShapeDtypeStruct(shape, self.storage, sharding=pages) if shape else None
-            return LayerMemory(paged, tuple(state.on(mesh) for state in states))
+        whole = NamedSharding(mesh, PartitionSpec())
 
-        return tuple(of(shape, states) for shape, states in zip(self.shapes, self.states, strict=True))
+        def of(shape: tuple[int, ...], states: tuple[StatePool, ...], experts: int) -> LayerMemory:
+            paged = jax.ShapeDtypeStruct(shape, self.storage, sharding=pages) if shape else None
+            words = jax.ShapeDtypeStruct((2, experts), jnp.uint32, sharding=whole) if experts else None
+            return LayerMemory(paged, tuple(state.on(mesh) for state in states), words)
+
+        return tuple(map(of, self.shapes, self.states, self.counted))
 
     def bytes(self, layer: int) -> int:
         """What a layer keeps takes."""
@@ -89,11 +95,12 @@ def kv_cache_spec(
     *,
     platform: str | None = None,
     state_dtypes: StateDtypes | None = None,
+    count_experts: bool = False,
 ) -> KVCacheSpec:
     """Pages that hold keys and values of `dtype`, and slots for states; `platform` is JAX's default unless given.
 
     `num_pages`: of each of the model's cache groups, or one number for all of them. `state_dtypes`: float32 unless
-    given.
+    given. `count_experts`: layers count the tokens that choose each expert.
     """
     form = PlatformForm.of(platform or jax.default_backend())
     groups = group_of_layers(config)
@@ -111,7 +118,12 @@ def kv_cache_spec(
     shapes = tuple(pages(layer, group) for group, layer in zip(groups, config.layers, strict=True))
     tiled, dtypes = form.tiled_state_tails, state_dtypes or StateDtypes()
     states = tuple(_pools(layer, slots, dtypes, tiled=tiled) for layer in config.layers)
-    return KVCacheSpec(shapes, form.kv_storage(dtype), states)
+    counted = tuple(_experts(layer) if count_experts else 0 for layer in config.layers)
+    return KVCacheSpec(shapes, form.kv_storage(dtype), states, counted)
+
+
+def _experts(layer: LayerConfig) -> int:
+    return layer.feed_forward.num_experts if isinstance(layer.feed_forward, ExpertsConfig) else 0
 
 
 @dataclass(frozen=True, slots=True)

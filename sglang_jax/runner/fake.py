@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.runner import fake_model
+from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import (
     DRAFT,
     INVALID_TOKEN,
@@ -130,6 +131,10 @@ class FakeRunner:
 
     def report(self) -> RunnerReport:
         return RunnerReport("fake", "none", 0, 0, 0, 0, {})
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        """There are no experts."""
+        return ()
 
     def close(self) -> None:
         """Nothing is held."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult, TokenMasks
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.runner.pulse import Building
@@ -140,6 +141,10 @@ class GroupRunner:
     def report(self) -> RunnerReport:
         """This process's."""
         return self._runner.report()
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        """This process's: all of them choose the same experts."""
+        return self._runner.expert_load()
 
     def close(self) -> None:
         """Ends every process's part, the others' also where this one's fails."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult, TokenMasks
 from sglang_jax.runner.pulse import Building
 
@@ -77,5 +78,10 @@ class Runner(Protocol):
         ...
 
     def report(self) -> RunnerReport: ...
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        """Of each layer with experts, the tokens of all launched steps since warm-up, guessed ones included and padding
+        not; waits until those steps have run. Empty unless `enable_expert_distribution_metrics`."""
+        ...
 
     def close(self) -> None: ...

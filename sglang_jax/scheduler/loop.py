@@ -11,8 +11,9 @@ import msgspec
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import RequestError
 from sglang_jax.grammar.compiler import GrammarCompiler
-from sglang_jax.runner.protocol import Runner
+from sglang_jax.runner.protocol import Runner, RunnerReport
 from sglang_jax.runner.pulse import Pulse
+from sglang_jax.scheduler.expert_watch import ExpertWatch
 from sglang_jax.scheduler.messages import (
     AbortRequest,
     Channel,
@@ -24,8 +25,10 @@ from sglang_jax.scheduler.messages import (
     NewRequest,
     OpenSession,
     Reply,
+    SchedulerStats,
     Shutdown,
     StartProfile,
+    StateValue,
     StopProfile,
     StopRequest,
 )
@@ -70,6 +73,7 @@ class SchedulerLoop:
         self._runner = runner
         self._channel = channel
         self._profiling = Profiling(runner, self._pulse)
+        self._experts = ExpertWatch(runner, enabled=config.enable_expert_distribution_metrics)
         self._draining = False
         self._stopped = False
         self._stats_at = 0.0
@@ -174,14 +178,19 @@ class SchedulerLoop:
         now = time.monotonic()
         if self.scheduler.idle or now - self._stats_at >= STATS_SECONDS:
             self._stats_at = now
-            report = self._runner.report()
-            self._channel.send(self.scheduler.log.stats(report.compiles_after_warm_up, report.programs_left))
+            self._channel.send(self._stats(self._runner.report()))
 
-    def _state(self) -> dict[str, str | int | float | bool | None]:
+    def _stats(self, report: RunnerReport) -> SchedulerStats:
+        scheduler = self.scheduler
+        experts = self._experts.balances(scheduler.log.steps, idle=scheduler.idle)
+        return scheduler.log.stats(report.compiles_after_warm_up, report.programs_left, experts)
+
+    def _state(self) -> dict[str, StateValue]:
         report = self._runner.report()
-        stats = self.scheduler.log.stats(report.compiles_after_warm_up, report.programs_left)
-        state: dict[str, str | int | float | bool | None] = {
-            **{name: value for name, value in msgspec.structs.asdict(stats).items() if name != "groups"},
+        stats = self._stats(report)
+        figures = msgspec.structs.asdict(stats)
+        state: dict[str, StateValue] = {
+            **{name: value for name, value in figures.items() if name not in ("groups", "experts")},
             "token_usage": stats.token_usage,
             "cache_hit_rate": stats.cache_hit_rate,
             "backend": report.backend,
@@ -196,4 +205,6 @@ class SchedulerLoop:
             state[f"{name}_used_{group.unit}s"] = group.used_tokens
             state[f"{name}_max_{group.unit}s"] = group.max_tokens
             state[group.usage_name.replace(" ", "_")] = group.usage
+        if self._experts.enabled:
+            state["expert_tokens"] = self._experts.totals()
         return state | dict(report.details)

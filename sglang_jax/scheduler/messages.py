@@ -254,6 +254,19 @@ class GroupUsage(msgspec.Struct, frozen=True):
         return f"{self.name} token usage" if self.unit == "token" else f"{self.name} usage"
 
 
+class ExpertBalance(msgspec.Struct, frozen=True, array_like=True):
+    """Of one layer with experts. `tokens`: choices of an expert by a token since the start. `balancedness`: mean over
+    maximum of the tokens of its experts in the last minutes: 1 if all are chosen equally often."""
+
+    layer: int
+    tokens: int
+    balancedness: float
+
+
+StateValue = str | int | float | bool | None | dict[str, list[int]]
+"""What `/server_info` tells under one name."""
+
+
 class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     """A snapshot, published when it changed and at most a few times a second, and whenever the scheduler goes idle.
 
@@ -264,6 +277,7 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     `num_session_tokens`: of the first group's pages those that sessions keep (`groups` tells of all);
     `num_pins_let_go`: how often a session lost what it kept because others needed the memory; `num_sessions_timed_out`:
     how many were closed for that.
+    `experts`: of each layer whose experts are counted, seconds old while the scheduler is busy.
     """
 
     num_running: int = 0
@@ -291,6 +305,7 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     new_token_reserve: float = 0.0
     steps: int = 0
     groups: list[GroupUsage] = []
+    experts: list[ExpertBalance] = []
 
     @property
     def token_usage(self) -> float:
@@ -321,7 +336,7 @@ class Reply(msgspec.Struct, tag="reply", frozen=True):
     call: int
     ok: bool
     message: str = ""
-    state: dict[str, str | int | float | bool | None] = {}
+    state: dict[str, StateValue] = {}
     error: WireError | None = None
     report: bytes = b""
 

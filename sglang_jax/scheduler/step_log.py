@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
+from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request
 
@@ -80,8 +81,10 @@ class StepLog:
         if self._decode_steps % self._decode_interval == 0 and logger.isEnabledFor(logging.INFO):
             self._write_decode_line()
 
-    def stats(self, compiles_after_warm_up: int, programs_left: int = 0) -> SchedulerStats:
-        """A snapshot, with what the runner reports of its programs."""
+    def stats(
+        self, compiles_after_warm_up: int, programs_left: int = 0, experts: Sequence[ExpertBalance] = ()
+    ) -> SchedulerStats:
+        """A snapshot, with what the runner reports of its programs and experts."""
         scheduler, counts = self._scheduler, self.counts
         return SchedulerStats(
             num_running=scheduler.num_running,
@@ -109,6 +112,7 @@ class StepLog:
             new_token_reserve=scheduler.reserve.ratio,
             steps=self.steps,
             groups=self._groups() if self._names_groups() else [],
+            experts=list(experts),
         )
 
     def _measure(self) -> float:

@@ -54,6 +54,18 @@ class SchedulerCollector(Collector):
                 counter = families.setdefault(name, CounterMetricFamily(f"sglang:{name}", text, labels=names))
                 counter.add_metric(labels, value)
         yield from families.values()
+        if any(load.stats.experts for load in loads):
+            yield self._balancedness(loads, names)
+
+    def _balancedness(self, loads: list[ReplicaLoad], names: list[str]) -> GaugeMetricFamily:
+        """One figure for each layer: one for each expert would be thousands."""
+        text = "Mean over maximum of the tokens of a layer's experts in the last minutes."
+        family = GaugeMetricFamily("sglang:expert_balancedness", text, labels=[*names, "layer"])
+        for load in loads:
+            labels = [self._model_name, str(load.index)][: len(names)]
+            for one in load.stats.experts:
+                family.add_metric([*labels, str(one.layer)], one.balancedness)
+        return family
 
     def _gauges(self, load: ReplicaLoad) -> dict[str, tuple[float, str]]:
         stats = load.stats
@@ -110,6 +122,11 @@ class SchedulerCollector(Collector):
             "spec_verify": (stats.num_draft_steps, "Steps of a request with guessed tokens."),
             "spec_draft_tokens": (stats.num_draft_tokens, "Guessed tokens."),
             "spec_accepted_tokens": (stats.num_accepted_tokens, "Accepted guesses."),
+            **(
+                {"expert_tokens": (sum(one.tokens for one in stats.experts), "Choices of an expert by a token.")}
+                if stats.experts
+                else {}
+            ),
             "num_memory_faults": (stats.num_memory_faults, "Failed checks of the KV page accounting at idle."),
             "compiles_after_warm_up": (stats.compiles_after_warm_up, "Programs compiled while a step waited for them."),
         }

@@ -85,6 +85,7 @@ OTHER_VALUES: dict[str, Any] = {
     "template_timeout": 4.0,
     "compilation_cache_dir": "some/cache",
     "decode_log_interval": 7,
+    "enable_expert_distribution_metrics": True,
     "profile_dir": "profiles",
     "test_retract": 5,
     "test_evict": 6,

@@ -40,6 +40,7 @@ from sglang_jax.scheduler.messages import (
     Shutdown,
     Started,
     StartProfile,
+    StateValue,
     StepOutputs,
     StopProfile,
     StopRequest,
@@ -209,7 +210,7 @@ class EchoCore:
             case Shutdown():
                 self._drain, self._stop = True, not message.drain
 
-    def _state(self) -> dict[str, str | int | float | bool | None]:
+    def _state(self) -> dict[str, StateValue]:
         events = {name: json.dumps(ids) for name, ids in self._events.items()}
         return {
             "pid": os.getpid(),

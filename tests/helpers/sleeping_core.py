@@ -18,6 +18,7 @@ from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.launch import launch_core, launch_link
 from sglang_jax.engine.launch_replicated import launch_engines
 from sglang_jax.engine.placement import Placement
+from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
@@ -72,6 +73,9 @@ class SleepingRunner:
 
     def report(self) -> RunnerReport:
         return self._inner.report()
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        return self._inner.expert_load()
 
     def close(self) -> None:
         self._inner.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from helpers.stand_in_model import dense_logits, random_weights
 
+from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import RunnerSpec, StepPlan, StepResult, TokenMasks
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.sampling.params import SamplingParams
@@ -67,6 +68,9 @@ class Narrowed:
 
     def report(self) -> RunnerReport:
         return self.inner.report()
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        return self.inner.expert_load()
 
     def close(self) -> None:
         """The inner one stays."""

@@ -154,6 +154,46 @@ def test_two_devices_with_states_say_what_one_says(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr[-3000:]
 
 
+_EXPERTS = """
+import sys
+from pathlib import Path
+from helpers.tiny_models import make_tiny_checkpoint
+from sglang_jax import Engine, SamplingParams
+from sglang_jax.config import EngineConfig
+
+folder = make_tiny_checkpoint(Path(sys.argv[1]), "qwen3_moe")
+prompts = [[5, 6, 7, 9], [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41, 42, 43, 44, 45, 46, 47, 48], [301]]
+greedy = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+config = EngineConfig(
+    model_path=str(folder), backend="jax", device="cpu", dtype="float32", tp_size=2, skip_warmup=True,
+    max_total_tokens=256, max_running_requests=4, chunked_prefill_size=16, page_size=4,
+    compilation_cache_dir=sys.argv[2], enable_expert_distribution_metrics=True,
+)
+with Engine(config=config) as engine:
+    engine.generate(prompts, greedy)
+    counts = engine.state()["expert_tokens"]
+assert [sum(layer) for layer in counts.values()] == [3 * (4 + 18 + 1 + 3 * 7)] * 2, counts
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_devices_count_the_tokens_of_experts_once(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    finished = subprocess.run(
+        [sys.executable, "-c", _EXPERTS, tmp_path, tmp_path / "cache"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("draft", ["draft", "model"])

@@ -286,6 +286,28 @@ def test_what_others_choose_and_padding_change_no_bit(form: str, monkeypatch: py
     check()
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_of_each_expert_are_counted(name: str) -> None:
+    """In sums of more than 32 bits, whose low words overflow. Padding is not counted."""
+    config, arrays = make(name)
+    logits = np.random.default_rng(1).standard_normal((40, EXPERTS)).astype(np.float32)
+    padding = np.arange(40) >= 33
+    correction = arrays.get("correction", np.zeros(EXPERTS, np.float32))
+    chosen = [choose(config, row.astype(np.float64), correction)[0] for row in logits[~padding]]
+    wanted = np.bincount(np.concatenate(chosen), minlength=EXPERTS)
+
+    choice = jax_experts.choose_experts(config, *map(jnp.asarray, (logits, correction, padding)))
+    counted = choice.tokens_of(EXPERTS)
+    assert counted.tolist() == wanted.tolist()
+    before = np.array([2**32 - 3, 2**32 - 1, 5, 0, 1, 2, 3, 4], np.uint64) + np.uint64(7 * 2**32)
+    words = jnp.asarray(np.stack([before % 2**32, before >> np.uint64(32)]).astype(np.uint32))
+    low, high = np.asarray(jax.jit(jax_experts._add_to_words)(words, counted)).astype(np.uint64)
+    assert ((high << np.uint64(32)) + low).tolist() == (before.astype(np.int64) + wanted).tolist()
+
+    found = torch_experts.choose_experts(config, *map(torch.from_numpy, (logits, correction, padding)))
+    assert found.tokens_of(EXPERTS).tolist() == wanted.tolist()
+
+
 @pytest.mark.parametrize("form", ["jax tiles", "torch tiles"])
 def test_equal_scores_go_to_the_lower_numbers(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, arrays = make("softmax")

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.types import ReplicaLoad, ReplicaState
-from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
+from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
 from sglang_jax.server import management
 from sglang_jax.server.app import create_app
 from sglang_jax.server.callers import Callers
@@ -210,6 +210,30 @@ def test_each_pool_of_several_has_its_usage() -> None:
     assert values["sglang:swa_20_session_held_tokens"] == 3
     assert values["sglang:mamba_session_held_slots"] == 2
     assert values["sglang:token_usage"] == 0.75
+
+
+def test_balancedness_of_experts_has_a_series_for_each_layer_of_each_replica() -> None:
+    balances = [[ExpertBalance(0, 60, 0.5), ExpertBalance(3, 60, 0.25)], [ExpertBalance(0, 90, 1.0)], []]
+    loads = [
+        ReplicaLoad(
+            index=index,
+            state=ReplicaState.SERVING,
+            max_running_requests=1,
+            max_total_tokens=100,
+            stats=SchedulerStats(experts=experts),
+        )
+        for index, experts in enumerate(balances)
+    ]
+    registry = CollectorRegistry()
+    registry.register(SchedulerCollector(SimpleNamespace(loads=lambda: loads), "m"))
+    lines = [line for line in generate_latest(registry).decode().splitlines() if line.startswith("sglang:expert")]
+    assert lines == [
+        'sglang:expert_tokens_total{dp_rank="0",model_name="m"} 120.0',
+        'sglang:expert_tokens_total{dp_rank="1",model_name="m"} 90.0',
+        'sglang:expert_balancedness{dp_rank="0",layer="0",model_name="m"} 0.5',
+        'sglang:expert_balancedness{dp_rank="0",layer="3",model_name="m"} 0.25',
+        'sglang:expert_balancedness{dp_rank="1",layer="0",model_name="m"} 1.0',
+    ]
 
 
 def test_metrics_of_the_scheduler() -> None:

@@ -35,6 +35,7 @@ from torch_backend.compilation.traced_model import TracedTransformer
 from torch_backend.graphs import Bucket, CudaCapture, Replay, StepGraphs, mixed_buckets, row_buckets
 from torch_backend.kernel_choice import Kernels
 from torch_backend.kv_pages import KVPages, LayerMemory
+from torch_backend.layers.experts import Experts
 from torch_backend.loading import PagedTransformer
 from torch_backend.models import Transformer, build_model
 from torch_backend.native_operations import NativeOperations
@@ -352,6 +353,41 @@ def test_a_real_model_can_be_captured(
     assert capture.replays == 12 + 7
     assert outputs[0] == outputs[1]
     assert len(set(outputs[0][1])) > 5
+
+
+def test_captured_steps_count_tokens_as_others_do(
+    tmp_path: Path, capture: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows in a step of three: the third is padding."""
+    # Tiles read on the host how many rows each expert has.
+    monkeypatch.setattr(Experts, "_sorted", lambda layer, x, choice, multiply: layer._by_all(x, choice))
+    checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "qwen3_moe", head_dim=32)))
+    spec = RunnerSpec((PoolSpec(CacheKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
+    found = []
+    for recorder in (None, capture):
+        model = load_ours(checkpoint, CapturableAttention())
+        counted = {number: torch.zeros(6, dtype=torch.int64) for number in range(2)}
+        pages = [KVPages.allocate(40, 2, 4, 32, torch.float32, CPU) for _ in counted]
+        kv = [LayerMemory(own, expert_tokens=counted[number]) for number, own in enumerate(pages)]
+        runner = TorchRunner(
+            PagedTransformer(model, kv),
+            spec,
+            device=CPU,
+            capture=recorder,
+            graph_buckets=BUCKETS if recorder else (),
+            counted=counted,
+        )
+        runner.warm_up(lambda done, total, what: None)
+        driver = PlanDriver(runner)
+        requests = [driver.admit(prompt) for prompt in PROMPTS[:2]]
+        driver.step([(requests[0], 9), (requests[1], 2)])
+        for _ in range(5):
+            driver.step([(request, DECODE) for request in requests])
+        found.append([one.tokens.tolist() for one in runner.expert_load()])
+        runner.close()
+    assert capture.replays == 5
+    assert found[0] == found[1]
+    assert [sum(layer) for layer in found[0]] == [3 * (9 + 2 + 5 * 2)] * 2
 
 
 def graphs_of(

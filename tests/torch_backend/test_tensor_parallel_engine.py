@@ -89,6 +89,19 @@ def test_two_processes_say_what_one_does(folder: Path, engine: Engine, beats: li
     follower.wait(10)
 
 
+def test_two_processes_count_the_tokens_of_experts_once(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    options = {"enable_expert_distribution_metrics": True, "skip_warmup": True}
+    counts = []
+    for tp_size in (1, 2):
+        with Engine(config=config(tmp_path, tp_size).model_copy(update=options)) as engine:
+            run(engine, GREEDY)
+            counts.append(engine.state()["expert_tokens"])
+    assert counts[0] == counts[1]
+    tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (GREEDY.max_new_tokens - 1)
+    assert [sum(layer) for layer in counts[0].values()] == [3 * tokens] * 2
+
+
 @pytest.mark.slow
 def test_two_processes_with_a_draft_model_say_what_one_does_without(
     folder: Path, tmp_path: Path, beats: list[tuple[int, int]]

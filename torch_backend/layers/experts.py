@@ -44,6 +44,12 @@ class Choice:
     experts: torch.Tensor
     scores: torch.Tensor
 
+    def tokens_of(self, experts: int) -> torch.Tensor:
+        """How many tokens chose each expert: int32 `[experts]`."""
+        flat = self.experts.reshape(-1)
+        sizes = torch.zeros(experts + 1, dtype=torch.int32, device=flat.device)
+        return sizes.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:-1]
+
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of rows `[M, hidden]` in the order of their experts, these `[M]`, and rows of each expert, outputs `[M, hidden]`."""
@@ -80,6 +86,8 @@ class Experts(Loadable):
         """See `LayerPart`. Padding chooses no expert."""
         logits = functional.linear(x.float(), self.router, self.router_bias)
         choice = choose_experts(self.config, logits, self.correction, step.padding)
+        if memory.expert_tokens is not None:
+            memory.expert_tokens.add_(choice.tokens_of(len(self.router)))
         if x.device.type == "cpu":
             found = self._sorted(x, choice, self._in_tiles)
         elif self._groups(x.device):
@@ -101,9 +109,7 @@ class Experts(Loadable):
         of its choice."""
         tokens, chosen = choice.experts.shape
         experts, order = choice.experts.reshape(-1).sort(stable=True)
-        sizes = torch.zeros(len(self.router) + 1, dtype=torch.int32, device=x.device)
-        sizes.index_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
-        found = multiply(x[order // chosen], experts, sizes[:-1])
+        found = multiply(x[order // chosen], experts, choice.tokens_of(len(self.router)))
         outputs = torch.empty_like(found)
         outputs[order] = found
         scores = choice.scores[..., None]
