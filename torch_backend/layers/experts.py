@@ -211,7 +211,7 @@ class _Gated:
 
 def _tile_of(rows: float) -> int:
     """Rows of a tile where an expert has so many on average: a power of two."""
-    tile = min(_LARGEST_TILE, 2 ** max(math.ceil(math.log2(rows)), 0))
+    tile = min(_LARGEST_TILE, 1 << max(math.ceil(math.log2(rows)), 0))
     return 2 * tile if _DOUBLED[0] <= tile <= _DOUBLED[1] else tile
 
 
