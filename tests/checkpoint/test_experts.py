@@ -260,6 +260,14 @@ def test_layers_with_experts_are_those_that_the_file_says(tmp_path: Path) -> Non
     assert sparse(decoder_sparse_step=2, mlp_only_layers=[3]) == [False, True, False, False]
 
 
+@pytest.mark.parametrize("types", [{}, {"layer_types": None}])
+def test_windows_of_qwen2_without_types_of_layers(types: dict[str, Any], tmp_path: Path) -> None:
+    """As transformers: every second layer has one, null or no field."""
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 4}
+    layers = configured(tmp_path, "qwen2_moe", window | types).layers
+    assert [layer.attention.window for layer in layers] == [4, None, 4, None]
+
+
 def test_the_rotation_of_gpt_oss_in_each_spelling(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     old = configured(tmp_path, "gpt_oss", {"rope_scaling": scaling, "rope_theta": 150000})

@@ -43,7 +43,7 @@ def _windows(common: CommonFields) -> list[int | None]:
     first = fields.count("max_window_layers")
     first = _DEFAULT_FIRST_WITHOUT_WINDOW if first is None else first
     sliding = [number % 2 == 0 and number < first for number in range(common.num_layers)]
-    if "layer_types" in fields.values:
+    if fields.values.get("layer_types") is not None:
         sliding = common.sliding_layers(every=None)
     return [common.sees(window) if slides and of_layer else None for of_layer in sliding]
 
