@@ -33,7 +33,7 @@ from sglang_jax.errors import (
     shown,
 )
 from sglang_jax.scheduler.arrivals import arrival_seed
-from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
+from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -394,8 +394,9 @@ _MEANS: dict[str, Callable[[Sequence[float]], float]] = {"new_token_reserve": la
 def total_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
     """The figures of several schedulers as those of one."""
     values = [msgspec.structs.asdict(one) for one in stats]
-    figures = {name: _MEANS.get(name, sum)([one[name] for one in values]) for name in values[0] if name != "groups"}
-    return SchedulerStats(**figures, groups=_total_groups(stats))
+    lists = ("groups", "experts")
+    figures = {name: _MEANS.get(name, sum)([one[name] for one in values]) for name in values[0] if name not in lists}
+    return SchedulerStats(**figures, groups=_total_groups(stats), experts=_total_experts(stats))
 
 
 def _total_groups(stats: Sequence[SchedulerStats]) -> list[GroupUsage]:
@@ -410,4 +411,16 @@ def _total_groups(stats: Sequence[SchedulerStats]) -> list[GroupUsage]:
             group.unit,
             so_far.session_tokens + group.session_tokens,
         )
+    return list(totals.values())
+
+
+def _total_experts(stats: Sequence[SchedulerStats]) -> list[ExpertBalance]:
+    """Of each layer the tokens of all replicas, and their balancedness by tokens: each replica has experts of its own,
+    so that what one has too few of does not make good for another."""
+    totals: dict[int, ExpertBalance] = {}
+    for one in (one for each in stats for one in each.experts):
+        so_far = totals.get(one.layer, ExpertBalance(one.layer, 0, 0.0))
+        tokens = so_far.tokens + one.tokens
+        balanced = so_far.balancedness * so_far.tokens + one.balancedness * one.tokens
+        totals[one.layer] = ExpertBalance(one.layer, tokens, balanced / max(tokens, 1))
     return list(totals.values())

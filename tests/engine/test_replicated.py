@@ -24,7 +24,7 @@ from sglang_jax.errors import (
     ReplicaLostError,
 )
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.messages import GroupUsage, SchedulerStats
+from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -350,6 +350,16 @@ def test_pools_of_all_replicas_are_added_up_by_name() -> None:
     total = total_stats(several)
     assert total.groups == [GroupUsage("full", 20, 200), GroupUsage("swa", 60, 80, session_tokens=14)]
     assert (total.steps, total.token_usage) == (5, 0.75)
+
+
+def test_loads_of_experts_are_added_up_by_layer() -> None:
+    several = [
+        SchedulerStats(experts=[ExpertBalance(1, 100, 0.5), ExpertBalance(3, 10, 1.0)]),
+        SchedulerStats(),
+        SchedulerStats(experts=[ExpertBalance(1, 300, 0.9), ExpertBalance(3, 10, 0.5)]),
+    ]
+    found = {one.layer: (one.tokens, one.balancedness) for one in total_stats(several).experts}
+    assert found == {1: (400, pytest.approx(0.8)), 3: (20, pytest.approx(0.75))}
 
 
 async def test_all_replicas_record_a_profile_or_none(two: ToldReplicas, client: AsyncEngineClient) -> None:
