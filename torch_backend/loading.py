@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from sglang_jax.architectures.kinds.experts import ExpertsConfig
-from sglang_jax.architectures.model_config import CacheGroup, CacheKind, LayerConfig, cache_groups, group_of_layers
+from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_groups, group_of_layers
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
@@ -151,7 +150,7 @@ def _load_on(
     if integers:
         _set_key_means(built.model, kv, checkpoint, shard, kv_form, dtype=dtype, max_context=sizes.max_context)
     if config.enable_expert_distribution_metrics:
-        kv = [_with_counts(memory, layer, device) for memory, layer in zip(kv, checkpoint.config.layers, strict=True)]
+        kv = _with_counts(kv, checkpoint.config, device)
     drafting = None
     if draft is not None:
         draft.load()
@@ -181,11 +180,12 @@ def _load_on(
     )
 
 
-def _with_counts(memory: LayerMemory, layer: LayerConfig, device: torch.device) -> LayerMemory:
-    """With a count for each expert, if the layer has some."""
-    if not isinstance(layer.feed_forward, ExpertsConfig):
-        return memory
-    return replace(memory, expert_tokens=torch.zeros(layer.feed_forward.num_experts, dtype=torch.int64, device=device))
+def _with_counts(kv: Sequence[LayerMemory], config: ModelConfig, device: torch.device) -> list[LayerMemory]:
+    """The same with a count for each expert."""
+    counts = [torch.zeros(layer.num_experts, dtype=torch.int64, device=device) for layer in config.layers]
+    return [
+        replace(memory, expert_tokens=count if len(count) else None) for memory, count in zip(kv, counts, strict=True)
+    ]
 
 
 def _set_key_means(

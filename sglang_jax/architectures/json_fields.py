@@ -116,6 +116,13 @@ class JsonFields:
             raise self._mistyped(name, "a finite number")
         return float(value)
 
+    def positive(self, name: str, default: float) -> float:
+        """A number above 0; `default` where the field is absent or null."""
+        value = self.number(name)
+        if value is not None and value <= 0.0:
+            raise CheckpointError(f"{self.file}: {self.within}{name} is {value:g}, it must be greater than 0")
+        return default if value is None else value
+
     def required_number(self, name: str) -> float:
         value = self.number(name)
         if value is None:

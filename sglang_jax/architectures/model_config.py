@@ -86,6 +86,11 @@ class LayerConfig:
         return None if isinstance(self.mixer, AttentionConfig) else self.mixer
 
     @property
+    def num_experts(self) -> int:
+        """How many experts the layer has; 0 if its feed-forward part has none."""
+        return self.feed_forward.num_experts if isinstance(self.feed_forward, ExpertsConfig) else 0
+
+    @property
     def parts(self) -> tuple[LayerPart, ...]:
         """Its attention, recurrent and feed-forward part, of those that it has, in the order of the model."""
         found: tuple[LayerPart | None, ...] = (self.attention, self.recurrent, self.feed_forward)

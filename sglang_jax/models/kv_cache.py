@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.kinds.recurrent import LAST_INPUTS, StateArray, StateDtype
 from sglang_jax.architectures.model_config import (
     CacheGroup,
@@ -118,12 +117,8 @@ def kv_cache_spec(
     shapes = tuple(pages(layer, group) for group, layer in zip(groups, config.layers, strict=True))
     tiled, dtypes = form.tiled_state_tails, state_dtypes or StateDtypes()
     states = tuple(_pools(layer, slots, dtypes, tiled=tiled) for layer in config.layers)
-    counted = tuple(_experts(layer) if count_experts else 0 for layer in config.layers)
+    counted = tuple(layer.num_experts if count_experts else 0 for layer in config.layers)
     return KVCacheSpec(shapes, form.kv_storage(dtype), states, counted)
-
-
-def _experts(layer: LayerConfig) -> int:
-    return layer.feed_forward.num_experts if isinstance(layer.feed_forward, ExpertsConfig) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
@@ -26,9 +25,7 @@ class ExpertLoad:
 
 def refuse_without_experts(config: EngineConfig, model: ModelConfig) -> None:
     """Raises `ConfigError` if experts are to be counted and the model has none."""
-    if config.enable_expert_distribution_metrics and not any(
-        isinstance(layer.feed_forward, ExpertsConfig) for layer in model.layers
-    ):
+    if config.enable_expert_distribution_metrics and not any(layer.num_experts for layer in model.layers):
         raise ConfigError(
             f"enable_expert_distribution_metrics needs a model with experts, got one of {model.architecture} without "
             "any: remove the option"

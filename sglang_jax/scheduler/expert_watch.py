@@ -1,41 +1,46 @@
-"""How evenly tokens choose experts, of the last minutes."""
+"""How evenly tokens choose experts, of the last minute."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from sglang_jax.runner.expert_load import ExpertLoad, load_since
-from sglang_jax.runner.protocol import Runner
 from sglang_jax.scheduler.messages import ExpertBalance
 
 SECONDS_BETWEEN_READS = 5.0
 """Of a busy runner, whose steps a reading waits for."""
 
 WINDOW_SECONDS = 60.0
-"""Balancedness is that of the tokens of so many seconds at least, and of twice as many at most."""
+"""Balancedness is that of the tokens of so many seconds at least, and of one more period between readings."""
 
 
 class ExpertWatch:
     """Reads a runner's counts from time to time. `enabled`: the runner counts; otherwise nothing is read."""
 
-    def __init__(self, runner: Runner, *, enabled: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._runner = runner
+    def __init__(
+        self,
+        read: Callable[[], tuple[ExpertLoad, ...]],
+        *,
+        enabled: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read_load = read
         self.enabled = enabled
         self._clock = clock
         self._steps = 0
-        self._read_at = self._marked_at = clock()
-        self._window_start: tuple[ExpertLoad, ...] = ()
-        self._mark: tuple[ExpertLoad, ...] = ()
+        self._read_at = clock()
+        self._readings = deque[tuple[float, tuple[ExpertLoad, ...]]]([(self._read_at, ())])
         self._found: list[ExpertBalance] = []
 
     def totals(self) -> dict[str, list[int]]:
         """How many tokens each expert was chosen by since the start, by layer; waits for the steps in flight."""
-        return {str(one.layer): one.tokens.tolist() for one in self._runner.expert_load()}
+        return {str(one.layer): one.tokens.tolist() for one in self._read_load()}
 
     def balances(self, steps: int, *, idle: bool) -> list[ExpertBalance]:
         """One for each layer with experts, after so many `steps`: up to date if the scheduler is `idle`, otherwise
-        `SECONDS_BETWEEN_READS` old at most."""
+        `SECONDS_BETWEEN_READS` old at most. While there are no steps it is that of the last ones."""
         now = self._clock()
         due = idle or now - self._read_at >= SECONDS_BETWEEN_READS
         if self.enabled and due and steps != self._steps:
@@ -44,12 +49,16 @@ class ExpertWatch:
         return self._found
 
     def _read(self, now: float) -> None:
-        load = self._runner.expert_load()
-        recent = load_since(self._window_start, load)
+        load, readings = self._read_load(), self._readings
+        while len(readings) > 1 and now - readings[1][0] >= WINDOW_SECONDS:
+            readings.popleft()
+        recent = load_since(readings[0][1], load)
         self._found = [
             ExpertBalance(all_time.layer, int(all_time.tokens.sum()), float(one.tokens.mean() / one.tokens.max()))
             for all_time, one in zip(load, recent, strict=True)
             if one.tokens.any()
         ]
-        if now - self._marked_at >= WINDOW_SECONDS:
-            self._window_start, self._mark, self._marked_at = self._mark, load, now
+        # An idle engine may be read after each step: those in between are not kept.
+        if len(readings) > 1 and now - readings[-2][0] < SECONDS_BETWEEN_READS:
+            readings.pop()
+        readings.append((now, load))

@@ -73,7 +73,7 @@ class SchedulerLoop:
         self._runner = runner
         self._channel = channel
         self._profiling = Profiling(runner, self._pulse)
-        self._experts = ExpertWatch(runner, enabled=config.enable_expert_distribution_metrics)
+        self._experts = ExpertWatch(runner.expert_load, enabled=config.enable_expert_distribution_metrics)
         self._draining = False
         self._stopped = False
         self._stats_at = 0.0

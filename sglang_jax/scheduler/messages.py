@@ -256,7 +256,7 @@ class GroupUsage(msgspec.Struct, frozen=True):
 
 class ExpertBalance(msgspec.Struct, frozen=True, array_like=True):
     """Of one layer with experts. `tokens`: choices of an expert by a token since the start. `balancedness`: mean over
-    maximum of the tokens of its experts in the last minutes: 1 if all are chosen equally often."""
+    maximum of the tokens of its experts in the last minute: 1 if all are chosen equally often."""
 
     layer: int
     tokens: int

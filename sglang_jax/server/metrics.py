@@ -59,7 +59,7 @@ class SchedulerCollector(Collector):
 
     def _balancedness(self, loads: list[ReplicaLoad], names: list[str]) -> GaugeMetricFamily:
         """One figure for each layer: one for each expert would be thousands."""
-        text = "Mean over maximum of the tokens of a layer's experts in the last minutes."
+        text = "Mean over maximum of the tokens of a layer's experts in the last minute."
         family = GaugeMetricFamily("sglang:expert_balancedness", text, labels=[*names, "layer"])
         for load in loads:
             labels = [self._model_name, str(load.index)][: len(names)]

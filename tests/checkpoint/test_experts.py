@@ -243,6 +243,8 @@ def test_numbers_of_experts_that_cannot_be_are_refused(
         ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit is 0, it must be greater than 0"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4' are not supported"),
         ("granitemoe", {"intermediate_size": None}, "intermediate_size is missing"),
+        ("granitemoe", {"logits_scaling": 0}, "logits_scaling is 0, it must be greater than 0"),
+        ("granitemoe", {"residual_multiplier": -1.0}, "residual_multiplier is -1, it must be greater than 0"),
     ],
 )
 def test_what_cannot_be_run_is_refused(family: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:

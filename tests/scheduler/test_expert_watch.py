@@ -23,7 +23,7 @@ class Counting:
 
 
 def watch(runner: Counting, *, enabled: bool = True) -> ExpertWatch:
-    return ExpertWatch(runner, enabled=enabled, clock=lambda: runner.now)  # type: ignore[arg-type]
+    return ExpertWatch(runner.expert_load, enabled=enabled, clock=lambda: runner.now)
 
 
 def test_a_busy_runner_is_read_every_few_seconds_and_an_idle_one_after_each_step() -> None:
@@ -46,7 +46,7 @@ def test_a_busy_runner_is_read_every_few_seconds_and_an_idle_one_after_each_step
     assert reads == [0, 0, 1, 1, 2, 2, 2, 3]
 
 
-def test_balancedness_is_of_the_last_minutes_and_tokens_are_all() -> None:
+def test_balancedness_is_of_the_last_minute_and_tokens_are_all() -> None:
     runner = Counting()
     watched = watch(runner)
     runner.tokens += [[4, 4, 4, 4], [8, 0, 0, 8]]
@@ -57,6 +57,24 @@ def test_balancedness_is_of_the_last_minutes_and_tokens_are_all() -> None:
         found = watched.balances(step, idle=False)
     assert found == [ExpertBalance(0, 28, 0.25), ExpertBalance(3, 52, 0.5)]
     assert watched.totals() == {"0": [16, 4, 4, 4], "3": [8, 18, 18, 8]}
+
+
+def test_a_pause_brings_nothing_of_before_back() -> None:
+    """Readings of a busy minute, then a day without steps: the next tokens count by themselves, and no reading piles up
+    while an idle engine is read after each step."""
+    runner = Counting()
+    watched = watch(runner)
+    for step in range(1, 60):
+        runner.now += 2.0
+        runner.tokens += [[8, 0, 0, 0], [8, 0, 0, 0]]
+        assert {one.balancedness for one in watched.balances(step, idle=True)} == {0.25}
+    runner.now += 24 * 3600
+    assert {one.balancedness for one in watched.balances(59, idle=True)} == {0.25}  # the last minute with steps
+    for step in range(60, 1000):
+        runner.tokens += 1
+        assert {one.balancedness for one in watched.balances(step, idle=True)} == {1.0}
+        runner.now += 0.1
+    assert len(watched._readings) < 2 * WINDOW_SECONDS / SECONDS_BETWEEN_READS + 3
 
 
 def test_without_the_option_nothing_is_read() -> None:

@@ -17,7 +17,6 @@ from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import Family, GgufForm
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, Stacked, TensorName, TensorNames
-from sglang_jax.errors import CheckpointError
 
 _NAME = "gpt_oss"
 _DEFAULTS = Defaults(num_kv_heads=8, max_position=131072, head_dim=64, eps=1e-5, theta=150000.0)
@@ -59,10 +58,8 @@ def _rope(fields: JsonFields) -> RopeConfig:
 
 
 def _gate(fields: JsonFields) -> ClampedGate:
-    alpha, limit = fields.number("swiglu_alpha"), fields.number("swiglu_limit")
-    if limit is not None and limit <= 0.0:
-        raise CheckpointError(f"{fields.file}: swiglu_limit is {limit:g}, it must be greater than 0")
-    return ClampedGate(alpha=1.702 if alpha is None else alpha, limit=limit or 7.0)
+    alpha = fields.number("swiglu_alpha")
+    return ClampedGate(alpha=1.702 if alpha is None else alpha, limit=fields.positive("swiglu_limit", 7.0))
 
 
 _GATE_UP = Stacked("mlp.experts.gate_up_proj", transposed=True, alternating=True)

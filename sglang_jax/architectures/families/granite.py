@@ -16,18 +16,18 @@ _DEFAULTS = Defaults(max_position=2048, bos_token_id=1, eos_token_id=2)
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
     bias = fields.boolean("attention_bias") or False
-    scale = fields.number("attention_multiplier") or 1.0
+    scale = fields.positive("attention_multiplier", 1.0)
     layer = replace(
         common.pre_norm_layer(
             replace(common.attention(), scale=scale, bias=bias, out_bias=bias),
             common.feed_forward(bias=fields.boolean("mlp_bias") or False),
         ),
-        residual_multiplier=fields.number("residual_multiplier") or 1.0,
+        residual_multiplier=fields.positive("residual_multiplier", 1.0),
     )
     return replace(
         common.model(_NAME, [layer] * common.num_layers),
-        embedding_multiplier=fields.number("embedding_multiplier") or 1.0,
-        logit_multiplier=1 / (fields.number("logits_scaling") or 1.0),
+        embedding_multiplier=fields.positive("embedding_multiplier", 1.0),
+        logit_multiplier=1 / fields.positive("logits_scaling", 1.0),
     )
 
 

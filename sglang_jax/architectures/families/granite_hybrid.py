@@ -32,7 +32,7 @@ def configure(fields: JsonFields) -> ModelConfig:
     bias = fields.boolean("attention_bias") or False
     attention = replace(
         common.attention(),
-        scale=fields.number("attention_multiplier") or 1.0,
+        scale=fields.positive("attention_multiplier", 1.0),
         rope=common.rope if fields.string("position_embedding_type") == "rope" else None,
         bias=bias,
         out_bias=bias,
@@ -43,14 +43,14 @@ def configure(fields: JsonFields) -> ModelConfig:
             feed_forward=_feed_forward(common),
             mixer_norms=SublayerNorms(pre=norm),
             feed_forward_norms=SublayerNorms(pre=norm),
-            residual_multiplier=fields.number("residual_multiplier") or 1.0,
+            residual_multiplier=fields.positive("residual_multiplier", 1.0),
         )
         for kind in common.kinds_of_layers(*_MAMBA, *_ATTENTION) or _MAMBA[:1] * common.num_layers
     ]
     return replace(
         common.model(_NAME, layers),
-        embedding_multiplier=fields.number("embedding_multiplier") or 1.0,
-        logit_multiplier=1 / (fields.number("logits_scaling") or 1.0),
+        embedding_multiplier=fields.positive("embedding_multiplier", 1.0),
+        logit_multiplier=1 / fields.positive("logits_scaling", 1.0),
     )
 
 

@@ -28,7 +28,7 @@ def configure(fields: JsonFields) -> ModelConfig:
     bias = fields.boolean("attention_bias") or False
     attention = replace(
         common.attention(),
-        scale=fields.number_or("attention_multiplier", 1.0) or 1.0,
+        scale=fields.positive("attention_multiplier", 1.0),
         sinks=True,
         bias=bias,
         out_bias=bias,
@@ -41,14 +41,14 @@ def configure(fields: JsonFields) -> ModelConfig:
     layers = [
         replace(
             common.pre_norm_layer(replace(attention, rope=rope, window=window if sliding else None), feed_forward),
-            residual_multiplier=fields.number("residual_multiplier") or 1.0,
+            residual_multiplier=fields.positive("residual_multiplier", 1.0),
         )
         for rope, sliding in zip(_ropes(common), slides, strict=True)
     ]
     return replace(
         common.model(_NAME, layers),
-        embedding_multiplier=fields.number("embedding_multiplier") or 1.0,
-        logit_multiplier=1 / (fields.number("logits_scaling") or 1.0),
+        embedding_multiplier=fields.positive("embedding_multiplier", 1.0),
+        logit_multiplier=1 / fields.positive("logits_scaling", 1.0),
     )
 
 
