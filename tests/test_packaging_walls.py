@@ -60,7 +60,7 @@ def test_the_walls_stand(copy: Path) -> None:
         ("sglang_jax/layers/batch.py", "import torch_backend.batch", "JAX backend know only the seam"),
         ("sglang_jax/layers/block_matrix.py", "def lazy(): import numba", "no compiler of CPU kernels"),
         ("sglang_jax/cpu_kernels/work.py", "import jax", "CPU kernels of both backends"),
-        ("sglang_jax/checkpoint/blocks.py", "import sglang_jax.cpu_kernels.work", "neither jax nor torch"),
+        ("sglang_jax/checkpoint/encoding.py", "import sglang_jax.cpu_kernels.work", "neither jax nor torch"),
         ("sglang_jax/runner/backends.py", "import torch_backend.runner", "neither jax nor torch"),
         ("sglang_jax/cli/serve.py", "import tpu.topologies", "rented and checked"),
         ("tpu/topologies.py", "import torch_backend.batch", "imports no torch"),

@@ -12,7 +12,9 @@ import torch
 
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
-from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, BlockParameters, BlockReader, Blocks
+from sglang_jax.checkpoint import ParameterReader, TensorReader
+from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.matrix import InBlocks
 from torch_backend.layers.weight_format import PackedAndBlocks
@@ -31,52 +33,52 @@ _MOST_OF_MEMORY = 1 / 8
 class BlockMatrices(Protocol):
     """Makes matrices of blocks that multiply on this machine."""
 
-    def work(self, form: BlockFormat, *, gated: bool) -> bool:
-        """Whether products of a format, or gated ones, can be had here and are right; said in the log if not."""
+    def work(self, encoding: Encoding, *, gated: bool) -> bool:
+        """Whether products of an encoding, or gated ones, can be had here and are right; said in the log if not."""
         ...
 
-    def matrix(self, blocks: Blocks, bias: torch.Tensor | None) -> InBlocks:
+    def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> InBlocks:
         """A matrix whose outputs are a multiple of 4, each half of them if it is gate and up."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KeptMatrix:
-    """The matrix of a linear layer of which all parts are stored in blocks of one format."""
+    """The matrix of a linear layer of which all parts have one encoding."""
 
     linear: Linear
     parts: list[ParameterPart]
-    form: BlockFormat
-    parameters: BlockParameters
+    encoding: Encoding
+    parameters: ParameterReader
     matrices: BlockMatrices
 
     @property
     def nbytes(self) -> int:
         """Bytes that its blocks take; known before they are read."""
-        return self.linear.weight.numel() // BLOCK * self.form.block_bytes
+        return self.encoding.nbytes(self.linear.weight.numel())
 
     def read(self) -> InBlocks | None:
         """The layer's blocks; None if eight times some scale overflows float16."""
-        blocks = Blocks.stacked([self.parameters.read(part.name, part.index) for part in self.parts])
-        if blocks.least is not None and not bool(np.isfinite(blocks.least).all()):
+        blocks = Stored.stacked([self.parameters.read_stored(part.name, part.index) for part in self.parts])
+        if blocks.encoding.offsets and not bool(np.isfinite(blocks.arrays[Role.OFFSETS]).all()):
             return None
         return self.matrices.matrix(blocks, self.linear.bias)
 
 
 def matrices_to_keep(
-    model: Transformer, config: ModelConfig, reader: BlockReader | None, matrices: BlockMatrices | None, room: int
+    model: Transformer, config: ModelConfig, reader: TensorReader, matrices: BlockMatrices | None, room: int
 ) -> Sequence[KeptMatrix]:
     """The matrices of `model` to be kept in blocks: none where `matrices` is None, or where they would take more than
     an eighth of `room`, the bytes that the packed model leaves. Reads no values."""
-    if reader is None or matrices is None or not packs(model):
+    if matrices is None or not packs(model):
         return ()
-    parameters = BlockParameters(reader, config)
+    parameters = ParameterReader(reader, config)
     kept = []
     for module, name, parts in sources(model, config, tied_head=True):
         if isinstance(module, Linear) and name == "weight":
-            form = _common_format(module, parts, parameters)
-            if form is not None and matrices.work(form, gated=parts[0].name.part is Part.GATE):
-                kept.append(KeptMatrix(module, parts, form, parameters, matrices))
+            encoding = _common_encoding(module, parts, parameters)
+            if encoding is not None and matrices.work(encoding, gated=parts[0].name.part is Part.GATE):
+                kept.append(KeptMatrix(module, parts, encoding, parameters, matrices))
     needed = sum(each.nbytes for each in kept)
     if needed > room * _MOST_OF_MEMORY:
         logger.info(
@@ -88,8 +90,8 @@ def matrices_to_keep(
     return kept
 
 
-def _common_format(linear: Linear, parts: list[ParameterPart], parameters: BlockParameters) -> BlockFormat | None:
-    found = {parameters.format(part.name, part.index) for part in parts}
+def _common_encoding(linear: Linear, parts: list[ParameterPart], parameters: ParameterReader) -> Encoding | None:
+    found = {parameters.encoding(part.name, part.index) for part in parts}
     rows = [part.index[0].stop - part.index[0].start for part in parts]
     if len(found) > 1 or sum(rows) != len(linear.weight) or any(count % _OUTPUTS_TOGETHER for count in rows):
         return None

@@ -345,14 +345,14 @@ def _blocks_to_keep(
 ) -> Sequence[KeptMatrix]:
     if not config.keep_gguf_blocks:
         return ()
-    if checkpoint.blocks is None:
+    if checkpoint.reader is None or not checkpoint.reads_gguf:
         raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     if kernels.block_matrices is None:
         raise ConfigError(
             "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: remove it, or see the log"
         )
     room = available_memory(device) - weight_bytes(model)
-    return matrices_to_keep(model, checkpoint.config, checkpoint.blocks, kernels.block_matrices, room)
+    return matrices_to_keep(model, checkpoint.config, checkpoint.reader, kernels.block_matrices, room)
 
 
 def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels: Kernels) -> CudaCapture | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.checkpoint.reader import Array, Index, whole_index
+from sglang_jax.checkpoint.reader import Array, Index, PlainReader, whole_index
 from sglang_jax.errors import CheckpointError
 
 _POOL_SIZE = 1_048_573
@@ -19,7 +19,7 @@ _SCALE = 0.02
 """Standard deviation of matrices and biases, the usual initialisation of these models."""
 
 
-class DummyReader:
+class DummyReader(PlainReader):
     """Every tensor that `config` calls for: norms multiply by 1, the rest normal with deviation 0.02.
 
     A tensor depends on `(seed, name, shape)` alone. Values repeat one pool of noise from a place that the name

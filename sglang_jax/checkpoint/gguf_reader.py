@@ -13,9 +13,9 @@ from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import Part
-from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, Blocks
+from sglang_jax.checkpoint.encoding import BLOCK, Q4, Q8, Encoding
 from sglang_jax.checkpoint.gguf_file import GgufFile, GgufTensor
-from sglang_jax.checkpoint.reader import Array, Index, row_numbers, whole_index
+from sglang_jax.checkpoint.reader import Array, Index, Role, row_numbers, whole_index
 from sglang_jax.errors import CheckpointError
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -38,10 +38,10 @@ _BLOCK_TYPES = {
 }
 """What widens blocks of each type."""
 
-_BLOCK_FORMATS = {
-    GGMLQuantizationType.Q4_0: BlockFormat.FOUR_BITS,
-    GGMLQuantizationType.Q4_1: BlockFormat.FOUR_BITS,
-    GGMLQuantizationType.Q8_0: BlockFormat.EIGHT_BITS,
+_ENCODINGS = {
+    GGMLQuantizationType.Q4_0: Q4,
+    GGMLQuantizationType.Q4_1: Q4,
+    GGMLQuantizationType.Q8_0: Q8,
 }
 SUPPORTED_TYPES = frozenset(_PLAIN_DTYPES) | frozenset(_BLOCK_TYPES)
 
@@ -122,31 +122,40 @@ class GgufReader:
             return matrices.reshape(*raw.shape[:2], -1)[..., rest[1]]
         return _dequantize(raw, entry.tensor)[(slice(None), *rest)]
 
-    def block_format(self, name: str) -> BlockFormat | None:
-        """See `BlockReader`."""
+    def encoding(self, name: str) -> Encoding | None:
         tensor = self._entry(name).tensor
-        return None if tensor.kind is None or len(tensor.shape) != 2 else _BLOCK_FORMATS.get(tensor.kind)
+        return None if tensor.kind is None or len(tensor.shape) != 2 else _ENCODINGS.get(tensor.kind)
 
-    def read_blocks(self, name: str, index: Index) -> Blocks:
-        """See `BlockReader`. Q4_0, whose levels are less 8 before they are scaled, has least weights of -8 scales."""
+    def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
+        """See `TensorReader`. Q4_0, whose values are less 8 before they are scaled, has offsets of -8 scales; of scales
+        that are too large for that these are infinite."""
         entry = self._entry(name)
-        rows, columns = whole_index(entry.tensor.shape, index)
+        blocks = self._blocks(entry, whole_index(entry.tensor.shape, index))
+        halves = np.ascontiguousarray(blocks[..., :4]).view(np.float16)
+        match entry.tensor.kind, role:
+            case _, Role.SCALES:
+                return halves[..., 0]
+            case GGMLQuantizationType.Q4_0, Role.VALUES:
+                return blocks[..., 2:]
+            case GGMLQuantizationType.Q4_0, Role.OFFSETS:
+                with np.errstate(over="ignore"):
+                    return halves[..., 0] * np.float16(-8)
+            case GGMLQuantizationType.Q4_1, Role.VALUES:
+                return blocks[..., 4:]
+            case GGMLQuantizationType.Q4_1, Role.OFFSETS:
+                return halves[..., 1]
+            case GGMLQuantizationType.Q8_0, Role.VALUES:
+                return blocks[..., 2:].view(np.int8)
+        raise ValueError(f"{name} is stored without {role.value}")
+
+    def _blocks(self, entry: _Entry, index: Index) -> Array:
+        """Bytes of blocks `[rows, blocks, bytes]`."""
+        rows, columns = index
         heads = entry.permuted_heads
         raw: Array = self._file.raw(entry.tensor)
         raw = raw[_stored_rows(entry.tensor.shape[0], heads)[rows] if heads else rows]
         first, last, _ = columns.indices(entry.tensor.shape[1])
-        blocks = raw.reshape(len(raw), entry.tensor.shape[1] // BLOCK, -1)[:, first // BLOCK : last // BLOCK]
-        halves = np.ascontiguousarray(blocks[..., :4]).view(np.float16)
-        match entry.tensor.kind:
-            case GGMLQuantizationType.Q4_0:
-                scales = halves[..., 0]
-                with np.errstate(over="ignore"):  # whoever keeps them looks for infinity
-                    return Blocks(BlockFormat.FOUR_BITS, blocks[..., 2:], scales, scales * np.float16(-8))
-            case GGMLQuantizationType.Q4_1:
-                return Blocks(BlockFormat.FOUR_BITS, blocks[..., 4:], halves[..., 0], halves[..., 1])
-            case GGMLQuantizationType.Q8_0:
-                return Blocks(BlockFormat.EIGHT_BITS, blocks[..., 2:].view(np.int8), halves[..., 0], None)
-        raise ValueError(f"{name} is not stored in blocks that can be kept")
+        return raw.reshape(len(raw), entry.tensor.shape[1] // BLOCK, -1)[:, first // BLOCK : last // BLOCK]
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:

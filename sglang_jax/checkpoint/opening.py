@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.checkpoint.blocks import BlockReader
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.end_tokens import end_token_ids
 from sglang_jax.checkpoint.foreign_config import load_foreign_config
@@ -50,20 +49,23 @@ class Checkpoint:
     - `reader`: None for an Orbax checkpoint: the backend restores it straight to its devices.
     - `foreign`: the values of config.json for a model that is to be made by transformers; its tensors are unchecked. Of
       dummy weights `reader` is then None.
-    - `blocks`: reads the same tensors as they are stored, where matrices may be in blocks of small numbers.
     """
 
     source: ModelSource
     config: ModelConfig
     reader: TensorReader | None
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    blocks: BlockReader | None = None
     foreign: Mapping[str, Any] | None = None
 
     @property
     def tokenizer_source(self) -> ModelSource:
         """What `load_tokenizer` takes: every format keeps its tokenizer beside the weights."""
         return self.source
+
+    @property
+    def reads_gguf(self) -> bool:
+        """Whether its weights are those of a GGUF file."""
+        return isinstance(self.reader, GgufReader)
 
     @property
     def has_kv_scales(self) -> bool:
@@ -150,11 +152,10 @@ def _open(
     if source.kind is SourceKind.GGUF:
         file = open_gguf(source.path)
         config = gguf_model_config(file)
-        blocks = None if dummy else GgufReader(file, config)
-        reader: TensorReader = blocks or DummyReader(config, seed)
+        reader: TensorReader = DummyReader(config, seed) if dummy else GgufReader(file, config)
         check_tensors(reader, config)
         defaults = DEMO_SAMPLING if model_path == DEMO else gguf_generation_defaults(file)
-        return Checkpoint(source, config, reader, defaults, blocks)
+        return Checkpoint(source, config, reader, defaults)
     config = load_hf_config(source.path)
     defaults = load_generation_defaults(source.path)
     if source.kind is SourceKind.ORBAX and not dummy:

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.checkpoint.reader import Array, Index, TensorReader, whole_index
+from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.reader import Array, Index, Role, TensorReader, whole_index
 
 
 class ParameterReader:
@@ -31,8 +32,8 @@ class ParameterReader:
         spec = self._specs[name]
         if spec.places:
             return self._read_experts(spec, index)
-        stored, rest = stored_part(spec, index)
-        found = rows_of_parameter(spec, self._reader.read(spec.tensor_of(self._names), (stored, *rest)))
+        stored, rest = _stored_part(spec, index)
+        found = _rows_of_parameter(spec, self._reader.read(spec.tensor_of(self._names), (stored, *rest)))
         if spec.factors:
             rows_of_runs, factors = zip(*spec.factors, strict=True)
             first = (stored.start - spec.first_row) // spec.blocks
@@ -41,6 +42,28 @@ class ParameterReader:
         if spec.offset:
             found = found.astype(np.float32) + np.float32(spec.offset)
         return found
+
+    def encoding(self, name: ParameterName, index: Index | None = None) -> Encoding | None:
+        """How a matrix, or its part at `index`, is stored. None for plain numbers, for a part that cuts through blocks,
+        and for what is not used as it is stored (see `ParameterSpec.factors`). Reads no values."""
+        spec = self._specs[name]
+        if len(spec.shape) != 2 or spec.factors or spec.offset:
+            return None
+        found = self._reader.encoding(spec.tensor_of(self._names))
+        _, (columns,) = _stored_part(spec, index)
+        return found if found is not None and found.allows(columns, spec.shape[1]) else None
+
+    def read_array(self, name: ParameterName, role: Role, index: Index | None = None) -> Array:
+        """One of the arrays of a matrix that has an encoding, or what belongs to the part of the matrix at `index`."""
+        spec = self._specs[name]
+        rows, rest = _stored_part(spec, index)
+        return _rows_of_parameter(spec, self._reader.read_array(spec.tensor_of(self._names), role, (rows, *rest)))
+
+    def read_stored(self, name: ParameterName, index: Index | None = None) -> Stored:
+        """A matrix that has an encoding, or its part at `index`, with the rows in the model's order."""
+        encoding = self.encoding(name, index)
+        assert encoding is not None, name
+        return Stored(encoding, {role: self.read_array(name, role, index) for role in encoding.roles})
 
     def _read_experts(self, spec: ParameterSpec, index: Index | None) -> Array:
         """`[experts, rows, ...]`: from a tensor of each expert, or from the part of one that has all."""
@@ -62,14 +85,14 @@ class ParameterReader:
         return found[:, place.part :: place.parts] if place.alternating else found
 
 
-def stored_part(spec: ParameterSpec, index: Index | None) -> tuple[slice, Index]:
+def _stored_part(spec: ParameterSpec, index: Index | None) -> tuple[slice, Index]:
     """The rows of its tensor that hold the part of a parameter at `index`, and what that takes of the other axes."""
     rows, *rest = whole_index(spec.shape, index)
     first, last, _ = rows.indices(spec.shape[0])
     return slice(spec.first_row + spec.blocks * first, spec.first_row + spec.blocks * last), tuple(rest)
 
 
-def rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
+def _rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
     """Rows of a tensor, or a thing of each row, as those of a parameter: its blocks of heads, in the model's order."""
     if spec.blocks > 1:
         heads = found.reshape(-1, spec.blocks, spec.lengths[Axis.HEAD_DIM], *found.shape[1:])

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from sglang_jax.checkpoint.encoding import Encoding
 
 Array = NDArray[Any]
 """float32, float16, or `ml_dtypes.bfloat16`."""
 
 Index = tuple[slice, ...]
 """One slice, of step 1, for each leading axis that is not taken whole."""
+
+
+class Role(Enum):
+    """What an array of a matrix that is not stored as plain numbers holds: see `Encoding`."""
+
+    VALUES = "values"
+    SCALES = "scales"
+    OFFSETS = "offsets"
 
 
 class TensorReader(Protocol):
@@ -28,8 +40,28 @@ class TensorReader(Protocol):
         ...
 
     def read(self, name: str, index: Index | None = None) -> Array:
-        """The tensor, or the part at `index`. It may be a read-only view of the file: copy before writing to it."""
+        """The tensor in plain numbers, or the part at `index`. It may be a read-only view of the file: copy before
+        writing to it."""
         ...
+
+    def encoding(self, name: str) -> Encoding | None:
+        """How a matrix is stored; None for plain numbers, and for what is only read as such. Reads no values."""
+        ...
+
+    def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
+        """One of the arrays of a matrix that has an encoding, or what belongs to the part of the matrix at `index`, of
+        which it takes whole blocks."""
+        ...
+
+
+class PlainReader:
+    """A `TensorReader` whose tensors are all plain numbers."""
+
+    def encoding(self, name: str) -> Encoding | None:
+        return None
+
+    def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
+        raise ValueError(f"{name} is stored as plain numbers, without {role.value}")
 
 
 def whole_index(shape: tuple[int, ...], index: Index | None) -> Index:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from sglang_jax.architectures.files import read_file
-from sglang_jax.checkpoint.reader import Array, Index, whole_index
+from sglang_jax.checkpoint.reader import Array, Index, PlainReader, whole_index
 from sglang_jax.checkpoint.weight_files import LocalFiles, WeightFiles
 from sglang_jax.errors import CheckpointError
 
@@ -71,7 +71,7 @@ class _Tensor:
         return count, self.begin + first * row, self.begin + (first + count) * row
 
 
-class SafetensorsReader:
+class SafetensorsReader(PlainReader):
     """The tensors of a folder: `model.safetensors.index.json` and its files, or `model.safetensors`, or else every
     `.safetensors` file there. `files`: those of weights, if they lie elsewhere than in `folder`, which has the index.
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, Blocks
-from sglang_jax.checkpoint.reader import Array
+from sglang_jax.checkpoint.encoding import BLOCK, Q4, Q8, Encoding, Stored
+from sglang_jax.checkpoint.reader import Array, Role
 
 OUTPUTS = 4
 """Rows of the matrix in a tile."""
@@ -37,39 +37,43 @@ def scratch_floats(inputs: int) -> int:
     return inputs // BLOCK * 2 * OUTPUTS + inputs * OUTPUTS // 2 + 2 * LARGEST * OUTPUTS
 
 
-def pack(blocks: Blocks) -> PackedBlocks:
+def pack(blocks: Stored) -> PackedBlocks:
     """Blocks of a multiple of 4 outputs."""
-    return {BlockFormat.FOUR_BITS: _pack_four_bits, BlockFormat.EIGHT_BITS: _pack_eight_bits}[blocks.form](blocks)
+    return {Q4: _pack_four_bits, Q8: _pack_eight_bits}[blocks.encoding](blocks)
 
 
-def random_blocks(form: BlockFormat, outputs: int, inputs: int) -> Blocks:
-    """Any levels, with ordinary scales: what a kernel is tried on."""
+def random_blocks(encoding: Encoding, outputs: int, inputs: int) -> Stored:
+    """Any values, with ordinary scales: what a kernel is tried on."""
     random, shape = np.random.default_rng(0), (outputs, inputs // BLOCK)
-    levels = random.integers(0, 256, (*shape, BLOCK * form.value // 8), dtype=np.uint8)
-    scales, least = (random.standard_normal(shape).astype(np.float16) / np.float16(2**form.value) for _ in range(2))
-    if form is BlockFormat.EIGHT_BITS:
-        return Blocks(form, levels.view(np.int8), scales, None)
-    return Blocks(form, levels, scales, least)
+    values = random.integers(0, 256, (*shape, BLOCK * encoding.bits // 8), dtype=np.uint8)
+    levels = 2**encoding.bits
+    scales, offsets = (random.standard_normal(shape).astype(np.float16) / np.float16(levels) for _ in range(2))
+    arrays = {Role.VALUES: values if encoding.offsets else values.view(np.int8), Role.SCALES: scales}
+    if encoding.offsets:
+        arrays[Role.OFFSETS] = offsets
+    return Stored(encoding, arrays)
 
 
-def _pack_four_bits(blocks: Blocks) -> PackedBlocks:
-    assert blocks.least is not None
-    outputs, count, half = blocks.levels.shape
-    tiles = blocks.levels.reshape(-1, OUTPUTS, count, half)
+def _pack_four_bits(blocks: Stored) -> PackedBlocks:
+    values = blocks.arrays[Role.VALUES]
+    outputs, count, half = values.shape
+    tiles = values.reshape(-1, OUTPUTS, count, half)
     words = np.empty((outputs // OUTPUTS, count, 2 * half, 2), np.uint8)
     for byte in range(2):  # of the words, the lower first: two outputs each
         first, second = tiles[:, 2 * byte], tiles[:, 2 * byte + 1]
         words[:, :, :half, byte] = first & 15 | second << 4
         words[:, :, half:, byte] = first >> 4 | second & 0xF0
-    scales = np.stack((blocks.scales, blocks.least)).reshape(2, -1, OUTPUTS, count).transpose(1, 3, 0, 2)
+    of_blocks = np.stack((blocks.arrays[Role.SCALES], blocks.arrays[Role.OFFSETS]))
+    scales = of_blocks.reshape(2, -1, OUTPUTS, count).transpose(1, 3, 0, 2)
     in_order: Array = np.ascontiguousarray(scales)
     # As int16, which every release of torch has, to the same bits.
     levels = words.reshape(*words.shape[:2], -1).view(np.int16)
     return PackedBlocks(levels, in_order.reshape(*in_order.shape[:2], -1))
 
 
-def _pack_eight_bits(blocks: Blocks) -> PackedBlocks:
-    count = blocks.levels.shape[1]
-    levels = blocks.levels.reshape(-1, OUTPUTS, count, blocks.levels.shape[2]).transpose(0, 2, 1, 3)
-    scales = blocks.scales.reshape(-1, OUTPUTS, count).transpose(0, 2, 1)
+def _pack_eight_bits(blocks: Stored) -> PackedBlocks:
+    values = blocks.arrays[Role.VALUES]
+    count = values.shape[1]
+    levels = values.reshape(-1, OUTPUTS, count, values.shape[2]).transpose(0, 2, 1, 3)
+    scales = blocks.arrays[Role.SCALES].reshape(-1, OUTPUTS, count).transpose(0, 2, 1)
     return PackedBlocks(np.ascontiguousarray(levels), np.ascontiguousarray(scales))

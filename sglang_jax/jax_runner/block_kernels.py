@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
+from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.cpu_kernels.block_layout import PackedBlocks, pack, random_blocks
 from sglang_jax.errors import ConfigError, how_to_install
 from sglang_jax.layers.block_matrix import BlockProduct
@@ -57,41 +57,41 @@ def most_rows() -> int:
 
 
 @functools.cache
-def block_product(form: BlockFormat, cache_folder: Path | None) -> BlockProduct | None:
-    """The product with matrices of a format, compiled, or found below `cache_folder` if there is one.
+def block_product(encoding: Encoding, cache_folder: Path | None) -> BlockProduct | None:
+    """The product with matrices of an encoding, compiled, or found below `cache_folder` if there is one.
 
     None where it cannot be compiled, where this jaxlib does not take it, and where it is wrong: said in the log.
     """
     from numba.core.errors import NumbaError
 
     try:
-        product = BlockProduct(form, _register(form, cache_folder), len(cpu_cores()), most_rows())
+        product = BlockProduct(encoding, _register(encoding, cache_folder), len(cpu_cores()), most_rows())
         wrong = _largest_error(product)
     except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM and XLA fail
-        logger.warning("Blocks of %d bits are dequantised: XLA cannot call their kernel (%s)", form.value, error)
+        logger.warning("Blocks of %d bits are dequantised: XLA cannot call their kernel (%s)", encoding.bits, error)
         return None
     if not wrong <= 1e-4:
         logger.warning(
             "Blocks of %d bits are dequantised: the kernel of their product computes wrong results on this machine",
-            form.value,
+            encoding.bits,
         )
         return None
     return product
 
 
-def _register(form: BlockFormat, cache_folder: Path | None) -> str:
+def _register(encoding: Encoding, cache_folder: Path | None) -> str:
     """Makes a kernel known to XLA under a name that is returned. It has the version of the kernels: programs in JAX's
     compilation cache call it by that name."""
     from sglang_jax.cpu_kernels.block_product import build_block_product
     from sglang_jax.cpu_kernels.compiling import KernelCompiler, version_of_kernels
     from sglang_jax.cpu_kernels.xla_call import build_xla_call
 
-    name = f"block_product_{form.value}_{version_of_kernels()}"
+    name = f"block_product_{encoding.bits}_{version_of_kernels()}"
     with _lock:
         if name not in _registered:
             compiler = KernelCompiler(None) if cache_folder is None else KernelCompiler.keeping(cache_folder)
-            kernel = build_block_product(compiler, form.value, gated=False, width=4)
-            function = build_xla_call(kernel, form.value)
+            kernel = build_block_product(compiler, encoding.bits, gated=False, width=4)
+            function = build_xla_call(kernel, encoding.bits)
             _registered[name] = function
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_Handler(function.address)), platform="cpu")
     return name
@@ -104,7 +104,7 @@ _registered: dict[str, object] = {}
 
 def _largest_error(product: BlockProduct) -> float:
     """Over all products with a small matrix, in parts of the largest: against the widened matrix in float64."""
-    blocks = random_blocks(product.form, outputs=256, inputs=160)
+    blocks = random_blocks(product.encoding, outputs=256, inputs=160)
     weights = _rounded(blocks)
     packed = pack(blocks)
     errors = []
@@ -115,7 +115,7 @@ def _largest_error(product: BlockProduct) -> float:
     return float(np.max(errors))  # NaN if there is one
 
 
-def _rounded(blocks: Blocks) -> np.ndarray:
+def _rounded(blocks: Stored) -> np.ndarray:
     return np.asarray(blocks.widened().astype(jnp.bfloat16), np.float64)
 
 

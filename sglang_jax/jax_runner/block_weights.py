@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat, BlockParameters, BlockReader, Blocks
+from sglang_jax.checkpoint.encoding import Encoding, Stored
+from sglang_jax.checkpoint.parameters import ParameterReader
+from sglang_jax.checkpoint.reader import Role, TensorReader
 from sglang_jax.cpu_kernels.block_layout import OUTPUTS, pack
 from sglang_jax.errors import CheckpointError
 from sglang_jax.layers.block_matrix import BlockMatrix, BlockProduct
@@ -46,7 +48,7 @@ class KeptBlocks:
 
     products: dict[str, BlockProduct]
     matrices: dict[str, _Matrix]
-    parameters: BlockParameters
+    parameters: ParameterReader
 
     def attach(self, model: Transformer) -> None:
         """Gives a model of shapes what it keeps in blocks, shapes too."""
@@ -71,10 +73,10 @@ class KeptBlocks:
                 for parameter, values in ((found.levels, packed.levels), (found.scales, packed.scales)):
                     parameter.set_value(jax.device_put(values, named_sharding(mesh, parameter.axes)))
 
-    def _read(self, place: str) -> Blocks:
+    def _read(self, place: str) -> Stored:
         matrix = self.matrices[place]
-        blocks = Blocks.stacked([self.parameters.read(name) for name in matrix.names])
-        if blocks.least is not None and not bool(np.isfinite(blocks.least).all()):
+        blocks = Stored.stacked([self.parameters.read_stored(name) for name in matrix.names])
+        if blocks.encoding.offsets and not bool(np.isfinite(blocks.arrays[Role.OFFSETS]).all()):
             raise CheckpointError(f"{place or 'the head'} has scales that blocks cannot hold: remove keep_gguf_blocks")
         order = matrix.order
         return blocks if order is None else blocks.of_rows(lambda rows: rows[order])
@@ -83,23 +85,23 @@ class KeptBlocks:
 def blocks_to_keep(
     model: Transformer,
     config: ModelConfig,
-    reader: BlockReader,
-    product: Callable[[BlockFormat], BlockProduct | None],
+    reader: TensorReader,
+    product: Callable[[Encoding], BlockProduct | None],
     room: int,
 ) -> KeptBlocks | None:
     """The matrices of `model`, a model of shapes on one device, that are stored in blocks with a product: None where
     there are none, or where they would take more than an eighth of `room`, the bytes that the model leaves. Reads no
     values."""
-    parameters = BlockParameters(reader, config)
+    parameters = ParameterReader(reader, config)
     products, matrices, needed = dict[str, BlockProduct](), dict[str, _Matrix](), 0
     for place, module in _modules(model):
         outputs, inputs = _sizes(module, model)
         matrix = _matrix_of(place, module, config)
-        form = None if matrix is None else _common_format(parameters, matrix)
-        found = None if form is None or outputs % OUTPUTS else product(form)
-        if matrix is not None and form is not None and found is not None:
+        encoding = None if matrix is None else _common_encoding(parameters, matrix)
+        found = None if encoding is None or outputs % OUTPUTS else product(encoding)
+        if matrix is not None and encoding is not None and found is not None:
             products[place], matrices[place] = found, matrix
-            needed += outputs * inputs // BLOCK * form.block_bytes
+            needed += encoding.nbytes(outputs * inputs)
     if needed > room * _MOST_OF_MEMORY:
         logger.info(
             "Quantised matrices are only kept dequantised: keeping both takes %.0f MiB, more than an eighth of %.0f",
@@ -152,6 +154,6 @@ def _order_of_heads(kv_heads: int, parts: int, head_dim: int) -> np.ndarray:
     return np.concatenate(by_head, axis=1).reshape(-1)
 
 
-def _common_format(parameters: BlockParameters, matrix: _Matrix) -> BlockFormat | None:
-    found = {parameters.format(name) for name in matrix.names}
+def _common_encoding(parameters: ParameterReader, matrix: _Matrix) -> Encoding | None:
+    found = {parameters.encoding(name) for name in matrix.names}
     return found.pop() if len(found) == 1 else None

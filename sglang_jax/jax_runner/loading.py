@@ -161,13 +161,13 @@ def _blocks_to_keep(
     if not config.keep_gguf_blocks:
         return None
     check_block_kernels(device, dtype, config.tp_size)
-    if checkpoint.blocks is None:
+    if checkpoint.reader is None or not checkpoint.reads_gguf:
         raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     model = build()
     room = available_memory(device) - sum(_bytes_on_one_device(parameter, 1) for parameter in parameters(model))
     address = config.cache_address()
     product = partial(block_product, cache_folder=None if "://" in address else Path(address))
-    return blocks_to_keep(model, checkpoint.config, checkpoint.blocks, product, room)
+    return blocks_to_keep(model, checkpoint.config, checkpoint.reader, product, room)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.checkpoint.blocks import BLOCK, BlockFormat
+from sglang_jax.checkpoint.encoding import BLOCK, Q4, Encoding
 from sglang_jax.cpu_kernels.block_layout import OUTPUTS, scratch_floats
 from sglang_jax.layers.parameter import Parameter
 
 
 @dataclass(frozen=True, slots=True)
 class BlockProduct:
-    """The kernel of products with matrices of one format.
+    """The kernel of products with matrices of one encoding.
 
     - `target`: as XLA's CPU backend knows it.
     - `threads`: on so many it works at most.
     - `most_rows`: it serves products of so many rows at most.
     """
 
-    form: BlockFormat
+    encoding: Encoding
     target: str
     threads: int
     most_rows: int
@@ -45,7 +45,7 @@ class BlockMatrix(nnx.Module):
     def __init__(self, product: BlockProduct, outputs: int, inputs: int) -> None:
         tiles, blocks = outputs // OUTPUTS, inputs // BLOCK
         # Sizes as `cpu_kernels.block_layout.PackedBlocks` has them.
-        if product.form is BlockFormat.FOUR_BITS:
+        if product.encoding == Q4:
             self.levels = _parameter((tiles, blocks, BLOCK), jnp.int16)
             self.scales = _parameter((tiles, blocks, 2 * OUTPUTS), jnp.float16)
         else:

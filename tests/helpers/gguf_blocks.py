@@ -14,7 +14,7 @@ from helpers.small_configs import small_config
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import ParameterReader
-from sglang_jax.checkpoint.blocks import BlockParameters, Blocks
+from sglang_jax.checkpoint.encoding import Stored
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
 
@@ -34,7 +34,7 @@ def stored(kind: GGMLQuantizationType, rows: int, columns: int, seed: int = 0) -
 
 def opened(
     folder: Path, data: np.ndarray, kind: GGMLQuantizationType, architecture: str = "llama", interleaved: bool = False
-) -> tuple[BlockParameters, ParameterReader, ParameterName]:
+) -> tuple[ParameterReader, ParameterName]:
     """The query projection of a model of 2 heads of `rows / 2`, in a file."""
     _, block_bytes = GGML_QUANT_SIZES[kind]
     columns = data.shape[1] // block_bytes * 32
@@ -52,11 +52,11 @@ def opened(
     config = config.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, interleaved_rope=interleaved)))
     file = open_gguf(write_gguf(folder / "x.gguf", architecture, {}, {"blk.0.attn_q.weight": (data, kind)}))
     reader = GgufReader(file, config)
-    return BlockParameters(reader, config), ParameterReader(reader, config), ParameterName(Part.QUERY, layer=0)
+    return ParameterReader(reader, config), ParameterName(Part.QUERY, layer=0)
 
 
-def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Path) -> tuple[Blocks, np.ndarray]:
+def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Path) -> tuple[Stored, np.ndarray]:
     """Blocks, and the matrix as the gguf package widens it, in bfloat16."""
     data = stored(kind, outputs, inputs)
-    parameters, _, name = opened(folder, data, kind, "qwen2")
-    return parameters.read(name), dequantize(data, kind).astype(ml_dtypes.bfloat16)
+    parameters, name = opened(folder, data, kind, "qwen2")
+    return parameters.read_stored(name), dequantize(data, kind).astype(ml_dtypes.bfloat16)

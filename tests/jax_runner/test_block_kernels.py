@@ -16,7 +16,7 @@ from helpers import gguf_blocks
 from helpers.cpu_kernels import block_products
 from helpers.gguf_blocks import KINDS
 
-from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
+from sglang_jax.checkpoint.encoding import Q4, Q8, Stored
 from sglang_jax.config import EngineConfig
 from sglang_jax.cpu_kernels import compiling, vectors, xla_call
 from sglang_jax.cpu_kernels.block_layout import pack, random_blocks
@@ -35,7 +35,7 @@ MOST_ROWS = 16
 Product = Callable[[np.ndarray], np.ndarray]
 
 
-def product_with(blocks: Blocks) -> Product:
+def product_with(blocks: Stored) -> Product:
     """By a program of its own for each number of rows, as in a runner."""
     kernel, packed = block_product(blocks.form, EngineConfig().cache_folder()), pack(blocks)
     assert kernel is not None
@@ -81,7 +81,7 @@ def test_a_product_is_batch_invariant_and_torch_s(kind: GGMLQuantizationType, tm
 
 @needs_units
 def test_nan_and_infinity_are_told() -> None:
-    multiply = product_with(random_blocks(BlockFormat.FOUR_BITS, 8, 64))
+    multiply = product_with(random_blocks(Q4, 8, 64))
     x = np.ones((6, 64), jnp.bfloat16)
     x[1, 3], x[4, 60] = np.nan, np.inf
     found = multiply(x)
@@ -93,9 +93,9 @@ def test_nan_and_infinity_are_told() -> None:
 @needs_units
 def test_products_side_by_side_do_not_disturb_each_other() -> None:
     """Programs that run at once, each with products that XLA may compute at once, on threads that all share."""
-    kernel = block_product(BlockFormat.EIGHT_BITS, EngineConfig().cache_folder())
+    kernel = block_product(Q8, EngineConfig().cache_folder())
     assert kernel is not None
-    packed = pack(random_blocks(BlockFormat.EIGHT_BITS, 1024, 128))
+    packed = pack(random_blocks(Q8, 1024, 128))
     levels, scales = jnp.asarray(packed.levels), jnp.asarray(packed.scales)
 
     @jax.jit
@@ -133,8 +133,8 @@ def test_xla_s_threads_share_the_work_and_are_waited_for() -> None:
     function = xla_call.build_xla_call(compiling.KernelCompiler(None)(write_slots), 8)
     target = f"write_slots_{function.address}"
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(block_kernels._Handler(function.address)), platform="cpu")
-    kernel = BlockProduct(BlockFormat.EIGHT_BITS, target, threads=2, most_rows=1)
-    packed = pack(random_blocks(BlockFormat.EIGHT_BITS, 1024, 64))
+    kernel = BlockProduct(Q8, target, threads=2, most_rows=1)
+    packed = pack(random_blocks(Q8, 1024, 64))
     x, levels, scales = jnp.zeros((1, 64), jnp.bfloat16), jnp.asarray(packed.levels), jnp.asarray(packed.scales)
     run = jax.jit(kernel.multiply)
     kept = []  # so that no result has the memory of one before
@@ -159,7 +159,7 @@ def test_kernels_that_multiply_wrongly_are_not_believed(
     right = BlockProduct.multiply
     monkeypatch.setattr(BlockProduct, "multiply", lambda *arguments: right(*arguments) * wrong)
     with caplog.at_level(logging.WARNING, logger="sglang_jax"):
-        assert block_product.__wrapped__(BlockFormat.FOUR_BITS, EngineConfig().cache_folder()) is None
+        assert block_product.__wrapped__(Q4, EngineConfig().cache_folder()) is None
     (message,) = caplog.messages
     assert message.endswith("wrong results on this machine")
 
@@ -171,7 +171,7 @@ def test_a_jaxlib_with_other_offsets_takes_no_kernel(
     """XLA asks for the version of the header before it calls."""
     anew.setattr(xla_call, "VERSION", (xla_call.VERSION[0] + 1, 0))
     with caplog.at_level(logging.WARNING, logger="sglang_jax"):
-        assert block_product.__wrapped__(BlockFormat.FOUR_BITS, None) is None
+        assert block_product.__wrapped__(Q4, None) is None
     (message,) = caplog.messages
     assert message.startswith("Blocks of 4 bits are dequantised: XLA cannot call their kernel (")
     assert "version" in message

@@ -16,7 +16,7 @@ from helpers.plan_driver import PlanDriver
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.checkpoint.blocks import BlockFormat
+from sglang_jax.checkpoint.encoding import Q8
 from sglang_jax.config import Dtype, EngineConfig
 from sglang_jax.cpu_kernels import vectors
 from sglang_jax.errors import CheckpointError, ConfigError
@@ -37,12 +37,12 @@ def tiny_gguf(folder: Path, kind: GGMLQuantizationType, architecture: str = "lla
 
 def kept_of(file: Path, room: int = 2**30) -> KeptBlocks | None:
     checkpoint = open_checkpoint(str(file))
-    assert checkpoint.blocks is not None
+    assert checkpoint.reader is not None
     model = build_model(
         checkpoint.config, dtype=jnp.dtype(jnp.bfloat16), attention=AttentionImplementation.XLA, platform="cpu"
     )
     product = partial(block_product, cache_folder=EngineConfig().cache_folder())
-    return blocks_to_keep(model, checkpoint.config, checkpoint.blocks, product, room)
+    return blocks_to_keep(model, checkpoint.config, checkpoint.reader, product, room)
 
 
 @needs_units
@@ -125,7 +125,7 @@ def test_a_runner_with_blocks(tmp_path: Path) -> None:
     hidden, inner, layers, vocab = 128, 256, 2, 384
     weights = vocab * hidden + layers * (hidden * (2 * hidden + 2 * hidden // 2) + 3 * hidden * inner)
     plain = 2 * (weights + vocab * hidden + (2 * layers + 1) * hidden)
-    assert bytes_held == plain + weights * BlockFormat.EIGHT_BITS.block_bytes // 32
+    assert bytes_held == plain + Q8.nbytes(weights)
 
 
 def test_what_a_checkpoint_or_machine_cannot_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

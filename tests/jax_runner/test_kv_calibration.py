@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from sglang_jax.checkpoint import Checkpoint, open_checkpoint
-from sglang_jax.checkpoint.reader import Array, Index
+from sglang_jax.checkpoint.reader import Array, Index, PlainReader
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.kv_scales import LENGTH, MARGIN, ROWS, calibrate_kv_scales, calibration_batch
 from sglang_jax.jax_runner.parallel import TensorParallel
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_uneven_checkpoint(tmp_path_factory.mktemp("uneven"))
 
 
-class Replaced:
+class Replaced(PlainReader):
     """A checkpoint's reader, with other numbers in one tensor."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, rows: slice, number: float) -> None:

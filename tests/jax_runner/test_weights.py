@@ -15,7 +15,7 @@ from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.opening import open_checkpoint
-from sglang_jax.checkpoint.reader import Array, Index, TensorReader
+from sglang_jax.checkpoint.reader import Array, Index, PlainReader, TensorReader
 from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner import weights
 from sglang_jax.layers.sharding import make_mesh
@@ -23,7 +23,7 @@ from sglang_jax.models import AttentionImplementation, Transformer, build_model
 from sglang_jax.models.parameters import parameters_of
 
 
-class CountingReader:
+class CountingReader(PlainReader):
     """Reads as `inner`, and counts on how many threads at once. The first `together` reads wait for one another;
     `broken`: a tensor that cannot be read."""
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
+from sglang_jax.checkpoint.encoding import Q4, Stored
 from sglang_jax.config import AttentionBackend, EngineConfig
 from sglang_jax.cpu_kernels import vectors
 from sglang_jax.cpu_kernels.vectors import supported
@@ -43,7 +43,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 needs_units = pytest.mark.skipif(not supported(), reason="kernels need a processor with avx512_bf16")
 
 
-def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Path) -> tuple[Blocks, torch.Tensor]:
+def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Path) -> tuple[Stored, torch.Tensor]:
     """Blocks, and the matrix as the gguf package widens it, in bfloat16."""
     blocks, weight = gguf_blocks.blocks_of(kind, outputs, inputs, folder)
     return blocks, torch.from_numpy(weight.astype(np.float32)).bfloat16()
@@ -56,14 +56,14 @@ def test_blocks_are_the_numbers_that_the_reader_widens(
 ) -> None:
     """Llama's files have the rows of queries in another order than the model, and so have models whose rotary pairs
     are neighbours."""
-    parameters, numbers, name = opened(tmp_path, stored(kind, 24, 160), kind, architecture, interleaved)
+    parameters, name = opened(tmp_path, stored(kind, 24, 160), kind, architecture, interleaved)
     for index in (None, (slice(12, 24), slice(0, 160)), (slice(0, 24), slice(32, 128))):
-        assert parameters.format(name, index) is not None
-        blocks = parameters.read(name, index)
-        expected = numbers.read(name, index)
+        assert parameters.encoding(name, index) is not None
+        blocks = parameters.read_stored(name, index)
+        expected = parameters.read(name, index)
         assert blocks.shape == expected.shape
         np.testing.assert_array_equal(blocks.widened(), expected)
-    assert parameters.format(name, (slice(0, 24), slice(16, 160))) is None
+    assert parameters.encoding(name, (slice(0, 24), slice(16, 160))) is None
 
 
 @needs_units
@@ -133,13 +133,13 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(tied: bool, tmp_path: 
     widened = TorchPagedModel(file, dtype=torch.bfloat16)
     blocks = TorchPagedModel(file, dtype=torch.bfloat16)
     empty = TorchPagedModel(file, dtype=torch.bfloat16, load=False).model
-    kept = matrices_to_keep(empty, checkpoint.config, checkpoint.blocks, block_products(), 2**30)
+    kept = matrices_to_keep(empty, checkpoint.config, checkpoint.reader, block_products(), 2**30)
     # Of each layer queries with keys and values, output, gate with up, down; and the head.
     assert len(kept) == 4 * len(checkpoint.config.layers) + 1
     plain = weight_bytes(empty)
     assert weight_bytes(empty, kept) - plain == sum(each.linear.weight.numel() for each in kept) * 20 // 32
-    assert matrices_to_keep(empty, checkpoint.config, checkpoint.blocks, block_products(), 2**10) == ()
-    assert matrices_to_keep(empty, checkpoint.config, checkpoint.blocks, None, 2**30) == ()
+    assert matrices_to_keep(empty, checkpoint.config, checkpoint.reader, block_products(), 2**10) == ()
+    assert matrices_to_keep(empty, checkpoint.config, checkpoint.reader, None, 2**30) == ()
     form = load_weights(empty, checkpoint.reader, checkpoint.config, kept=kept)
     assert isinstance(form, PackedAndBlocks)
     blocks.model, limited = empty, form.products
@@ -163,8 +163,8 @@ def test_kernels_that_multiply_wrongly_are_not_believed(
         monkeypatch.setattr(BlockMatrix, "multiply", lambda matrix, x, by=wrong: right(matrix, x) * by)
         products = BlockProducts(block_products().compiler)
         with caplog.at_level(logging.WARNING, logger="torch_backend"):
-            assert not products.work(BlockFormat.FOUR_BITS, gated=False), name
-            assert not products.work(BlockFormat.FOUR_BITS, gated=False)
+            assert not products.work(Q4, gated=False), name
+            assert not products.work(Q4, gated=False)
         (message,) = caplog.messages
         assert message.endswith("wrong results on this machine")
         caplog.clear()

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from sglang_jax import Engine
 from sglang_jax.architectures import ModelConfig
 from sglang_jax.checkpoint.foreign_config import load_foreign_config
-from sglang_jax.checkpoint.reader import Array, Index
+from sglang_jax.checkpoint.reader import Array, Index, PlainReader
 from sglang_jax.config import ALWAYS_RUN, CompilePass, chosen_passes
 from sglang_jax.errors import CheckpointError, ConfigError
 from torch_backend.compilation import twin
@@ -228,7 +228,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
         Engine(**_options(folder))
 
 
-class Tensors:
+class Tensors(PlainReader):
     """A reader of zeros of such names and shapes."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -9,7 +9,7 @@ from numba.core.errors import NumbaError
 from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
-from sglang_jax.checkpoint.blocks import BlockFormat, Blocks
+from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.cpu_kernels import block_product
 from sglang_jax.cpu_kernels.block_layout import OUTPUTS, TILES, pack, random_blocks, scratch_floats
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
@@ -25,27 +25,27 @@ class BlockProducts:
 
     def __init__(self, compiler: KernelCompiler) -> None:
         self.compiler = compiler
-        self._launchers: dict[tuple[BlockFormat, bool], Launcher] = {}
+        self._launchers: dict[tuple[Encoding, bool], Launcher] = {}
         self._scratch = torch.empty(0)
-        self._found: dict[tuple[BlockFormat, bool], bool] = {}
+        self._found: dict[tuple[Encoding, bool], bool] = {}
 
-    def work(self, form: BlockFormat, *, gated: bool) -> bool:
-        """Whether products of a format, or gated ones, can be compiled here and are right: tried on small ones once,
+    def work(self, encoding: Encoding, *, gated: bool) -> bool:
+        """Whether products of an encoding, or gated ones, can be compiled here and are right: tried on small ones once,
         and said in the log if not."""
-        key = form, gated
+        key = encoding, gated
         if key not in self._found:
             try:
-                self._found[key] = self._right(form, gated)
+                self._found[key] = self._right(encoding, gated)
             except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
                 logger.info(
-                    "Blocks of %d bits are dequantised: numba cannot compile their product (%s)", form.value, error
+                    "Blocks of %d bits are dequantised: numba cannot compile their product (%s)", encoding.bits, error
                 )
                 self._found[key] = False
         return self._found[key]
 
-    def _right(self, form: BlockFormat, gated: bool) -> bool:
+    def _right(self, encoding: Encoding, gated: bool) -> bool:
         """Whether products of 1 row and of 17 are those of the widened matrix in float64, rounded."""
-        blocks = random_blocks(form, outputs=256, inputs=96)
+        blocks = random_blocks(encoding, outputs=256, inputs=96)
         weights = torch.from_numpy(blocks.widened()).bfloat16().double()
         generator = torch.Generator().manual_seed(0)
         bias = torch.randn(256, generator=generator).bfloat16()
@@ -62,12 +62,12 @@ class BlockProducts:
                 logger.warning(
                     "Blocks of %d bits are dequantised: the kernel of their product computes wrong results on this "
                     "machine",
-                    form.value,
+                    encoding.bits,
                 )
                 return False
         return True
 
-    def matrix(self, blocks: Blocks, bias: torch.Tensor | None) -> BlockMatrix:
+    def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> BlockMatrix:
         """A matrix whose outputs are a multiple of 4, half of which are if the product is gated."""
         self._reserve(blocks.shape[1])
         return BlockMatrix(self, blocks, bias)
@@ -77,7 +77,7 @@ class BlockProducts:
     ) -> torch.Tensor:
         """See `BlockMatrix`."""
         rows, outputs = output.shape
-        launcher = self.launcher(matrix.form, activation is not None)
+        launcher = self.launcher(matrix.encoding, activation is not None)
         launcher(
             matrix.levels.numel() * rows,
             -(-outputs // (OUTPUTS * TILES)),
@@ -95,11 +95,11 @@ class BlockProducts:
         )
         return output
 
-    def launcher(self, form: BlockFormat, gated: bool) -> Launcher:
-        """The kernel of a format, compiled now unless it is there."""
-        key = form, gated
+    def launcher(self, encoding: Encoding, gated: bool) -> Launcher:
+        """The kernel of an encoding, compiled now unless it is there."""
+        key = encoding, gated
         if key not in self._launchers:
-            kernel = block_product.build_block_product(self.compiler, form.value, gated)
+            kernel = block_product.build_block_product(self.compiler, encoding.bits, gated)
             self._launchers[key] = Launcher(kernel, block_product.FIELDS)
         return self._launchers[key]
 
@@ -118,8 +118,8 @@ class BlockMatrix:
     that does not depend on the number of rows.
     """
 
-    def __init__(self, products: BlockProducts, blocks: Blocks, bias: torch.Tensor | None) -> None:
-        self.form = blocks.form
+    def __init__(self, products: BlockProducts, blocks: Stored, bias: torch.Tensor | None) -> None:
+        self.encoding = blocks.encoding
         self.outputs, self.inputs = blocks.shape
         packed = pack(blocks)
         self.levels, self.scales = torch.from_numpy(packed.levels), torch.from_numpy(packed.scales)
@@ -129,7 +129,7 @@ class BlockMatrix:
     @property
     def bits(self) -> int:
         """Bits of a level."""
-        return self.form.value
+        return self.encoding.bits
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
