@@ -22,6 +22,7 @@ from sglang_jax.cpu_kernels.block_layout import OUTPUTS, pack
 from sglang_jax.errors import CheckpointError
 from sglang_jax.layers.block_matrix import BlockMatrix, BlockProduct
 from sglang_jax.layers.linear import Linear
+from sglang_jax.layers.matrix import FewOrMany, Matrix, PlainMatrix
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
 from sglang_jax.models.parameters import HEAD
@@ -54,12 +55,11 @@ class KeptBlocks:
         """Gives a model of shapes what it keeps in blocks, shapes too."""
         for place, module in _modules(model):
             if place in self.products:
-                outputs, inputs = _sizes(module, model)
-                matrix = BlockMatrix(self.products[place], outputs, inputs)
+                few = BlockMatrix(self.products[place], *_sizes(module, model))
                 if isinstance(module, Linear):
-                    module.blocks = matrix
+                    module.matrix = FewOrMany(few, _plain(module.matrix))
                 else:
-                    model.head_blocks = matrix
+                    model.head = FewOrMany(few, _plain(model.head))
 
     def load(self, model: Transformer, mesh: Mesh) -> None:
         """Gives the blocks of a model their values.
@@ -67,10 +67,10 @@ class KeptBlocks:
         **Raises:** `CheckpointError` for weights whose offset float16 cannot hold.
         """
         for place, module in _modules(model):
-            found = module.blocks if isinstance(module, Linear) else model.head_blocks
-            if found is not None:
+            matrix = module.matrix if isinstance(module, Linear) else model.head
+            if isinstance(matrix, FewOrMany):
                 packed = pack(self._read(place))
-                for parameter, values in ((found.levels, packed.levels), (found.scales, packed.scales)):
+                for parameter, values in ((matrix.few.levels, packed.levels), (matrix.few.scales, packed.scales)):
                     parameter.set_value(jax.device_put(values, named_sharding(mesh, parameter.axes)))
 
     def _read(self, place: str) -> Stored:
@@ -126,14 +126,20 @@ def _sizes(module: nnx.Module, model: Transformer) -> tuple[int, int]:
     if not isinstance(module, Linear):
         return model.config.vocab_size, model.config.hidden_size
     outputs = math.prod(module.outputs)
-    return outputs, math.prod(module.kernel.shape) // outputs
+    return outputs, math.prod(_plain(module.matrix).kernel.shape) // outputs
+
+
+def _plain(matrix: Matrix) -> PlainMatrix:
+    assert isinstance(matrix, PlainMatrix), "blocks are kept beside a plain matrix"
+    return matrix
 
 
 def _matrix_of(place: str, module: nnx.Module, config: ModelConfig) -> _Matrix | None:
     """None for one whose rows are in an order that is not known here."""
     if not isinstance(module, Linear):
         return _Matrix((HEAD,), None)
-    kernel: Parameter = module.kernel
+    plain = _plain(module.matrix)
+    kernel: Parameter = plain.kernel
     layer = int(place.split(".")[1])
     names = tuple(ParameterName(part, kernel.kind, layer) for part in kernel.parts)
     if Axis.HEAD_PART in kernel.axes:
@@ -141,7 +147,7 @@ def _matrix_of(place: str, module: nnx.Module, config: ModelConfig) -> _Matrix |
     if Axis.GATE_OR_UP in kernel.axes:
         return _Matrix(names, None)
     (name,) = names
-    inputs, outputs = kernel.axes[: module.inputs], kernel.axes[module.inputs :]
+    inputs, outputs = kernel.axes[: plain.inputs], kernel.axes[plain.inputs :]
     return _Matrix(names, None) if manifest_of(config).specs[name].axes == (outputs, inputs) else None
 
 

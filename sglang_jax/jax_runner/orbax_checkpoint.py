@@ -104,9 +104,10 @@ def restore_orbax(
         restored = checkpointer.restore(weights, target, strict=False)
     for each in stored:
         each.parameter.set_value(_built(restored.pop(each.path), each, mesh))
-    if config.tie_word_embeddings and model.head is not None:
-        transpose = jax.jit(lambda table: table.T, out_shardings=named_sharding(mesh, model.head.kernel.axes))
-        model.head.kernel.set_value(transpose(model.embedding.table.get_value()))
+    if config.tie_word_embeddings and model.has_own_head:
+        own = next(each.value for each in parameters_of(model) if HEAD in each.names)
+        transpose = jax.jit(lambda table: table.T, out_shardings=named_sharding(mesh, own.axes))
+        own.set_value(transpose(model.embedding.table.get_value()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from sglang_jax.layers.parameter import Sizes, parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.rotary import apply_rotary, apply_rotary_by_product
 from sglang_jax.layers.sharding import KV_AXES, partition_spec
-from sglang_jax.layers.weight_format import WeightFormat
 
 _MOST_TOGETHER = 512
 """Tokens of a step whose queries, keys and values have norm and rotation together: by libtpu 0.0.51 for v6e it takes
@@ -49,10 +48,10 @@ class Attention(nnx.Module):
         head = (Axis.HEAD_DIM, config.head_dim)
         fused = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.HEAD_PART, self.group + 2), head]
         heads = [(Axis.HEADS, config.num_heads), head]
-        self.qkv = Linear(hidden, fused, (Part.QUERY, Part.KEY, Part.VALUE), bias=config.bias, dtype=dtype)
+        self.qkv = Linear(hidden, fused, (Part.QUERY, Part.KEY, Part.VALUE), options, bias=config.bias)
         gated = config.output_gate
-        self.gate = Linear(hidden, heads, (Part.OUTPUT_GATE,), bias=config.bias, dtype=dtype) if gated else None
-        self.output = Linear(heads, hidden, (Part.OUTPUT,), bias=config.out_bias, dtype=dtype)
+        self.gate = Linear(hidden, heads, (Part.OUTPUT_GATE,), options, bias=config.bias) if gated else None
+        self.output = Linear(heads, hidden, (Part.OUTPUT,), options, bias=config.out_bias)
         kv_heads = [(Axis.KV_HEADS, config.num_kv_heads), head]
         self.query_norm = _norm_of(config.qk_norm, heads, dtype, Part.QUERY_NORM)
         self.key_norm = _norm_of(config.qk_norm, kv_heads, dtype, Part.KEY_NORM)
@@ -112,13 +111,6 @@ class Attention(nnx.Module):
 
     def _parts(self, fused: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return fused[:, :, : self.group], fused[:, :, self.group], fused[:, :, self.group + 1]
-
-    def arrange(self, wanted: WeightFormat) -> None:
-        """Every matrix, once loaded, in another format."""
-        self.qkv.arrange(wanted)
-        if self.gate is not None:
-            self.gate.arrange(wanted)
-        self.output.arrange(wanted)
 
     def _options(self) -> AttentionOptions:
         return AttentionOptions(

@@ -19,7 +19,6 @@ from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.parameter import Parameter, matmul, parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 from sglang_jax.layers.sharding import partition_spec
-from sglang_jax.layers.weight_format import WeightFormat
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 _LEAST_SUM = 1e-20
@@ -79,11 +78,6 @@ class Experts(nnx.Module):
         gate, up = jnp.minimum(gate, clamped.limit), jnp.clip(up, -clamped.limit, clamped.limit)
         return (up + 1) * gate * jax.nn.sigmoid(clamped.alpha * gate)
 
-    def arrange(self, wanted: WeightFormat) -> None:
-        """See `LayerPart`. Experts lie as products of experts read them, in any format."""
-        if self.shared is not None:
-            self.shared.arrange(wanted)
-
 
 class SharedExpert(nnx.Module):
     """A gated layer through which every token passes, with a gate of its own where the config has one."""
@@ -91,8 +85,8 @@ class SharedExpert(nnx.Module):
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         hidden, inner = [(Axis.HIDDEN, options.hidden_size)], [(Axis.INTERMEDIATE, config.shared_size)]
         both = [(Axis.GATE_OR_UP, 2), *inner]
-        self.gate_up = Linear(hidden, both, (Part.SHARED_GATE, Part.SHARED_UP), bias=False, dtype=options.dtype)
-        self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), bias=False, dtype=options.dtype)
+        self.gate_up = Linear(hidden, both, (Part.SHARED_GATE, Part.SHARED_UP), options)
+        self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), options)
         one = [*hidden, (Axis.ONE, 1)]
         self.router = parameter(one, _FLOAT32, Part.SHARED_ROUTER) if config.shared_gate else None
         self.activation = config.activation
@@ -105,11 +99,6 @@ class SharedExpert(nnx.Module):
         if self.router is None:
             return found
         return found * jax.nn.sigmoid(matmul(x.astype(jnp.float32), self.router[...]))
-
-    def arrange(self, wanted: WeightFormat) -> None:
-        """See `LayerPart`."""
-        self.gate_up.arrange(wanted)
-        self.down.arrange(wanted)
 
 
 def choose_experts(

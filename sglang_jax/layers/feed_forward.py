@@ -14,7 +14,6 @@ from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardC
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
-from sglang_jax.layers.weight_format import WeightFormat
 
 ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     Activation.SILU: jax.nn.silu,
@@ -29,8 +28,8 @@ class FeedForward(nnx.Module):
         hidden = [(Axis.HIDDEN, options.hidden_size)]
         inner = [(Axis.INTERMEDIATE, config.size)]
         both = [(Axis.GATE_OR_UP, 2), *inner]
-        self.gate_up = Linear(hidden, both, (Part.GATE, Part.UP), bias=config.bias, dtype=options.dtype)
-        self.down = Linear(inner, hidden, (Part.DOWN,), bias=config.bias, dtype=options.dtype)
+        self.gate_up = Linear(hidden, both, (Part.GATE, Part.UP), options, bias=config.bias)
+        self.down = Linear(inner, hidden, (Part.DOWN,), options, bias=config.bias)
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
@@ -40,25 +39,15 @@ class FeedForward(nnx.Module):
         activated = ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype)
         return self.down(activated * up, of_outputs=True), memory
 
-    def arrange(self, wanted: WeightFormat) -> None:
-        """Every matrix, once loaded, in another format."""
-        self.gate_up.arrange(wanted)
-        self.down.arrange(wanted)
-
 
 class SquaredRelu(nnx.Module):
     """See `SquaredReluConfig`."""
 
     def __init__(self, config: SquaredReluConfig, options: PartOptions) -> None:
         hidden, inner = [(Axis.HIDDEN, options.hidden_size)], [(Axis.INTERMEDIATE, config.size)]
-        self.up = Linear(hidden, inner, (Part.UP,), bias=config.bias, dtype=options.dtype)
-        self.down = Linear(inner, hidden, (Part.DOWN,), bias=config.bias, dtype=options.dtype)
+        self.up = Linear(hidden, inner, (Part.UP,), options, bias=config.bias)
+        self.down = Linear(inner, hidden, (Part.DOWN,), options, bias=config.bias)
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`."""
         return self.down(jnp.square(jax.nn.relu(self.up(x))), of_outputs=True), memory
-
-    def arrange(self, wanted: WeightFormat) -> None:
-        """Every matrix, once loaded, in another format."""
-        self.up.arrange(wanted)
-        self.down.arrange(wanted)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.batch import ForwardBatch
-from sglang_jax.layers.weight_format import WeightFormat
 
 RotaryTables = tuple[jax.Array, jax.Array]
 """Cosines and sines of a step's tokens."""
@@ -68,8 +67,4 @@ class LayerPart(Protocol):
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """`[T, hidden]` → `[T, hidden]`, and what the layer keeps after the step."""
-        ...
-
-    def arrange(self, wanted: WeightFormat) -> None:
-        """Puts every matrix, once loaded, in another format."""
         ...

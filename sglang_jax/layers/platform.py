@@ -25,7 +25,7 @@ class PlatformForm:
       `layers.parameter.matmul_outputs_first`. For a CPU with AMX: all products of a decode step of SmolLM2-135M take
       10.5 ms in place of 27 at two rows, and 27 in place of 35 at 32. Without it, measured beside
       other work, neither form was plainly faster, and the plain one reached 0.8 of memory's speed on an AMD EPYC.
-    - `matrices`: weights of products in two axes (see `weight_format.Matrices`). In more of them libtpu 0.0.51 made a
+    - `matrices`: weights of products in two axes (see `layout.Matrices`). In more of them libtpu 0.0.51 made a
       copy of the projections of Llama-3.1-8B at each step of 256 rows, 142 us a layer on v6e by its own estimate.
     - `wide_activations`: what lies between products is float32, and rounded to the weights' type where a product or the
       cache takes it. XLA's CPU backend computes bfloat16 in float32 and rounds after each operation, and each reshape

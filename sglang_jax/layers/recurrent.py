@@ -24,7 +24,6 @@ from sglang_jax.layers.norm import Norm, divide_by_rms
 from sglang_jax.layers.parameter import parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 from sglang_jax.layers.sharding import partition_spec
-from sglang_jax.layers.weight_format import WeightFormat
 
 ConvolutionWeights = tuple[jax.Array, jax.Array | None]
 """A kernel `[channels, 1, width]`, and a bias `[channels]` if there is one."""
@@ -54,12 +53,12 @@ class ShortConv(nnx.Module):
     """See `ShortConvConfig`."""
 
     def __init__(self, config: ShortConvConfig, options: PartOptions) -> None:
-        dtype, self.implementation = options.dtype, options.implementation
+        self.implementation = options.implementation
         hidden, inner = [(Axis.HIDDEN, options.hidden_size)], config.channels
         self.config = config
-        self.input = _linear(hidden, (Axis.CHANNELS, 3 * inner), Part.STATE_INPUT, bias=config.bias, dtype=dtype)
-        self.convolution = Convolution(inner, config.width, bias=config.bias, dtype=dtype)
-        self.output = _linear([(Axis.CHANNELS, inner)], hidden[0], Part.STATE_OUTPUT, bias=config.bias, dtype=dtype)
+        self.input = _linear(hidden, (Axis.CHANNELS, 3 * inner), Part.STATE_INPUT, options, bias=config.bias)
+        self.convolution = Convolution(inner, config.width, bias=config.bias, dtype=options.dtype)
+        self.output = _linear([(Axis.CHANNELS, inner)], hidden[0], Part.STATE_OUTPUT, options, bias=config.bias)
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`."""
@@ -72,11 +71,6 @@ class ShortConv(nnx.Module):
         found, tails = run(self.input(x), self.convolution.weights, memory.states[0], step.batch.states)
         return self.output(found), replace(memory, states=(tails,))
 
-    def arrange(self, wanted: WeightFormat) -> None:
-        """Every matrix, once loaded, in another format."""
-        self.input.arrange(wanted)
-        self.output.arrange(wanted)
-
 
 class GatedDeltaNet(nnx.Module):
     """See `GatedDeltaNetConfig`."""
@@ -86,15 +80,15 @@ class GatedDeltaNet(nnx.Module):
         hidden = [(Axis.HIDDEN, options.hidden_size)]
         inner, heads = config.num_value_heads * config.value_dim, (Axis.STATE_HEADS, config.num_value_heads)
         self.config = config
-        self.input = _linear(hidden, (Axis.CHANNELS, config.channels), Part.STATE_INPUT, dtype=dtype)
-        self.gate = _linear(hidden, (Axis.CHANNELS, inner), Part.STATE_GATE, dtype=dtype)
-        self.rate = _linear(hidden, heads, Part.UPDATE_RATE, dtype=dtype)
-        self.decay = _linear(hidden, heads, Part.DECAY_INPUT, dtype=dtype)
+        self.input = _linear(hidden, (Axis.CHANNELS, config.channels), Part.STATE_INPUT, options)
+        self.gate = _linear(hidden, (Axis.CHANNELS, inner), Part.STATE_GATE, options)
+        self.rate = _linear(hidden, heads, Part.UPDATE_RATE, options)
+        self.decay = _linear(hidden, heads, Part.DECAY_INPUT, options)
         self.decay_bias = parameter([heads], _FLOAT32, Part.DECAY_BIAS)
         self.decay_log = parameter([heads], _FLOAT32, Part.DECAY_LOG)
         self.convolution = Convolution(config.channels, config.width, bias=False, dtype=dtype)
         self.norm = Norm([(Axis.HEAD_DIM, config.value_dim)], config.norm, dtype, Part.STATE_NORM)
-        self.output = _linear([(Axis.CHANNELS, inner)], hidden[0], Part.STATE_OUTPUT, dtype=dtype)
+        self.output = _linear([(Axis.CHANNELS, inner)], hidden[0], Part.STATE_OUTPUT, options)
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`."""
@@ -118,11 +112,6 @@ class GatedDeltaNet(nnx.Module):
         normed = self.norm(outputs.astype(x.dtype)).astype(jnp.float32) * gate
         return self.output(normed.reshape(x.shape[0], -1).astype(x.dtype)), replace(memory, states=(tails, matrices))
 
-    def arrange(self, wanted: WeightFormat) -> None:
-        """Every matrix, once loaded, in another format."""
-        for linear in (self.input, self.gate, self.rate, self.decay, self.output):
-            linear.arrange(wanted)
-
 
 class Mamba2(nnx.Module):
     """See `Mamba2Config`."""
@@ -132,15 +121,13 @@ class Mamba2(nnx.Module):
         hidden, inner = [(Axis.HIDDEN, options.hidden_size)], (Axis.CHANNELS, config.inner)
         heads = (Axis.STATE_HEADS, config.num_heads)
         self.config = config
-        self.input = _linear(
-            hidden, (Axis.CHANNELS, sum(config.parts)), Part.STATE_INPUT, bias=config.bias, dtype=dtype
-        )
+        self.input = _linear(hidden, (Axis.CHANNELS, sum(config.parts)), Part.STATE_INPUT, options, bias=config.bias)
         self.decay_bias = parameter([heads], _FLOAT32, Part.DECAY_BIAS)
         self.decay_log = parameter([heads], _FLOAT32, Part.DECAY_LOG)
         self.skip = parameter([heads], _FLOAT32, Part.SKIP)
         self.convolution = Convolution(config.channels, config.width, bias=config.conv_bias, dtype=dtype)
         self.norm = None if config.norm is None else parameter([inner], _FLOAT32, Part.STATE_NORM)
-        self.output = _linear([inner], hidden[0], Part.STATE_OUTPUT, bias=config.out_bias, dtype=dtype)
+        self.output = _linear([inner], hidden[0], Part.STATE_OUTPUT, options, bias=config.out_bias)
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`."""
@@ -173,16 +160,11 @@ class Mamba2(nnx.Module):
         outputs = divide_by_rms(parts, config.norm.eps).reshape(outputs.shape) * self.norm[...]
         return outputs * gate if config.norm_before_gate else outputs
 
-    def arrange(self, wanted: WeightFormat) -> None:
-        """Every matrix, once loaded, in another format."""
-        self.input.arrange(wanted)
-        self.output.arrange(wanted)
-
 
 def _linear(
-    inputs: list[tuple[Axis, int]], output: tuple[Axis, int], part: Part, *, bias: bool = False, dtype: jnp.dtype
+    inputs: list[tuple[Axis, int]], output: tuple[Axis, int], part: Part, options: PartOptions, *, bias: bool = False
 ) -> Linear:
-    return Linear(inputs, [output], (part,), bias=bias, dtype=dtype)
+    return Linear(inputs, [output], (part,), options, bias=bias)
 
 
 _CHANNELS = partition_spec((Axis.TOKENS, Axis.CHANNELS))

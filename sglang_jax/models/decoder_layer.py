@@ -13,7 +13,6 @@ from sglang_jax.layers.kinds import build_part
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import parameter
 from sglang_jax.layers.part import LayerMemory, LayerPart, LayerStep, PartOptions
-from sglang_jax.layers.weight_format import WeightFormat
 
 
 class DecoderLayer(nnx.Module):
@@ -76,12 +75,6 @@ class DecoderLayer(nnx.Module):
                 output, memory = part(x, step, memory)
                 outputs.append(output)
         return sum(outputs[1:], outputs[0]), memory
-
-    def arrange(self, wanted: WeightFormat) -> None:
-        """Every matrix, once loaded, in another format."""
-        for part in (self.attention, self.recurrent, self.feed_forward):
-            if part is not None:
-                part.arrange(wanted)
 
     def _fed(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         assert self.feed_forward is not None

@@ -16,11 +16,15 @@ HEAD = ParameterName(Part.HEAD)
 """Made of the embeddings where these are tied to it."""
 
 
+_BETWEEN = ("matrix", "many")
+"""What lies between a layer and the arrays of its matrix: no part of the names that Orbax checkpoints have."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelParameter:
     """A parameter that is read from a checkpoint.
 
-    - `path`: where it is in the model, with dots.
+    - `path`: where it is in the model, with dots; arrays of a matrix are their layer's.
     - `names`: what the manifest calls the parts that it is made of.
     """
 
@@ -35,7 +39,8 @@ def parameters_of(model: Transformer) -> Iterator[ModelParameter]:
         if value.parts:
             layer = int(path[1]) if path[0] == "layers" else None
             names = tuple(ParameterName(part, value.kind, layer) for part in value.parts)
-            yield ModelParameter(".".join(map(str, path)), value, names)
+            place = ".".join(str(step) for step in path if step not in _BETWEEN)
+            yield ModelParameter(place, value, names)
 
 
 def check_shapes(model: Transformer) -> None:
@@ -51,7 +56,7 @@ def check_shapes(model: Transformer) -> None:
             raise ValueError(f"{parameter.path} is built as {parameter.value.shape}, the manifest has {shape}")
         for name in parameter.names:
             missing.pop(name)
-    if model.head is None:
+    if not model.has_own_head:
         missing.pop(HEAD)
     if missing:
         raise ValueError(f"the model is built without {', '.join(map(str, missing))}")

@@ -17,13 +17,14 @@ from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
-from sglang_jax.layers.block_matrix import BlockMatrix
-from sglang_jax.layers.embedding import Embedding, Head
+from sglang_jax.layers.embedding import Embedding
+from sglang_jax.layers.layout import Layout, Matrices, OutputsFirst, Table
+from sglang_jax.layers.linear import Linear
+from sglang_jax.layers.matrix import FewOrMany, Matrix, PlainMatrix
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
-from sglang_jax.layers.weight_format import InputsFirst, Matrices, OutputsFirst, WeightFormat
 from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.models.kv_cache import KVCaches
 
@@ -64,13 +65,13 @@ class Transformer(nnx.Module):
         options = PartOptions(hidden_size=config.hidden_size, dtype=dtype, implementation=attention, kv_dtype=kv_dtype)
         self.layers = nnx.List([DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers)])
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
-        own_head = form.own_head_for_tied_embeddings or not config.tie_word_embeddings
-        self.head = Head(config.hidden_size, config.vocab_size, dtype) if own_head else None
-        self.head_blocks: BlockMatrix | None = nnx.data(None)
+        hidden, vocabulary = [(Axis.HIDDEN, config.hidden_size)], [(Axis.VOCABULARY, config.vocab_size)]
+        self.head: Matrix = PlainMatrix.of(hidden, vocabulary, (Part.HEAD,), dtype)
+        if config.tie_word_embeddings and not form.own_head_for_tied_embeddings:
+            self._share_table(Table())
         self.num_groups = num_paged_groups(config)
         self.group_of_layer = group_of_layers(config)
         self.form = form
-        self.format: WeightFormat = InputsFirst()
 
     def arrange(self, devices: int = 1) -> None:
         """Changes weights, once loaded to so many devices, to the form that their platform computes with.
@@ -85,20 +86,35 @@ class Transformer(nnx.Module):
 
     def put_in_matrices(self) -> None:
         """Every matrix of the layers with one axis of inputs and one of outputs: see `PlatformForm`."""
-        wanted = Matrices()
-        for layer in self.layers:
-            layer.arrange(wanted)
+        self._arrange_layers(Matrices())
 
     def put_outputs_first(self) -> None:
-        """Every matrix as `[out, in]`: see `PlatformForm`. Tied embeddings are in this form already, so that an own
+        """Every matrix as `[out, in]`: see `PlatformForm`. Tied embeddings are in this layout already, so that an own
         head is given up."""
-        self.format = wanted = OutputsFirst()
-        for layer in self.layers:
-            layer.arrange(wanted)
+        self._arrange_layers(OutputsFirst())
         if self.config.tie_word_embeddings:
-            self.head = None
-        elif self.head is not None:
-            self.head.arrange(wanted)
+            self._share_table(OutputsFirst())
+        else:
+            self.head.arrange(OutputsFirst())
+
+    def _arrange_layers(self, layout: Layout) -> None:
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, Linear):
+                module.matrix.arrange(layout)
+
+    def _share_table(self, layout: Layout) -> None:
+        """Makes the embeddings the head too."""
+        shared = PlainMatrix(self.embedding.table, 1, layout)
+        if isinstance(self.head, FewOrMany):
+            self.head.many = shared
+        else:
+            self.head = shared
+
+    @property
+    def has_own_head(self) -> bool:
+        """The head is another array than the embeddings."""
+        plain = self.head.many if isinstance(self.head, FewOrMany) else self.head
+        return not (isinstance(plain, PlainMatrix) and plain.kernel is self.embedding.table)
 
     def __call__(self, batch: ForwardBatch, kv_caches: KVCaches) -> tuple[jax.Array, KVCaches]:
         """Hidden states `[T, hidden]` after the final norm, and the caches with the step's keys and values."""
@@ -143,16 +159,9 @@ class Transformer(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
         with jax.named_scope("head"):
-            logits = self._products(hidden)
+            logits = self.head.multiply(hidden)
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         if self.config.logit_cap is not None:
             logits = self.config.logit_cap * jnp.tanh(logits / self.config.logit_cap)
         return logits
-
-    def _products(self, hidden: jax.Array) -> jax.Array:
-        table = self.embedding.table[...]
-        hidden = hidden.astype(table.dtype)
-        if self.head_blocks is not None and self.head_blocks.serves(len(hidden)):
-            return self.head_blocks.multiply(hidden)
-        return self.format.multiply_by_table(hidden, table) if self.head is None else self.head(hidden)

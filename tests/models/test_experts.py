@@ -160,8 +160,8 @@ def jax_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, monk
             give(getattr(layer, name), array.swapaxes(-1, -2) if name in turned else array)
     if config.shared_size:
         both = np.stack([arrays["shared.gate"].T, arrays["shared.up"].T], axis=1)
-        give(layer.shared.gate_up.kernel, both)
-        give(layer.shared.down.kernel, arrays["shared.down"].T)
+        give(layer.shared.gate_up.matrix.kernel, both)
+        give(layer.shared.down.matrix.kernel, arrays["shared.down"].T)
     if config.shared_gate:
         give(layer.shared.router, arrays["shared.router"].T)
     graph, state = nnx.split(layer)

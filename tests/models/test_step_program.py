@@ -181,10 +181,10 @@ def test_matrices_with_outputs_first_are_the_checkpoints_and_give_the_same_numbe
         model.put_outputs_first()
         np.testing.assert_allclose(model.layers[0].attention.qkv(hidden), projected, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(model.logits(hidden), logits, rtol=1e-5, atol=1e-5)
-        down = model.layers[0].feed_forward.down.kernel
+        down = model.layers[0].feed_forward.down.matrix.kernel
         np.testing.assert_array_equal(down.get_value(), reader.read("model.layers.0.mlp.down_proj.weight", ()))
         assert [str(axis) for axis in down.axes] == ["hidden", "intermediate"]
-        assert (model.head is None) is tied
+        assert model.has_own_head is not tied
 
 
 def test_kernels_in_matrices_are_the_same_numbers() -> None:
@@ -205,10 +205,10 @@ def test_kernels_in_matrices_are_the_same_numbers() -> None:
     np.testing.assert_allclose(layer.attention.output(heads), attended, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(feed_forward(hidden), fed, rtol=1e-5, atol=1e-5)
     kernels = {
-        "qkv": layer.attention.qkv.kernel,
-        "output": layer.attention.output.kernel,
-        "gate_up": layer.feed_forward.gate_up.kernel,
-        "down": layer.feed_forward.down.kernel,
+        "qkv": layer.attention.qkv.matrix.kernel,
+        "output": layer.attention.output.matrix.kernel,
+        "gate_up": layer.feed_forward.gate_up.matrix.kernel,
+        "down": layer.feed_forward.down.matrix.kernel,
     }
     axes = {name: [str(axis) for axis in kernel.axes] for name, kernel in kernels.items()}
     assert axes == {

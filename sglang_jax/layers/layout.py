@@ -1,4 +1,4 @@
-"""Forms that a loaded matrix may have, each with the product that reads it. Linear layers know no form."""
+"""How a loaded matrix may lie in memory, each way with the product that reads it. Layers know none of them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,17 @@ from sglang_jax.layers.parameter import Parameter, matmul, matmul_outputs_first
 from sglang_jax.layers.sharding import named_sharding
 
 
-class WeightFormat(Protocol):
-    """How a matrix lies in memory. Formats are compared by value: layers of equal formats share a trace."""
+class Layout(Protocol):
+    """How a matrix lies in memory. Layouts are compared by value: layers of equal ones share a trace."""
 
     def arrange(self, kernel: Parameter, inputs: int) -> None:
-        """Changes a loaded kernel `[*in, *out]`, with `inputs` axes of input, to this format; a shape that stands for a
-        kernel becomes that of the other format."""
+        """Changes a loaded kernel `[*in, *out]`, with `inputs` axes of input, to this layout; a shape that stands for a
+        kernel becomes that of the other layout."""
         ...
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """`x [T, *in]` by a kernel in this format → float32 `[T, *out]`, or the same with axes of out made one.
+        """`x [T, *in]` by a kernel in this layout → float32 `[T, *out]`, or the same with axes of out made one.
         `of_outputs`: see `matmul_outputs_first`."""
-        ...
-
-    def multiply_by_table(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        """`x [T, in]` by embeddings `[out, in]`, which lie so whatever the format of kernels → float32 `[T, out]`."""
         ...
 
 
@@ -40,14 +36,23 @@ class InputsFirst:
     """`[*in, *out]`, in which kernels are loaded and stored."""
 
     def arrange(self, kernel: Parameter, inputs: int) -> None:
-        """It is in this format."""
+        """It is in this layout."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul`."""
         return matmul(x, kernel)
 
-    def multiply_by_table(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        return self.multiply(x, table.T)
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Embeddings `[out, in]` that are the head too."""
+
+    def arrange(self, kernel: Parameter, inputs: int) -> None:
+        """Embeddings are in this layout."""
+
+    def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
+        """See `matmul`."""
+        return matmul(x, kernel.T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,6 @@ class OutputsFirst:
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul_outputs_first`."""
         return matmul_outputs_first(x, kernel, of_outputs=of_outputs)
-
-    def multiply_by_table(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        return self.multiply(x, table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,6 @@ class Matrices:
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul`."""
         return matmul(x.reshape(x.shape[0], -1), jnp.moveaxis(kernel, -2, 0))
-
-    def multiply_by_table(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        return self.multiply(x, table.T)
 
 
 def _rewrite(kernel: Parameter, order: tuple[int, ...], groups: Sequence[tuple[int, ...]]) -> None:

@@ -1,0 +1,70 @@
+"""Matrices: what a layer multiplies by, whatever it is stored as and wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.layers.block_matrix import BlockMatrix
+from sglang_jax.layers.layout import InputsFirst, Layout
+from sglang_jax.layers.parameter import Parameter, Sizes, parameter
+
+
+class Matrix(Protocol):
+    """A weight `[*in, *out]`: an `nnx.Module` whose parameters are its arrays."""
+
+    def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
+        """`x [T, *in]`, rounded to the type of products → float32 `[T, *out]`, or the same with axes of out made one.
+        `of_outputs`: see `matmul_outputs_first`."""
+        ...
+
+    def arrange(self, layout: Layout) -> None:
+        """Changes the arrays, once loaded, or the shapes that stand for them, to another layout."""
+        ...
+
+
+class PlainMatrix(nnx.Module):
+    """One array of numbers, which are loaded as `[*in, *out]`."""
+
+    def __init__(self, kernel: Parameter, inputs: int, layout: Layout) -> None:
+        """`inputs`: axes of input, if the kernel is in the layout of inputs first."""
+        self.kernel = kernel
+        self.inputs = inputs
+        self.layout = layout
+
+    @classmethod
+    def of(cls, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype) -> PlainMatrix:
+        """One without values. `parts`: the matrices that it is made of."""
+        return cls(parameter([*inputs, *outputs], dtype, *parts), len(inputs), InputsFirst())
+
+    def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
+        """See `Matrix`."""
+        kernel = self.kernel[...]
+        return self.layout.multiply(x.astype(kernel.dtype), kernel, of_outputs=of_outputs)
+
+    def arrange(self, layout: Layout) -> None:
+        """See `Matrix`."""
+        layout.arrange(self.kernel, self.inputs)
+        self.layout = layout
+
+
+class FewOrMany(nnx.Module):
+    """The same matrix twice: in blocks for steps of few rows, and for others in another way."""
+
+    def __init__(self, few: BlockMatrix, many: PlainMatrix) -> None:
+        self.few, self.many = few, many
+
+    def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
+        """See `Matrix`."""
+        if self.few.serves(len(x)):
+            return self.few.multiply(x.astype(self.many.kernel.dtype))
+        return self.many.multiply(x, of_outputs=of_outputs)
+
+    def arrange(self, layout: Layout) -> None:
+        """See `Matrix`. Blocks lie in one way."""
+        self.many.arrange(layout)
