@@ -15,9 +15,8 @@ from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import ParameterReader, TensorReader
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.reader import Role
-from torch_backend.layers.linear import Linear
-from torch_backend.layers.matrix import InBlocks
-from torch_backend.layers.weight_format import PackedAndBlocks
+from torch_backend.layers.layout import PackedAndBlocks
+from torch_backend.layers.matrix import InBlocks, PlainMatrix
 from torch_backend.models.transformer import Transformer
 from torch_backend.weights import ParameterPart, packs, sources
 
@@ -44,9 +43,9 @@ class BlockMatrices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptMatrix:
-    """The matrix of a linear layer of which all parts have one encoding."""
+    """A matrix of which all parts have one encoding."""
 
-    linear: Linear
+    plain: PlainMatrix
     parts: list[ParameterPart]
     encoding: Encoding
     parameters: ParameterReader
@@ -55,14 +54,14 @@ class KeptMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes that its blocks take; known before they are read."""
-        return self.encoding.nbytes(self.linear.weight.numel())
+        return self.encoding.nbytes(self.plain.weight.numel())
 
     def read(self) -> InBlocks | None:
         """The layer's blocks; None if eight times some scale overflows float16."""
         blocks = Stored.stacked([self.parameters.read_stored(part.name, part.index) for part in self.parts])
         if blocks.encoding.offsets and not bool(np.isfinite(blocks.arrays[Role.OFFSETS]).all()):
             return None
-        return self.matrices.matrix(blocks, self.linear.bias)
+        return self.matrices.matrix(blocks, self.plain.bias)
 
 
 def matrices_to_keep(
@@ -75,7 +74,7 @@ def matrices_to_keep(
     parameters = ParameterReader(reader, config)
     kept = []
     for module, name, parts in sources(model, config, tied_head=True):
-        if isinstance(module, Linear) and name == "weight":
+        if isinstance(module, PlainMatrix) and name == "weight":
             encoding = _common_encoding(module, parts, parameters)
             if encoding is not None and matrices.work(encoding, gated=parts[0].name.part is Part.GATE):
                 kept.append(KeptMatrix(module, parts, encoding, parameters, matrices))
@@ -90,10 +89,10 @@ def matrices_to_keep(
     return kept
 
 
-def _common_encoding(linear: Linear, parts: list[ParameterPart], parameters: ParameterReader) -> Encoding | None:
+def _common_encoding(plain: PlainMatrix, parts: list[ParameterPart], parameters: ParameterReader) -> Encoding | None:
     found = {parameters.encoding(part.name, part.index) for part in parts}
     rows = [part.index[0].stop - part.index[0].start for part in parts]
-    if len(found) > 1 or sum(rows) != len(linear.weight) or any(count % _OUTPUTS_TOGETHER for count in rows):
+    if len(found) > 1 or sum(rows) != len(plain.weight) or any(count % _OUTPUTS_TOGETHER for count in rows):
         return None
     return found.pop()
 

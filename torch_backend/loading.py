@@ -37,8 +37,8 @@ from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
 from torch_backend.kernel_choice import Kernels, choose_kernels, refuse_sinks
 from torch_backend.key_means import give_key_means, write_key_means
 from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
+from torch_backend.layers.layout import PackedAndBlocks
 from torch_backend.layers.shard import ModelShard
-from torch_backend.layers.weight_format import PackedAndBlocks
 from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import DraftPart, TorchRunner
@@ -332,10 +332,10 @@ def _build(
     kept = _blocks_to_keep(config, checkpoint, model, device, kernels)
 
     def load() -> None:
-        form = load_weights(model, reader, checkpoint.config, kept=kept)
-        if isinstance(form, PackedAndBlocks):
+        layout = load_weights(model, reader, checkpoint.config, kept=kept)
+        if isinstance(layout, PackedAndBlocks):
             with torch.inference_mode():
-                measure_forms(form)
+                measure_forms(layout)
 
     return _Built(model, weight_bytes(model, kept), load)
 

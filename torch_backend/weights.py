@@ -23,12 +23,11 @@ from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, mani
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.reader import Array
-from torch_backend.layers.linear import Linear
-from torch_backend.layers.matrix import HasMatrix, InBlocks
+from torch_backend.layers.layout import Layout, Packed, PackedAndBlocks
+from torch_backend.layers.matrix import InBlocks, PlainMatrix
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
-from torch_backend.layers.weight_format import Packed, PackedAndBlocks, WeightFormat
 from torch_backend.models.transformer import Transformer
 
 
@@ -49,8 +48,8 @@ class KeptBlocks(Protocol):
         ...
 
     @property
-    def linear(self) -> Linear:
-        """Whose matrix it is."""
+    def plain(self) -> PlainMatrix:
+        """The same matrix in numbers."""
         ...
 
     def read(self) -> InBlocks | None:
@@ -65,12 +64,12 @@ def load_weights(
     *,
     pack: bool = True,
     kept: Sequence[KeptBlocks] = (),
-) -> WeightFormat | None:
+) -> Layout | None:
     """Gives every parameter of `model` its value, of the model's dtype, on its device.
 
     At any time the host holds no more than one parameter beside those of a model on the host. On a CPU, matrices are
     then packed (see `Transformer.arrange`) where torch can do it, unless `pack` is false; `kept` matrices are held both
-    packed and in the blocks of the checkpoint. Returns the format, None where matrices stay plain.
+    packed and in the blocks of the checkpoint. Returns the layout, None where matrices stay plain.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
@@ -81,13 +80,13 @@ def load_weights(
         value = _read(parameters, parts, empty.shape, empty.dtype).to(model.device)
         setattr(module, name, nn.Parameter(value, requires_grad=False))
     if model.tied:
-        model.head.linear.weight = model.embedding.weight
+        model.head.linear.matrix.weight = model.embedding.weight
     if not (pack and packs(model)):
         return None
-    blocks: dict[HasMatrix, InBlocks] = {each.linear: found for each in kept if (found := each.read()) is not None}
-    form = PackedAndBlocks(blocks) if blocks else Packed()
-    model.arrange(form)
-    return form
+    blocks: dict[PlainMatrix, InBlocks] = {each.plain: found for each in kept if (found := each.read()) is not None}
+    layout = PackedAndBlocks(blocks) if blocks else Packed()
+    model.arrange(layout)
+    return layout
 
 
 def weight_bytes(model: Transformer, kept: Sequence[KeptBlocks] = ()) -> int:
@@ -139,7 +138,7 @@ def sources(model: Transformer, config: ModelConfig, *, tied_head: bool = False)
     """Every parameter that has a value of its own; with `tied_head` a head too that shares the embeddings'."""
     whole: list[nn.Module] = [model.embedding, model.final_norm]
     if tied_head or not model.tied:
-        whole.append(model.head.linear)
+        whole.append(model.head.linear.matrix)
     modules: list[tuple[int | None, nn.Module]] = [(None, module) for module in whole]
     for count, layer in enumerate(model.decoder_layers):
         modules += [(count, module) for module in layer.modules()]

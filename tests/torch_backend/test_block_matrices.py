@@ -31,7 +31,7 @@ from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
 from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import by_rows
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
-from torch_backend.layers.weight_format import PackedAndBlocks
+from torch_backend.layers.layout import PackedAndBlocks
 from torch_backend.loading import _blocks_to_keep
 from torch_backend.models import Transformer
 from torch_backend.native_operations import NativeOperations
@@ -137,7 +137,7 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(tied: bool, tmp_path: 
     # Of each layer queries with keys and values, output, gate with up, down; and the head.
     assert len(kept) == 4 * len(checkpoint.config.layers) + 1
     plain = weight_bytes(empty)
-    assert weight_bytes(empty, kept) - plain == sum(each.linear.weight.numel() for each in kept) * 20 // 32
+    assert weight_bytes(empty, kept) - plain == sum(each.plain.weight.numel() for each in kept) * 20 // 32
     assert matrices_to_keep(empty, checkpoint.config, checkpoint.reader, block_products(), 2**10) == ()
     assert matrices_to_keep(empty, checkpoint.config, checkpoint.reader, None, 2**30) == ()
     form = load_weights(empty, checkpoint.reader, checkpoint.config, kept=kept)

@@ -156,20 +156,20 @@ def test_parts_make_the_whole(size: int) -> None:
     vocabulary = torch.cat([part.embedding.weight for part in parts])
     assert torch.equal(vocabulary[:97], whole.embedding.weight)
     assert not vocabulary[97:].any()
-    heads = torch.cat([part.head.linear.weight for part in parts])
-    assert torch.equal(heads[:97], whole.head.linear.weight)
+    heads = torch.cat([part.head.linear.matrix.weight for part in parts])
+    assert torch.equal(heads[:97], whole.head.linear.matrix.weight)
 
     for value, values in (
-        (layer.attention.output.weight, [part.attention.output.weight for part in layers]),
-        (layer.feed_forward.down.weight, [part.feed_forward.down.weight for part in layers]),
+        (layer.attention.output.matrix.weight, [part.attention.output.matrix.weight for part in layers]),
+        (layer.feed_forward.down.matrix.weight, [part.feed_forward.down.matrix.weight for part in layers]),
     ):
         assert torch.equal(torch.cat(values, dim=1), value)
-    gates, ups = zip(*(part.feed_forward.gate_up.weight.chunk(2) for part in layers), strict=True)
-    assert torch.equal(torch.cat([*gates, *ups]), layer.feed_forward.gate_up.weight)
+    gates, ups = zip(*(part.feed_forward.gate_up.matrix.weight.chunk(2) for part in layers), strict=True)
+    assert torch.equal(torch.cat([*gates, *ups]), layer.feed_forward.gate_up.matrix.weight)
 
-    queries, keys, values = layer.attention.qkv.weight.view(12, 16, 32).split([8, 2, 2])
+    queries, keys, values = layer.attention.qkv.matrix.weight.view(12, 16, 32).split([8, 2, 2])
     for rank, part in enumerate(layers):
-        mine = part.attention.qkv.weight.view(-1, 16, 32)
+        mine = part.attention.qkv.matrix.weight.view(-1, 16, 32)
         per_rank, kv = 8 // size, ModelShard.of(CONFIG, rank, size).kv_heads(2)
         assert len(kv) == max(2 // size, 1)
         expected = (queries[rank * per_rank : (rank + 1) * per_rank], keys[kv], values[kv])
@@ -177,8 +177,8 @@ def test_parts_make_the_whole(size: int) -> None:
         # Each of its heads finds its own kv head among the rank's.
         assert kv.start == rank * per_rank // 4
 
-    assert [part.feed_forward.down.bias is None for part in layers] == [False] + [True] * (size - 1)
-    assert [part.attention.output.bias is None for part in layers] == [False] + [True] * (size - 1)
+    assert [part.feed_forward.down.matrix.bias is None for part in layers] == [False] + [True] * (size - 1)
+    assert [part.attention.output.matrix.bias is None for part in layers] == [False] + [True] * (size - 1)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -222,9 +222,11 @@ def test_layers_are_divided_by_their_own_heads(size: int) -> None:
     whole, _ = load(config, 0, 1)
     parts = [load(config, rank, size)[0] for rank in range(size)]
     for number, (heads, kv_heads) in enumerate(((4, 4), (8, 1))):
-        split = whole.decoder_layers[number].attention.qkv.weight.view(-1, 16, 32).split([heads, kv_heads, kv_heads])
+        split = (
+            whole.decoder_layers[number].attention.qkv.matrix.weight.view(-1, 16, 32).split([heads, kv_heads, kv_heads])
+        )
         for rank, part in enumerate(parts):
-            own = part.decoder_layers[number].attention.qkv.weight.view(-1, 16, 32)
+            own = part.decoder_layers[number].attention.qkv.matrix.weight.view(-1, 16, 32)
             mine = slice(rank * heads // size, (rank + 1) * heads // size)
             kv = slice(0, 1) if kv_heads == 1 else slice(rank * kv_heads // size, (rank + 1) * kv_heads // size)
             assert torch.equal(own, torch.cat([split[0][mine], split[1][kv], split[2][kv]]))

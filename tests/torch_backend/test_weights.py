@@ -19,7 +19,7 @@ from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.errors import CheckpointError
 from torch_backend.attention.native import NativeAttention
 from torch_backend.layers import packed
-from torch_backend.layers.linear import Linear
+from torch_backend.layers.matrix import PlainMatrix
 from torch_backend.layers.packed import PackedMatrix, packing_works
 from torch_backend.models import Transformer, build_model
 from torch_backend.native_operations import NativeOperations
@@ -63,15 +63,15 @@ def test_values_are_rounded_to_the_model_s_type(stored: str, dtype: torch.dtype,
     gate_up = [state[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     for found, expected in (
         (model.embedding.weight, state["model.embed_tokens.weight"]),
-        (model.head.linear.weight, state["lm_head.weight"]),
+        (model.head.linear.matrix.weight, state["lm_head.weight"]),
         (model.final_norm.weight, state["model.norm.weight"]),
         (layer.attention_norm.weight, state[f"{prefix}.input_layernorm.weight"]),
-        (layer.attention.qkv.weight, torch.cat(fused)),
-        (layer.attention.qkv.bias, torch.cat(biases)),
-        (layer.attention.output.weight, state[f"{prefix}.self_attn.o_proj.weight"]),
+        (layer.attention.qkv.matrix.weight, torch.cat(fused)),
+        (layer.attention.qkv.matrix.bias, torch.cat(biases)),
+        (layer.attention.output.matrix.weight, state[f"{prefix}.self_attn.o_proj.weight"]),
         (layer.feed_forward_norm.weight, state[f"{prefix}.post_attention_layernorm.weight"]),
-        (layer.feed_forward.gate_up.weight, torch.cat(gate_up)),
-        (layer.feed_forward.down.weight, state[f"{prefix}.mlp.down_proj.weight"]),
+        (layer.feed_forward.gate_up.matrix.weight, torch.cat(gate_up)),
+        (layer.feed_forward.down.matrix.weight, state[f"{prefix}.mlp.down_proj.weight"]),
     ):
         assert found is not None
         assert torch.equal(found, expected.to(dtype))
@@ -137,7 +137,9 @@ class TestPacking:
         load_weights(model, reader, config)
         held = {name for name, parameter in model.named_parameters() if parameter.ndim > 1 and not parameter.is_meta}
         assert held == {"embedding.weight"}
-        assert [module.weight.is_meta for module in model.modules() if isinstance(module, Linear)].count(False) == tied
+        assert [module.weight.is_meta for module in model.modules() if isinstance(module, PlainMatrix)].count(
+            False
+        ) == tied
         both_layers = 2 * 4 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64)
         assert weight_bytes(model) == weight_bytes(build(config)) == both_layers + 4 * (2 * 384 * 64 + 64)
 
@@ -149,7 +151,7 @@ class TestPacking:
         packed_logits = TorchPagedModel(folder).run(prompts(), STEPS)
         monkeypatch.setattr("torch_backend.weights.packing_works", lambda dtype: False)
         model = TorchPagedModel(folder)
-        assert not model.model.decoder_layers[0].feed_forward.gate_up.weight.is_meta
+        assert not model.model.decoder_layers[0].feed_forward.gate_up.matrix.weight.is_meta
         for found, expected in zip(packed_logits, model.run(prompts(), STEPS), strict=True):
             assert np.abs(found - expected).max() < 2e-5
 

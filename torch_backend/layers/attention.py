@@ -13,7 +13,6 @@ from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
-from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.native_operations import divide_by_rms, normalise
 from torch_backend.operations import HeadNorms
 
@@ -32,13 +31,13 @@ class Attention(Loadable):
         self._queries, self._keys = heads * head_dim, kv_heads * head_dim
         fused = self._queries + 2 * self._keys
         parts = (Part.QUERY, Part.KEY, Part.VALUE)
-        self.qkv = Linear(hidden_size, fused, parts, bias=config.bias, dtype=dtype)
+        self.qkv = Linear(hidden_size, fused, parts, options, bias=config.bias)
         self.gate = None
         if config.output_gate:
-            self.gate = Linear(hidden_size, self._queries, (Part.OUTPUT_GATE,), bias=config.bias, dtype=dtype)
+            self.gate = Linear(hidden_size, self._queries, (Part.OUTPUT_GATE,), options, bias=config.bias)
         # The sum over ranks adds the output's bias once.
         bias = config.out_bias and shard.first
-        self.output = Linear(self._queries, hidden_size, (Part.OUTPUT,), bias=bias, dtype=dtype)
+        self.output = Linear(self._queries, hidden_size, (Part.OUTPUT,), options, bias=bias)
         self.query_norm = self.key_norm = None
         if config.qk_norm is not None:
             whole = config.qk_norm.whole
@@ -63,13 +62,6 @@ class Attention(Loadable):
             attended = (attended.float() * self.gate(x).float().sigmoid()).to(x.dtype)
         output: torch.Tensor = self.output(attended)
         return output
-
-    def arrange(self, form: WeightFormat) -> None:
-        """See `Transformer.arrange`."""
-        self.qkv.arrange(form)
-        self.output.arrange(form)
-        if self.gate is not None:
-            self.gate.arrange(form)
 
     def _attention_options(self) -> AttentionOptions:
         return self._options if self.sinks is None else replace(self._options, sinks=self.sinks)

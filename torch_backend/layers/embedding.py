@@ -9,6 +9,7 @@ from torch.nn import functional
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
+from torch_backend.layers.part import PartOptions
 from torch_backend.layers.shard import ModelShard
 from torch_backend.parallel import TensorParallel
 
@@ -35,13 +36,11 @@ class Embedding(Loadable):
 class Head(nn.Module):
     """Logits by a matrix `[vocab, hidden]`, each rank computing those of its rows."""
 
-    def __init__(
-        self, hidden_size: int, vocab_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel
-    ) -> None:
+    def __init__(self, vocab_size: int, options: PartOptions) -> None:
         super().__init__()
-        self.linear = Linear(hidden_size, shard.vocabulary_rows, (Part.HEAD,), bias=False, dtype=dtype)
+        self.linear = Linear(options.hidden_size, options.shard.vocabulary_rows, (Part.HEAD,), options)
         self._vocab_size = vocab_size
-        self._parallel = parallel
+        self._parallel = options.parallel
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[m, hidden]` → float32 `[m, vocab]`, on every rank."""

@@ -17,7 +17,6 @@ from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
-from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.operations import Operations
 
 _LEAST_SUM = 1e-20
@@ -162,11 +161,6 @@ class Experts(Loadable):
         scores = scores.scatter(1, choice.experts, choice.scores)[:, :experts, None]
         return torch.where(scores != 0, outputs * scores, 0.0).sum(1)
 
-    def arrange(self, form: WeightFormat) -> None:
-        """See `Transformer.arrange`. Experts lie as their products read them, in any format."""
-        if self.shared is not None:
-            self.shared.arrange(form)
-
 
 class SharedExpert(Loadable):
     """A gated layer through which every token passes, with a gate of its own where the config has one."""
@@ -175,8 +169,8 @@ class SharedExpert(Loadable):
         super().__init__()
         inner, hidden = len(options.shard.intermediate(config.shared_size)), options.hidden_size
         both = (Part.SHARED_GATE, Part.SHARED_UP)
-        self.gate_up = Linear(hidden, 2 * inner, both, bias=False, dtype=options.dtype)
-        self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), bias=False, dtype=options.dtype)
+        self.gate_up = Linear(hidden, 2 * inner, both, options)
+        self.down = Linear(inner, hidden, (Part.SHARED_DOWN,), options)
         self.router = None
         if config.shared_gate:
             self.router = self.declare("router", (1, hidden), torch.float32, Part.SHARED_ROUTER)
@@ -186,11 +180,6 @@ class SharedExpert(Loadable):
         """This rank's part of float32 `[T, hidden]`."""
         found: torch.Tensor = self.down(self._gated(self.gate_up(x))).float()
         return found if self.router is None else found * functional.linear(x.float(), self.router).sigmoid()
-
-    def arrange(self, form: WeightFormat) -> None:
-        """See `Transformer.arrange`."""
-        self.gate_up.arrange(form)
-        self.down.arrange(form)
 
 
 class _Gated:

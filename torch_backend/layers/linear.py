@@ -5,30 +5,63 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from sglang_jax.architectures.tensor_names import Kind, Part
-from torch_backend.layers.matrix import Matrix, PlainMatrix
-from torch_backend.layers.parameter import Loadable, forget
-from torch_backend.layers.weight_format import WeightFormat
+from sglang_jax.architectures.kinds.feed_forward import Activation
+from sglang_jax.architectures.tensor_names import Part
+from torch_backend.layers.by_rows import Product
+from torch_backend.layers.layout import Layout
+from torch_backend.layers.matrix import PlainMatrix
+from torch_backend.layers.part import PartOptions
 
 
-class Linear(Loadable):
-    """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias. The weight is `[outputs, inputs]`.
+class Linear(nn.Module):
+    """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias.
 
-    Several matrices that multiply the same input are one weight, one after the other along the outputs: `parts`.
+    Several matrices that multiply the same input are one, one after the other along the outputs: `parts`.
     """
 
-    def __init__(self, inputs: int, outputs: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = self.declare("weight", (outputs, inputs), dtype, *parts)
-        self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=Kind.BIAS) if bias else None
-        self._matrix: Matrix = PlainMatrix(self)
+        self.matrix = PlainMatrix(inputs, outputs, parts, bias=bias, dtype=options.dtype)
+        self._product: Product = self.matrix.multiply
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._matrix.multiply(x)
+        return self._product(x)
 
-    def arrange(self, form: WeightFormat, *, keep_plain: bool = False) -> None:
-        """Puts the loaded weight in a format, and forgets the plain one unless something else needs it."""
-        self._matrix = form.matrix(self)
+    def arrange(self, layout: Layout, *, keep_plain: bool = False) -> None:
+        """Puts the loaded weight in a layout, and lets go of the plain one unless something else needs it."""
+        self._product = layout.product(self.matrix)
         if not keep_plain:
-            self.weight = forget(self.weight)
+            self.matrix.let_go()
+
+
+class GatedLinear(Linear):
+    """`activation(gate(x)) * up(x)` by one product: `x [T, inputs]` → `[T, outputs]`. `parts`: gate and up."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        parts: tuple[Part, Part],
+        activation: Activation,
+        options: PartOptions,
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(inputs, 2 * outputs, parts, options, bias=bias)
+        operations = options.operations
+        self._activation = activation
+        self._activate = {Activation.SILU: operations.silu_mul, Activation.GELU_TANH: operations.gelu_mul}[activation]
+        self._product = self._in_two_steps
+
+    def _in_two_steps(self, x: torch.Tensor) -> torch.Tensor:
+        return self._activate(self.matrix.multiply(x))
+
+    def arrange(self, layout: Layout, *, keep_plain: bool = False) -> None:
+        """See `Linear`."""
+        self._product = layout.gated(self.matrix, self._activation)
+        if not keep_plain:
+            self.matrix.let_go()

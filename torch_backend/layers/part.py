@@ -11,7 +11,6 @@ from torch_backend.attention.interface import StepAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.shard import ModelShard
-from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.operations import Operations, Rotation
 from torch_backend.parallel import TensorParallel
 from torch_backend.recurrent.interface import StepStates
@@ -62,8 +61,4 @@ class LayerPart(Protocol):
     def __call__(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks. What the layer keeps is written
         into `memory`."""
-        ...
-
-    def arrange(self, form: WeightFormat) -> None:
-        """See `Transformer.arrange`."""
         ...

@@ -11,7 +11,6 @@ from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
-from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.native_operations import divide_by_rms
 from torch_backend.recurrent.interface import StepStates
 from torch_backend.recurrent.scan import ScanInputs
@@ -40,10 +39,10 @@ class ShortConv(Loadable):
         shard, dtype, hidden_size = options.shard, options.dtype, options.hidden_size
         config = config.sharded(shard.size).of_one_device()
         inner, bias = config.channels, config.bias
-        self.input = Linear(hidden_size, 3 * inner, (Part.STATE_INPUT,), bias=bias, dtype=dtype)
+        self.input = Linear(hidden_size, 3 * inner, (Part.STATE_INPUT,), options, bias=bias)
         self.convolution = Convolution(inner, config.width, bias=bias, dtype=dtype)
         # The sum over ranks adds the output's bias once.
-        self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), bias=bias and shard.first, dtype=dtype)
+        self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), options, bias=bias and shard.first)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         """See `LayerPart`."""
@@ -51,11 +50,6 @@ class ShortConv(Loadable):
         found = self.convolution(before * inner, memory.states[0], _states(step))
         output: torch.Tensor = self.output((after.float() * found).to(x.dtype))
         return output
-
-    def arrange(self, form: WeightFormat) -> None:
-        """See `Transformer.arrange`."""
-        self.input.arrange(form)
-        self.output.arrange(form)
 
 
 class GatedDeltaNet(Loadable):
@@ -68,12 +62,12 @@ class GatedDeltaNet(Loadable):
         heads, inner = config.num_value_heads, config.num_value_heads * config.value_dim
         self._sizes = [config.channels, inner, heads, heads]
         parts = (Part.STATE_INPUT, Part.STATE_GATE, Part.UPDATE_RATE, Part.DECAY_INPUT)
-        self.input = Linear(hidden_size, sum(self._sizes), parts, bias=False, dtype=dtype)
+        self.input = Linear(hidden_size, sum(self._sizes), parts, options)
         self.decay_bias = self.declare("decay_bias", (heads,), torch.float32, Part.DECAY_BIAS)
         self.decay_log = self.declare("decay_log", (heads,), torch.float32, Part.DECAY_LOG)
         self.convolution = Convolution(config.channels, config.width, bias=False, dtype=dtype)
         self.norm = self.declare("norm", (config.value_dim,), dtype, Part.STATE_NORM)
-        self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), bias=False, dtype=dtype)
+        self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), options)
         self.config = config
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
@@ -96,11 +90,6 @@ class GatedDeltaNet(Loadable):
         output: torch.Tensor = self.output(gated.view(tokens, -1).to(x.dtype))
         return output
 
-    def arrange(self, form: WeightFormat) -> None:
-        """See `Transformer.arrange`."""
-        self.input.arrange(form)
-        self.output.arrange(form)
-
 
 class Mamba2(Loadable):
     """See `Mamba2Config`. The norm is over parts of the heads of all ranks."""
@@ -111,7 +100,7 @@ class Mamba2(Loadable):
         config = config.sharded(shard.size).of_one_device()
         heads = (config.num_heads,)
         self._sizes = [config.inner, config.channels, config.num_heads]
-        self.input = Linear(hidden_size, sum(self._sizes), (Part.STATE_INPUT,), bias=config.bias, dtype=dtype)
+        self.input = Linear(hidden_size, sum(self._sizes), (Part.STATE_INPUT,), options, bias=config.bias)
         self.decay_bias = self.declare("decay_bias", heads, torch.float32, Part.DECAY_BIAS)
         self.decay_log = self.declare("decay_log", heads, torch.float32, Part.DECAY_LOG)
         self.skip = self.declare("skip", heads, torch.float32, Part.SKIP)
@@ -120,7 +109,7 @@ class Mamba2(Loadable):
         if config.norm is not None:
             self.norm = self.declare("norm", (config.inner,), torch.float32, Part.STATE_NORM)
         bias = config.out_bias and shard.first
-        self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), bias=bias, dtype=dtype)
+        self.output = Linear(config.inner, hidden_size, (Part.STATE_OUTPUT,), options, bias=bias)
         self.config = config
         self._parallel = options.parallel
 
@@ -167,11 +156,6 @@ class Mamba2(Loadable):
         own = self._parallel.rank // sharers
         means[:, own] = outputs.square().mean(-1) / sharers
         return outputs * self._parallel.all_reduce(means)[:, own, None].add(eps).rsqrt()
-
-    def arrange(self, form: WeightFormat) -> None:
-        """See `Transformer.arrange`."""
-        self.input.arrange(form)
-        self.output.arrange(form)
 
 
 def _states(step: LayerStep) -> StepStates:

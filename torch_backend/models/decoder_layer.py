@@ -12,7 +12,6 @@ from torch_backend.layers.kinds import build_part
 from torch_backend.layers.norm import Norm, add_without_norm
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerPart, LayerStep, PartOptions
-from torch_backend.layers.weight_format import WeightFormat
 
 
 class DecoderLayer(Loadable):
@@ -68,12 +67,6 @@ class DecoderLayer(Loadable):
     def _with_scale(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both by the layer's number, if it has one."""
         return (x, residual) if self.scale is None else (x * self.scale, residual * self.scale)
-
-    def arrange(self, form: WeightFormat) -> None:
-        """See `Transformer.arrange`."""
-        for part in (self.attention, self.recurrent, self.feed_forward):
-            if part is not None:
-                part.arrange(form)
 
     def _mixed(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         """The output of what mixes tokens; what it keeps is written into `memory`."""

@@ -15,10 +15,11 @@ from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.embedding import Embedding, Head
+from torch_backend.layers.layout import Layout
+from torch_backend.layers.linear import Linear
 from torch_backend.layers.norm import Norm
 from torch_backend.layers.part import AttentionStep, LayerStep, PartOptions
 from torch_backend.layers.shard import ModelShard
-from torch_backend.layers.weight_format import WeightFormat
 from torch_backend.models.decoder_layer import DecoderLayer
 from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE, TensorParallel
@@ -54,10 +55,10 @@ class Transformer(nn.Module):
         self.final_norm = Norm(
             config.hidden_size, config.final_norm, Part.FINAL_NORM, dtype=dtype, operations=operations
         )
-        self.head = Head(config.hidden_size, config.vocab_size, self.shard, dtype=dtype, parallel=parallel)
+        self.head = Head(config.vocab_size, options)
         self.tied = config.tie_word_embeddings
         if self.tied:
-            self.head.linear.weight = self.embedding.weight
+            self.head.linear.matrix.weight = self.embedding.weight
         ropes = list(dict.fromkeys((attention.rope, attention.head_dim) for attention in config.attention))
         self._rotary = tuple(_tables(rope, head_dim, config.max_position, device) for rope, head_dim in ropes)
         kinds = [
@@ -109,13 +110,13 @@ class Transformer(nn.Module):
             found = torch.tanh(found / self.config.logit_cap) * self.config.logit_cap
         return found
 
-    def arrange(self, form: WeightFormat) -> None:
-        """Puts loaded matrices in a format; at any time one of them is held twice.
+    def arrange(self, layout: Layout) -> None:
+        """Puts loaded matrices in a layout; at any time one of them is held twice.
 
         Tied embeddings are held in both forms: rows are looked up in the plain one."""
-        for layer in self.decoder_layers:
-            layer.arrange(form)
-        self.head.linear.arrange(form, keep_plain=self.tied)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.arrange(layout, keep_plain=self.tied and module is self.head.linear)
 
 
 def _tables(
