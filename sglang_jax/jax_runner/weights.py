@@ -20,7 +20,7 @@ from sglang_jax.architectures.kinds.sections import rows_by_device
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.parameters import ParameterReader
-from sglang_jax.checkpoint.reader import Array, TensorReader
+from sglang_jax.checkpoint.reader import Array, Role, TensorReader
 from sglang_jax.checkpoint.tensors import check_tensors
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
@@ -63,7 +63,7 @@ def load_weights(model: Transformer, reader: TensorReader, config: ModelConfig, 
             size = target.size * target.dtype.itemsize
             while under_way and held + size > _MOST_HELD:
                 held -= _finish(*under_way.popleft())
-            read = _Source(parameters, model.config, target.dtype).of(parameter)
+            read = _Source(parameters, model.config, target.dtype, parameter.value.role).of(parameter)
             under_way.append((parameter.value, pool.submit(_read_parts, parameter.value, read, mesh), size))
             held += size
         for each in under_way:
@@ -143,12 +143,13 @@ def stored_channels(name: ParameterName, built: ModelConfig, stored: ModelConfig
 class _Source:
     """Reads parameters by their axes in the model; a checkpoint's matrices are [out, in]. `built`: the model's config,
     whose layers may have more kv heads than the checkpoint's. `dtype`: what is read is given this type at once, while
-    it lies as it is stored: turned round, it would take several times as long."""
+    it lies as it is stored: turned round, it would take several times as long. `role`: see `Parameter`."""
 
-    def __init__(self, reader: ParameterReader, built: ModelConfig, dtype: np.dtype) -> None:
+    def __init__(self, reader: ParameterReader, built: ModelConfig, dtype: np.dtype, role: Role | None) -> None:
         self._reader = reader
         self._built = built
         self._dtype = dtype
+        self._role = role
 
     def of(self, parameter: ModelParameter) -> ReadPart:
         """What reads a parameter."""
@@ -236,7 +237,9 @@ class _Source:
         spec = self._reader.spec(name)
         stored_index, shape, flat = [], [], []
         chosen: np.ndarray | None = None
-        for sizes, group in zip(spec.sizes, spec.axes, strict=True):
+        # Scales have no axis of inputs, the last.
+        of_rows = self._role in (Role.SCALES, Role.INPUT_SCALE)
+        for sizes, group in list(zip(spec.sizes, spec.axes, strict=True))[: -1 if of_rows else None]:
             outer = wanted[group[0]]
             if len(group) == 1:
                 stored_index.append(outer)
@@ -251,13 +254,18 @@ class _Source:
                 stored_index.append(slice(own.start * head_dim, own.stop * head_dim))
                 shape += [own.stop - own.start, head_dim]
             flat += group
-        found = self._reader.read(name, tuple(stored_index)).astype(self._dtype, copy=False).reshape(shape)
+        found = self._stored(name, tuple(stored_index)).astype(self._dtype, copy=False).reshape(shape)
         if chosen is not None:
             found = np.take(found, chosen, axis=flat.index(Axis.KV_HEADS))
-        if flat.count(Axis.HEAD_DIM) and len(flat) > len(spec.axes):
+        if flat.count(Axis.HEAD_DIM) and len(flat) > len(stored_index):
             # Whole heads were read.
             found = found[tuple(wanted[axis] if axis is Axis.HEAD_DIM else slice(None) for axis in flat)]
         return found.transpose([flat.index(axis) for axis in axes])
+
+    def _stored(self, name: ParameterName, index: Index) -> Array:
+        if self._role is None:
+            return self._reader.read(name, index)
+        return self._reader.read_array(name, self._role, index)
 
     def _kv_copies(self, name: ParameterName) -> int:
         """How often the model has each kv head of the checkpoint in a parameter's layer."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.tensor_names import Kind, Part
-from sglang_jax.layers.matrix import Matrix, PlainMatrix
+from sglang_jax.layers.matrix import matrix_for
 from sglang_jax.layers.parameter import Sizes, parameter
 from sglang_jax.layers.part import PartOptions
 
@@ -26,7 +26,7 @@ class Linear(nnx.Module):
     def __init__(
         self, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartOptions, *, bias: bool = False
     ) -> None:
-        self.matrix: Matrix = PlainMatrix.of(inputs, outputs, parts, options.dtype)
+        self.matrix = matrix_for(options.encoding_of(*parts), inputs, outputs, parts, options.dtype)
         self.bias = parameter(outputs, options.dtype, *parts, kind=Kind.BIAS) if bias else None
         self.outputs = tuple(size for _, size in outputs)
 

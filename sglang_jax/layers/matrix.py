@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.reader import Role
 from sglang_jax.layers.block_matrix import BlockMatrix
 from sglang_jax.layers.layout import InputsFirst, Layout
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
@@ -51,6 +53,43 @@ class PlainMatrix(nnx.Module):
         """See `Matrix`."""
         layout.arrange(self.kernel, self.inputs)
         self.layout = layout
+
+
+class ScaledMatrix(nnx.Module):
+    """Values of 8 bits `[*in, *out]`, and a scale of each output: int8 or float8 in memory, widened to the type of
+    products where a product reads them. They have that type exactly, and the scale multiplies float32 sums."""
+
+    def __init__(
+        self, encoding: Encoding, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype
+    ) -> None:
+        """Without values. `dtype`: of products."""
+        values = jnp.dtype(encoding.values.value)
+        self.values = parameter([*inputs, *outputs], values, *parts, role=Role.VALUES)
+        self.scales = parameter(outputs, jnp.dtype(jnp.float32), *parts, role=Role.SCALES)
+        self.inputs = len(inputs)
+        self.dtype = dtype
+        self.layout: Layout = InputsFirst()
+
+    def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
+        """See `Matrix`."""
+        kernel, scales = self.values[...].astype(self.dtype), self.scales[...]
+        product = self.layout.multiply(x.astype(self.dtype), kernel, of_outputs=of_outputs)
+        return product.reshape(len(x), *scales.shape) * scales
+
+    def arrange(self, layout: Layout) -> None:
+        """See `Matrix`. Scales lie in one way."""
+        layout.arrange(self.values, self.inputs)
+        self.layout = layout
+
+
+def matrix_for(
+    encoding: Encoding | None, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype
+) -> Matrix:
+    """A matrix without values, of the class for how it is stored: what has blocks is widened to `dtype`, the type of
+    products. `parts`: the matrices that it is made of."""
+    if encoding is None or encoding.block is not None:
+        return PlainMatrix.of(inputs, outputs, parts, dtype)
+    return ScaledMatrix(encoding, inputs, outputs, parts, dtype)
 
 
 class FewOrMany(nnx.Module):

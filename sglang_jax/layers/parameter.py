@@ -11,6 +11,7 @@ from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.checkpoint.reader import Role
 
 _LEAST_ROWS = 2
 """XLA's CPU backend multiplies one bfloat16 row by widening the whole matrix first: ten times the time of two rows."""
@@ -22,20 +23,25 @@ SmolLM2-135M take 16 ms in place of 20 at 16 rows, as long at 32, and 43 in plac
 
 class Parameter(nnx.Param[jax.Array]):
     """A weight with the meaning of each of its axes, and the parts of the model that it is made of, as the manifest
-    calls them: none where it is not read from a checkpoint's tensors. It is a shape until weights are loaded."""
+    calls them: none where it is not read from a checkpoint's tensors. It is a shape until weights are loaded.
+
+    `role`: which of the arrays of a stored matrix it is; None for plain numbers."""
 
     axes: tuple[Axis, ...]
     parts: tuple[Part, ...]
     kind: Kind
+    role: Role | None
 
 
 Sizes = Sequence[tuple[Axis, int]]
 
 
-def parameter(sizes: Sizes, dtype: jnp.dtype, *parts: Part, kind: Kind = Kind.WEIGHT) -> Parameter:
+def parameter(
+    sizes: Sizes, dtype: jnp.dtype, *parts: Part, kind: Kind = Kind.WEIGHT, role: Role | None = None
+) -> Parameter:
     """A parameter yet without a value."""
     axes, shape = zip(*sizes, strict=True)
-    return Parameter(jax.ShapeDtypeStruct(shape, dtype), axes=axes, parts=parts, kind=kind)
+    return Parameter(jax.ShapeDtypeStruct(shape, dtype), axes=axes, parts=parts, kind=kind, role=role)
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:

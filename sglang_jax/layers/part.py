@@ -8,6 +8,10 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.batch import ForwardBatch
 
@@ -25,12 +29,20 @@ class PartOptions:
     - `dtype`: of weights. `kv_dtype`: of keys and values in pages; one of 8 bits brings `kv_scales`, by which they are
       stored divided.
     - `implementation`: the kernels of attention, and of recurrent states (see `kernels.states`).
+    - `encodings`: how matrices are stored. `layer`: the part's, None for what belongs to the whole model.
     """
 
     hidden_size: int
     dtype: jnp.dtype
     implementation: AttentionImplementation
     kv_dtype: jnp.dtype | None = None
+    encodings: Encodings = all_plain
+    layer: int | None = None
+
+    def encoding_of(self, *parts: Part) -> Encoding | None:
+        """How the matrices of some parts are stored: None for plain numbers, and where they differ."""
+        found = {self.encodings(ParameterName(part, layer=self.layer)) for part in parts}
+        return found.pop() if len(found) == 1 else None
 
 
 @jax.tree_util.register_dataclass

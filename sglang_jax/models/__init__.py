@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.models.kv_cache import KVCaches, KVCacheSpec, StateDtypes, allocate, bytes_of_groups, kv_cache_spec
@@ -41,12 +42,13 @@ def build_model(
     attention: AttentionImplementation,
     platform: str | None = None,
     kv_dtype: jnp.dtype | None = None,
+    encodings: Encodings = all_plain,
 ) -> Transformer:
     """A model whose parameters are shapes until weights are loaded.
 
     `dtype` is that of weights and activations: bfloat16, or float32 for exact float32 throughout. `platform` (`cpu`,
     `gpu`, `tpu`; JAX's default unless given) decides the form of some weights. `kv_dtype` is that of keys and values in
-    the cache, `dtype` unless given.
+    the cache, `dtype` unless given. `encodings`: how matrices are stored, as plain numbers unless given.
 
     **Raises:** `ValueError` for another dtype.
     """
@@ -54,7 +56,12 @@ def build_model(
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype)}")
     form = PlatformForm.of(platform or jax.default_backend())
     model = Transformer(
-        config, dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(kv_dtype or dtype), attention=attention, form=form
+        config,
+        dtype=jnp.dtype(dtype),
+        kv_dtype=jnp.dtype(kv_dtype or dtype),
+        attention=attention,
+        form=form,
+        encodings=encodings,
     )
     check_shapes(model)
     return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 from flax import nnx
 
@@ -21,6 +23,8 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: LayerConfig, options: PartOptions, number: int) -> None:
         """`number`: which layer of the model it is, for errors. Raises `ConfigError` for a kind of part that this
         backend does not have."""
+
+        options = replace(options, layer=number)
 
         def norm(of: NormConfig | None, part: Part) -> Norm | None:
             return None if of is None else Norm([(Axis.HIDDEN, options.hidden_size)], of, options.dtype, part)

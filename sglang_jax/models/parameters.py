@@ -55,7 +55,7 @@ def check_shapes(model: Transformer) -> None:
         if parameter.value.shape != shape:
             raise ValueError(f"{parameter.path} is built as {parameter.value.shape}, the manifest has {shape}")
         for name in parameter.names:
-            missing.pop(name)
+            missing.pop(name, None)  # a matrix may be several arrays
     if not model.has_own_head:
         missing.pop(HEAD)
     if missing:

@@ -13,6 +13,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, num_paged_groups
 from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import with_write_plan
@@ -20,7 +21,7 @@ from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.embedding import Embedding
 from sglang_jax.layers.layout import Layout, Matrices, OutputsFirst, Table
 from sglang_jax.layers.linear import Linear
-from sglang_jax.layers.matrix import FewOrMany, Matrix, PlainMatrix
+from sglang_jax.layers.matrix import FewOrMany, PlainMatrix, matrix_for
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
 from sglang_jax.layers.platform import PlatformForm
@@ -58,15 +59,22 @@ class Transformer(nnx.Module):
         kv_dtype: jnp.dtype,
         attention: AttentionImplementation,
         form: PlatformForm,
+        encodings: Encodings = all_plain,
     ) -> None:
         self.config = config
         self.attention = attention
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
-        options = PartOptions(hidden_size=config.hidden_size, dtype=dtype, implementation=attention, kv_dtype=kv_dtype)
+        options = PartOptions(
+            hidden_size=config.hidden_size,
+            dtype=dtype,
+            implementation=attention,
+            kv_dtype=kv_dtype,
+            encodings=encodings,
+        )
         self.layers = nnx.List([DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers)])
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
         hidden, vocabulary = [(Axis.HIDDEN, config.hidden_size)], [(Axis.VOCABULARY, config.vocab_size)]
-        self.head: Matrix = PlainMatrix.of(hidden, vocabulary, (Part.HEAD,), dtype)
+        self.head = matrix_for(options.encoding_of(Part.HEAD), hidden, vocabulary, (Part.HEAD,), dtype)
         if config.tie_word_embeddings and not form.own_head_for_tied_embeddings:
             self._share_table(Table())
         self.num_groups = num_paged_groups(config)
