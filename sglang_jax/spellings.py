@@ -39,10 +39,10 @@ OTHER_ALIASES: Mapping[str, Sequence[str]] = {
 }
 """The same for fields of what is no engine: a benchmark's load and workload, `convert`."""
 
-SHORT_FLAGS: Mapping[str, str] = {"tp_size": "-tp", "dp_size": "-dp"}
+SHORT_FLAGS: Mapping[str, str] = {"tp_size": "-tp", "dp_size": "-dp", "quantization": "-q"}
 """Field to a flag with one dash."""
 
-OTHER_SHORT_FLAGS: Mapping[str, str] = {"compilation_config": "-O", "pp": "-pp", "quantization": "-q"}
+OTHER_SHORT_FLAGS: Mapping[str, str] = {"compilation_config": "-O", "pp": "-pp"}
 """Option of other engines, refused here, to a flag with one dash."""
 
 COMMANDS: Mapping[str, str] = {
@@ -122,9 +122,7 @@ _GPUS = "not available: set CUDA_VISIBLE_DEVICES"
 _RECOMMENDED = "not available: use --sampling-defaults model or openai, or set the values in requests"
 _SLEEP = "not implemented: stop the server to free the device's memory"
 _STEPS = "not implemented: steps are always overlapped, one token at a time"
-_WEIGHTS = (
-    "not implemented: weights are used in --dtype; GGUF files are dequantised, except for --keep-gguf-blocks on a CPU"
-)
+_WEIGHTS = "not available: use --quantization int8 or fp8, or a checkpoint that is quantised so"
 _GRAMMARS = "not available: use --grammar-backend; llguidance supports all kinds of grammars"
 
 _EXPERTS = "not implemented: --tp-size shares every expert among devices"
@@ -318,7 +316,6 @@ REFUSED: Mapping[str, OtherFlag] = {
     "priority_scheduling_preemption_threshold": OtherFlag(
         "not implemented: running requests are not preempted for priority", takes_value=True
     ),
-    "quantization": OtherFlag(_WEIGHTS, takes_value=True),
     "quantization_param_path": OtherFlag("not available: scales are read from the checkpoint", takes_value=True),
     "reasoning_parser_plugin": OtherFlag(
         "not implemented: --reasoning-parser has the supported formats", takes_value=True

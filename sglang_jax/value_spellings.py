@@ -42,13 +42,17 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "deepseek_v31": "deepseek",
         "openai": "gpt_oss",
     },
+    "WeightQuantization": {
+        **dict.fromkeys(("compressed_tensors", "gguf", "modelopt", "modelopt_fp8", "none"), "auto"),
+        "w8a8_fp8": "fp8",
+        "w8a8_int8": "int8",
+    },
     "ReasoningParser": {"qwen3_thinking": "deepseek_r1", "openai_gptoss": "gpt_oss"},
 }
 """Enum to further spellings of its values, in lower case and with underscores, as the values are here."""
 
-_WEIGHTS = (
-    "not implemented: weights are used in --dtype; GGUF files are dequantised, except for --keep-gguf-blocks on a CPU"
-)
+_WEIGHTS = "not available: use --quantization int8 or fp8, or a checkpoint that is quantised so"
+_OTHER_WEIGHTS = "not implemented: use int8 or fp8, or a checkpoint that is quantised so"
 _GRAMMARS = "not available: use llguidance, which supports all kinds of grammars"
 _ONE_ENGINE = "not implemented: each engine runs both prefill and decode"
 _PARSERS = "not implemented: docs/tools.md lists the supported formats"
@@ -102,6 +106,13 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "SchedulePolicy": dict.fromkeys(("dfs_weight", "random", "routing_key"), _POLICIES),
     "SpeculativeAlgorithm": dict.fromkeys(
         ("dflash", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "nextn", "suffix"), _GUESSERS
+    ),
+    "WeightQuantization": dict.fromkeys(
+        (
+            *("awq", "awq_marlin", "bitsandbytes", "fbgemm_fp8", "gptq", "gptq_marlin", "marlin", "modelopt_fp4"),
+            *("moe_wna16", "mxfp4", "mxfp8", "nvfp4", "petit_nvfp4", "qoq", "quark", "torchao", "w4afp8"),
+        ),
+        _OTHER_WEIGHTS,
     ),
     "ToolCallParser": dict.fromkeys(
         (

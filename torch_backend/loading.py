@@ -19,6 +19,7 @@ from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
+from sglang_jax.runner.quantization import encodings_of, quantization_of
 from sglang_jax.runner.sizing import (
     GroupMemory,
     Memory,
@@ -278,6 +279,7 @@ def _build_draft(
         operations=kernels.operations,
         attention=kernels.attention,
         parallel=parallel,
+        encodings=encodings_of(found, None),
     )
 
     def load() -> None:
@@ -320,6 +322,7 @@ def _build(
         return _Built(traced, traced.weight_bytes(), partial(traced.load, read))
     reader = checkpoint.reader
     assert reader is not None
+    quantization = quantization_of(config, checkpoint)
     model = build_model(
         checkpoint.config,
         dtype=dtype,
@@ -328,11 +331,12 @@ def _build(
         attention=kernels.attention,
         states=kernels.states,
         parallel=parallel,
+        encodings=encodings_of(checkpoint, quantization),
     )
     kept = _blocks_to_keep(config, checkpoint, model, device, kernels)
 
     def load() -> None:
-        layout = load_weights(model, reader, checkpoint.config, kept=kept)
+        layout = load_weights(model, reader, checkpoint.config, kept=kept, quantization=quantization)
         if isinstance(layout, PackedAndBlocks):
             with torch.inference_mode():
                 measure_forms(layout)

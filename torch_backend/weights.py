@@ -22,7 +22,8 @@ from sglang_jax.architectures.kinds.sections import rows_of_device
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
-from sglang_jax.checkpoint.reader import Array
+from sglang_jax.checkpoint.quantization import Quantization
+from sglang_jax.checkpoint.reader import Array, Role
 from torch_backend.layers.layout import Layout, Packed, PackedAndBlocks
 from torch_backend.layers.matrix import InBlocks, PlainMatrix
 from torch_backend.layers.packed import packing_works
@@ -33,10 +34,17 @@ from torch_backend.models.transformer import Transformer
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """A slice of each axis of a parameter."""
+    """A slice of each axis of a parameter. `role`: see `MadeOf`."""
 
     name: ParameterName
     index: tuple[slice, ...]
+    role: Role | None = None
+
+    def read(self, reader: ParameterReader) -> Array:
+        """Numbers, or what the part has of the array with its role."""
+        if self.role is None:
+            return reader.read(self.name, self.index)
+        return reader.read_array(self.name, self.role, self.index)
 
 
 class KeptBlocks(Protocol):
@@ -64,23 +72,25 @@ def load_weights(
     *,
     pack: bool = True,
     kept: Sequence[KeptBlocks] = (),
+    quantization: Quantization | None = None,
 ) -> Layout | None:
     """Gives every parameter of `model` its value, of the model's dtype, on its device.
 
     At any time the host holds no more than one parameter beside those of a model on the host. On a CPU, matrices are
     then packed (see `Transformer.arrange`) where torch can do it, unless `pack` is false; `kept` matrices are held both
-    packed and in the blocks of the checkpoint. Returns the layout, None where matrices stay plain.
+    packed and in the blocks of the checkpoint. `quantization`: see `ParameterReader`; the model was built with its
+    encodings. Returns the layout, None where matrices stay plain.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
-    parameters = ParameterReader(reader, config)
+    parameters = ParameterReader(reader, config, quantization)
     for module, name, parts in sources(model, config):
         empty: nn.Parameter = module.get_parameter(name)
         value = _read(parameters, parts, empty.shape, empty.dtype).to(model.device)
         setattr(module, name, nn.Parameter(value, requires_grad=False))
     if model.tied:
-        model.head.linear.matrix.weight = model.embedding.weight
+        model.tie()
     if not (pack and packs(model)):
         return None
     blocks: dict[PlainMatrix, InBlocks] = {each.plain: found for each in kept if (found := each.read()) is not None}
@@ -112,7 +122,7 @@ def _read(reader: ParameterReader, parts: list[ParameterPart], shape: torch.Size
     first, spec = 0, reader.spec(parts[0].name)
     rows = np.swapaxes(target, 0, 1) if spec.places else target  # those of experts are their second axis
     for part in parts:
-        found = reader.read(part.name, part.index)
+        found = part.read(reader)
         found = np.swapaxes(found, 0, 1) if spec.places else found
         rows[first : first + len(found)] = found
         first += len(found)
@@ -124,10 +134,15 @@ def _read(reader: ParameterReader, parts: list[ParameterPart], shape: torch.Size
 
 def _as_numpy(tensor: torch.Tensor) -> Array:
     """A numpy view of a tensor on the host."""
-    if tensor.dtype != torch.bfloat16:
-        return tensor.numpy()
-    bits: NDArray[np.int16] = tensor.view(torch.int16).numpy()
-    return bits.view(ml_dtypes.bfloat16)
+    match tensor.dtype:
+        case torch.bfloat16:
+            words: NDArray[np.int16] = tensor.view(torch.int16).numpy()
+            return words.view(ml_dtypes.bfloat16)
+        case torch.float8_e4m3fn:
+            octets: NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+            return octets.view(ml_dtypes.float8_e4m3fn)
+        case _:
+            return tensor.numpy()
 
 
 Source = tuple[nn.Module, str, list[ParameterPart]]
@@ -146,7 +161,11 @@ def sources(model: Transformer, config: ModelConfig, *, tied_head: bool = False)
         if isinstance(module, Loadable):
             for name, made_of in module.sources.items():
                 names = [ParameterName(part, made_of.kind, number) for part in made_of.parts]
-                parts = [ParameterPart(each, index) for each in names for index in _indices(model.shard, config, each)]
+                parts = [
+                    ParameterPart(each, index, made_of.role)
+                    for each in names
+                    for index in _indices(model.shard, config, each)
+                ]
                 yield module, name, parts
 
 

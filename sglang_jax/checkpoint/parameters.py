@@ -74,8 +74,8 @@ class ParameterReader:
         experts, `[experts, ...]`."""
         spec = self._specs[name]
         if self._quantization is not None and self._quantized(spec) is not None:
-            *rows, columns = whole_index(spec.shape, index)
-            found = self._quantization.array(self.read(name, tuple(rows)), role)
+            columns = whole_index(spec.shape, index)[-1] if role is Role.VALUES else slice(None)
+            found = self._quantization.array(self.read(name, (index or ())[: len(spec.shape) - 1]), role)
             return found[..., columns] if role is Role.VALUES else found
         if spec.places:
             sides = whole_index(spec.shape, index)[1:]

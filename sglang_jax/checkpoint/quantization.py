@@ -51,10 +51,12 @@ class Quantization:
         divided = numbers / scales[..., None]
         if self.encoding.values is ValueType.INT8:
             return np.rint(divided).astype(np.int8)
-        return divided.astype(ml_dtypes.float8_e4m3fn)
+        values: Array = divided.astype(ml_dtypes.float8_e4m3fn)
+        return values
 
     def _scales(self, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
         largest: NDArray[np.float32] = np.abs(numbers).max(axis=-1, initial=0.0)
         # A row of zeros, and one so small that its scale would be none, is divided by 1.
-        scales = largest / np.float32(_LARGEST[self.encoding.values])
-        return np.where(scales < np.finfo(np.float32).tiny, np.float32(1.0), scales)
+        scales: NDArray[np.float32] = np.asarray(largest / np.float32(_LARGEST[self.encoding.values]))
+        scales[scales < np.finfo(np.float32).tiny] = 1.0
+        return scales

@@ -30,6 +30,7 @@ from sglang_jax.config.choices import (
     SpeculativeAlgorithm,
     ToolCallParser,
     Warmup,
+    WeightQuantization,
     chosen_passes,
 )
 from sglang_jax.config.engine import EngineConfig, PositiveInt
@@ -68,6 +69,7 @@ __all__ = [
     "TpuEnvironment",
     "VisibleDevices",
     "Warmup",
+    "WeightQuantization",
     "check_key",
     "chosen_passes",
     "read_secret_file",

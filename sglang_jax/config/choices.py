@@ -141,6 +141,15 @@ class KVCacheDtype(Choice):
     INT8 = "int8"
 
 
+class WeightQuantization(Choice):
+    """What weights are quantised to while they are loaded."""
+
+    AUTO = "auto"
+    """Nothing: they are as the checkpoint stores them."""
+    INT8 = "int8"
+    FLOAT8_E4M3 = "fp8"
+
+
 class MambaDtype(Choice):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

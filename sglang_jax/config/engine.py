@@ -26,6 +26,7 @@ from sglang_jax.config.choices import (
     SchedulePolicy,
     SpeculativeAlgorithm,
     Warmup,
+    WeightQuantization,
     chosen_passes,
 )
 from sglang_jax.config.environment import Environment
@@ -98,6 +99,11 @@ class EngineConfig(BaseModel):
     )
     dtype: Dtype = Field(
         Dtype.AUTO, description="dtype of weights and activations; auto: the fastest one for the device"
+    )
+    quantization: WeightQuantization = Field(
+        WeightQuantization.AUTO,
+        description="quantise the matrices of layers while loading them, with a scale for each row; auto: as they are "
+        "stored in the checkpoint",
     )
     kv_cache_dtype: KVCacheDtype = Field(
         KVCacheDtype.AUTO,

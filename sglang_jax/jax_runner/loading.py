@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.checkpoint.kv_scales import LARGEST_STORED, ScalesOfLayers
 from sglang_jax.checkpoint.opening import Checkpoint
+from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, Warmup
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
@@ -48,6 +49,7 @@ from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
+from sglang_jax.runner.quantization import encodings_of, quantization_of
 from sglang_jax.runner.sizing import (
     GroupMemory,
     Memory,
@@ -92,7 +94,16 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         refuse_drafts_with_states(config, checkpoint.config, "TPUs")
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
-    bare = partial(build_model, parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=kv_dtype)
+    quantization = quantization_of(config, checkpoint)
+    bare = partial(
+        build_model,
+        parallel.config,
+        dtype=dtype,
+        attention=attention,
+        platform=platform,
+        kv_dtype=kv_dtype,
+        encodings=encodings_of(checkpoint, quantization),
+    )
     kept = _blocks_to_keep(config, checkpoint, bare, device, dtype)
 
     def build() -> Transformer:
@@ -120,7 +131,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     programs = programs_of(build(), parallel, cache, spec, config, mesh, drafting)
     try:
         _begin_building(programs, config, spec)
-        _load(model, checkpoint, parallel, mesh)
+        _load(model, checkpoint, parallel, mesh, quantization)
         if kept is not None:
             kept.load(model, mesh)
         _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
@@ -199,7 +210,15 @@ def _build_draft(
     if found is None:
         return None
     parallel = TensorParallel.of(found.config, config.tp_size)
-    build = partial(build_model, parallel.config, dtype=dtype, attention=attention, platform=platform, kv_dtype=dtype)
+    build = partial(
+        build_model,
+        parallel.config,
+        dtype=dtype,
+        attention=attention,
+        platform=platform,
+        kv_dtype=dtype,
+        encodings=encodings_of(found, None),
+    )
     return _Draft(found, parallel, build, build(), dtype, platform)
 
 
@@ -341,13 +360,19 @@ def _bytes_on_one_device(parameter: Parameter, count: int) -> int:
     return size // count if "tensor" in partition_spec(parameter.axes) else size
 
 
-def _load(model: Transformer, checkpoint: Checkpoint, parallel: TensorParallel, mesh: Mesh) -> None:
+def _load(
+    model: Transformer,
+    checkpoint: Checkpoint,
+    parallel: TensorParallel,
+    mesh: Mesh,
+    quantization: Quantization | None = None,
+) -> None:
     if checkpoint.reader is None:
         from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax  # here: importing Orbax takes a second
 
         restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh, checkpoint.source.remote)
     else:
-        load_weights(model, checkpoint.reader, checkpoint.config, mesh)
+        load_weights(model, checkpoint.reader, checkpoint.config, mesh, quantization)
     model.arrange(parallel.size)
 
 

@@ -20,6 +20,7 @@ from sglang_jax.architectures.kinds.sections import rows_by_device
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.parameters import ParameterReader
+from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Role, TensorReader
 from sglang_jax.checkpoint.tensors import check_tensors
 from sglang_jax.layers.parameter import Parameter
@@ -41,19 +42,26 @@ ReadPart = Callable[[Index], Array]
 """Reads the part of a parameter at an index: one slice for each axis."""
 
 
-def load_weights(model: Transformer, reader: TensorReader, config: ModelConfig, mesh: Mesh) -> None:
+def load_weights(
+    model: Transformer,
+    reader: TensorReader,
+    config: ModelConfig,
+    mesh: Mesh,
+    quantization: Quantization | None = None,
+) -> None:
     """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
 
     Several are read at a time where there are cores for that; the host holds the parts of one parameter, or of several
     that take no more than 2 GiB. `config` is the checkpoint's; a layer of the model with more kv heads has each of the
     checkpoint's several times, and a model with a larger vocabulary has zeros past the checkpoint's.
 
-    Scales of keys and values are not among them: see `kv_scales`.
+    Scales of keys and values are not among them: see `kv_scales`. `quantization`: see `ParameterReader`; the model was
+    built with its encodings.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
-    parameters = ParameterReader(reader, config)
+    parameters = ParameterReader(reader, config, quantization)
     pool = ThreadPoolExecutor(_reads_at_once(), thread_name_prefix="weights")
     under_way: deque[tuple[Parameter, Future[jax.Array], int]] = deque()
     held = 0

@@ -25,6 +25,9 @@ _LARGEST_TILE = 32
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
 """`activation(gate) * up`, of float32 numbers."""
 
+Select = Callable[[jax.Array], jax.Array]
+"""Of an array `[experts, ...]`, what some rows need."""
+
 
 class ExpertProducts(StrEnum):
     """How a step multiplies."""
@@ -55,6 +58,8 @@ class ExpertWeights:
 
     With hidden as the last axis libtpu takes all three as they lie. Of 720 columns, a part of gpt-oss's 2,880, it
     copied `[experts, hidden, columns]` at every step: for v6e, products then took twice as long.
+
+    Of matrices in 8 bits, float32 scales: `[experts, columns]`, and `[experts, hidden]` of `down`.
     """
 
     gate: jax.Array
@@ -62,6 +67,17 @@ class ExpertWeights:
     down: jax.Array
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
+    gate_scales: jax.Array | None = None
+    up_scales: jax.Array | None = None
+    down_scales: jax.Array | None = None
+
+    def scaled(self, gates: jax.Array, ups: jax.Array, of_rows: Select) -> tuple[jax.Array, jax.Array]:
+        """Products of gate and up, with scales and biases. `of_rows` gives what belongs to each of their rows."""
+        if self.gate_scales is not None and self.up_scales is not None:
+            gates, ups = gates * of_rows(self.gate_scales), ups * of_rows(self.up_scales)
+        if self.gate_bias is not None and self.up_bias is not None:
+            gates, ups = gates + of_rows(self.gate_bias), ups + of_rows(self.up_bias)
+        return gates, ups
 
 
 @jax.tree_util.register_dataclass
@@ -86,8 +102,8 @@ class Choice:
 def multiply_experts(
     products: ExpertProducts, x: jax.Array, weights: ExpertWeights, choice: Choice, gate: Gate
 ) -> jax.Array:
-    """`x [T, hidden]` → float32 `[T, hidden]`: the sum of the outputs of the chosen experts, each by its score."""
-    x = x.astype(weights.gate.dtype)
+    """`x [T, hidden]`, of the type of products → float32 `[T, hidden]`: the sum of the outputs of the chosen experts,
+    each by its score."""
     if products is ExpertProducts.ALL:
         return _by_all(x, weights, choice, gate)
     experts, chosen = len(weights.gate), choice.experts.shape[1]
@@ -109,18 +125,21 @@ def _sizes(chosen: jax.Array, experts: int) -> jax.Array:
 
 
 def _dot(x: jax.Array, kernel: jax.Array, spec: str) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None
-    return jnp.einsum(spec, x, kernel, precision=precision, preferred_element_type=jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(spec, x, kernel.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
 def _by_all(x: jax.Array, weights: ExpertWeights, choice: Choice, gate: Gate) -> jax.Array:
     gates, ups = (_dot(x, kernel, "th,eih->tei") for kernel in (weights.gate, weights.up))
-    if weights.gate_bias is not None and weights.up_bias is not None:
-        gates, ups = gates + weights.gate_bias, ups + weights.up_bias
+    gates, ups = weights.scaled(gates, ups, lambda array: array)
     scores = choice.by_expert(len(weights.gate))[..., None]
     # What an expert makes of tokens that did not choose it may be infinite.
     inner = jnp.where(scores != 0, gate(gates, ups) * scores, 0.0)
-    return _dot(inner.astype(x.dtype), weights.down, "tei,eih->th")
+    down = weights.down
+    if weights.down_scales is not None:
+        # One sum over columns and experts, whose scales differ: they widen the weights that it reads.
+        down = (down.astype(jnp.float32) * weights.down_scales[:, None]).astype(x.dtype)
+    return _dot(inner.astype(x.dtype), down, "tei,eih->th")
 
 
 def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate) -> jax.Array:
@@ -130,17 +149,16 @@ def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax
         axes = (([1], [contracted]), ([], []))
         return jax.lax.ragged_dot_general(
             rows,
-            kernel,
+            kernel.astype(x.dtype),
             sizes,
             jax.lax.RaggedDotDimensionNumbers(axes, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]),
-            precision=jax.lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None,
+            precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
 
-    gates, ups = dot(x, weights.gate, 2), dot(x, weights.up, 2)
-    if weights.gate_bias is not None and weights.up_bias is not None:
-        gates, ups = gates + weights.gate_bias[experts], ups + weights.up_bias[experts]
-    return dot(gate(gates, ups).astype(x.dtype), weights.down, 1)
+    gates, ups = weights.scaled(dot(x, weights.gate, 2), dot(x, weights.up, 2), lambda array: array[experts])
+    found = dot(gate(gates, ups).astype(x.dtype), weights.down, 1)
+    return found if weights.down_scales is None else found * weights.down_scales[experts]
 
 
 def _in_tiles(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate) -> jax.Array:
@@ -161,9 +179,10 @@ def _in_tiles(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: j
 
         own = jax.lax.dynamic_slice(rows, (first, 0), (tile, rows.shape[1]))
         gates, ups = (_dot(own, of_expert(kernel), "th,ih->ti") for kernel in (weights.gate, weights.up))
-        if weights.gate_bias is not None and weights.up_bias is not None:
-            gates, ups = gates + of_expert(weights.gate_bias), ups + of_expert(weights.up_bias)
+        gates, ups = weights.scaled(gates, ups, of_expert)
         found = _dot(gate(gates, ups).astype(own.dtype), of_expert(weights.down), "ti,ih->th")
+        if weights.down_scales is not None:
+            found = found * of_expert(weights.down_scales)
         return number + 1, jax.lax.dynamic_update_slice(outputs, found, (first, 0))
 
     outputs = jnp.zeros((num_rows + tile, weights.down.shape[-1]), jnp.float32)

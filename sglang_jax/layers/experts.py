@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.checkpoint.reader import Role
 from sglang_jax.kernels.experts import Choice, ExpertProducts, ExpertWeights, multiply_experts
 from sglang_jax.layers.feed_forward import ACTIVATIONS
 from sglang_jax.layers.linear import Linear
@@ -31,7 +32,7 @@ class Experts(nnx.Module):
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         self.config = config
         self.for_tpu = options.implementation.for_tpu
-        dtype, experts = options.dtype, (Axis.EXPERTS, config.num_experts)
+        self.dtype, experts = options.dtype, (Axis.EXPERTS, config.num_experts)
         hidden, inner = (Axis.HIDDEN, options.hidden_size), (Axis.INTERMEDIATE, config.size)
 
         def bias(part: Part, *axes: tuple[Axis, int], wanted: bool = config.bias) -> Parameter | None:
@@ -40,11 +41,22 @@ class Experts(nnx.Module):
         self.router = parameter([hidden, experts], _FLOAT32, Part.ROUTER)
         self.router_bias = bias(Part.ROUTER, experts, wanted=config.router_bias)
         self.correction = bias(Part.ROUTER_CORRECTION, experts, wanted=config.correction)
-        self.gate = parameter([experts, inner, hidden], dtype, Part.EXPERT_GATE)
+        encoding = options.encoding_of(Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN)
+        scaled = encoding is not None and encoding.block is None
+
+        def matrices(part: Part) -> Parameter:
+            if encoding is None or not scaled:
+                return parameter([experts, inner, hidden], options.dtype, part)
+            return parameter([experts, inner, hidden], jnp.dtype(encoding.values.value), part, role=Role.VALUES)
+
+        def scales(part: Part, row: tuple[Axis, int]) -> Parameter | None:
+            return parameter([experts, row], _FLOAT32, part, role=Role.SCALES) if scaled else None
+
+        self.gate, self.gate_scales = matrices(Part.EXPERT_GATE), scales(Part.EXPERT_GATE, inner)
         self.gate_bias = bias(Part.EXPERT_GATE, experts, inner)
-        self.up = parameter([experts, inner, hidden], dtype, Part.EXPERT_UP)
+        self.up, self.up_scales = matrices(Part.EXPERT_UP), scales(Part.EXPERT_UP, inner)
         self.up_bias = bias(Part.EXPERT_UP, experts, inner)
-        self.down = parameter([experts, inner, hidden], dtype, Part.EXPERT_DOWN)
+        self.down, self.down_scales = matrices(Part.EXPERT_DOWN), scales(Part.EXPERT_DOWN, hidden)
         self.down_bias = bias(Part.EXPERT_DOWN, experts, hidden)
         self.shared = SharedExpert(config, options) if config.shared_size else None
 
@@ -57,7 +69,8 @@ class Experts(nnx.Module):
         correction = None if self.correction is None else self.correction[...]
         choice = choose_experts(config, logits, correction, step.padding)
         products = ExpertProducts.of(config, len(x), for_tpu=self.for_tpu)
-        found = _on_each_device(partial(multiply_experts, products, gate=self._gated), x, self._weights(), choice)
+        multiply = partial(multiply_experts, products, gate=self._gated)
+        found = _on_each_device(multiply, x.astype(self.dtype), self._weights(), choice)
         if self.down_bias is not None:
             found = found + matmul(choice.by_expert(config.num_experts), self.down_bias[...])
         if self.shared is not None:
@@ -68,8 +81,10 @@ class Experts(nnx.Module):
         return found.astype(x.dtype), memory
 
     def _weights(self) -> ExpertWeights:
-        biases = [None if bias is None else bias[...] for bias in (self.gate_bias, self.up_bias)]
-        return ExpertWeights(self.gate[...], self.up[...], self.down[...], *biases)
+        further = (self.gate_bias, self.up_bias, self.gate_scales, self.up_scales, self.down_scales)
+        return ExpertWeights(
+            self.gate[...], self.up[...], self.down[...], *(None if array is None else array[...] for array in further)
+        )
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         clamped = self.config.clamped
@@ -153,8 +168,11 @@ def _on_each_device(multiply: partial[jax.Array], x: jax.Array, weights: ExpertW
         return jax.lax.psum(multiply(x, weights, choice), "tensor")
 
     columns = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE, Axis.HIDDEN))
-    biases = None if weights.gate_bias is None else partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE))
-    specs = ExpertWeights(columns, columns, columns, biases, biases)  # type: ignore[arg-type]
+    of_columns = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE))
+    of_outputs = partition_spec((Axis.EXPERTS, Axis.HIDDEN))
+    biases = None if weights.gate_bias is None else of_columns
+    scales = (None, None, None) if weights.gate_scales is None else (of_columns, of_columns, of_outputs)
+    specs = ExpertWeights(columns, columns, columns, biases, biases, *scales)  # type: ignore[arg-type]
     whole = PartitionSpec()
     return jax.shard_map(run, mesh=mesh, in_specs=(whole, specs, whole), out_specs=whole, check_vma=False)(
         x, weights, choice

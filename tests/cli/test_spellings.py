@@ -530,9 +530,7 @@ def test_serve_is_no_command_of_bench_for_a_server(capsys: pytest.CaptureFixture
     assert "Did you mean 'serve'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "name"), [(["-q", "awq"], "--quantization"), (["-O3"], "--compilation-config"), (["-pp", "2"], "--pp")]
-)
+@pytest.mark.parametrize(("words", "name"), [(["-O3"], "--compilation-config"), (["-pp", "2"], "--pp")])
 def test_short_flags_of_others_are_explained(capsys: pytest.CaptureFixture[str], words: list[str], name: str) -> None:
     assert refusal(capsys, *words) == f"Error: {name} is {REFUSED[name.strip('-').replace('-', '_')].note}\n"
 

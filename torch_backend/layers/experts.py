@@ -13,8 +13,10 @@ from torch.nn import functional
 from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.checkpoint.reader import Role
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import Linear
+from torch_backend.layers.matrix import VALUE_TYPES
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.operations import Operations
@@ -62,19 +64,29 @@ class Experts(Loadable):
         experts, hidden, dtype = config.num_experts, options.hidden_size, options.dtype
         shard = options.shard
         inner = len(shard.intermediate(config.size))
-        self.config = config
+        self.config, self.dtype = config, dtype
         self.router = self.declare("router", (experts, hidden), torch.float32, Part.ROUTER)
         self.router_bias = self._bias("router_bias", (experts,), Part.ROUTER, wanted=config.router_bias)
         self.correction = self._bias("correction", (experts,), Part.ROUTER_CORRECTION, wanted=config.correction)
         both = (Part.EXPERT_GATE, Part.EXPERT_UP)
-        self.gate_up = self.declare("gate_up", (experts, 2 * inner, hidden), dtype, *both)
+        self.gate_up, self.gate_up_scales = self._stack("gate_up", options, (experts, 2 * inner, hidden), *both)
         self.gate_up_bias = self._bias("gate_up_bias", (experts, 2 * inner), *both, wanted=config.bias, dtype=dtype)
-        self.down = self.declare("down", (experts, hidden, inner), dtype, Part.EXPERT_DOWN)
+        self.down, self.down_scales = self._stack("down", options, (experts, hidden, inner), Part.EXPERT_DOWN)
         # The sum over ranks adds the output's bias once.
         once = config.bias and shard.first
         self.down_bias = self._bias("down_bias", (experts, hidden), Part.EXPERT_DOWN, wanted=once, dtype=dtype)
         self.shared = SharedExpert(config, options) if config.shared_size else None
         self._gated = _Gated(config.activation, config.clamped, options.operations)
+
+    def _stack(
+        self, name: str, options: PartOptions, shape: tuple[int, ...], *parts: Part
+    ) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """The matrices `[experts, rows, columns]` of all experts, and a scale of each row where they have 8 bits."""
+        encoding = options.encoding_of(*parts)
+        if encoding is None or encoding.block is not None:
+            return self.declare(name, shape, options.dtype, *parts), None
+        values = self.declare(name, shape, VALUE_TYPES[encoding.values], *parts, role=Role.VALUES)
+        return values, self.declare(f"{name}_scales", shape[:2], torch.float32, *parts, role=Role.SCALES)
 
     def _bias(
         self, name: str, shape: tuple[int, ...], *parts: Part, wanted: bool, dtype: torch.dtype = torch.float32
@@ -101,7 +113,7 @@ class Experts(Loadable):
         """Whether torch's grouped product takes these matrices."""
         rows_fit = all(side % _EIGHT == 0 for side in self.down.shape[1:])
         capable = torch.cuda.get_device_capability(device)[0] >= _LEAST_CAPABILITY
-        return self.down.dtype == torch.bfloat16 and rows_fit and capable
+        return self.dtype == torch.bfloat16 and rows_fit and capable
 
     def _sorted(self, x: torch.Tensor, choice: Choice, multiply: Multiply) -> torch.Tensor:
         """float32 `[T, hidden]`: `multiply` computes rows in the order of their experts. A token's sum is in the order
@@ -128,12 +140,14 @@ class Experts(Loadable):
         outputs = x.new_empty((rows + tile, self.down.shape[1]))
         first = 0
         for expert, size in enumerate(sizes.tolist()):
-            gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
-            down_bias = None if self.down_bias is None else self.down_bias[expert]
+            if not size:
+                continue
+            gate_up = widened(self.gate_up[expert], _of(self.gate_up_scales, expert), x.dtype)
+            down = widened(self.down[expert], _of(self.down_scales, expert), x.dtype)
+            gate_up_bias, down_bias = _of(self.gate_up_bias, expert), _of(self.down_bias, expert)
             for start in range(first, first + size, tile):
-                gate_up = functional.linear(x[start : start + tile], self.gate_up[expert], gate_up_bias)
-                inner = self._gated(gate_up)
-                outputs[start : start + tile] = functional.linear(inner, self.down[expert], down_bias)
+                inner = self._gated(functional.linear(x[start : start + tile], gate_up, gate_up_bias))
+                outputs[start : start + tile] = functional.linear(inner, down, down_bias)
             first += size
         return outputs[:rows]
 
@@ -141,20 +155,22 @@ class Experts(Loadable):
         """By torch's grouped product, which leaves rows of padding, the last ones, as they were."""
         ends = sizes.cumsum(0, dtype=torch.int32)
         own = experts.clamp(max=len(self.router) - 1)
-        gate_up = functional.grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends)
+        weights = widened(self.gate_up, self.gate_up_scales, x.dtype), widened(self.down, self.down_scales, x.dtype)
+        gate_up = functional.grouped_mm(x, weights[0].transpose(1, 2), offs=ends)
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[own]
-        found = functional.grouped_mm(self._gated(gate_up), self.down.transpose(1, 2), offs=ends)
+        found = functional.grouped_mm(self._gated(gate_up), weights[1].transpose(1, 2), offs=ends)
         return found if self.down_bias is None else found + self.down_bias[own]
 
     def _by_all(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
         """Every token by every expert, and what it did not choose counts for nothing."""
         experts, tokens = len(self.router), len(x)
-        gate_up = torch.einsum("th,eih->tei", x, self.gate_up)
+        gate_up = torch.einsum("th,eih->tei", x, widened(self.gate_up, self.gate_up_scales, x.dtype))
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias
         inner = self._gated(gate_up.view(tokens * experts, -1)).view(tokens, experts, -1)
-        outputs = torch.einsum("tei,eoi->teo", inner, self.down).float()
+        down = widened(self.down, self.down_scales, x.dtype)
+        outputs = torch.einsum("tei,eoi->teo", inner, down).float()
         if self.down_bias is not None:
             outputs = outputs + self.down_bias
         scores = x.new_zeros((tokens, experts + 1), dtype=torch.float32)
@@ -196,6 +212,16 @@ class _Gated:
         limit = self._clamped.limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return ((up + 1) * gate * (self._clamped.alpha * gate).sigmoid()).to(gate_up.dtype)
+
+
+def _of(array: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if array is None else array[expert]
+
+
+def widened(values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Matrices `[..., rows, columns]` in `dtype`, of values of 8 bits with a scale of each row; without scales they are
+    plain already."""
+    return values if scales is None else (values.float() * scales[..., None]).to(dtype)
 
 
 def _tile_of(rows: float) -> int:

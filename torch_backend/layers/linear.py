@@ -11,7 +11,7 @@ from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Part
 from torch_backend.layers.by_rows import Product
 from torch_backend.layers.layout import Layout
-from torch_backend.layers.matrix import PlainMatrix
+from torch_backend.layers.matrix import PlainMatrix, matrix_for
 from torch_backend.layers.part import PartOptions
 
 
@@ -25,17 +25,22 @@ class Linear(nn.Module):
         self, inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool = False
     ) -> None:
         super().__init__()
-        self.matrix = PlainMatrix(inputs, outputs, parts, bias=bias, dtype=options.dtype)
+        encoding = options.encoding_of(*parts)
+        self.matrix = matrix_for(encoding, inputs, outputs, parts, bias=bias, dtype=options.dtype)
         self._product: Product = self.matrix.multiply
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x)
 
     def arrange(self, layout: Layout, *, keep_plain: bool = False) -> None:
-        """Puts the loaded weight in a layout, and lets go of the plain one unless something else needs it."""
-        self._product = layout.product(self.matrix)
-        if not keep_plain:
-            self.matrix.let_go()
+        """Puts a loaded weight of plain numbers in a layout, and lets go of it unless something else needs it."""
+        if isinstance(self.matrix, PlainMatrix):
+            self._product = self._arranged(layout, self.matrix)
+            if not keep_plain:
+                self.matrix.let_go()
+
+    def _arranged(self, layout: Layout, matrix: PlainMatrix) -> Product:
+        return layout.product(matrix)
 
 
 class GatedLinear(Linear):
@@ -60,8 +65,5 @@ class GatedLinear(Linear):
     def _in_two_steps(self, x: torch.Tensor) -> torch.Tensor:
         return self._activate(self.matrix.multiply(x))
 
-    def arrange(self, layout: Layout, *, keep_plain: bool = False) -> None:
-        """See `Linear`."""
-        self._product = layout.gated(self.matrix, self._activation)
-        if not keep_plain:
-            self.matrix.let_go()
+    def _arranged(self, layout: Layout, matrix: PlainMatrix) -> Product:
+        return layout.gated(matrix, self._activation)

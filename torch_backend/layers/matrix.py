@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.checkpoint.encoding import Encoding, ValueType
+from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.parameter import Loadable, forget
 
 
@@ -30,6 +32,10 @@ class InBlocks(Protocol):
         ...
 
 
+VALUE_TYPES = {ValueType.INT8: torch.int8, ValueType.FLOAT8_E4M3: torch.float8_e4m3fn}
+"""Of matrices with a scale of each row."""
+
+
 class PlainMatrix(Loadable):
     """A weight `[outputs, inputs]` of numbers, and the bias of its product, `[outputs]`, if there is one."""
 
@@ -45,3 +51,43 @@ class PlainMatrix(Loadable):
     def let_go(self) -> None:
         """Forgets the weight, which is kept elsewhere in another layout."""
         self.weight = forget(self.weight)
+
+
+class ScaledMatrix(Loadable):
+    """Values of 8 bits `[outputs, inputs]`, a float32 scale of each row, and the bias of the product if there is one.
+
+    Values are int8 or float8 in memory, and widened to the input's type where a product reads them. They have that type
+    exactly; scale and bias come after the product."""
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        inputs: int,
+        outputs: int,
+        parts: Sequence[Part],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        values = VALUE_TYPES[encoding.values]
+        self.values = self.declare("values", (outputs, inputs), values, *parts, role=Role.VALUES)
+        self.scales = self.declare("scales", (outputs,), torch.float32, *parts, role=Role.SCALES)
+        self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=Kind.BIAS) if bias else None
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [T, inputs]` → `[T, outputs]`."""
+        product = functional.linear(x, self.values.to(x.dtype)) * self.scales
+        if self.bias is not None:
+            product = product + self.bias
+        return product.to(x.dtype)
+
+
+def matrix_for(
+    encoding: Encoding | None, inputs: int, outputs: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype
+) -> PlainMatrix | ScaledMatrix:
+    """A matrix without values, of the class for how it is stored: what has blocks is widened to `dtype`, the type of
+    products. `parts`: the matrices that it is made of."""
+    if encoding is None or encoding.block is not None:
+        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
+    return ScaledMatrix(encoding, inputs, outputs, parts, bias=bias, dtype=dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.checkpoint.reader import Role
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
@@ -22,10 +23,13 @@ def forget(value: nn.Parameter) -> nn.Parameter:
 
 @dataclass(frozen=True, slots=True)
 class MadeOf:
-    """The parts of the model, as the manifest calls them, that lie one after the other along a parameter's rows."""
+    """The parts of the model, as the manifest calls them, that lie one after the other along a parameter's rows.
+
+    `role`: which of the arrays of a stored matrix it is; None for plain numbers."""
 
     parts: tuple[Part, ...]
     kind: Kind
+    role: Role | None = None
 
 
 class Loadable(nn.Module):
@@ -36,8 +40,14 @@ class Loadable(nn.Module):
         self.sources: dict[str, MadeOf] = {}
 
     def declare(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *parts: Part, kind: Kind = Kind.WEIGHT
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *parts: Part,
+        kind: Kind = Kind.WEIGHT,
+        role: Role | None = None,
     ) -> nn.Parameter:
         """A parameter to be kept under `name`, yet without a value."""
-        self.sources[name] = MadeOf(parts, kind)
+        self.sources[name] = MadeOf(parts, kind, role)
         return parameter(shape, dtype)

@@ -7,6 +7,10 @@ from typing import Protocol
 
 import torch
 
+from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from torch_backend.attention.interface import StepAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LayerMemory
@@ -18,13 +22,24 @@ from torch_backend.recurrent.interface import StepStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOptions:
-    """What all parts of a model are built with, of which a rank has its `shard`. `dtype`: of weights."""
+    """What all parts of a model are built with, of which a rank has its `shard`.
+
+    - `dtype`: of weights.
+    - `encodings`: how matrices are stored. `layer`: the part's, None for what belongs to the whole model.
+    """
 
     hidden_size: int
     shard: ModelShard
     dtype: torch.dtype
     operations: Operations
     parallel: TensorParallel
+    encodings: Encodings = all_plain
+    layer: int | None = None
+
+    def encoding_of(self, *parts: Part) -> Encoding | None:
+        """How the matrices of some parts are stored: None for plain numbers, and where they differ."""
+        found = {self.encodings(ParameterName(part, layer=self.layer)) for part in parts}
+        return found.pop() if len(found) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)

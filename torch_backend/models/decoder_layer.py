@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sglang_jax.architectures.kinds.norm import NormConfig
@@ -21,6 +23,7 @@ class DecoderLayer(Loadable):
         """`number`: which layer of the model it is, for errors. Raises `ConfigError` for a kind of part that this
         backend does not have."""
         super().__init__()
+        options = replace(options, layer=number)
 
         def norm(of: NormConfig | None, part: Part) -> Norm | None:
             if of is None:

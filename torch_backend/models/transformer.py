@@ -10,6 +10,7 @@ from torch import nn
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, num_paged_groups
 from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
@@ -17,6 +18,7 @@ from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.embedding import Embedding, Head
 from torch_backend.layers.layout import Layout
 from torch_backend.layers.linear import Linear
+from torch_backend.layers.matrix import PlainMatrix
 from torch_backend.layers.norm import Norm
 from torch_backend.layers.part import AttentionStep, LayerStep, PartOptions
 from torch_backend.layers.shard import ModelShard
@@ -41,6 +43,7 @@ class Transformer(nn.Module):
         attention: AttentionImplementation,
         states: StateImplementation,
         parallel: TensorParallel,
+        encodings: Encodings = all_plain,
     ) -> None:
         super().__init__()
         self.config = config
@@ -48,7 +51,12 @@ class Transformer(nn.Module):
         self.device = device
         self.embedding = Embedding(config.hidden_size, self.shard, dtype=dtype, parallel=parallel)
         options = PartOptions(
-            hidden_size=config.hidden_size, shard=self.shard, dtype=dtype, operations=operations, parallel=parallel
+            hidden_size=config.hidden_size,
+            shard=self.shard,
+            dtype=dtype,
+            operations=operations,
+            parallel=parallel,
+            encodings=encodings,
         )
         self.decoder_layers = tuple(DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers))
         self.layers = nn.ModuleList(self.decoder_layers)
@@ -58,7 +66,7 @@ class Transformer(nn.Module):
         self.head = Head(config.vocab_size, options)
         self.tied = config.tie_word_embeddings
         if self.tied:
-            self.head.linear.matrix.weight = self.embedding.weight
+            self.tie()
         ropes = list(dict.fromkeys((attention.rope, attention.head_dim) for attention in config.attention))
         self._rotary = tuple(_tables(rope, head_dim, config.max_position, device) for rope, head_dim in ropes)
         kinds = [
@@ -74,6 +82,12 @@ class Transformer(nn.Module):
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._attention = attention
         self._states = states
+
+    def tie(self) -> None:
+        """Makes the embeddings, as they are now, the head too."""
+        matrix = self.head.linear.matrix
+        assert isinstance(matrix, PlainMatrix), "embeddings are plain"
+        matrix.weight = self.embedding.weight
 
     @property
     def layers_with_sinks(self) -> tuple[int, ...]:
@@ -136,10 +150,11 @@ def build_model(
     attention: AttentionImplementation,
     states: StateImplementation | None = None,
     parallel: TensorParallel = SINGLE,
+    encodings: Encodings = all_plain,
 ) -> Transformer:
     """A model without values (`weights.load_weights` gives them), of which each rank of `parallel` holds its part.
 
-    **Arguments:** `states`: torch operations unless given.
+    **Arguments:** `states`: torch operations unless given. `encodings`: how matrices are stored; plain unless given.
 
     **Raises:** `ConfigError` if the model cannot be divided among so many ranks.
     """
@@ -151,4 +166,5 @@ def build_model(
         attention=attention,
         states=NativeStates() if states is None else states,
         parallel=parallel,
+        encodings=encodings,
     )

@@ -1,0 +1,41 @@
+"""Which matrices of a model are quantised, as options and the checkpoint say."""
+
+from __future__ import annotations
+
+from sglang_jax.checkpoint import Checkpoint, ParameterReader
+from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Encodings, Quantization, all_plain
+from sglang_jax.config import EngineConfig, WeightQuantization
+from sglang_jax.errors import ConfigError
+
+_ENCODINGS = {WeightQuantization.INT8: INT8_ROWS, WeightQuantization.FLOAT8_E4M3: FLOAT8_ROWS}
+
+
+def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantization | None:
+    """How matrices are quantised while they are read; None for as they are stored.
+
+    **Raises:** `ConfigError` for a checkpoint whose matrices cannot be quantised so, or are quantised already.
+    """
+    wanted = config.quantization
+    if wanted is WeightQuantization.AUTO:
+        return None
+    where = checkpoint.source.address
+    if checkpoint.foreign is not None:
+        raise ConfigError(f"quantization {wanted.value} needs --model-impl native: remove one of the two")
+    if checkpoint.reader is None:
+        raise ConfigError(
+            f"quantization {wanted.value}: {where} is an Orbax checkpoint, whose weights are used as they are: remove "
+            "the option, or give the checkpoint that it was converted from"
+        )
+    if config.keep_gguf_blocks:
+        raise ConfigError(f"quantization {wanted.value} and keep_gguf_blocks exclude each other: remove one of the two")
+    stored = (checkpoint.reader.encoding(name) for name in checkpoint.reader.names())
+    if any(encoding is not None and encoding.block is None for encoding in stored):
+        raise ConfigError(f"quantization {wanted.value}: {where} is quantised already: remove the option")
+    return Quantization(_ENCODINGS[wanted])
+
+
+def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> Encodings:
+    """How each matrix of the checkpoint's model is kept."""
+    if checkpoint.reader is None:
+        return all_plain
+    return ParameterReader(checkpoint.reader, checkpoint.config, quantization).encoding
