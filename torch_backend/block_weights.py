@@ -55,7 +55,7 @@ class KeptMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes that its blocks take; known before they are read."""
-        return self.encoding.nbytes(self.linear.weight.numel())
+        return self.encoding.nbytes(*self.linear.weight.shape)
 
     def read(self) -> InBlocks | None:
         """The layer's blocks; None if eight times some scale overflows float16."""

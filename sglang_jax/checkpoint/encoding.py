@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,25 +21,43 @@ class ValueType(Enum):
     INT4 = "int4"
     """0 to 15, two in a byte."""
     INT8 = "int8"
+    FLOAT8_E4M3 = "float8_e4m3fn"
 
     @property
     def bits(self) -> int:
         """Bits of a value."""
-        return {ValueType.INT4: 4, ValueType.INT8: 8}[self]
+        return 4 if self is ValueType.INT4 else 8
+
+
+class ActivationScales(Enum):
+    """How the input of a matrix is quantised, to the type of its values, before it is multiplied."""
+
+    NONE = "none"
+    """It is not."""
+    TOKEN = "token"
+    """By a scale of each token: its largest number over the largest of the type."""
+    TENSOR = "tensor"
+    """By one scale, which is stored (`Role.INPUT_SCALE`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How a matrix `[out, in]` is stored: a weight is `scale * value`, or `scale * value + offset`.
+    """How a matrix `[out, in]`, or a stack `[experts, out, in]`, is stored: a weight is `scale * value`, or
+    `scale * value + offset`.
 
-    - `block`: weights along the inputs that share a scale, and an offset where `offsets` says that there are some.
+    - `block`: weights along the inputs that share a scale, and an offset where `offsets` says that there are some. None
+      where all weights of a row share it: values then have the shape of the matrix, and scales are `[out]`, or
+      `[experts, out]`.
     - `scales`: their type.
+    - `activations`: how the input is quantised. Its stored scale is float32, repeated for each row as scales are, so
+      that matrices that are joined keep theirs.
     """
 
     values: ValueType
-    block: int
+    block: int | None
     scales: str
     offsets: bool = False
+    activations: ActivationScales = ActivationScales.NONE
 
     @property
     def bits(self) -> int:
@@ -50,15 +67,19 @@ class Encoding:
     @property
     def roles(self) -> tuple[Role, ...]:
         """Those of its arrays."""
-        return (Role.VALUES, Role.SCALES, *((Role.OFFSETS,) if self.offsets else ()))
+        input_scale = (Role.INPUT_SCALE,) if self.activations is ActivationScales.TENSOR else ()
+        return (Role.VALUES, Role.SCALES, *((Role.OFFSETS,) if self.offsets else ()), *input_scale)
 
-    def nbytes(self, weights: int) -> int:
-        """Bytes of so many weights, with what they are multiplied by; whole blocks of them."""
-        of_block = self.block * self.bits // 8 + np.dtype(self.scales).itemsize * (2 if self.offsets else 1)
-        return weights // self.block * of_block
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix, with what its weights are multiplied by; columns are whole blocks. The scale of its input
+        does not count."""
+        scales = rows if self.block is None else rows * (columns // self.block)
+        return rows * columns * self.bits // 8 + scales * np.dtype(self.scales).itemsize * (2 if self.offsets else 1)
 
     def allows(self, columns: slice, width: int) -> bool:
         """Whether a part of the columns of a matrix with `width` of them takes whole blocks."""
+        if self.block is None:
+            return True
         first, last, _ = columns.indices(width)
         return not (first % self.block or last % self.block)
 
@@ -73,36 +94,41 @@ Q8 = Encoding(ValueType.INT8, BLOCK, "float16")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A matrix, or a part of one, as it is stored: its arrays by their role, each with the rows of the matrix first."""
+    """A matrix, a part of one, or a stack of them, as it is stored: its arrays by their role, each with the rows of the
+    matrix first, or with the matrices of the stack first and their rows second."""
 
     encoding: Encoding
     arrays: Mapping[Role, Array]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """`(out, in)`."""
-        scales = self.arrays[Role.SCALES]
-        return len(scales), math.prod(scales.shape[1:]) * self.encoding.block
+    def shape(self) -> tuple[int, ...]:
+        """`(out, in)`, or `(experts, out, in)`."""
+        if self.encoding.block is None:
+            return self.arrays[Role.VALUES].shape
+        *rows, blocks = self.arrays[Role.SCALES].shape
+        return (*rows, blocks * self.encoding.block)
 
     def widened(self) -> NDArray[np.float32]:
-        """The matrix in float32, `[out, in]`."""
+        """The matrices in float32, `[out, in]` or `[experts, out, in]`."""
         values = self.arrays[Role.VALUES]
         if self.encoding.values is ValueType.INT4:
             values = np.concatenate((values & 15, values >> 4), axis=-1)
-        found = self.arrays[Role.SCALES].astype(np.float32)[..., None] * values
+        found = values.astype(np.float32)
+        found *= self.arrays[Role.SCALES].astype(np.float32)[..., None]
         if self.encoding.offsets:
             found += self.arrays[Role.OFFSETS].astype(np.float32)[..., None]
         widened: NDArray[np.float32] = found.reshape(self.shape)
         return widened
 
     def of_rows(self, change: Callable[[Array], Array]) -> Stored:
-        """The same with its rows in another order, or fewer of them."""
+        """The same with its rows in another order, or fewer of them: `change` of every array."""
         return Stored(self.encoding, {role: change(array) for role, array in self.arrays.items()})
 
     @staticmethod
     def stacked(parts: Sequence[Stored]) -> Stored:
         """Matrices of one encoding, one after the other along the outputs."""
-        roles = parts[0].arrays
+        roles, outputs = parts[0].arrays, len(parts[0].shape) - 2
         return Stored(
-            parts[0].encoding, {role: np.concatenate([part.arrays[role] for part in parts]) for role in roles}
+            parts[0].encoding,
+            {role: np.concatenate([part.arrays[role] for part in parts], axis=outputs) for role in roles},
         )

@@ -35,35 +35,54 @@ class ParameterReader:
         stored, rest = _stored_part(spec, index)
         found = _rows_of_parameter(spec, self._reader.read(spec.tensor_of(self._names), (stored, *rest)))
         if spec.factors:
-            rows_of_runs, factors = zip(*spec.factors, strict=True)
-            first = (stored.start - spec.first_row) // spec.blocks
-            by = np.repeat(np.array(factors, np.float32), rows_of_runs)[first : first + len(found)]
-            found = found.astype(np.float32) * by.reshape(-1, *[1] * (found.ndim - 1))
+            found = _multiplied(spec, stored, found)
         if spec.offset:
             found = found.astype(np.float32) + np.float32(spec.offset)
         return found
 
     def encoding(self, name: ParameterName, index: Index | None = None) -> Encoding | None:
-        """How a matrix, or its part at `index`, is stored. None for plain numbers, for a part that cuts through blocks,
-        and for what is not used as it is stored (see `ParameterSpec.factors`). Reads no values."""
+        """How a matrix, the matrices of experts, or their part at `index`, are stored. Reads no values.
+
+        None for plain numbers, for a part that cuts through blocks, for what is not used as it is stored (blocks that
+        are multiplied by `ParameterSpec.factors`), and for experts that lie in one tensor or are not stored alike.
+        """
         spec = self._specs[name]
-        if len(spec.shape) != 2 or spec.factors or spec.offset:
+        if spec.offset or len(spec.shape) != (3 if spec.places else 2):
             return None
-        found = self._reader.encoding(spec.tensor_of(self._names))
-        _, (columns,) = _stored_part(spec, index)
-        return found if found is not None and found.allows(columns, spec.shape[1]) else None
+        tensors = self._tensors_of(spec, index)
+        encodings = {self._reader.encoding(tensor) for tensor in tensors}
+        found = encodings.pop() if len(encodings) == 1 else None
+        if found is None or (spec.factors and found.block is not None):
+            return None
+        columns = whole_index(spec.shape, index)[-1]
+        return found if found.allows(columns, spec.shape[-1]) else None
 
     def read_array(self, name: ParameterName, role: Role, index: Index | None = None) -> Array:
-        """One of the arrays of a matrix that has an encoding, or what belongs to the part of the matrix at `index`."""
+        """One of the arrays of a matrix that has an encoding, or what belongs to the part of the matrix at `index`. Of
+        experts, `[experts, ...]`."""
         spec = self._specs[name]
+        if spec.places:
+            sides = whole_index(spec.shape, index)[1:]
+            return np.stack([self._reader.read_array(each, role, sides) for each in self._tensors_of(spec, index)])
         rows, rest = _stored_part(spec, index)
-        return _rows_of_parameter(spec, self._reader.read_array(spec.tensor_of(self._names), role, (rows, *rest)))
+        stored = self._reader.read_array(spec.tensor_of(self._names), role, (rows, *rest))
+        found = _rows_of_parameter(spec, stored)
+        return _multiplied(spec, rows, found) if spec.factors and role is Role.SCALES else found
 
     def read_stored(self, name: ParameterName, index: Index | None = None) -> Stored:
-        """A matrix that has an encoding, or its part at `index`, with the rows in the model's order."""
+        """A matrix or experts that have an encoding, or their part at `index`, with the rows in the model's order."""
         encoding = self.encoding(name, index)
         assert encoding is not None, name
         return Stored(encoding, {role: self.read_array(name, role, index) for role in encoding.roles})
+
+    def _tensors_of(self, spec: ParameterSpec, index: Index | None) -> list[str]:
+        """The tensors with the matrix of a parameter, or with those of the experts at `index`; none where all experts
+        lie in one."""
+        if not spec.places:
+            return [spec.tensor_of(self._names)]
+        place = spec.place(self._names)
+        experts, *_ = whole_index(spec.shape, index)
+        return [place.tensor_of(each) for each in range(*experts.indices(spec.shape[0]))] if place.one_each else []
 
     def _read_experts(self, spec: ParameterSpec, index: Index | None) -> Array:
         """`[experts, rows, ...]`: from a tensor of each expert, or from the part of one that has all."""
@@ -90,6 +109,16 @@ def _stored_part(spec: ParameterSpec, index: Index | None) -> tuple[slice, Index
     rows, *rest = whole_index(spec.shape, index)
     first, last, _ = rows.indices(spec.shape[0])
     return slice(spec.first_row + spec.blocks * first, spec.first_row + spec.blocks * last), tuple(rest)
+
+
+def _multiplied(spec: ParameterSpec, stored: slice, found: Array) -> Array:
+    """Rows of a parameter, or a thing of each row, times the row's factor: float32. `stored`: the rows of the tensor
+    from which they come."""
+    rows_of_runs, factors = zip(*spec.factors, strict=True)
+    first = (stored.start - spec.first_row) // spec.blocks
+    by = np.repeat(np.array(factors, np.float32), rows_of_runs)[first : first + len(found)]
+    multiplied: Array = found.astype(np.float32) * by.reshape(-1, *[1] * (found.ndim - 1))
+    return multiplied
 
 
 def _rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sglang_jax.checkpoint.encoding import Encoding
 
 Array = NDArray[Any]
-"""float32, float16, or `ml_dtypes.bfloat16`."""
+"""float32, float16, or `ml_dtypes.bfloat16`; of values that have a scale int8, uint8 or `ml_dtypes.float8_e4m3fn`."""
 
 Index = tuple[slice, ...]
 """One slice, of step 1, for each leading axis that is not taken whole."""
@@ -24,6 +24,7 @@ class Role(Enum):
     VALUES = "values"
     SCALES = "scales"
     OFFSETS = "offsets"
+    INPUT_SCALE = "input_scale"
 
 
 class TensorReader(Protocol):

@@ -101,7 +101,7 @@ def blocks_to_keep(
         found = None if encoding is None or outputs % OUTPUTS else product(encoding)
         if matrix is not None and encoding is not None and found is not None:
             products[place], matrices[place] = found, matrix
-            needed += encoding.nbytes(outputs * inputs)
+            needed += encoding.nbytes(outputs, inputs)
     if needed > room * _MOST_OF_MEMORY:
         logger.info(
             "Quantised matrices are only kept dequantised: keeping both takes %.0f MiB, more than an eighth of %.0f",
