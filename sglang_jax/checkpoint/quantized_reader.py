@@ -101,12 +101,15 @@ class QuantizedReader:
 
     def _faults(self, name: str) -> Iterator[str]:
         """What is wrong with a tensor, or with what belongs to it."""
-        stored, scheme = self._reader.dtype_of_8_bits(name), self._schemes.get(name)
         if name.endswith(_ZERO_POINTS):
             yield f"unsupported: {name} (quantised weights and inputs may have no zero points)"
+            return
         for suffix in (_SCALE, _INPUT_SCALE):
-            if name.endswith(suffix) and f"{name.removesuffix(suffix)}{_WEIGHT}" not in self._schemes:
-                yield f"extra: {name} is a scale of a weight that is not quantised"
+            if name.endswith(suffix):
+                if f"{name.removesuffix(suffix)}{_WEIGHT}" not in self._schemes:
+                    yield f"extra: {name} is a scale of a weight that is not quantised"
+                return
+        stored, scheme = self._reader.dtype_of_8_bits(name), self._schemes.get(name)
         if scheme is None:
             if stored is not None:
                 yield f"extra: {name} is stored as {stored}, and is not to be quantised"
