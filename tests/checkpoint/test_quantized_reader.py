@@ -18,17 +18,16 @@ from helpers.quantized_checkpoints import (
     IGNORED,
     Quantised,
     Tensors,
-    Weights,
     make_quantised_checkpoint,
     quantise,
     quantise_as_modelopt,
     scheme_of,
     set_quantization,
     tensors_of,
+    write_plain_twin,
     write_tensors,
 )
 from helpers.tiny_models import make_tiny_checkpoint
-from safetensors.numpy import save_file
 
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
@@ -68,15 +67,6 @@ def changed(folder: Path, change: Callable[[Tensors], object]) -> Path:
     return folder
 
 
-def plain_twin(quantised: Path, weights: Weights, folder: Path) -> Path:
-    """A checkpoint with plain weights that should be the same."""
-    folder.mkdir()
-    (folder / "config.json").write_text((quantised / "config.json").read_text())
-    set_quantization(folder, None)
-    save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, folder / "model.safetensors")
-    return folder
-
-
 def some_part(name: ParameterName, shape: tuple[int, ...], random: np.random.Generator) -> Index:
     """A part that is not empty; of rows that make up heads, all."""
     ends = [np.sort(random.choice(size + 1, 2, replace=False)) for size in shape]
@@ -110,7 +100,7 @@ def test_every_format(architecture: str, kind: Quantised, tmp_path: Path) -> Non
     weights = make_quantised_checkpoint(tmp_path / "a", architecture, kind)
     quantised = parameters(tmp_path / "a")
     assert not faults(
-        quantised, parameters(plain_twin(tmp_path / "a", weights, tmp_path / "b")), np.random.default_rng(0)
+        quantised, parameters(write_plain_twin(tmp_path / "a", weights, tmp_path / "b")), np.random.default_rng(0)
     )
     plain = {Part.EMBEDDING, Part.HEAD, Part.ROUTER}
     for name, spec in manifest_of(quantised.config).specs.items():
@@ -123,6 +113,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4},
     "phi3": {"pad_token_id": 0},
     "falcon_h1": {},
+    "cohere2": {"num_hidden_layers": 2},  # rows in pairs
+    "qwen3_5_text": {},  # queries and gates by turns
 }
 _KINDS = [kind for kind in Quantised if kind is not Quantised.MODELOPT]
 _TARGETS = [
@@ -146,7 +138,7 @@ def test_any_groups(architecture: str, tmp_path: Path) -> None:
         schemes = [scheme_of(_KINDS[random.integers(len(_KINDS))], *_TARGETS[each]) for each in chosen]
         weights = quantise(folder, schemes, _IGNORED[random.integers(len(_IGNORED))])
         quantised = parameters(folder)
-        twin = parameters(plain_twin(folder, weights, tmp_path / f"{number}-plain"))
+        twin = parameters(write_plain_twin(folder, weights, tmp_path / f"{number}-plain"))
         assert not faults(quantised, twin, random)
         stored += sum(quantised.encoding(name) is not None for name in manifest_of(twin.config).specs)
         check_inputs(quantised, folder)

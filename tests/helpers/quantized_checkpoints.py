@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -133,6 +134,14 @@ def tensors_of(folder: Path) -> Tensors:
 def write_tensors(folder: Path, tensors: Tensors) -> None:
     """Puts them in the place of those of a checkpoint of one file."""
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+
+
+def write_plain_twin(quantised: Path, weights: Weights, folder: Path) -> Path:
+    """Writes a checkpoint with plain weights that is otherwise the same; returns its folder."""
+    shutil.copytree(quantised, folder)
+    set_quantization(folder, None)
+    write_tensors(folder, {name: torch.from_numpy(value) for name, value in weights.items()})
+    return folder
 
 
 def set_quantization(folder: Path, values: dict[str, Any] | None) -> None:
