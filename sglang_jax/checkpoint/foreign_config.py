@@ -11,8 +11,7 @@ from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
-from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE
-from sglang_jax.checkpoint.hf_quantization import refuse_quantised_weights
+from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_quantization
 from sglang_jax.errors import CheckpointError, cut
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -27,7 +26,12 @@ def load_foreign_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """
     file = folder / CONFIG_FILE
     given = JsonFields.read(file)
-    refuse_quantised_weights(given)
+    quantization = load_quantization(folder)
+    if quantization is not None:
+        raise CheckpointError(
+            f"{quantization.file}: quantised weights are not supported with model_impl transformers; give a checkpoint "
+            "in bfloat16, float16 or float32, or a family that runs without it"
+        )
     fields = JsonFields(_normalised(given), file)
     generation = folder / GENERATION_CONFIG_FILE
     ends = list(fields.integers("eos_token_id"))

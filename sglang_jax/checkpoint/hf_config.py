@@ -11,7 +11,7 @@ from typing import Any
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named, family_of_hf
-from sglang_jax.checkpoint.hf_quantization import kv_scales_made_for, refuse_quantised_weights
+from sglang_jax.checkpoint.hf_quantization import MODELOPT_FILE, Quantization, kv_scales_made_for, read_quantization
 from sglang_jax.checkpoint.hf_unknown_fields import check_unread, unknown_family
 from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError
@@ -32,9 +32,20 @@ def load_hf_config(folder: Path) -> ModelConfig:
     return model_config_from_hf(fields, _generation_fields(folder))
 
 
+def load_quantization(folder: Path) -> Quantization | None:
+    """How a folder's weights are quantised; None if they are plain. Raises `CheckpointError`: see
+    `read_quantization`."""
+    return read_quantization(JsonFields.read(folder / CONFIG_FILE), _fields_of_modelopt(folder))
+
+
 def load_kv_scales_made_for(folder: Path) -> KVCacheDtype | None:
     """See `kv_scales_made_for`."""
-    return kv_scales_made_for(JsonFields.read(folder / CONFIG_FILE))
+    return kv_scales_made_for(JsonFields.read(folder / CONFIG_FILE), _fields_of_modelopt(folder))
+
+
+def _fields_of_modelopt(folder: Path) -> JsonFields | None:
+    file = folder / MODELOPT_FILE
+    return JsonFields.read(file) if file.is_file() else None
 
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
@@ -60,7 +71,7 @@ def model_config_from_hf(fields: JsonFields, generation: JsonFields) -> ModelCon
     family = family_of_hf(fields)
     if family is None:
         raise unknown_family(fields)
-    refuse_quantised_weights(fields)
+    read_quantization(fields)  # what cannot be read is refused before anything else
     config = family.configure(fields)
     check_unread(fields)
     ends = (*config.eos_token_ids, *generation.integers("eos_token_id"))

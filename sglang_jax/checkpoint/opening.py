@@ -22,11 +22,13 @@ from sglang_jax.checkpoint.hf_config import (
     load_generation_defaults,
     load_hf_config,
     load_kv_scales_made_for,
+    load_quantization,
     model_config_to_hf,
 )
 from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
 from sglang_jax.checkpoint.kv_scales import KVScales, read_key_means, read_kv_scales
 from sglang_jax.checkpoint.orbax_marker import read_orbax_kv_scales
+from sglang_jax.checkpoint.quantized_reader import QuantizedReader
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
@@ -163,7 +165,9 @@ def _open(
     if dummy:
         reader = DummyReader(config, seed)
     else:
-        reader = SafetensorsReader(source.path, source.remote)
+        files = SafetensorsReader(source.path, source.remote)
+        quantization = load_quantization(source.path)
+        reader = files if quantization is None else QuantizedReader(files, quantization, config)
         config = as_tied_in_file(config, reader)
     check_tensors(reader, config)
     return Checkpoint(source, config, reader, defaults)

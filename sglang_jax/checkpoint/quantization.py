@@ -50,7 +50,8 @@ class Quantization:
             return scales
         divided = numbers / scales[..., None]
         if self.encoding.values is ValueType.INT8:
-            return np.rint(divided).astype(np.int8)
+            integers: Array = np.rint(divided).astype(np.int8)
+            return integers
         values: Array = divided.astype(ml_dtypes.float8_e4m3fn)
         return values
 

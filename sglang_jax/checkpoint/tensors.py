@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
@@ -15,7 +15,7 @@ from sglang_jax.errors import CheckpointError
 _HARMLESS_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints store the rotary frequencies, which follow from the config."""
 
-_HARMLESS_PREFIX = "mtp."
+HARMLESS_PREFIX = "mtp."
 """Layers that guess further tokens, which some checkpoints (Qwen3.5) bring; nothing here uses them."""
 
 _MOST_TOLD = 500
@@ -38,7 +38,7 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     """
     expected = expected_tensors(config, reader.names())
     present = {
-        name for name in reader.names() if not name.endswith(_HARMLESS_SUFFIX) and not name.startswith(_HARMLESS_PREFIX)
+        name for name in reader.names() if not name.endswith(_HARMLESS_SUFFIX) and not name.startswith(HARMLESS_PREFIX)
     }
     if config.tie_word_embeddings:
         head = family_named(config.architecture).names[Part.HEAD]
@@ -52,8 +52,13 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
             faults.append(f"misshapen: {name} is {reader.shape(name)}, the config requires {shape}")
     faults += kv_scales.faults(reader, config)
     if faults:
-        more = f"\n  and {len(faults) - _MOST_TOLD} more" if len(faults) > _MOST_TOLD else ""
         raise CheckpointError(
             f"the tensors do not fit a {config.architecture} model of {config.num_layers} layers "
-            f"({len(faults)} faults):\n  " + "\n  ".join(faults[:_MOST_TOLD]) + more
+            f"({len(faults)} faults):{listed(faults)}"
         )
+
+
+def listed(faults: Sequence[str]) -> str:
+    """A line of an error for each fault, or for the first 500 of them."""
+    more = f"\n  and {len(faults) - _MOST_TOLD} more" if len(faults) > _MOST_TOLD else ""
+    return "".join(f"\n  {fault}" for fault in faults[:_MOST_TOLD]) + more

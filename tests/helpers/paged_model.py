@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.jax_runner.block_weights import KeptBlocks
 from sglang_jax.jax_runner.kv_scales import set_kv_scales
 from sglang_jax.jax_runner.parallel import TensorParallel
@@ -24,6 +25,7 @@ from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, KVCaches, allocate, build_model, kv_cache_spec
+from sglang_jax.runner.quantization import encodings_of
 
 ROWS = 4
 MIXED_TOKENS = 48
@@ -42,7 +44,7 @@ def slots_of_rows(rows: int) -> np.ndarray:
 
 class PagedModel:
     """A loaded checkpoint and its caches; two programs: decode (4 rows) and mixed (48 tokens, 4 rows). `kept`: what of
-    it is kept in blocks."""
+    it is kept in blocks. `quantization`: of its weights while they are loaded."""
 
     def __init__(
         self,
@@ -55,15 +57,19 @@ class PagedModel:
         columns: int = 16,
         mesh: Mesh | None = None,
         kept: KeptBlocks | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         checkpoint = open_checkpoint(str(folder))
         mesh = mesh or make_mesh(jax.devices()[:1])
         stored = jnp.dtype(kv_dtype or dtype)
         parallel = TensorParallel.of(checkpoint.config, mesh.shape["tensor"])
-        model = build_model(parallel.config, dtype=jnp.dtype(dtype), attention=attention, kv_dtype=stored)
+        encodings = encodings_of(checkpoint, quantization)
+        model = build_model(
+            parallel.config, dtype=jnp.dtype(dtype), attention=attention, kv_dtype=stored, encodings=encodings
+        )
         if kept is not None:
             kept.attach(model)
-        load_weights(model, checkpoint.reader, checkpoint.config, mesh)
+        load_weights(model, checkpoint.reader, checkpoint.config, mesh, quantization)
         if kept is not None:
             kept.load(model, mesh)
         set_kv_scales(model, mesh)

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint import open_checkpoint
+from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import EngineConfig, ModelImpl
+from sglang_jax.runner.quantization import encodings_of
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch, GroupPages
@@ -35,7 +37,7 @@ class TorchPagedModel:
     """A loaded checkpoint, or a rank's part of it, and its pages: page 0 and `columns` pages for each of 4 rows.
 
     `numba`: attention and fused operations are CPU kernels. `traced`: the model is that of transformers, rewritten.
-    Without `load` the model has no weights yet.
+    Without `load` the model has no weights yet. `quantization`: of its weights while they are loaded.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class TorchPagedModel:
         page_size: int = 4,
         columns: int = 16,
         load: bool = True,
+        quantization: Quantization | None = None,
     ) -> None:
         impl = ModelImpl.TRANSFORMERS if traced else ModelImpl.NATIVE
         checkpoint = open_checkpoint(str(folder), model_impl=impl)
@@ -70,9 +73,10 @@ class TorchPagedModel:
             self.model, read = build_traced(EngineConfig(), checkpoint, parallel=parallel, **kinds)
             self.model.load(read)
         else:
-            self.model = build_model(config, parallel=parallel, states=states, **kinds)
+            encodings = encodings_of(checkpoint, quantization)
+            self.model = build_model(config, parallel=parallel, states=states, encodings=encodings, **kinds)
         if load and not traced:
-            load_weights(self.model, checkpoint.reader, config)
+            load_weights(self.model, checkpoint.reader, config, quantization=quantization)
         self.keeps_states = config.keeps_states
         self.kv: list[LayerMemory] = []
         for layer in config.layers:

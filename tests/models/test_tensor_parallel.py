@@ -52,6 +52,7 @@ import numpy as np
 from helpers.family_cases import FAMILIES
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import make_tiny_checkpoint
+from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Quantization
 from sglang_jax.layers.sharding import make_mesh
 
 rng = np.random.default_rng(0)
@@ -81,6 +82,17 @@ for name in ("gpt_oss", "qwen2_moe"):
     experts = [leaf for leaf in jax.tree.leaves(model.state) if leaf.ndim == 3]
     assert len(experts) > 6
     assert all(leaf.addressable_shards[0].data.size * 4 == leaf.size for leaf in experts)
+    for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
+        assert np.abs(logits - wanted).max() < 2e-4
+
+# Matrices of 8 bits, of which each device has its part with the scales of its rows; two kv heads, and experts.
+for name, kind in (("qwen3", INT8_ROWS), ("qwen2_moe", FLOAT8_ROWS)):
+    folder = make_tiny_checkpoint(Path(sys.argv[1], name + "_8_bits"), name, num_attention_heads=4)
+    expected = PagedModel(folder, quantization=Quantization(kind)).run(sequences, steps)
+    model = PagedModel(folder, mesh=mesh, quantization=Quantization(kind))
+    values = [leaf for leaf in jax.tree.leaves(model.state) if leaf.dtype.itemsize == 1]
+    assert len(values) >= 8
+    assert all(leaf.addressable_shards[0].data.size * 4 == leaf.size for leaf in values)
     for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
         assert np.abs(logits - wanted).max() < 2e-4
 """

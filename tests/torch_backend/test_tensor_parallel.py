@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.family_cases import FAMILIES
 from helpers.parity_cases import TOLERANCE, prompts, transformers_logits
+from helpers.quantized_checkpoints import Quantised, make_quantised_checkpoint
 from helpers.tiny_models import make_tiny_checkpoint
 from helpers.torch_paged_model import TorchPagedModel
 from helpers.torch_ranks import run_ranks
@@ -119,6 +120,8 @@ def test_two_processes_compute_what_one_does_and_transformers(tmp_path: Path) ->
 
     And, against transformers: norms over the heads of all ranks, also of one kv head that both have; layers of which
     some have fewer kv heads than there are ranks, and norms of values; sinks of each rank's heads.
+
+    And matrices of 8 bits, of which each rank has its part with the scales of its rows.
     """
     one_process: list[tuple[str, dict[str, Any]]] = [
         ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -134,6 +137,10 @@ def test_two_processes_compute_what_one_does_and_transformers(tmp_path: Path) ->
     ]
     cases = [*one_process, *transformers]
     folders = [make_tiny_checkpoint(tmp_path / str(number), name, **more) for number, (name, more) in enumerate(cases)]
+    for number, (name, kind) in enumerate((("qwen3", Quantised.FP8_TENSOR), ("qwen2_moe", Quantised.INT8_W8A8))):
+        folders.insert(0, tmp_path / f"8 bits {number}")
+        make_quantised_checkpoint(folders[0], name, kind)
+    cases, one_process = [("", {})] * 2 + cases, [("", {})] * 2 + one_process
     sequences = prompts()[:3]
     ranks = run_ranks(folders, 2, sequences, STEPS, tmp_path)
     for number, (architecture, changes) in enumerate(cases):

@@ -1,0 +1,73 @@
+"""Layers as quantisers name them: by name, by class, by `re:` pattern, or by a name with `*`."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_jax.architectures.json_fields import JsonFields
+from sglang_jax.errors import CheckpointError, shown
+
+_PREFIX = "re:"
+_MOST_PATTERNS = 64
+_MOST_CHARACTERS = 512
+_MOST_REPEATS = 5
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_REPEAT = re.compile(r"[*+{]")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPatterns:
+    """Layers by `names`, among which may be classes, and by patterns that match the beginning of a name."""
+
+    names: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
+
+    def match(self, layer: str, layer_class: str) -> bool:
+        """Whether a layer of a class of torch is one of them."""
+        return layer in self.names or layer_class in self.names or any(each.match(layer) for each in self.patterns)
+
+
+NO_LAYERS = LayerPatterns()
+
+
+def is_pattern(text: str) -> bool:
+    """Whether compressed-tensors takes a text for a pattern, and not for a name or a class."""
+    return text.startswith(_PREFIX)
+
+
+def compiled(fields: JsonFields, name: str, texts: Iterable[str]) -> dict[str, re.Pattern[str]]:
+    """The `re:` patterns among the texts of a field, in the order of texts.
+
+    **Raises:** `CheckpointError` for one that is not a regular expression, and for ones that could take very long: a
+    checkpoint's files may come from anywhere.
+    """
+    found = {text: text.removeprefix(_PREFIX) for text in texts if is_pattern(text)}
+    if len(found) > _MOST_PATTERNS:
+        raise CheckpointError(
+            f"{fields.file}: {fields.within}{name} has {len(found)} patterns, it may have {_MOST_PATTERNS}"
+        )
+    return {text: _compile(fields, name, pattern) for text, pattern in found.items()}
+
+
+def wildcards(texts: Iterable[str]) -> LayerPatterns:
+    """Names in which `*` stands for anything, as ModelOpt has them. What lies below a module of that name is meant
+    too."""
+    stars = [each for text in texts for each in (text, f"{text}.*")]
+    return LayerPatterns(frozenset(), tuple(re.compile(fnmatch.translate(each)) for each in stars))
+
+
+def _compile(fields: JsonFields, name: str, pattern: str) -> re.Pattern[str]:
+    where = f"{fields.file}: {fields.within}{name} has the pattern {shown(pattern)}"
+    if len(pattern) > _MOST_CHARACTERS or len(_REPEAT.findall(pattern)) > _MOST_REPEATS:
+        raise CheckpointError(
+            f"{where}; patterns may have {_MOST_CHARACTERS} characters, {_MOST_REPEATS} of which repeat something"
+        )
+    if _REPEATED_GROUP.search(pattern):
+        raise CheckpointError(f"{where}, which repeats a group; write it without")
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{where}, which is not a regular expression: {error}") from error

@@ -1,0 +1,155 @@
+"""Matrices of 8 bits on both backends: the same model as one whose weights are what the quantiser makes of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from helpers.paged_model import PagedModel
+from helpers.parity_cases import STEPS, prompts
+from helpers.quantized_checkpoints import (
+    IGNORED,
+    Quantised,
+    make_quantised_checkpoint,
+    quantise,
+    scheme_of,
+    write_plain_twin,
+)
+from helpers.small_configs import small_config
+from helpers.tiny_models import make_tiny_checkpoint
+from helpers.torch_paged_model import TorchPagedModel
+from numpy.typing import NDArray
+
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint import ParameterReader, open_checkpoint
+from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Quantization
+from sglang_jax.checkpoint.reader import Role
+from sglang_jax.config import EngineConfig, WeightQuantization
+from sglang_jax.errors import ConfigError
+from sglang_jax.runner.quantization import quantization_of
+
+ROUNDING = 1e-5
+"""Of float32 products, whose scales come before or after them, in parts of the largest logit."""
+
+
+def assert_alike(found: list[NDArray[np.float32]], expected: list[NDArray[np.float32]]) -> None:
+    largest = max(np.abs(logits).max() for logits in expected)
+    for logits, others in zip(found, expected, strict=True):
+        assert np.abs(logits - others).max() < ROUNDING * largest
+
+
+def bytes_of_jax(model: PagedModel) -> Mapping[str, int]:
+    """By type."""
+    sizes: dict[str, int] = {}
+    for array in jax.tree.leaves(model.state):
+        sizes[array.dtype.name] = sizes.get(array.dtype.name, 0) + array.nbytes
+    return sizes
+
+
+def bytes_of_torch(model: TorchPagedModel) -> Mapping[str, int]:
+    """By type."""
+    sizes: dict[str, int] = {}
+    for parameter in model.model.parameters():
+        name = str(parameter.dtype).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + parameter.nbytes
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "ignored", "widened"),
+    [
+        ("qwen3", Quantised.FP8_CHANNEL, (r"re:.*layers\.1\.self_attn\.k_proj$",), r"layers\.1\.self_attn\.[qv]_proj"),
+        ("phi3", Quantised.INT8_W8A16, (r"re:.*layers\.0\.",), "$^"),  # fused tensors; a plain layer
+        ("qwen3_moe", Quantised.MODELOPT, (), "$^"),
+        ("qwen2_moe", Quantised.INT8_W8A8, (), "shared_expert_gate"),  # biases, a shared expert
+    ],
+)
+def test_products_are_those_of_the_weights_that_the_quantiser_means(
+    architecture: str, kind: Quantised, ignored: tuple[str, ...], widened: str, tmp_path: Path
+) -> None:
+    """And the matrices of layers are kept in 8 bits, each once, but for those that are joined with plain ones."""
+    if kind is Quantised.MODELOPT:
+        weights = make_quantised_checkpoint(tmp_path / "quantised", architecture, kind)
+    else:
+        make_tiny_checkpoint(tmp_path / "quantised", architecture)
+        weights = quantise(tmp_path / "quantised", [scheme_of(kind)], (*IGNORED, *ignored))
+    folders = tmp_path / "quantised", write_plain_twin(tmp_path / "quantised", weights, tmp_path / "plain")
+    encoded = open_checkpoint(str(folders[0])).reader
+    assert encoded is not None
+    kept = [name for name in encoded.names() if encoded.encoding(name) and not re.search(widened, name)]
+    bytes_stored = sum(int(np.prod(encoded.shape(name))) for name in kept)
+    stored = "int8" if "int8" in kind.value else "float8_e4m3fn"
+    for build, sizes in ((PagedModel, bytes_of_jax), (TorchPagedModel, bytes_of_torch)):
+        quantised, plain = (build(folder) for folder in folders)
+        assert sizes(quantised)[stored] == bytes_stored
+        assert_alike(quantised.run(prompts(), STEPS), plain.run(prompts(), STEPS))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("falcon_h1", {}), ("qwen3_5_text", {}), ("gpt_oss", {}), ("gemma2", {"tie_word_embeddings": True})],
+)
+def test_both_backends_quantise_alike_while_they_load(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Multipliers of rows, joined products, stacked experts with biases, heads shared with embeddings."""
+    folder = make_tiny_checkpoint(tmp_path, architecture, **changes)
+    quantization = Quantization(INT8_ROWS)
+    models = PagedModel(folder, quantization=quantization), TorchPagedModel(folder, quantization=quantization)
+    assert bytes_of_jax(models[0])["int8"] == bytes_of_torch(models[1])["int8"] > 0
+    found, others = (model.run(prompts(), STEPS) for model in models)
+    largest = max(np.abs(logits).max() for logits in others)
+    for logits, wanted in zip(found, others, strict=True):
+        assert np.abs(logits - wanted).max() < 2e-4 * largest
+
+
+@pytest.mark.parametrize("encoding", [INT8_ROWS, FLOAT8_ROWS], ids=["int8", "fp8"])
+def test_a_part_of_a_matrix_is_quantised_as_in_the_whole(encoding: Any) -> None:
+    """Each weight within half a step of what it was; a row of zeros, and one of numbers near the least, stay so."""
+    config = small_config(num_layers=1)
+    reader = DummyReader(config, seed=0)
+    parameters = ParameterReader(reader, config, Quantization(encoding))
+    plain = ParameterReader(reader, config)
+    random = np.random.default_rng(0)
+    names = [name for name in parameters._specs if parameters.encoding(name) is not None]
+    assert {name.part for name in names} == {
+        *(Part.QUERY, Part.KEY, Part.VALUE, Part.OUTPUT, Part.GATE, Part.UP, Part.DOWN)
+    }
+    for name in names:
+        rows, columns = plain.spec(name).shape
+        stored, numbers = parameters.read_stored(name), plain.read(name)
+        scales = stored.arrays[Role.SCALES][:, None]
+        step = scales if encoding is INT8_ROWS else np.maximum(np.abs(numbers) / 8, scales * 2.0**-9)
+        assert (np.abs(stored.widened() - numbers) <= step / 2 * 1.0001).all()
+        first, last = sorted(random.choice(columns + 1, 2, replace=False).tolist())
+        part = parameters.read_stored(name, (slice(0, rows), slice(first, last)))
+        np.testing.assert_array_equal(part.widened(), stored.widened()[:, first:last])
+    rows = np.array([[0.0, 0.0], [1e-44, -1e-44], [3e38, -1.0]], np.float32)
+    found = {role: Quantization(encoding).array(rows, role).astype(np.float32) for role in (Role.VALUES, Role.SCALES)}
+    widened = found[Role.VALUES] * found[Role.SCALES][:, None]
+    assert np.isfinite(widened).all()
+    assert not widened[:2].any()
+
+
+def test_what_is_quantised_already_is_not_quantised_again(tmp_path: Path) -> None:
+    make_quantised_checkpoint(tmp_path, "qwen3", Quantised.FP8_CHANNEL)
+    config = EngineConfig(model_path=str(tmp_path), quantization=WeightQuantization.INT8)
+    with pytest.raises(ConfigError, match=r"quantization int8: .* is quantised already: remove the option"):
+        quantization_of(config, open_checkpoint(str(tmp_path)))
+
+
+def test_products_of_bfloat16_are_rounded_once_or_twice(tmp_path: Path) -> None:
+    """Weights are not: both backends compute with the values, which bfloat16 has exactly."""
+    make_quantised_checkpoint(tmp_path, "qwen3", Quantised.INT8_W8A16)
+    exact = PagedModel(tmp_path).run(prompts(), STEPS)
+    largest = max(np.abs(logits).max() for logits in exact)
+    for model in (PagedModel(tmp_path, dtype="bfloat16"), TorchPagedModel(tmp_path, dtype=torch.bfloat16)):
+        for logits, wanted in zip(model.run(prompts(), STEPS), exact, strict=True):
+            assert np.abs(np.asarray(logits, np.float32) - wanted).max() < 0.03 * largest
