@@ -79,7 +79,7 @@ def _compile(fields: JsonFields, name: str, pattern: str) -> re.Pattern[str]:
     where = f"{fields.file}: {fields.within}{name} has the pattern {shown(pattern)}"
     if len(pattern) > _MOST_CHARACTERS or len(_REPEAT.findall(pattern)) > _MOST_REPEATS:
         raise CheckpointError(
-            f"{where}; patterns may have {_MOST_CHARACTERS} characters, {_MOST_REPEATS} of which repeat something"
+            f"{where}; patterns may have {_MOST_CHARACTERS} characters and {_MOST_REPEATS} repetitions"
         )
     if _REPEATED_GROUP.search(pattern):
         raise CheckpointError(f"{where}, which repeats a group; write it without")

@@ -355,7 +355,7 @@ def config_of(of_all: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         ({}, {"inputs": {"dynamic": "local"}}, r"input_activations\.dynamic 'local'"),
         ({}, {"output_activations": WEIGHTS}, r"group_0\.output_activations "),
         ({}, {"targets": ["re:(a+)+b"]}, r"the pattern '\(a\+\)\+b', which repeats a group"),
-        ({"ignore": ["re:" + ".*x" * 9]}, {}, r"\.ignore has the pattern .*512 characters, 5 of which repeat"),
+        ({"ignore": ["re:" + ".*x" * 9]}, {}, r"\.ignore has the pattern .*512 characters and 5 repetitions"),
         ({"ignore": ["re:(a"]}, {}, "is not a regular expression: missing"),
         ({"ignore": [f"re:{number}" for number in range(65)]}, {}, "ignore has 65 patterns, it may have 64"),
         *[
