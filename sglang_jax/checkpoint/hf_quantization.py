@@ -172,8 +172,8 @@ def _compressed_tensors(quantization: JsonFields) -> Quantization | None:
         {target: scheme for target, scheme in targets.items() if not is_pattern(target)},
         tuple((pattern, targets[text]) for text, pattern in patterns.items()),
         LayerPatterns(
-            frozenset(text for text in ignored if not is_pattern(text)),
-            tuple(compiled(quantization, "ignore", ignored).values()),
+            names=frozenset(text for text in ignored if not is_pattern(text)),
+            patterns=tuple(compiled(quantization, "ignore", ignored).values()),
         ),
     )
 
@@ -241,8 +241,8 @@ def _modelopt(quantization: JsonFields) -> Quantization | None:
         return None
     if algorithm.upper() != "FP8":
         _refuse(quantization, "quant_algo", "FP8")
-    excluded = (quantization.strings("exclude_modules") or ()) + (quantization.strings("ignore") or ())
+    # In its own file, and in config.json.
+    field = "exclude_modules" if quantization.value("exclude_modules") is not None else "ignore"
     encoding = Encoding(ValueType.FLOAT8_E4M3, None, "float32", activations=ActivationScales.TENSOR)
-    return Quantization(
-        quantization.file, {"Linear": Scheme(encoding, per_row=False)}, ignored=wildcards(dict.fromkeys(excluded))
-    )
+    linear = Scheme(encoding, per_row=False)
+    return Quantization(quantization.file, {"Linear": linear}, ignored=wildcards(quantization, field))

@@ -38,7 +38,8 @@ class QuantizedReader:
 
     def __init__(self, reader: SafetensorsReader, quantization: Quantization, config: ModelConfig) -> None:
         self._reader = reader
-        names = reader.names()
+        self._stored = names = reader.names()
+        self._names = frozenset(name for name in names if not name.endswith((_SCALE, _INPUT_SCALE)))
         specs = manifest_of(config).specs
         embedding = next(spec.tensor_of(names) for name, spec in specs.items() if name.part is Part.EMBEDDING)
         routers = {spec.tensor_of(names) for name, spec in specs.items() if name.part is Part.ROUTER}
@@ -57,7 +58,7 @@ class QuantizedReader:
             )
 
     def names(self) -> frozenset[str]:
-        return frozenset(name for name in self._reader.names() if not name.endswith((_SCALE, _INPUT_SCALE)))
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._reader.shape(name)
@@ -121,11 +122,11 @@ class QuantizedReader:
         yield from self._faults_of_scale(f"{stem}{_SCALE}", rows if scheme.per_row else 1)
         if scheme.encoding.activations is ActivationScales.TENSOR:
             yield from self._faults_of_scale(f"{stem}{_INPUT_SCALE}", 1)
-        elif f"{stem}{_INPUT_SCALE}" in self._reader.names():
+        elif f"{stem}{_INPUT_SCALE}" in self._stored:
             yield f"extra: {stem}{_INPUT_SCALE} is a scale of an input that is not to have one"
 
     def _faults_of_scale(self, tensor: str, count: int) -> Iterator[str]:
-        if tensor not in self._reader.names():
+        if tensor not in self._stored:
             yield f"missing: {tensor}"
         elif self._reader.shape(tensor) not in ([(), (1,), (1, 1)] if count == 1 else [(count,), (count, 1)]):
             wanted = "one number" if count == 1 else f"({count}, 1)"

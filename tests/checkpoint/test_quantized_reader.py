@@ -32,7 +32,7 @@ from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
-from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, Stored, ValueType
+from sglang_jax.checkpoint.encoding import Q4, Q8, ActivationScales, Encoding, Stored, ValueType
 from sglang_jax.checkpoint.reader import Index, Role
 from sglang_jax.config import KVCacheDtype, ModelImpl
 from sglang_jax.errors import CheckpointError
@@ -355,13 +355,18 @@ def config_of(of_all: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         ({}, {"inputs": {"dynamic": "local"}}, r"input_activations\.dynamic 'local'"),
         ({}, {"output_activations": WEIGHTS}, r"group_0\.output_activations "),
         ({}, {"targets": ["re:(a+)+b"]}, r"the pattern '\(a\+\)\+b', which repeats a group"),
-        ({"ignore": ["re:" + ".*x" * 9]}, {}, r"\.ignore has the pattern .*512 characters, 5 of which repeat"),
+        ({"ignore": ["re:" + ".*x" * 9]}, {}, r"\.ignore has the pattern .*512 characters and 5 repetitions"),
         ({"ignore": ["re:(a"]}, {}, "is not a regular expression: missing"),
         ({"ignore": [f"re:{number}" for number in range(65)]}, {}, "ignore has 65 patterns, it may have 64"),
         *[
             ({"quant_method": method}, {}, f"weights quantised by {method!r} are not supported; give a checkpoint")
             for method in ("fbgemm_fp8", "gptq", "awq", "bitsandbytes", "mxfp4", "fp8", None)
         ],
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*x"] * 1025},
+            {},
+            "1025 names with .*, it may have 1024",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, "quant_algo 'NVFP4' .*supported: FP8;"),
     ],
 )
@@ -447,6 +452,22 @@ def test_quantised_heads_and_embeddings(tmp_path: Path) -> None:
     opened = open_checkpoint(str(tmp_path))
     assert not opened.config.tie_word_embeddings
     np.testing.assert_array_equal(parameters(tmp_path).read(ParameterName(Part.HEAD)), weights["lm_head.weight"])
+
+
+def test_routers_may_be_plain_though_all_linear_layers_are_quantised(tmp_path: Path) -> None:
+    """In transformers 5 they are no linear layers; in earlier versions they are, and may be quantised."""
+    make_quantised_checkpoint(tmp_path, "qwen3_moe", Quantised.INT8_W8A8)
+    fields = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    set_quantization(tmp_path, fields | {"ignore": ["lm_head"]})
+    assert parameters(tmp_path).encoding(ParameterName(Part.ROUTER, layer=0)) is None
+    set_quantization(tmp_path, fields | {"ignore": [r"re:.*mlp\.gate$"]})
+    assert "lm_head.weight is stored as plain numbers" in refusal(tmp_path)
+
+
+def test_parts_that_cut_through_blocks_have_no_encoding() -> None:
+    assert [Q8.allows(slice(*ends), 96) for ends in ((0, 96), (32, 64), (0, 40), (8, 40))] == [True, True, False, False]
+    assert FP8_STATIC.allows(slice(3, 5), 96)
+    assert Q4.nbytes(6, 64) == 6 * 2 * 20
 
 
 def test_transformers_models_take_plain_weights_only(config_folder: Path) -> None:
