@@ -95,7 +95,8 @@ def test_another_name_sets_the_field(alias: str, field: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("field", "flag"), SHORT_FLAGS.items())
 def test_short_flags_set_their_fields(field: str, flag: str) -> None:
-    assert parse(flag, "2") == ServerConfig(**{field: 2})
+    word = "int8" if field == "quantization" else "2"
+    assert parse(flag, word) == ServerConfig(**{field: word})
 
 
 def test_no_name_stands_for_two_things() -> None:
