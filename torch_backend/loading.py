@@ -19,7 +19,7 @@ from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.quantization import encodings_of, quantization_of
+from sglang_jax.runner.quantization import describe_matrices, encodings_of, quantization_of
 from sglang_jax.runner.sizing import (
     GroupMemory,
     Memory,
@@ -246,6 +246,10 @@ def _details(
     }
     if checkpoint.foreign is not None:
         details["model_impl"] = config.model_impl.value
+    else:
+        encodings = encodings_of(checkpoint, quantization_of(config, checkpoint))
+        if (matrices := describe_matrices(checkpoint.config, encodings)) is not None:
+            details["weights"] = matrices
     if drafting:
         details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
     if checkpoint.config.keeps_states:
@@ -306,6 +310,7 @@ def _build(
     parallel: TensorParallel,
 ) -> _Built:
     """Our model, or that of transformers."""
+    quantization = quantization_of(config, checkpoint)
     if checkpoint.foreign is not None:
         # Imported here: only such models need transformers' own.
         from torch_backend.compilation.building import build_traced
@@ -322,7 +327,6 @@ def _build(
         return _Built(traced, traced.weight_bytes(), partial(traced.load, read))
     reader = checkpoint.reader
     assert reader is not None
-    quantization = quantization_of(config, checkpoint)
     model = build_model(
         checkpoint.config,
         dtype=dtype,

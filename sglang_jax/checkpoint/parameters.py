@@ -11,6 +11,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role, TensorReader, whole_index
+from sglang_jax.errors import CheckpointError
 
 
 class ParameterReader:
@@ -75,7 +76,11 @@ class ParameterReader:
         spec = self._specs[name]
         if self._quantization is not None and self._quantized(spec) is not None:
             columns = whole_index(spec.shape, index)[-1] if role is Role.VALUES else slice(None)
-            found = self._quantization.array(self.read(name, (index or ())[: len(spec.shape) - 1]), role)
+            numbers = self.read(name, (index or ())[: len(spec.shape) - 1])
+            try:
+                found = self._quantization.array(numbers, role)
+            except ValueError as error:
+                raise CheckpointError(f"{spec.tensor}: {error}: remove --quantization") from error
             return found[..., columns] if role is Role.VALUES else found
         if spec.places:
             sides = whole_index(spec.shape, index)[1:]

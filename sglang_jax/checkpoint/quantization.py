@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +23,7 @@ FLOAT8_ROWS = Encoding(ValueType.FLOAT8_E4M3, None, "float32")
 """8 bits with a scale of each row."""
 
 _LARGEST = {ValueType.INT8: 127.0, ValueType.FLOAT8_E4M3: 448.0}
+_WEIGHTS_AT_A_TIME = 2**20
 _STAY_PLAIN = frozenset({Part.EMBEDDING, Part.HEAD, Part.ROUTER, Part.SHARED_ROUTER})
 """Embeddings are looked up, few bits of a head or a router change which token or expert is the best."""
 
@@ -43,21 +45,33 @@ class Quantization:
         return spec.is_matrix and spec.name.part not in _STAY_PLAIN
 
     def array(self, rows: Array, role: Role) -> Array:
-        """Values or scales of whole rows `[..., out, in]` of numbers."""
-        numbers = rows.astype(np.float32)
-        scales = self._scales(numbers)
-        if role is Role.SCALES:
-            return scales
-        divided = numbers / scales[..., None]
-        if self.encoding.values is ValueType.INT8:
-            integers: Array = np.rint(divided).astype(np.int8)
-            return integers
-        values: Array = divided.astype(ml_dtypes.float8_e4m3fn)
-        return values
+        """Values or scales of whole rows `[..., out, in]` of numbers. Some rows at a time: beside the numbers and what
+        is returned there are some MiB.
+
+        **Raises:** `ValueError` for numbers that are not finite.
+        """
+        flat = rows.reshape(-1, rows.shape[-1])
+        scales = np.empty(len(flat), np.float32)
+        values: Array = np.empty(flat.shape if role is Role.VALUES else 0, self._dtype)
+        together = max(_WEIGHTS_AT_A_TIME // flat.shape[1], 1)
+        for first in range(0, len(flat), together):
+            some = slice(first, first + together)
+            numbers = flat[some].astype(np.float32)
+            scales[some] = self._scales(numbers)
+            if role is Role.VALUES:
+                numbers /= scales[some, None]
+                values[some] = np.rint(numbers) if self.encoding.values is ValueType.INT8 else numbers
+        return values.reshape(rows.shape) if role is Role.VALUES else scales.reshape(rows.shape[:-1])
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.int8 if self.encoding.values is ValueType.INT8 else ml_dtypes.float8_e4m3fn)
 
     def _scales(self, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-        largest: NDArray[np.float32] = np.abs(numbers).max(axis=-1, initial=0.0)
-        # A row of zeros, and one so small that its scale would be none, is divided by 1.
+        largest = np.maximum(numbers.max(axis=-1, initial=0.0), -numbers.min(axis=-1, initial=0.0))
+        if not np.isfinite(largest).all():
+            raise ValueError("numbers that are not finite cannot be quantised")
         scales: NDArray[np.float32] = np.asarray(largest / np.float32(_LARGEST[self.encoding.values]))
+        # A row of zeros, and one so small that its scale would be none, is divided by 1.
         scales[scales < np.finfo(np.float32).tiny] = 1.0
         return scales

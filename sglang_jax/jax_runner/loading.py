@@ -49,7 +49,7 @@ from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.quantization import encodings_of, quantization_of
+from sglang_jax.runner.quantization import describe_matrices, encodings_of, quantization_of
 from sglang_jax.runner.sizing import (
     GroupMemory,
     Memory,
@@ -95,6 +95,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
     quantization = quantization_of(config, checkpoint)
+    encodings = encodings_of(checkpoint, quantization)
     bare = partial(
         build_model,
         parallel.config,
@@ -102,7 +103,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         attention=attention,
         platform=platform,
         kv_dtype=kv_dtype,
-        encodings=encodings_of(checkpoint, quantization),
+        encodings=encodings,
     )
     kept = _blocks_to_keep(config, checkpoint, bare, device, dtype)
 
@@ -150,6 +151,8 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         "compilation_cache": config.cache_address(),
         "tp_size": str(parallel.size),
     }
+    if (matrices := describe_matrices(checkpoint.config, encodings)) is not None:
+        details["weights"] = matrices
     if checkpoint.config.keeps_states:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
     if draft is not None:

@@ -68,7 +68,9 @@ def load_weights(
     try:
         for parameter in parameters_of(model):
             target = parameter.value.get_value()
-            size = target.size * target.dtype.itemsize
+            # Of what is quantised while it is read there are numbers too.
+            beside = 0 if quantization is None or parameter.value.role is None else 4
+            size = target.size * (target.dtype.itemsize + beside)
             while under_way and held + size > _MOST_HELD:
                 held -= _finish(*under_way.popleft())
             read = _Source(parameters, model.config, target.dtype, parameter.value.role).of(parameter)

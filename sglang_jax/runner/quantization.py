@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sglang_jax.checkpoint import Checkpoint, ParameterReader
+from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Encodings, Quantization, all_plain
 from sglang_jax.config import EngineConfig, WeightQuantization
 from sglang_jax.errors import ConfigError
@@ -32,6 +34,18 @@ def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantizatio
     if any(encoding is not None and encoding.block is None for encoding in stored):
         raise ConfigError(f"quantization {wanted.value}: {where} is quantised already: remove the option")
     return Quantization(_ENCODINGS[wanted])
+
+
+def describe_matrices(model: ModelConfig, encodings: Encodings) -> str | None:
+    """How many matrices of a model are kept in 8 bits, for the log and the report; None if none is."""
+    specs = [
+        spec for spec in manifest_of(model).specs.values() if spec.is_matrix and spec.name.part is not Part.EMBEDDING
+    ]
+    found = [encodings(spec.name) for spec in specs]
+    kept = [encoding.values.value for encoding in found if encoding is not None and encoding.block is None]
+    if not kept:
+        return None
+    return f"{len(kept)} of {len(found)} matrices in {' and '.join(sorted(set(kept)))}"
 
 
 def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> Encodings:

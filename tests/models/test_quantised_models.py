@@ -19,7 +19,9 @@ from helpers.quantized_checkpoints import (
     make_quantised_checkpoint,
     quantise,
     scheme_of,
+    tensors_of,
     write_plain_twin,
+    write_tensors,
 )
 from helpers.small_configs import small_config
 from helpers.tiny_models import make_tiny_checkpoint
@@ -32,7 +34,7 @@ from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Quantization
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.config import EngineConfig, WeightQuantization
-from sglang_jax.errors import ConfigError
+from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.quantization import quantization_of
 
 ROUNDING = 1e-5
@@ -153,3 +155,12 @@ def test_products_of_bfloat16_are_rounded_once_or_twice(tmp_path: Path) -> None:
     for model in (PagedModel(tmp_path, dtype="bfloat16"), TorchPagedModel(tmp_path, dtype=torch.bfloat16)):
         for logits, wanted in zip(model.run(prompts(), STEPS), exact, strict=True):
             assert np.abs(np.asarray(logits, np.float32) - wanted).max() < 0.03 * largest
+
+
+def test_numbers_that_are_not_finite_are_not_quantised(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3")
+    tensors = tensors_of(tmp_path)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight: numbers that are not finite"):
+        PagedModel(tmp_path, quantization=Quantization(INT8_ROWS))
