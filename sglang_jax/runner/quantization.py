@@ -12,13 +12,19 @@ from sglang_jax.errors import ConfigError
 _ENCODINGS = {WeightQuantization.INT8: INT8_ROWS, WeightQuantization.FLOAT8_E4M3: FLOAT8_ROWS}
 
 
+def quantization_wanted(config: EngineConfig) -> Quantization | None:
+    """How the options say that matrices are quantised while they are read; None for as they are stored."""
+    encoding = _ENCODINGS.get(config.quantization)
+    return None if encoding is None else Quantization(encoding)
+
+
 def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantization | None:
-    """How matrices are quantised while they are read; None for as they are stored.
+    """The same of a checkpoint.
 
     **Raises:** `ConfigError` for a checkpoint whose matrices cannot be quantised so, or are quantised already.
     """
-    wanted = config.quantization
-    if wanted is WeightQuantization.AUTO:
+    wanted, quantization = config.quantization, quantization_wanted(config)
+    if quantization is None:
         return None
     where = checkpoint.source.address
     if checkpoint.foreign is not None:
@@ -33,7 +39,7 @@ def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantizatio
     stored = (checkpoint.reader.encoding(name) for name in checkpoint.reader.names())
     if any(encoding is not None and encoding.block is None for encoding in stored):
         raise ConfigError(f"quantization {wanted.value}: {where} is quantised already: remove the option")
-    return Quantization(_ENCODINGS[wanted])
+    return quantization
 
 
 def describe_matrices(model: ModelConfig, encodings: Encodings) -> str | None:
