@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from pydantic import ValidationError
 
-from sglang_jax.architectures.manifest import ParameterName, manifest_of
+from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader
 from sglang_jax.checkpoint.dummy_reader import DummyReader
@@ -31,7 +31,7 @@ from sglang_jax.config import (
     WeightQuantization,
 )
 from sglang_jax.errors import ConfigError
-from sglang_jax.runner.quantization import quantization_of, quantization_wanted
+from sglang_jax.runner.quantization import kept_encodings, quantization_of, quantization_wanted
 from tpu.alternatives import Asked, shortage_in, what_would_fit, what_would_help
 from tpu.choices import PAGE_SIZE, memory_fraction
 from tpu.figures import Deployment, Kept, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
@@ -237,7 +237,7 @@ def _what_is_loaded(model: str, options: EngineConfig) -> tuple[ModelConfig, dic
     """The model, and how its matrices are kept that are not plain numbers."""
     if model in SHAPES:
         config = load_shape(model)
-        quantization = quantization_wanted(options)
+        quantization = quantization_wanted(options.quantization)
         reader: TensorReader = DummyReader(config, seed=0)
     else:
         checkpoint = open_checkpoint(model, LoadFormat.DUMMY)
@@ -245,8 +245,7 @@ def _what_is_loaded(model: str, options: EngineConfig) -> tuple[ModelConfig, dic
         assert checkpoint.reader is not None, "one of random weights"
         reader = checkpoint.reader
     encodings = ParameterReader(reader, config, quantization).encoding
-    found = {name: encodings(name) for name in manifest_of(config).specs}
-    return config, {name: encoding for name, encoding in found.items() if encoding is not None}
+    return config, kept_encodings(config, encodings)
 
 
 def _options(model: str, tp: int, set_: dict[str, object]) -> EngineConfig:
