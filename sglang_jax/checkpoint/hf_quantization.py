@@ -26,7 +26,8 @@ _FIELD = "quantization_config"
 _COMPRESSED, _MODELOPT = "compressed-tensors", "modelopt"
 _KV_TYPES = {("float", 8): KVCacheDtype.FLOAT8_E4M3, ("int", 8): KVCacheDtype.INT8}
 _VALUE_TYPES = {"float": ValueType.FLOAT8_E4M3, "int": ValueType.INT8}
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+_PACKED = "pack-quantized"
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
 _STATES = (None, "compressed", "frozen")
 """The first versions of llm-compressor wrote `frozen` for the same files."""
 
@@ -41,10 +42,12 @@ class Scheme:
     """How the weights of some layers are stored.
 
     - `per_row`: a scale for each row, and otherwise one for the matrix.
+    - `packed`: four values in a word of 32 bits (see `QuantizedReader`).
     """
 
     encoding: Encoding
     per_row: bool
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +184,16 @@ def _compressed_tensors(quantization: JsonFields) -> Quantization | None:
 def _scheme(quantization: JsonFields, group: JsonFields) -> Scheme:
     """What a group with weights says of them and of their input."""
     of_group = group.string("format")
-    if (of_group or quantization.string("format")) not in _FORMATS:
+    packing = of_group or quantization.string("format")
+    if packing not in _FORMATS:
         _refuse(group if of_group else quantization, "format", ", ".join(_FORMATS))
     if group.value("output_activations") is not None:
         _refuse(group, "output_activations", "none")
     weights = group.nested("weights")
     assert weights is not None
     values = _value_type(weights)
+    if packing == _PACKED and values is not ValueType.INT8:
+        _refuse(weights, "type", f"int, where the format is {_PACKED}")
     if weights.value("dynamic"):
         _refuse(weights, "dynamic", "false")
     strategy = _strategy(weights)
@@ -195,7 +201,8 @@ def _scheme(quantization: JsonFields, group: JsonFields) -> Scheme:
         _refuse(weights, "strategy", "channel (a scale for each row) and tensor (one scale)")
     inputs = group.nested("input_activations")
     activations = ActivationScales.NONE if inputs is None else _activations(inputs, weights)
-    return Scheme(Encoding(values, None, "float32", activations=activations), strategy == "channel")
+    encoding = Encoding(values, None, "float32", activations=activations)
+    return Scheme(encoding, strategy == "channel", packing == _PACKED)
 
 
 def _value_type(numbers: JsonFields) -> ValueType:

@@ -1,12 +1,13 @@
 """Safetensors folders whose weights are stored in 8 bits with scales beside them.
 
 `X.weight` is int8 or float8 `[out, in]`, `X.weight_scale` one number or `[out, 1]`, and `X.input_scale` one number.
+Or, in place of `X.weight`, `X.weight_packed` is int32 `[out, in / 4, rounded up]`: int8 values plus 128, the first of
+four in the lowest byte. `X.weight_shape` is then `[out, in]`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -17,40 +18,51 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, Stored, ValueType
 from sglang_jax.checkpoint.hf_quantization import Quantization, Scheme
+from sglang_jax.checkpoint.kept_arrays import KeptArrays
 from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
-from sglang_jax.checkpoint.tensors import HARMLESS_PREFIX, listed
+from sglang_jax.checkpoint.tensors import HARMLESS_PREFIX, expected_tensors, listed
 from sglang_jax.errors import CheckpointError
 
 _WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".weight_scale", ".input_scale"
+_PACKED, _SHAPE = ".weight_packed", ".weight_shape"
+_IN_WORD = 4
+"""Values of a packed word."""
+
 _ZERO_POINTS = (".weight_zero_point", ".input_zero_point", ".output_zero_point")
 
 _DTYPES = {ValueType.INT8: np.dtype(np.int8), ValueType.FLOAT8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 class QuantizedReader:
-    """The tensors of a folder, without scales of weights and inputs. Weights in 8 bits have an encoding, and are read
-    as float32; others stay as they are.
+    """The tensors of a folder, without scales of weights and inputs, and packed ones by the names of what is in them.
+    Weights in 8 bits have an encoding, and are read as float32; others stay as they are.
 
     **Raises:** `CheckpointError` naming the tensors, all or the first 500 of them, that are not as `quantization` says.
-    Values of scales are checked when they are read.
+    Scales, and stored shapes of packed weights, are checked when they are read.
     """
 
     def __init__(self, reader: SafetensorsReader, quantization: Quantization, config: ModelConfig) -> None:
         self._reader = reader
         self._stored = names = reader.names()
-        self._names = frozenset(name for name in names if not name.endswith((_SCALE, _INPUT_SCALE)))
+        self._beside = KeptArrays(lambda name: reader.read(name) if reader.is_plain(name) else reader.read_raw(name))
+        packed = [name.removesuffix(_PACKED) + _WEIGHT for name in names if name.endswith(_PACKED)]
+        hidden = (_SCALE, _INPUT_SCALE, _PACKED, _SHAPE)
+        self._names = names = frozenset(packed).union(name for name in names if not name.endswith(hidden))
+        self._packed = self._shapes_of_packed(packed, expected_tensors(config, names))
         specs = manifest_of(config).specs
         embedding = next(spec.tensor_of(names) for name, spec in specs.items() if name.part is Part.EMBEDDING)
         routers = {spec.tensor_of(names) for name, spec in specs.items() if name.part is Part.ROUTER}
         self._schemes: dict[str, Scheme] = {}
         for name in names:
-            if name.endswith(_WEIGHT) and len(reader.shape(name)) == 2:
+            if name.endswith(_WEIGHT) and len(self.shape(name)) == 2:
                 scheme = quantization.scheme(name.removesuffix(_WEIGHT), "Embedding" if name == embedding else "Linear")
                 # A router is a linear layer to some versions of the tools, and to others none.
-                if scheme is not None and not (name in routers and reader.is_plain(name)):
+                plain = name not in self._packed and reader.is_plain(name)
+                if scheme is not None and not (plain and name in routers):
                     self._schemes[name] = scheme
-        faults = sorted(fault for name in names if not name.startswith(HARMLESS_PREFIX) for fault in self._faults(name))
+        checked = [name for name in self._stored if not name.startswith(HARMLESS_PREFIX)]
+        faults = sorted(fault for name in checked for fault in self._faults(name))
         if faults:
             raise CheckpointError(
                 f"the tensors are not those that {quantization.file} describes as quantised ({len(faults)} faults):"
@@ -61,7 +73,7 @@ class QuantizedReader:
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._reader.shape(name)
+        return self._packed[name] if name in self._packed else self._reader.shape(name)
 
     def read(self, name: str, index: Index | None = None) -> Array:
         """See `TensorReader.read`. Raises `CheckpointError` for scales that are not positive and finite."""
@@ -81,24 +93,51 @@ class QuantizedReader:
         if scheme is None or role not in scheme.encoding.roles:
             raise ValueError(f"{name} is stored without {role.value}")
         if role is Role.VALUES:
-            return self._reader.read_8_bits(name, index)
+            return self._unpacked(name, index) if scheme.packed else self._reader.read_raw(name, index)
         rows, _ = whole_index(self.shape(name), index)
         suffix = _SCALE if role is Role.SCALES else _INPUT_SCALE
-        return self._scales(f"{name.removesuffix(_WEIGHT)}{suffix}", range(*rows.indices(self.shape(name)[0])))
+        return self._scales(_beside(name, suffix), range(*rows.indices(self.shape(name)[0])))
 
     def _scales(self, tensor: str, rows: range) -> NDArray[np.float32]:
         """The scales of these rows, of which a tensor has one for each, or one for all."""
-        if math.prod(self._reader.shape(tensor)) == 1:
-            found = np.full(len(rows), self._reader.read(tensor).item(), np.float32)
+        stored = self._beside.get(tensor).reshape(-1)
+        if len(stored) == 1:
+            found = np.full(len(rows), stored.item(), np.float32)
         else:
-            part = self._reader.read(tensor, (slice(rows.start, rows.stop),))
-            found = part.reshape(-1).astype(np.float32)
+            found = stored[rows.start : rows.stop].astype(np.float32)
         wrong = found[~((found > 0) & np.isfinite(found))]
         if len(wrong):
             raise CheckpointError(
                 f"{tensor} has the scale {wrong[0]:g}; scales must be positive and finite: the checkpoint is damaged"
             )
         return found
+
+    def _shapes_of_packed(
+        self, names: Iterable[str], expected: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]]:
+        """The shapes of weights that are packed: those that a model expects where they fit the words, without reading
+        stored ones; and otherwise all that words have room for."""
+        shapes = {}
+        for name in names:
+            *rows, words = self._reader.shape(_beside(name, _PACKED)) or (0,)
+            shape = expected.get(name, (0,))
+            fits = -(-shape[-1] // _IN_WORD) == words
+            shapes[name] = (*rows, shape[-1] if fits else _IN_WORD * words)
+        return shapes
+
+    def _unpacked(self, name: str, index: Index | None) -> Array:
+        """Values of a packed weight: int8."""
+        shape, stored = self.shape(name), self._beside.get(_beside(name, _SHAPE))
+        if tuple(stored.tolist()) != shape:
+            raise CheckpointError(f"{_beside(name, _SHAPE)} is {stored.tolist()}, the config requires {list(shape)}")
+        rows, columns = whole_index(shape, index)
+        first, last, _ = columns.indices(shape[1])
+        start = first // _IN_WORD
+        words = self._reader.read_raw(_beside(name, _PACKED), (rows, slice(start, -(-last // _IN_WORD))))
+        skipped = start * _IN_WORD
+        raised = words.view(np.uint8)[:, first - skipped : max(last, first) - skipped]
+        values: Array = (raised ^ np.uint8(128)).view(np.int8)
+        return values
 
     def _faults(self, name: str) -> Iterator[str]:
         """What is wrong with a tensor, or with what belongs to it."""
@@ -110,15 +149,36 @@ class QuantizedReader:
                 if f"{name.removesuffix(suffix)}{_WEIGHT}" not in self._schemes:
                     yield f"extra: {name} is a scale of a weight that is not quantised"
                 return
-        stored, scheme = self._reader.dtype_of_8_bits(name), self._schemes.get(name)
-        if scheme is None:
-            if stored is not None:
-                yield f"extra: {name} is stored as {stored}, and is not to be quantised"
+        if name.endswith(_SHAPE):
+            if name.removesuffix(_SHAPE) + _WEIGHT not in self._packed:
+                yield f"extra: {name} is a shape of a weight that is not packed"
             return
-        wanted = _DTYPES[scheme.encoding.values]
+        packed = name.endswith(_PACKED)
+        weight = name.removesuffix(_PACKED) + _WEIGHT if packed else name
+        stored, scheme = self._reader.raw_dtype(name), self._schemes.get(weight)
+        kind = stored or "plain numbers"
+        if scheme is None or (packed and not scheme.packed):
+            if stored is not None or packed:
+                yield f"extra: {name} is stored as {kind}, and is not to be {'packed' if scheme else 'quantised'}"
+            return
+        if scheme.packed and not packed:
+            yield f"mistyped: {name} is stored as {kind}, it is to be in {_beside(name, _PACKED)}"
+            return
+        wanted, how = (np.dtype(np.int32), "packed in") if packed else (_DTYPES[scheme.encoding.values], "quantised to")
         if stored != wanted:
-            yield f"mistyped: {name} is stored as {stored or 'plain numbers'}, it is to be quantised to {wanted}"
-        stem, rows = name.removesuffix(_WEIGHT), self.shape(name)[0]
+            yield f"mistyped: {name} is stored as {kind}, it is to be {how} {wanted}"
+        if packed:
+            yield from self._faults_of_shape(_beside(weight, _SHAPE))
+        yield from self._faults_of_scales(weight, scheme)
+
+    def _faults_of_shape(self, tensor: str) -> Iterator[str]:
+        if tensor not in self._stored:
+            yield f"missing: {tensor}"
+        elif self._reader.shape(tensor) != (2,) or self._reader.raw_dtype(tensor) not in (np.int32, np.int64):
+            yield f"mistyped: {tensor} must be two numbers of int64"
+
+    def _faults_of_scales(self, weight: str, scheme: Scheme) -> Iterator[str]:
+        stem, rows = weight.removesuffix(_WEIGHT), self.shape(weight)[0]
         yield from self._faults_of_scale(f"{stem}{_SCALE}", rows if scheme.per_row else 1)
         if scheme.encoding.activations is ActivationScales.TENSOR:
             yield from self._faults_of_scale(f"{stem}{_INPUT_SCALE}", 1)
@@ -133,3 +193,8 @@ class QuantizedReader:
             yield f"misshapen: {tensor} is {self._reader.shape(tensor)}, it must be {wanted}"
         elif not self._reader.is_plain(tensor):
             yield f"mistyped: {tensor} must be float32, bfloat16 or float16"
+
+
+def _beside(weight: str, suffix: str) -> str:
+    """The name of a tensor that belongs to a weight."""
+    return weight.removesuffix(_WEIGHT) + suffix

@@ -29,11 +29,13 @@ _DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_EIGHT_BITS: dict[str, np.dtype] = {
+_RAW: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
-"""What is a number only with its scale."""
+"""What is no number of a model by itself: it has a scale, several lie in a word, or it tells of another tensor."""
 
 _MAX_HEADER_BYTES = 32 << 20
 """The format allows 100 MB, which would take a GB to read. A header of 100,000 tensors has about 15 MB."""
@@ -109,14 +111,14 @@ class SafetensorsReader(PlainReader):
         """Whether `read` can read a tensor. Raises `CheckpointError` for one that is not there, as the others do."""
         return self._tensor(name).dtype in _DTYPES
 
-    def dtype_of_8_bits(self, name: str) -> np.dtype | None:
-        """What `read_8_bits` gives, int8 or `ml_dtypes.float8_e4m3fn`; None for a tensor of other numbers."""
-        return _EIGHT_BITS.get(self._tensor(name).dtype)
+    def raw_dtype(self, name: str) -> np.dtype | None:
+        """What `read_raw` gives: int8, `ml_dtypes.float8_e4m3fn`, int32 or int64; None for a tensor of others."""
+        return _RAW.get(self._tensor(name).dtype)
 
-    def read_8_bits(self, name: str, index: Index | None = None) -> Array:
-        """As `read`, of what is stored as F8_E4M3 or I8 and is a number only with its scale. Raises `CheckpointError`
-        for another dtype."""
-        return self._read(name, _EIGHT_BITS, index)
+    def read_raw(self, name: str, index: Index | None = None) -> Array:
+        """As `read`, of what is no number of a model by itself. Raises `CheckpointError` for a dtype that is not
+        F8_E4M3, I8, I32 or I64."""
+        return self._read(name, _RAW, index)
 
     def _read(self, name: str, dtypes: Mapping[str, np.dtype], index: Index | None) -> Array:
         tensor = self._tensor(name)
@@ -217,7 +219,7 @@ def _read_header(files: WeightFiles, file: str, start: bytes) -> dict[str, _Tens
         raise CheckpointError(f"{where} has no valid safetensors header: {error}") from error
     tensors = {name: _tensor_of(file, entry, data) for name, entry in entries.items()}
     for name, tensor in tensors.items():
-        item = _DTYPES.get(tensor.dtype, _EIGHT_BITS.get(tensor.dtype))
+        item = _DTYPES.get(tensor.dtype, _RAW.get(tensor.dtype))
         wanted = tensor.end - tensor.begin if item is None else math.prod(tensor.shape) * item.itemsize
         if (
             not data <= tensor.begin <= tensor.end <= size

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,9 @@ from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
 from sglang_jax.checkpoint.encoding import Q4, Q8, ActivationScales, Encoding, Stored, ValueType
-from sglang_jax.checkpoint.reader import Index, Role
+from sglang_jax.checkpoint.kept_arrays import KeptArrays
+from sglang_jax.checkpoint.reader import Array, Index, Role
+from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.config import KVCacheDtype, ModelImpl
 from sglang_jax.errors import CheckpointError
 
@@ -46,7 +50,7 @@ ENCODINGS = {
     Quantised.FP8_CHANNEL: FP8_DYNAMIC,
     Quantised.FP8_TENSOR: FP8_STATIC,
     Quantised.INT8_W8A8: INT8_DYNAMIC,
-    Quantised.INT8_W8A16: INT8_PLAIN,
+    **dict.fromkeys((Quantised.INT8_W8A16, Quantised.PACKED, Quantised.PACKED_TENSOR), INT8_PLAIN),
     Quantised.MODELOPT: FP8_STATIC,
 }
 
@@ -97,7 +101,9 @@ def faults(quantised: ParameterReader, plain: ParameterReader, random: np.random
 @pytest.mark.parametrize("kind", Quantised)
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 def test_every_format(architecture: str, kind: Quantised, tmp_path: Path) -> None:
-    weights = make_quantised_checkpoint(tmp_path / "a", architecture, kind)
+    # Rows that do not fill their words.
+    widths = {"intermediate_size": 130, "moe_intermediate_size": 47}
+    weights = make_quantised_checkpoint(tmp_path / "a", architecture, kind, **widths)
     quantised = parameters(tmp_path / "a")
     assert not faults(
         quantised, parameters(write_plain_twin(tmp_path / "a", weights, tmp_path / "b")), np.random.default_rng(0)
@@ -201,7 +207,12 @@ def test_a_model_that_compressed_tensors_saved_itself(tmp_path: Path) -> None:
     from helpers.tiny_models import make_tiny_model
 
     model = make_tiny_model("qwen3")
-    schemes = [scheme_of(Quantised.FP8_TENSOR, r"re:.*self_attn\..*"), scheme_of(Quantised.INT8_W8A16)]
+    kinds = [
+        (Quantised.FP8_TENSOR, r"re:.*self_attn\..*"),
+        (Quantised.PACKED, r"re:.*(gate|down)_proj$"),
+        (Quantised.INT8_W8A16, "Linear"),
+    ]
+    schemes = [scheme_of(*each) for each in kinds]
     groups: dict[str, QuantizationScheme] = {f"group_{number}": scheme for number, scheme in enumerate(schemes)}
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]), show_progress=False)
     for module in model.modules():
@@ -215,8 +226,8 @@ def test_a_model_that_compressed_tensors_saved_itself(tmp_path: Path) -> None:
     compressor.decompress_model(model)
     quantised = open_checkpoint(str(tmp_path)).reader
     assert quantised is not None
-    plain = {name: value.detach().numpy() for name, value in model.state_dict().items() if "_scale" not in name}
-    plain = {name: value for name, value in plain.items() if "zero_point" not in name}
+    state = model.state_dict().items()
+    plain = {name: value.detach().numpy() for name, value in state if not re.search("_(scale|zero_point|shape)$", name)}
     assert quantised.names() == plain.keys()
     assert not [name for name in plain if not np.array_equal(quantised.read(name), plain[name])]
     names = sorted(name for name in plain if quantised.encoding(name) is not None)
@@ -276,6 +287,97 @@ def test_tensors_that_are_not_as_config_json_says_are_all_named(tmp_path: Path) 
     ]
 
 
+def test_packed_tensors_that_are_not_as_config_json_says_are_all_named(tmp_path: Path) -> None:
+    make_quantised_checkpoint(tmp_path, "qwen3", Quantised.PACKED)
+
+    def damage(tensors: Tensors) -> None:
+        layer = "model.layers.0"
+        tensors[f"{layer}.self_attn.q_proj.weight_packed"] = torch.ones((128, 16), dtype=torch.int8)
+        del tensors[f"{layer}.self_attn.k_proj.weight_shape"]
+        tensors[f"{layer}.self_attn.v_proj.weight_shape"] = torch.ones(2)
+        tensors[f"{layer}.self_attn.o_proj.weight_shape"] = torch.ones(3, dtype=torch.int64)
+        tensors[f"{layer}.mlp.up_proj.weight"] = torch.ones((128, 64), dtype=torch.int8)
+        del tensors[f"{layer}.mlp.up_proj.weight_packed"]
+        tensors[f"{layer}.mlp.gate_proj.weight"] = torch.ones((128, 64))
+        tensors[f"{layer}.mlp.down_proj.weight_scale"] = torch.ones(1)
+        tensors["lm_head.weight_packed"] = torch.ones((384, 16), dtype=torch.int32)
+
+    told = refusal(changed(tmp_path, damage))
+    assert told.splitlines()[1:] == [
+        "  extra: lm_head.weight_packed is stored as int32, and is not to be quantised",
+        "  extra: model.layers.0.mlp.up_proj.weight_shape is a shape of a weight that is not packed",
+        "  misshapen: model.layers.0.mlp.down_proj.weight_scale is (1,), it must be (64, 1)",
+        "  missing: model.layers.0.self_attn.k_proj.weight_shape",
+        "  mistyped: model.layers.0.mlp.gate_proj.weight is stored as plain numbers, it is to be in "
+        "model.layers.0.mlp.gate_proj.weight_packed",
+        "  mistyped: model.layers.0.mlp.up_proj.weight is stored as int8, it is to be in "
+        "model.layers.0.mlp.up_proj.weight_packed",
+        "  mistyped: model.layers.0.self_attn.o_proj.weight_shape must be two numbers of int64",
+        "  mistyped: model.layers.0.self_attn.q_proj.weight_packed is stored as int8, it is to be packed in int32",
+        "  mistyped: model.layers.0.self_attn.v_proj.weight_shape must be two numbers of int64",
+    ]
+
+
+def test_weights_may_only_be_packed_where_config_json_says_so(tmp_path: Path) -> None:
+    make_quantised_checkpoint(tmp_path, "qwen3", Quantised.PACKED)
+    fields = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    fields["config_groups"]["group_0"]["format"] = "naive-quantized"
+    set_quantization(tmp_path, fields | {"format": "naive-quantized"})
+    assert f"extra: {STEM}.weight_packed is stored as int32, and is not to be packed" in refusal(tmp_path)
+
+
+def test_shapes_of_packed_weights_are_those_that_the_model_has(tmp_path: Path) -> None:
+    """Rows of 130 and of 132 have as many words."""
+    make_quantised_checkpoint(tmp_path, "qwen3", Quantised.PACKED, intermediate_size=130)
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def widen(tensors: Tensors) -> None:
+        tensors[f"{name}_shape"][1] = 132
+
+    assert refusal(changed(tmp_path, widen)) == f"{name}_shape is [64, 132], the config requires [64, 130]"
+
+    def cut(tensors: Tensors) -> None:
+        tensors[f"{name}_packed"] = tensors[f"{name}_packed"][:, 1:]
+
+    assert f"misshapen: {name} is (64, 128), the config requires (64, 130)" in refusal(changed(tmp_path, cut))
+
+
+def test_scales_are_read_once_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By several threads, in parts, and again; of what could not be read another try is made."""
+    make_quantised_checkpoint(tmp_path, "qwen3", Quantised.PACKED)
+    quantised = parameters(tmp_path)
+    reads: list[str] = []
+    read = SafetensorsReader.read
+
+    def slow(self: SafetensorsReader, name: str, index: Index | None = None) -> Array:
+        reads.append(name)
+        time.sleep(0.05)
+        if len(reads) == 1:
+            raise CheckpointError("no network")
+        return read(self, name, index)
+
+    monkeypatch.setattr(SafetensorsReader, "read", slow)
+    up = ParameterName(Part.UP, layer=1)
+    with pytest.raises(CheckpointError, match="no network"):
+        quantised.read(up)
+    with ThreadPoolExecutor(8) as pool:
+        parts = list(pool.map(lambda first: quantised.read(up, (slice(first, first + 16),)), range(0, 128, 16)))
+    assert reads == [f"{STEM}.weight_scale"] * 2
+    np.testing.assert_array_equal(np.concatenate(parts), quantised.read(up))
+
+
+def test_few_arrays_are_kept() -> None:
+    reads: list[str] = []
+
+    def read(name: str) -> Array:
+        reads.append(name)
+        return np.array([len(reads)])
+
+    kept = KeptArrays(read, most=2)
+    assert [kept.get(name).item() for name in "abacab"] == [1, 2, 1, 3, 1, 4]
+    assert "".join(reads) == "abcb"
+
+
 @pytest.mark.parametrize("value", [0.0, -1.5, float("nan"), float("inf")])
 def test_a_scale_that_is_no_scale_is_named_when_it_is_read(value: float, tmp_path: Path) -> None:
     make_quantised_checkpoint(tmp_path, "qwen3", Quantised.INT8_W8A16)
@@ -330,11 +432,13 @@ def config_of(of_all: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("of_all", "group", "words"),
     [
+        ({"format": "dense"}, {}, r"config\.format 'dense' .*; supported: float-quantized, int-quanti"),
         (
             {"format": "pack-quantized"},
             {},
-            r"config\.format 'pack-quantized' .*; supported: float-quantized, int-quanti",
+            r"weights\.type 'float' .*supported: int, where the format is pack-quantized",
         ),
+        ({}, {"format": "pack-quantized", "weights": {"type": "int", "num_bits": 4}}, r"num_bits 4 .*supported: 8"),
         ({}, {"format": "marlin-24"}, r"group_0\.format 'marlin-24'"),
         ({"quantization_status": "initialized"}, {}, "quantization_status 'initialized' .* compressed or frozen"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, r"sparsity_config\.format 'sparse-24-bitmask'"),

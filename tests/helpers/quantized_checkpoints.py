@@ -38,6 +38,8 @@ class Quantised(Enum):
     FP8_TENSOR = "fp8, one scale, inputs by one stored scale"
     INT8_W8A8 = "int8, a scale for each row, inputs by token"
     INT8_W8A16 = "int8, a scale for each row, inputs as they are"
+    PACKED = "the same, four in a word"
+    PACKED_TENSOR = "int8, one scale, four in a word, inputs as they are"
     MODELOPT = "ModelOpt's fp8: one scale, inputs by one stored scale"
 
 
@@ -45,16 +47,18 @@ def scheme_of(kind: Quantised, *targets: str) -> QuantizationScheme:
     """The scheme of compressed-tensors, which has none for ModelOpt's files."""
     assert kind is not Quantised.MODELOPT
     values = "float" if kind in (Quantised.FP8_CHANNEL, Quantised.FP8_TENSOR) else "int"
-    strategy = "tensor" if kind is Quantised.FP8_TENSOR else "channel"
+    strategy = "tensor" if kind in (Quantised.FP8_TENSOR, Quantised.PACKED_TENSOR) else "channel"
     by_token = QuantizationArgs(num_bits=8, type=values, strategy="token", dynamic=True)
     inputs = {
         Quantised.FP8_TENSOR: QuantizationArgs(num_bits=8, type=values, strategy="tensor"),
-        Quantised.INT8_W8A16: None,
+        **dict.fromkeys((Quantised.INT8_W8A16, Quantised.PACKED, Quantised.PACKED_TENSOR)),
     }.get(kind, by_token)
     weights = QuantizationArgs(num_bits=8, type=values, strategy=strategy)
     scheme = QuantizationScheme(targets=list(targets) or ["Linear"], weights=weights, input_activations=inputs)
     # Unless told otherwise, the tool packs int8 weights whose inputs are plain.
-    scheme.format = "naive-quantized" if inputs is None else f"{values}-quantized"
+    scheme.format = f"{values}-quantized" if inputs else "pack-quantized"
+    if kind is Quantised.INT8_W8A16:
+        scheme.format = "naive-quantized"
     return scheme
 
 
@@ -82,6 +86,7 @@ def quantise(folder: Path, schemes: Sequence[QuantizationScheme], ignored: Seque
         written[name] = tensor
         if name.endswith(".weight") and tensor.ndim == 2 and targets and not is_match(layer, module, ignored):
             stored, plain[name] = _compressed(tensor, by_target[targets[0]], random)
+            del written[name]
             written |= {f"{layer}.{ending}": value for ending, value in stored.items()}
         else:
             plain[name] = tensor.float().numpy()
