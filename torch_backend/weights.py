@@ -25,7 +25,7 @@ from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Role
 from torch_backend.layers.layout import Layout, Packed, PackedAndBlocks
-from torch_backend.layers.matrix import InBlocks, PlainMatrix
+from torch_backend.layers.matrix import InBlocks, PlainMatrix, ScaledMatrix
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
@@ -91,6 +91,9 @@ def load_weights(
         setattr(module, name, nn.Parameter(value, requires_grad=False))
     if model.tied:
         model.tie()
+    for module in model.modules():
+        if isinstance(module, ScaledMatrix):
+            module.choose_product(model.device, model.embedding.weight.dtype)
     if not (pack and packs(model)):
         return None
     blocks: dict[PlainMatrix, InBlocks] = {each.plain: found for each in kept if (found := each.read()) is not None}

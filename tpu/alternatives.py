@@ -31,7 +31,8 @@ class Asked:
 
     def weights(self, size: int) -> int:
         """Bytes on each of `size` devices."""
-        return weight_bytes(self.model, bytes_per_weight(self.options.dtype)) // size
+        options = self.options
+        return weight_bytes(self.model, bytes_per_weight(options.dtype), options.quantization) // size
 
     def kv_token(self, size: int, *, narrow: bool = False) -> int:
         """Bytes of a token's keys and values on each of `size` devices; `narrow`: of 8 bits a number."""

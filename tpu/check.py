@@ -13,12 +13,25 @@ from pathlib import Path
 import click
 from pydantic import ValidationError
 
+from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.checkpoint import ParameterReader, TensorReader
+from sglang_jax.checkpoint.dummy_reader import DummyReader
+from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import one_model, option_by_all_names
-from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
+from sglang_jax.config import (
+    AttentionBackend,
+    Device,
+    Dtype,
+    EngineConfig,
+    KVCacheDtype,
+    LoadFormat,
+    WeightQuantization,
+)
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.quantization import kept_encodings, quantization_of, quantization_wanted
 from tpu.alternatives import Asked, shortage_in, what_would_fit, what_would_help
 from tpu.choices import PAGE_SIZE, memory_fraction
 from tpu.figures import Deployment, Kept, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
@@ -62,6 +75,13 @@ DOES_NOT_FIT = 1
     show_default=True,
     type=click.Choice(["auto", "bfloat16", "float32"]),
     help="dtype of weights",
+)
+@click.option(
+    "--quantization",
+    default=WeightQuantization.AUTO.value,
+    show_default=True,
+    type=click.Choice([kind.value for kind in WeightQuantization]),
+    help="dtype of the matrices of layers; auto: as the checkpoint stores them",
 )
 @click.option(
     "--kv-cache-dtype",
@@ -121,11 +141,14 @@ def check(
         raise click.UsageError("give only one of --all and --quick")
     slice_ = parse_topology(topology)
     given = {name: value for name, value in given.items() if value is not None}
+    options = _options(model, tp, {"mem_fraction_static": memory_fraction(slice_.chip), **given})
+    config, encodings = _what_is_loaded(model, options)
     request = Request(
-        model=_model_config(model),
-        options=_options(model, tp, {"mem_fraction_static": memory_fraction(slice_.chip), **given}),
+        model=config,
+        options=options,
         topology=slice_,
         selection=Selection.ALL if everything else Selection.QUICK if quick else Selection.ENDS,
+        encodings=encodings,
     )
     found = _compile(request, partial(heading, model, slice_, tp, compiler=_compiler()))
     if isinstance(found, Refusal):
@@ -210,8 +233,19 @@ def _tell_of_kept(options: EngineConfig, found: _Found) -> bool:
     return True
 
 
-def _model_config(model: str) -> ModelConfig:
-    return load_shape(model) if model in SHAPES else open_checkpoint(model, LoadFormat.DUMMY).config
+def _what_is_loaded(model: str, options: EngineConfig) -> tuple[ModelConfig, dict[ParameterName, Encoding]]:
+    """The model, and how its matrices are kept that are not plain numbers."""
+    if model in SHAPES:
+        config = load_shape(model)
+        quantization = quantization_wanted(options.quantization)
+        reader: TensorReader = DummyReader(config, seed=0)
+    else:
+        checkpoint = open_checkpoint(model, LoadFormat.DUMMY)
+        config, quantization = checkpoint.config, quantization_of(options, checkpoint)
+        assert checkpoint.reader is not None, "one of random weights"
+        reader = checkpoint.reader
+    encodings = ParameterReader(reader, config, quantization).encoding
+    return config, kept_encodings(config, encodings)
 
 
 def _options(model: str, tp: int, set_: dict[str, object]) -> EngineConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.config import Dtype
+from sglang_jax.config import Dtype, WeightQuantization
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 from tpu.machine import Machine
@@ -33,7 +33,13 @@ class Choices:
 
 
 def choose(
-    machine: Machine, model: ModelConfig, *, tp: int | None = None, replicas: int = 1, dtype: Dtype = Dtype.AUTO
+    machine: Machine,
+    model: ModelConfig,
+    *,
+    tp: int | None = None,
+    replicas: int = 1,
+    dtype: Dtype = Dtype.AUTO,
+    quantization: WeightQuantization = WeightQuantization.AUTO,
 ) -> Choices:
     """Options for a model on a slice; `tp`: of each of `replicas`, where it was asked for.
 
@@ -52,7 +58,7 @@ def choose(
             f"{topology} has {nodes} nodes and {devices} devices, which one replica must use completely, but the "
             f"model can use {chosen}: choose a smaller slice, or --dp-size {nodes}, one replica per node"
         )
-    weights = weight_bytes(model, bytes_per_weight(dtype)) // chosen
+    weights = weight_bytes(model, bytes_per_weight(dtype), quantization) // chosen
     usable = int(topology.chip.hbm * fraction)
     if weights >= usable:
         raise ConfigError(
@@ -107,10 +113,12 @@ def bytes_per_weight(dtype: Dtype) -> int:
     return 4 if dtype is Dtype.FLOAT32 else 2
 
 
-def weight_bytes(model: ModelConfig, width: int = 2) -> int:
-    """Bytes of the matrices, of `width` bytes a number; norms and biases are too few to count."""
+def weight_bytes(model: ModelConfig, width: int = 2, quantization: WeightQuantization = WeightQuantization.AUTO) -> int:
+    """Bytes of the matrices, of `width` bytes a number, or of one in quantised layers; norms, biases and scales are too
+    few to count."""
     tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
-    return width * (matrix_weights_of_layers(model) + tables)
+    of_layers = width if quantization is WeightQuantization.AUTO else 1
+    return of_layers * matrix_weights_of_layers(model) + width * tables
 
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:

@@ -140,7 +140,14 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     attention = choose_attention(options, mesh.devices.flat[0])
     refuse_drafts_with_states(options, request.model, "TPUs")
     kv_dtype = kv_dtype_of(options, dtype)
-    model = build_model(parallel.config, dtype=dtype, attention=attention, platform=_PLATFORM, kv_dtype=kv_dtype)
+    model = build_model(
+        parallel.config,
+        dtype=dtype,
+        attention=attention,
+        platform=_PLATFORM,
+        kv_dtype=kv_dtype,
+        encodings=request.encodings.get,
+    )
     states, hbm = state_dtypes_of(options, dtype), topology.chip.hbm
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
     sizes = choose_sizes(options, parallel.config.default_context, memory, parallel.config.longest_context)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.config import EngineConfig
 from tpu.collectives import Collective
 from tpu.estimate import Estimate
@@ -128,12 +131,14 @@ class Selection(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be compiled: `options` are those that the server would be started with."""
+    """What is to be compiled: `options` are those that the server would be started with. `encodings`: of matrices that
+    are not plain numbers."""
 
     model: ModelConfig
     options: EngineConfig
     topology: Topology
     selection: Selection
+    encodings: Mapping[ParameterName, Encoding] = field(default_factory=dict)
 
 
 Message = Deployment | ProgramFigures | ProgramFailure | Refusal | Notice | Kept

@@ -13,11 +13,12 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.cli.main import run
 from sglang_jax.cli.options import flag_name, one_model, option_by_all_names, read_config_file, with_dashes
 from sglang_jax.cli.serve import serve
-from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment
+from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment, WeightQuantization
 from sglang_jax.engine.placement import Placement, separate_slice
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.local_hosts import is_loopback
 from sglang_jax.spellings import ALIASES
+from sglang_jax.value_spellings import value_named
 from tpu.choices import MEETING_PORT, Choices, choose
 from tpu.machine import Machine, detect_machine, is_ipv6
 
@@ -76,9 +77,11 @@ def launch(
     by_flag = context.get_parameter_source("model_path") is click.core.ParameterSource.COMMANDLINE
     model = one_model(model_among(server_options), model_path if by_flag else None) or model_path or "demo"
     machine = detect_machine(TpuEnvironment())
-    dtype = dtype_among(server_options, context.default_map or {})
+    from_file = context.default_map or {}
+    dtype = dtype_among(server_options, from_file)
+    quantization = quantization_among(server_options, from_file)
     shape = open_checkpoint(model, LoadFormat.DUMMY).config
-    choices = choose(machine, shape, tp=tp_size, replicas=dp_size or 1, dtype=dtype)
+    choices = choose(machine, shape, tp=tp_size, replicas=dp_size or 1, dtype=dtype, quantization=quantization)
     arguments = [] if config is None else ["--config", str(config)]
     arguments += server_arguments(machine, choices, model, from_file=context.default_map or ())
     arguments += [*listening_arguments(machine, choices, host, port), *server_options]
@@ -112,6 +115,13 @@ def dtype_among(server_options: Sequence[str], from_file: Mapping[str, object]) 
     named = _values_of(server_options).get("dtype") or from_file.get("dtype")
     known = {kind.value: kind for kind in Dtype}
     return known.get(str(named), Dtype.AUTO)  # the server refuses all others
+
+
+def quantization_among(server_options: Sequence[str], from_file: Mapping[str, object]) -> WeightQuantization:
+    """The same of what weights are quantised to."""
+    named = _values_of(server_options).get("quantization") or from_file.get("quantization")
+    known = {kind.value: kind for kind in WeightQuantization}
+    return known.get(value_named("WeightQuantization", str(named)), WeightQuantization.AUTO)
 
 
 def _values_of(server_options: Sequence[str]) -> dict[str, object]:

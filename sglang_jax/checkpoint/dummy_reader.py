@@ -9,25 +9,35 @@ import numpy as np
 
 from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.checkpoint.reader import Array, Index, PlainReader, whole_index
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.hf_quantization import StoredQuantization
+from sglang_jax.checkpoint.quantization import Quantization
+from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.errors import CheckpointError
 
 _POOL_SIZE = 1_048_573
 """A prime, so that no row length divides it and rows of a matrix differ."""
 
+_WEIGHT = ".weight"
 _SCALE = 0.02
 """Standard deviation of matrices and biases, the usual initialisation of these models."""
 
 
-class DummyReader(PlainReader):
+class DummyReader:
     """Every tensor that `config` calls for: norms multiply by 1, the rest normal with deviation 0.02.
 
     A tensor depends on `(seed, name, shape)` alone. Values repeat one pool of noise from a place that the name
     decides: drawing each of billions of weights anew would take minutes. float32, or bfloat16 if the config says so.
+    Matrices that `stored` describes as quantised have an encoding.
     """
 
-    def __init__(self, config: ModelConfig, seed: int) -> None:
+    def __init__(self, config: ModelConfig, seed: int, stored: StoredQuantization | None = None) -> None:
         manifest = manifest_of(config)
+        self._stored = stored
+        tensors = {name.part: spec.tensor for name, spec in manifest.specs.items() if name.layer is None}
+        self._embedding = tensors[Part.EMBEDDING]
+        self._routers = {spec.tensor for name, spec in manifest.specs.items() if name.part is Part.ROUTER}
         self._shapes = manifest.tensors()
         self._scales = {spec.tensor: 1.0 - spec.offset for spec in manifest.specs.values() if spec.is_scale}
         self._seed = seed
@@ -55,6 +65,24 @@ class DummyReader(PlainReader):
         rows = max(last - first, 0)
         values = self._repeat(begin, rows * columns).reshape(rows, *shape[1:])
         return values[(slice(None), *selected[1:])]
+
+    def encoding(self, name: str) -> Encoding | None:
+        if self._stored is None or not name.endswith(_WEIGHT) or len(self.shape(name)) != 2:
+            return None
+        if name in self._routers:
+            return None
+        scheme = self._stored.scheme(name.removesuffix(_WEIGHT), "Embedding" if name == self._embedding else "Linear")
+        return None if scheme is None else scheme.encoding
+
+    def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
+        encoding = self.encoding(name)
+        if encoding is None or role not in encoding.roles:
+            raise ValueError(f"{name} is stored without {role.value}")
+        rows, columns = whole_index(self.shape(name), index)
+        if role is Role.INPUT_SCALE:
+            return np.ones(len(range(*rows.indices(self.shape(name)[0]))), np.float32)
+        found = Quantization(encoding).array(self.read(name, (rows,)), role)
+        return found[:, columns] if role is Role.VALUES else found
 
     def _repeat(self, begin: int, count: int) -> Array:
         """`count` values of the endless repetition from `begin` on, by plain copies: 16 GB in seconds."""

@@ -15,7 +15,8 @@ from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import BLOCK, Q4, Q8, Encoding
 from sglang_jax.checkpoint.gguf_file import GgufFile, GgufTensor
-from sglang_jax.checkpoint.reader import Array, Index, Role, row_numbers, whole_index
+from sglang_jax.checkpoint.parameters import order_in_halves
+from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.errors import CheckpointError
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -208,9 +209,7 @@ def _dequantize(raw: Array, tensor: GgufTensor) -> Array:
 
 
 def _stored_rows(num_rows: int, heads: int) -> NDArray[np.int64]:
-    """For each row of the Hugging Face layout, the row of the file that holds it: `[num_rows]`.
-
-    A head's row `half * head_dim / 2 + i` is stored as row `2 * i + half`.
-    """
-    stored = row_numbers(num_rows, slice(None)).reshape(heads, -1, 2)
-    return stored.swapaxes(1, 2).reshape(-1)
+    """For each row of the Hugging Face layout, the row of the file that holds it: `[num_rows]`."""
+    head_dim = num_rows // heads
+    firsts = np.arange(0, num_rows, head_dim)
+    return (firsts[:, None] + order_in_halves(head_dim, head_dim, interleaved=True)).reshape(-1)

@@ -11,7 +11,12 @@ from typing import Any
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named, family_of_hf
-from sglang_jax.checkpoint.hf_quantization import MODELOPT_FILE, Quantization, kv_scales_made_for, read_quantization
+from sglang_jax.checkpoint.hf_quantization import (
+    MODELOPT_FILE,
+    StoredQuantization,
+    kv_scales_made_for,
+    read_quantization,
+)
 from sglang_jax.checkpoint.hf_unknown_fields import check_unread, unknown_family
 from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError
@@ -32,7 +37,7 @@ def load_hf_config(folder: Path) -> ModelConfig:
     return model_config_from_hf(fields, _generation_fields(folder))
 
 
-def load_quantization(folder: Path) -> Quantization | None:
+def load_quantization(folder: Path) -> StoredQuantization | None:
     """How a folder's weights are quantised; None if they are plain. Raises `CheckpointError`: see
     `read_quantization`."""
     return read_quantization(JsonFields.read(folder / CONFIG_FILE), _fields_of_modelopt(folder))

@@ -51,7 +51,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantization:
+class StoredQuantization:
     """Which layers of a folder are quantised, and how.
 
     - `file`: what says so.
@@ -78,7 +78,7 @@ class Quantization:
         return self.targets.get(layer_class)
 
 
-def read_quantization(fields: JsonFields, beside: JsonFields | None = None) -> Quantization | None:
+def read_quantization(fields: JsonFields, beside: JsonFields | None = None) -> StoredQuantization | None:
     """How weights are quantised, by a config.json and by ModelOpt's file `beside` it, which counts where config.json
     says nothing; None if they are plain.
 
@@ -149,7 +149,7 @@ def _refuse(fields: JsonFields, name: str, supported: str) -> NoReturn:
     )
 
 
-def _compressed_tensors(quantization: JsonFields) -> Quantization | None:
+def _compressed_tensors(quantization: JsonFields) -> StoredQuantization | None:
     """What groups say of weights; those without only say how keys and values are quantised."""
     groups = quantization.nested("config_groups")
     targets: dict[str, Scheme | None] = {}
@@ -170,7 +170,7 @@ def _compressed_tensors(quantization: JsonFields) -> Quantization | None:
         _refuse(quantization, "quantization_status", " or ".join(_STATES[1:]))
     ignored = quantization.strings("ignore") or ()
     patterns = compiled(quantization, "config_groups", sorted(targets))
-    return Quantization(
+    return StoredQuantization(
         quantization.file,
         {target: scheme for target, scheme in targets.items() if not is_pattern(target)},
         tuple((pattern, targets[text]) for text, pattern in patterns.items()),
@@ -241,7 +241,7 @@ def _activations(inputs: JsonFields, weights: JsonFields) -> ActivationScales:
     return ActivationScales.TENSOR
 
 
-def _modelopt(quantization: JsonFields) -> Quantization | None:
+def _modelopt(quantization: JsonFields) -> StoredQuantization | None:
     """ModelOpt's FP8: every linear layer but those excluded has a scale, and its input one too."""
     algorithm = quantization.string("quant_algo")
     if algorithm is None:
@@ -252,4 +252,4 @@ def _modelopt(quantization: JsonFields) -> Quantization | None:
     field = "exclude_modules" if quantization.value("exclude_modules") is not None else "ignore"
     encoding = Encoding(ValueType.FLOAT8_E4M3, None, "float32", activations=ActivationScales.TENSOR)
     linear = Scheme(encoding, per_row=False)
-    return Quantization(quantization.file, {"Linear": linear}, ignored=wildcards(quantization, field))
+    return StoredQuantization(quantization.file, {"Linear": linear}, ignored=wildcards(quantization, field))

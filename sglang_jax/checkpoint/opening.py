@@ -162,11 +162,11 @@ def _open(
     defaults = load_generation_defaults(source.path)
     if source.kind is SourceKind.ORBAX and not dummy:
         return Checkpoint(source, config, None, defaults)
+    quantization = load_quantization(source.path)
     if dummy:
-        reader = DummyReader(config, seed)
+        reader = DummyReader(config, seed, quantization)
     else:
         files = SafetensorsReader(source.path, source.remote)
-        quantization = load_quantization(source.path)
         reader = files if quantization is None else QuantizedReader(files, quantization, config)
         config = as_tied_in_file(config, reader)
     check_tensors(reader, config)

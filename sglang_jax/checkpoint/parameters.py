@@ -149,12 +149,12 @@ def _rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
         found = heads[:, spec.block].reshape(len(found) // spec.blocks, *found.shape[1:])
     if spec.interleaved or spec.rotated:
         head_dim = spec.lengths[Axis.HEAD_DIM]
-        order = _order_in_halves(head_dim, spec.rotated or head_dim, spec.interleaved)
+        order = order_in_halves(head_dim, spec.rotated or head_dim, interleaved=spec.interleaved)
         found = found.reshape(-1, head_dim, *found.shape[1:])[:, order].reshape(found.shape)
     return found
 
 
-def _order_in_halves(head_dim: int, rotated: int, interleaved: bool) -> NDArray[np.intp]:
+def order_in_halves(head_dim: int, rotated: int, *, interleaved: bool) -> NDArray[np.intp]:
     """Of each row of a head in the model's order, where it is stored: the first of each pair that rotates, half of the
     rows that do not, the second of each pair, the other rows. Pairs are neighbours in the first `rotated` stored rows
     (`interleaved`), or half of these rows apart."""

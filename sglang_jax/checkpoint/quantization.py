@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec
 from sglang_jax.architectures.tensor_names import Part
-from sglang_jax.checkpoint.encoding import Encoding, ValueType
+from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
 from sglang_jax.checkpoint.reader import Array, Role
 
 Encodings = Callable[[ParameterName], Encoding | None]
 """How each matrix of a model is kept; None for plain numbers."""
 
 INT8_ROWS = Encoding(ValueType.INT8, None, "float32")
-FLOAT8_ROWS = Encoding(ValueType.FLOAT8_E4M3, None, "float32")
-"""8 bits with a scale of each row."""
+FLOAT8_ROWS = Encoding(ValueType.FLOAT8_E4M3, None, "float32", activations=ActivationScales.TOKEN)
+"""8 bits with a scale of each row. Products of float8 may round their inputs to it too, as they must on a GPU."""
 
 _LARGEST = {ValueType.INT8: 127.0, ValueType.FLOAT8_E4M3: 448.0}
 _WEIGHTS_AT_A_TIME = 2**20

@@ -17,7 +17,7 @@ from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, Stored, ValueType
-from sglang_jax.checkpoint.hf_quantization import Quantization, Scheme
+from sglang_jax.checkpoint.hf_quantization import Scheme, StoredQuantization
 from sglang_jax.checkpoint.kept_arrays import KeptArrays
 from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
@@ -42,7 +42,7 @@ class QuantizedReader:
     Scales, and stored shapes of packed weights, are checked when they are read.
     """
 
-    def __init__(self, reader: SafetensorsReader, quantization: Quantization, config: ModelConfig) -> None:
+    def __init__(self, reader: SafetensorsReader, quantization: StoredQuantization, config: ModelConfig) -> None:
         self._reader = reader
         self._stored = names = reader.names()
         self._beside = KeptArrays(lambda name: reader.read(name) if reader.is_plain(name) else reader.read_raw(name))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -71,8 +70,3 @@ def whole_index(shape: tuple[int, ...], index: Index | None) -> Index:
     if len(given) > len(shape):
         raise IndexError(f"an index of {len(given)} axes cannot select from a tensor of shape {shape}")
     return given + (slice(None),) * (len(shape) - len(given))
-
-
-def row_numbers(length: int, rows: slice) -> NDArray[np.int64]:
-    """The positions that `rows` selects on an axis of `length`: `[selected]`."""
-    return np.arange(length, dtype=np.int64)[rows]

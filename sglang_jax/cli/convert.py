@@ -12,7 +12,7 @@ import click
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang_jax.cli.options import options_of
-from sglang_jax.config import Device, LoadFormat
+from sglang_jax.config import Device, LoadFormat, WeightQuantization
 from sglang_jax.errors import ConfigError
 
 
@@ -42,6 +42,11 @@ class ConvertConfig(BaseModel):
         StoredDtype.AUTO,
         description="type of the weights written; auto: bfloat16 for a bfloat16 checkpoint or GGUF file, else float32",
     )
+    quantization: WeightQuantization = Field(
+        WeightQuantization.AUTO,
+        description="quantise the matrices of layers, with a scale for each row; auto: as they are stored in the "
+        "checkpoint",
+    )
 
 
 @click.command(short_help="Write a checkpoint that loads faster.")
@@ -61,10 +66,13 @@ def convert(config: ConvertConfig, model: str | None) -> int:
     from sglang_jax.jax_runner.weights import load_weights
     from sglang_jax.layers.sharding import make_mesh
     from sglang_jax.models import AttentionImplementation, build_model
+    from sglang_jax.runner.quantization import encodings_of, kept_encodings, quantization_for
 
     checkpoint = open_checkpoint(path, config.load_format, revision=config.revision)
     if checkpoint.reader is None:
         raise ConfigError(f"{checkpoint.source.address} is an Orbax checkpoint already")
+    quantization = quantization_for(checkpoint, config.quantization)
+    encodings = encodings_of(checkpoint, quantization)
     dtype = _dtype(config.dtype, checkpoint.config.dtype)
     device = select_device(Device.CPU)
     model = build_model(
@@ -72,8 +80,9 @@ def convert(config: ConvertConfig, model: str | None) -> int:
         dtype=jnp.dtype(dtype.value),
         attention=AttentionImplementation.REFERENCE,
         platform=device.platform,
+        encodings=encodings,
     )
-    load_weights(model, checkpoint.reader, checkpoint.config, make_mesh([device]))
+    load_weights(model, checkpoint.reader, checkpoint.config, make_mesh([device]), quantization)
     with tempfile.TemporaryDirectory() as folder:
         beside = Path(folder)
         stored_config = checkpoint.source.path / CONFIG_FILE
@@ -87,7 +96,14 @@ def convert(config: ConvertConfig, model: str | None) -> int:
             shutil.copy(generation_config, beside)
         elif recommended := checkpoint.generation_defaults.given():
             (beside / GENERATION_CONFIG_FILE).write_text(json.dumps(recommended, indent=2), encoding="utf-8")
-        save_orbax(config.output, checkpoint.config, model, sorted(beside.iterdir()), checkpoint.kv_scales())
+        save_orbax(
+            config.output,
+            checkpoint.config,
+            model,
+            sorted(beside.iterdir()),
+            checkpoint.kv_scales(),
+            kept_encodings(checkpoint.config, encodings),
+        )
     click.echo(f"{checkpoint.source.address} is now {config.output} in {dtype.value}: serve it with --model-path")
     return 0
 

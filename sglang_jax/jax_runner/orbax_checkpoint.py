@@ -1,8 +1,9 @@
 """Checkpoints written by Orbax: the model's own layout, restored straight to the devices that use it.
 
-A folder holds `weights/` (Orbax), `sglang_jax_orbax.json` (format version, scales of keys and values if there are any),
-and the tokenizer's and config files of the checkpoint it was made from. Weights are those of every platform: forms that
-one platform adds (an own head for tied embeddings) are made again after restoring.
+A folder holds `weights/` (Orbax), `sglang_jax_orbax.json` (format version, scales of keys and values and how matrices
+of 8 bits are stored, if there are any), and the tokenizer's and config files of the checkpoint it was made from.
+Weights are those of every platform: forms that one platform adds (an own head for tied embeddings) are made again after
+restoring.
 
 Which parameters are stored, and in which shapes, follows from the manifest of the checkpoint's config, whatever model
 they are restored to: one spread over more devices has copies of kv heads, and a longer vocabulary.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.bucket import RemoteFolder
+from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.kv_scales import KVScales
-from sglang_jax.checkpoint.orbax_marker import KV_SCALES
+from sglang_jax.checkpoint.orbax_marker import ENCODINGS, KV_SCALES, encodings_to_json
 from sglang_jax.checkpoint.resolve import ORBAX_MARKER
 from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.weights import stored_channels
@@ -39,6 +41,8 @@ from sglang_jax.models.parameters import HEAD, parameters_of
 from sglang_jax.models.transformer import Transformer
 
 FORMAT_VERSION = 1
+ENCODED_VERSION = 2
+"""Of a folder with matrices of 8 bits, which earlier releases could not read."""
 _WEIGHTS = "weights"
 
 
@@ -48,9 +52,11 @@ def save_orbax(
     model: Transformer,
     files: Sequence[Path] = (),
     kv_scales: KVScales | None = None,
+    encodings: Mapping[ParameterName, Encoding] | None = None,
 ) -> None:
     """Writes a model with its weights to `folder`, which may exist, and copies `files` beside them. `kv_scales` are
-    the scales of keys and values that the checkpoint brought.
+    the scales of keys and values that the checkpoint brought, `encodings` those of matrices that the model has in 8
+    bits.
 
     **Raises:** `CheckpointError` if the folder holds such weights already.
     """
@@ -64,7 +70,9 @@ def save_orbax(
     for file in files:
         shutil.copyfile(file, folder / file.name)
     # The marker comes last: a folder that has it is whole.
-    marker: dict[str, Any] = {"format_version": FORMAT_VERSION}
+    marker: dict[str, Any] = {"format_version": ENCODED_VERSION if encodings else FORMAT_VERSION}
+    if encodings:
+        marker[ENCODINGS] = encodings_to_json(encodings)
     if kv_scales is not None:
         marker[KV_SCALES] = kv_scales.to_json()
     (folder / ORBAX_MARKER).write_text(json.dumps(marker, indent=2) + "\n")
@@ -77,8 +85,10 @@ def _check_version(folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     version = marker.get("format_version") if isinstance(marker, dict) else None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path} is of format {version}, this version reads {FORMAT_VERSION}: convert it again")
+    if version not in (FORMAT_VERSION, ENCODED_VERSION):
+        raise CheckpointError(
+            f"{path} is of format {version}, this version reads {FORMAT_VERSION} and {ENCODED_VERSION}: convert again"
+        )
 
 
 def restore_orbax(

@@ -25,6 +25,10 @@ class Layout(Protocol):
         kernel becomes that of the other layout."""
         ...
 
+    def arrange_rows(self, rows: Parameter) -> None:
+        """Changes what each output has, loaded as `[*out]`, so that it lies as what `multiply` returns."""
+        ...
+
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """`x [T, *in]` by a kernel in this layout → float32 `[T, *out]`, or the same with axes of out made one.
         `of_outputs`: see `matmul_outputs_first`."""
@@ -38,6 +42,9 @@ class InputsFirst:
     def arrange(self, kernel: Parameter, inputs: int) -> None:
         """It is in this layout."""
 
+    def arrange_rows(self, rows: Parameter) -> None:
+        """It lies so."""
+
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul`."""
         return matmul(x, kernel)
@@ -49,6 +56,9 @@ class Table:
 
     def arrange(self, kernel: Parameter, inputs: int) -> None:
         """Embeddings are in this layout."""
+
+    def arrange_rows(self, rows: Parameter) -> None:
+        """It lies so."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul`."""
@@ -63,6 +73,9 @@ class OutputsFirst:
         """Exchanges the sides."""
         order = (*range(inputs, len(kernel.axes)), *range(inputs))
         _rewrite(kernel, order, [(axis,) for axis in order])
+
+    def arrange_rows(self, rows: Parameter) -> None:
+        """It lies so."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul_outputs_first`."""
@@ -82,15 +95,24 @@ class Matrices:
 
     def arrange(self, kernel: Parameter, inputs: int) -> None:
         """Makes one axis of the inputs and one of the outputs."""
-        axes = kernel.axes
-        outer = [axis for axis, meaning in enumerate(axes) if meaning is Axis.GATE_OR_UP]
+        outer, columns = _outputs(kernel, inputs)
         rows = range(inputs)
-        columns = [axis for axis in range(inputs, len(axes)) if axis not in outer]
         _rewrite(kernel, (*outer, *rows, *columns), [*[(axis,) for axis in outer], tuple(rows), tuple(columns)])
+
+    def arrange_rows(self, rows: Parameter) -> None:
+        """Makes one axis of the outputs of each matrix."""
+        outer, columns = _outputs(rows, 0)
+        _rewrite(rows, (*outer, *columns), [*[(axis,) for axis in outer], tuple(columns)])
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul`."""
         return matmul(x.reshape(x.shape[0], -1), jnp.moveaxis(kernel, -2, 0))
+
+
+def _outputs(kernel: Parameter, inputs: int) -> tuple[list[int], list[int]]:
+    """Which axes of a kernel with so many of inputs stay apart, and which become one."""
+    outer = [axis for axis, meaning in enumerate(kernel.axes) if meaning is Axis.GATE_OR_UP]
+    return outer, [axis for axis in range(inputs, len(kernel.axes)) if axis not in outer]
 
 
 def _rewrite(kernel: Parameter, order: tuple[int, ...], groups: Sequence[tuple[int, ...]]) -> None:

@@ -77,8 +77,9 @@ class ScaledMatrix(nnx.Module):
         return product.reshape(len(x), *scales.shape) * scales
 
     def arrange(self, layout: Layout) -> None:
-        """See `Matrix`. Scales lie in one way."""
+        """See `Matrix`."""
         layout.arrange(self.values, self.inputs)
+        layout.arrange_rows(self.scales)
         self.layout = layout
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from sglang_jax.architectures.manifest import manifest_of
+from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
+from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.orbax_marker import read_orbax_encodings
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Encodings, Quantization, all_plain
 from sglang_jax.config import EngineConfig, WeightQuantization
 from sglang_jax.errors import ConfigError
@@ -12,13 +14,27 @@ from sglang_jax.errors import ConfigError
 _ENCODINGS = {WeightQuantization.INT8: INT8_ROWS, WeightQuantization.FLOAT8_E4M3: FLOAT8_ROWS}
 
 
+def quantization_wanted(wanted: WeightQuantization) -> Quantization | None:
+    """How an option says that matrices are quantised while they are read; None for as they are stored."""
+    encoding = _ENCODINGS.get(wanted)
+    return None if encoding is None else Quantization(encoding)
+
+
 def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantization | None:
-    """How matrices are quantised while they are read; None for as they are stored.
+    """How the options say that the matrices of a checkpoint are quantised while they are read.
 
     **Raises:** `ConfigError` for a checkpoint whose matrices cannot be quantised so, or are quantised already.
     """
     wanted = config.quantization
-    if wanted is WeightQuantization.AUTO:
+    if wanted is not WeightQuantization.AUTO and config.keep_gguf_blocks:
+        raise ConfigError(f"quantization {wanted.value} and keep_gguf_blocks exclude each other: remove one of the two")
+    return quantization_for(checkpoint, wanted)
+
+
+def quantization_for(checkpoint: Checkpoint, wanted: WeightQuantization) -> Quantization | None:
+    """The same for one option."""
+    quantization = quantization_wanted(wanted)
+    if quantization is None:
         return None
     where = checkpoint.source.address
     if checkpoint.foreign is not None:
@@ -26,14 +42,12 @@ def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantizatio
     if checkpoint.reader is None:
         raise ConfigError(
             f"quantization {wanted.value}: {where} is an Orbax checkpoint, whose weights are used as they are: remove "
-            "the option, or give the checkpoint that it was converted from"
+            f"the option, or convert again with --quantization {wanted.value}"
         )
-    if config.keep_gguf_blocks:
-        raise ConfigError(f"quantization {wanted.value} and keep_gguf_blocks exclude each other: remove one of the two")
     stored = (checkpoint.reader.encoding(name) for name in checkpoint.reader.names())
     if any(encoding is not None and encoding.block is None for encoding in stored):
         raise ConfigError(f"quantization {wanted.value}: {where} is quantised already: remove the option")
-    return Quantization(_ENCODINGS[wanted])
+    return quantization
 
 
 def describe_matrices(model: ModelConfig, encodings: Encodings) -> str | None:
@@ -48,8 +62,16 @@ def describe_matrices(model: ModelConfig, encodings: Encodings) -> str | None:
     return f"{len(kept)} of {len(found)} matrices in {' and '.join(sorted(set(kept)))}"
 
 
+def kept_encodings(model: ModelConfig, encodings: Encodings) -> dict[ParameterName, Encoding]:
+    """Those of the matrices of a model that are not plain numbers in memory."""
+    found = {name: encodings(name) for name in manifest_of(model).specs}
+    return {name: encoding for name, encoding in found.items() if encoding is not None and encoding.block is None}
+
+
 def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> Encodings:
     """How each matrix of the checkpoint's model is kept."""
-    if checkpoint.reader is None:
+    if checkpoint.foreign is not None:
         return all_plain
+    if checkpoint.reader is None:
+        return read_orbax_encodings(checkpoint.source.path, checkpoint.config).get
     return ParameterReader(checkpoint.reader, checkpoint.config, quantization).encoding

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.kv_scale_checkpoints import add_tensors, scale_tensors
+from helpers.quantized_checkpoints import Quantised, make_quantised_checkpoint
 from helpers.tiny_models import make_tiny_checkpoint
 from orbax.checkpoint import StandardCheckpointer
 
@@ -19,14 +20,15 @@ from sglang_jax.checkpoint import ORBAX_MARKER, Checkpoint, SourceKind, open_che
 from sglang_jax.checkpoint.tokenizer import load_tokenizer
 from sglang_jax.cli.convert import convert
 from sglang_jax.cli.main import run
-from sglang_jax.config import Dtype, EngineConfig, KVCacheDtype
+from sglang_jax.config import Dtype, EngineConfig, KVCacheDtype, WeightQuantization
 from sglang_jax.engine.engine import Engine
 from sglang_jax.engine.types import GenerateOutput
-from sglang_jax.errors import CheckpointError
+from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, Transformer, build_model
+from sglang_jax.runner.quantization import encodings_of, quantization_for
 from sglang_jax.sampling import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -37,15 +39,22 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("original"))
 
 
-def weights(checkpoint: Checkpoint, dtype: str) -> dict[str, np.ndarray]:
+def weights(
+    checkpoint: Checkpoint, dtype: str, quantization: WeightQuantization = WeightQuantization.AUTO
+) -> dict[str, np.ndarray]:
+    wanted = quantization_for(checkpoint, quantization)
     model: Transformer = build_model(
-        checkpoint.config, dtype=jnp.dtype(dtype), attention=AttentionImplementation.XLA, platform="cpu"
+        checkpoint.config,
+        dtype=jnp.dtype(dtype),
+        attention=AttentionImplementation.XLA,
+        platform="cpu",
+        encodings=encodings_of(checkpoint, wanted),
     )
     mesh = make_mesh(jax.devices()[:1])
     if checkpoint.reader is None:
         restore_orbax(checkpoint.source.path, model, checkpoint.config, mesh)
     else:
-        load_weights(model, checkpoint.reader, checkpoint.config, mesh)
+        load_weights(model, checkpoint.reader, checkpoint.config, mesh, wanted)
     return {str(path): np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
@@ -64,6 +73,40 @@ def test_the_converted_checkpoint_is_the_same_model(original: Path, tmp_path: Pa
         np.testing.assert_array_equal(found[name], array, err_msg=name)
     text = "the capital of france is paris."
     assert load_tokenizer(after.tokenizer_source).encode(text) == load_tokenizer(before.tokenizer_source).encode(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [(Quantised.FP8_CHANNEL, WeightQuantization.AUTO), (None, WeightQuantization.INT8)],
+    ids=["stored", "converted"],
+)
+def test_matrices_of_8_bits_stay_what_they_are(
+    kind: Quantised | None, quantization: WeightQuantization, tmp_path: Path
+) -> None:
+    """With their scales; of experts, too. A folder without them is of the format that earlier releases read."""
+    original, output = tmp_path / "original", tmp_path / "converted"
+    if kind is None:
+        make_tiny_checkpoint(original, "qwen2_moe")
+    else:
+        make_quantised_checkpoint(original, "qwen3_moe", kind)
+    arguments = [str(original), "--to", "orbax", "--output", str(output), "--quantization", quantization.value]
+    assert run(convert, "convert", arguments) == 0
+    expected = weights(open_checkpoint(str(original)), "float32", quantization)
+    found = weights(open_checkpoint(str(output)), "float32")
+    assert {array.dtype.itemsize for array in found.values()} == {1, 4}
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    with pytest.raises(ConfigError, match="convert again with --quantization fp8"):
+        quantization_for(open_checkpoint(str(output)), WeightQuantization.FLOAT8_E4M3)
+    marker = output / ORBAX_MARKER
+    assert json.loads(marker.read_text())["format_version"] == 2
+    broken = json.loads(marker.read_text())
+    broken["encodings"][0]["matrices"].append(["query", 99])
+    marker.write_text(json.dumps(broken))
+    with pytest.raises(CheckpointError, match="query of layer 99, which the model has not"):
+        encodings_of(open_checkpoint(str(output)), None)
 
 
 def test_scales_of_keys_and_values_come_along(original: Path, tmp_path: Path) -> None:

@@ -208,8 +208,8 @@ def torch_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, mo
         give(layer, "gate_up_bias", np.concatenate([arrays["gate_bias"], arrays["up_bias"]], axis=1))
     if config.shared_size:
         both = np.concatenate([arrays["shared.gate"], arrays["shared.up"]])
-        give(layer.shared.gate_up, "weight", both)
-        give(layer.shared.down, "weight", arrays["shared.down"])
+        give(layer.shared.gate_up.matrix, "weight", both)
+        give(layer.shared.down.matrix, "weight", arrays["shared.down"])
     if config.shared_gate:
         give(layer.shared, "router", arrays["shared.router"])
     match form:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from helpers.paged_model import PagedModel
 from helpers.parity_cases import STEPS, prompts
 from helpers.quantized_checkpoints import (
@@ -33,9 +35,12 @@ from sglang_jax.checkpoint import ParameterReader, open_checkpoint
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Quantization
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.config import EngineConfig, WeightQuantization
+from sglang_jax.config import EngineConfig, LoadFormat, WeightQuantization
 from sglang_jax.errors import CheckpointError, ConfigError
-from sglang_jax.runner.quantization import quantization_of
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.layers.sharding import make_mesh
+from sglang_jax.models import AttentionImplementation, build_model
+from sglang_jax.runner.quantization import encodings_of, kept_encodings, quantization_of
 
 ROUNDING = 1e-5
 """Of float32 products, whose scales come before or after them, in parts of the largest logit."""
@@ -164,3 +169,20 @@ def test_numbers_that_are_not_finite_are_not_quantised(tmp_path: Path) -> None:
     write_tensors(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight: numbers that are not finite"):
         PagedModel(tmp_path, quantization=Quantization(INT8_ROWS))
+
+
+def test_random_weights_are_stored_as_the_folder_s_are(tmp_path: Path) -> None:
+    make_quantised_checkpoint(tmp_path, "qwen3_moe", Quantised.FP8_CHANNEL)
+    stored, random = (
+        open_checkpoint(str(tmp_path), load_format) for load_format in (LoadFormat.AUTO, LoadFormat.DUMMY)
+    )
+    encodings = [kept_encodings(each.config, encodings_of(each, None)) for each in (stored, random)]
+    assert encodings[0] == encodings[1]
+    model = build_model(
+        random.config,
+        dtype=jnp.dtype(jnp.float32),
+        attention=AttentionImplementation.XLA,
+        encodings=encodings[1].get,
+    )
+    load_weights(model, random.reader, random.config, make_mesh(jax.devices()[:1]))
+    assert all(np.isfinite(np.asarray(array, np.float32)).all() for array in jax.tree.leaves(nnx.state(model)))

@@ -13,6 +13,7 @@ from sglang_jax.architectures.tensor_names import Kind, Part
 from sglang_jax.checkpoint.encoding import Encoding, ValueType
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.parameter import Loadable, forget
+from torch_backend.layers.scaled_products import ScaledProduct, multiply_widened, product_for
 
 
 class InBlocks(Protocol):
@@ -54,10 +55,7 @@ class PlainMatrix(Loadable):
 
 
 class ScaledMatrix(Loadable):
-    """Values of 8 bits `[outputs, inputs]`, a float32 scale of each row, and the bias of the product if there is one.
-
-    Values are int8 or float8 in memory, and widened to the input's type where a product reads them. They have that type
-    exactly; scale and bias come after the product."""
+    """Values of 8 bits `[outputs, inputs]`, a float32 scale of each row, and a bias of the product, if there is one."""
 
     def __init__(
         self,
@@ -71,13 +69,19 @@ class ScaledMatrix(Loadable):
     ) -> None:
         super().__init__()
         values = VALUE_TYPES[encoding.values]
+        self.encoding = encoding
         self.values = self.declare("values", (outputs, inputs), values, *parts, role=Role.VALUES)
         self.scales = self.declare("scales", (outputs,), torch.float32, *parts, role=Role.SCALES)
         self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=Kind.BIAS) if bias else None
+        self._product: ScaledProduct = multiply_widened
+
+    def choose_product(self, device: torch.device, dtype: torch.dtype) -> None:
+        """The quickest product on a device; until then values are widened."""
+        self._product = product_for(self.encoding, tuple(self.values.shape), device, dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`."""
-        product = functional.linear(x, self.values.to(x.dtype)) * self.scales
+        product = self._product(x, self.values, self.scales)
         if self.bias is not None:
             product = product + self.bias
         return product.to(x.dtype)
