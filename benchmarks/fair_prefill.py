@@ -24,6 +24,7 @@ from machine import report
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
+from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec, StepPlan, StepResult, one_each
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.sampling.params import SamplingParams
@@ -81,6 +82,10 @@ class TimedRunner:
         return TimedHandle(
             device, device.done, StepResult(*one_each(np.full(len(plan.rows), 7, np.int32), plan.samples))
         )
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        """There are no experts."""
+        return ()
 
     def report(self) -> RunnerReport:
         return RunnerReport("timed", "none", 0, 0, 0, 0, {})

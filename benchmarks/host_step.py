@@ -22,6 +22,7 @@ from machine import report
 
 from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
+from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec, StepPlan, StepResult
 from sglang_jax.runner.protocol import RunnerReport
 from sglang_jax.sampling.params import SamplingParams
@@ -58,6 +59,10 @@ class FreeRunner:
 
     def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
         """Nothing to build."""
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        """There are no experts."""
+        return ()
 
     def report(self) -> RunnerReport:
         return RunnerReport("free", "none", 0, 0, 0, 0, {})

@@ -16,6 +16,7 @@ import numpy as np
 from sglang_jax.checkpoint import Checkpoint, open_checkpoint
 from sglang_jax.config import EngineConfig
 from sglang_jax.runner.backends import load_backend
+from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import RunnerSpec, StepPlan
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.runner.pulse import Building
@@ -57,6 +58,10 @@ class NotingRunner:
     def stop_profile(self) -> None:
         """Of the runner within."""
         self._runner.stop_profile()
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        """Of the runner within."""
+        return self._runner.expert_load()
 
     def report(self) -> RunnerReport:
         return self._runner.report()

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 
 import torch_backend.loading
+from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import RunnerSpec, StepPlan
 from sglang_jax.runner.protocol import Runner, RunnerReport, StepHandle
 from sglang_jax.runner.pulse import Building
@@ -165,6 +166,10 @@ class TimedRunner:
     def stop_profile(self) -> None:
         """See `Runner`."""
         self._runner.stop_profile()
+
+    def expert_load(self) -> tuple[ExpertLoad, ...]:
+        """Of the runner within."""
+        return self._runner.expert_load()
 
     def report(self) -> RunnerReport:
         return self._runner.report()
