@@ -51,6 +51,7 @@ OTHER_VALUES: dict[str, Any] = {
     "swa_full_tokens_ratio": 0.5,
     "max_mamba_cache_size": 100,
     "mamba_full_memory_ratio": 0.4,
+    "quantization": "int8",
     "mamba_ssm_dtype": "bfloat16",
     "mamba_track_interval": 0,
     "max_running_requests": 9,
