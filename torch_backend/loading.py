@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_groups, group_of_layers
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
@@ -44,7 +45,7 @@ from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import DraftPart, TorchRunner
 from torch_backend.streams import CpuThread, CudaStream, Stream
-from torch_backend.weights import load_weights, weight_bytes
+from torch_backend.weights import load_weights, matrices_in_8_bits, weight_bytes
 from torch_backend.weights import weight_bytes as weight_bytes_of
 
 if TYPE_CHECKING:
@@ -174,7 +175,9 @@ def _load_on(
         kv_bytes=sum(
             group.page * pages for group, pages in zip(memory.groups, pages_in_memory(memory, sizes), strict=True)
         ),
-        details=_details(config, checkpoint, dtype, kv_form, kernels, parallel, drafting=draft is not None),
+        details=_details(
+            config, checkpoint, dtype, kv_form, kernels, parallel, built.in_8_bits, drafting=draft is not None
+        ),
         draft=drafting,
         states=[pool for layer in kv for pool in layer.states],
         counted={number: own.expert_tokens for number, own in enumerate(kv) if own.expert_tokens is not None},
@@ -234,6 +237,7 @@ def _details(
     kv_form: KVForm,
     kernels: Kernels,
     parallel: TensorParallel,
+    in_8_bits: Mapping[ParameterName, str],
     *,
     drafting: bool,
 ) -> dict[str, str]:
@@ -246,10 +250,8 @@ def _details(
     }
     if checkpoint.foreign is not None:
         details["model_impl"] = config.model_impl.value
-    else:
-        encodings = encodings_of(checkpoint, quantization_of(config, checkpoint))
-        if (matrices := describe_matrices(checkpoint.config, encodings)) is not None:
-            details["weights"] = matrices
+    if (matrices := describe_matrices(checkpoint.config, in_8_bits)) is not None:
+        details["weights"] = matrices
     if drafting:
         details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
     if checkpoint.config.keeps_states:
@@ -294,11 +296,13 @@ def _build_draft(
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """A model without values, the bytes that they will take, and what gives them."""
+    """A model without values, the bytes that they will take, and what gives them; the matrices that are in memory in 8
+    bits, and the type of each."""
 
     model: Transformer | TracedTransformer
     weight_bytes: int
     load: Callable[[], None]
+    in_8_bits: Mapping[ParameterName, str] = field(default_factory=dict)
 
 
 def _build(
@@ -345,7 +349,7 @@ def _build(
             with torch.inference_mode():
                 measure_forms(layout)
 
-    return _Built(model, weight_bytes(model, kept), load)
+    return _Built(model, weight_bytes(model, kept), load, matrices_in_8_bits(model, checkpoint.config))
 
 
 def _blocks_to_keep(

@@ -110,6 +110,16 @@ def weight_bytes(model: Transformer, kept: Sequence[KeptBlocks] = ()) -> int:
     return plain + twice + sum(each.nbytes for each in kept)
 
 
+def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[ParameterName, str]:
+    """The matrices whose values are in memory as they are stored, with a scale of each row, and the type of these."""
+    return {
+        part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
+        for module, name, parts in sources(model, config)
+        for part in parts
+        if part.role is Role.VALUES
+    }
+
+
 def packs(model: Transformer) -> bool:
     """Whether matrices of `model` are packed: on a CPU where torch can do it."""
     return model.device.type == "cpu" and packing_works(model.embedding.weight.dtype)

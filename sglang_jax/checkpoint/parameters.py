@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role, TensorReader, whole_index
@@ -49,10 +50,13 @@ class ParameterReader:
         Reads no values.
 
         None for plain numbers, for a part that cuts through blocks, for what is not used as it is stored (blocks that
-        are multiplied by `ParameterSpec.factors`), and for experts that lie in one tensor or are not stored alike.
+        are multiplied by `ParameterSpec.factors`, embeddings with a scale of each row, and the head that these are),
+        and for experts that lie in one tensor or whose storage differs.
         """
         spec = self._specs[name]
-        return self._quantized(spec) or self._stored_encoding(spec, index)
+        found = self._quantized(spec) or self._stored_encoding(spec, index)
+        looked_up = name.part is Part.EMBEDDING or (name.part is Part.HEAD and self.config.tie_word_embeddings)
+        return None if looked_up and found is not None and found.block is None else found
 
     def _quantized(self, spec: ParameterSpec) -> Encoding | None:
         """How a parameter is quantised when it is read."""

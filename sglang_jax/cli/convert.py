@@ -59,7 +59,7 @@ def convert(config: ConvertConfig, model: str | None) -> int:
     import jax.numpy as jnp
 
     from sglang_jax.checkpoint import open_checkpoint, write_hf_config
-    from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE
+    from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_hf_config
     from sglang_jax.checkpoint.tokenizer import load_tokenizer
     from sglang_jax.jax_runner.devices import select_device
     from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
@@ -87,7 +87,13 @@ def convert(config: ConvertConfig, model: str | None) -> int:
         beside = Path(folder)
         stored_config = checkpoint.source.path / CONFIG_FILE
         if stored_config.is_file():
-            shutil.copy(stored_config, beside)
+            own_head = not checkpoint.config.tie_word_embeddings
+            if own_head and load_hf_config(checkpoint.source.path).tie_word_embeddings:
+                # The file has a head that its config ties away; so has what is written.
+                untied = json.loads(stored_config.read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
+                (beside / CONFIG_FILE).write_text(json.dumps(untied, indent=2), encoding="utf-8")
+            else:
+                shutil.copy(stored_config, beside)
         else:
             write_hf_config(checkpoint.config, beside)
         load_tokenizer(checkpoint.tokenizer_source).save(beside)

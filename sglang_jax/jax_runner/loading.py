@@ -19,7 +19,7 @@ from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.checkpoint.kv_scales import LARGEST_STORED, ScalesOfLayers
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, Warmup
+from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, SpeculativeAlgorithm, Warmup
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
 from sglang_jax.jax_runner.block_weights import KeptBlocks, blocks_to_keep
@@ -45,6 +45,7 @@ from sglang_jax.models import (
     kv_cache_spec,
 )
 from sglang_jax.models.kv_cache import KVCacheSpec
+from sglang_jax.models.parameters import matrices_in_8_bits
 from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
@@ -95,7 +96,6 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
     quantization = quantization_of(config, checkpoint)
-    encodings = encodings_of(checkpoint, quantization)
     bare = partial(
         build_model,
         parallel.config,
@@ -103,7 +103,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         attention=attention,
         platform=platform,
         kv_dtype=kv_dtype,
-        encodings=encodings,
+        encodings=encodings_of(checkpoint, quantization),
     )
     kept = _blocks_to_keep(config, checkpoint, bare, device, dtype)
 
@@ -148,17 +148,23 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         "dtype": dtype.name,
         "kv_cache_dtype": kv_dtype.name,
         "attention": attention.value,
-        "compilation_cache": config.cache_address(),
         "tp_size": str(parallel.size),
+        **_further_details(config, checkpoint, model),
     }
-    if (matrices := describe_matrices(checkpoint.config, encodings)) is not None:
+    counted = tuple(number for number, experts in enumerate(cache.counted) if experts)
+    return JaxRunner(programs, weights, kv, spec, details, mesh, counted)
+
+
+def _further_details(config: EngineConfig, checkpoint: Checkpoint, model: Transformer) -> dict[str, str]:
+    """What the runner's report tells of how it was made, where there is something to tell."""
+    details = {"compilation_cache": config.cache_address()}
+    if (matrices := describe_matrices(checkpoint.config, matrices_in_8_bits(model))) is not None:
         details["weights"] = matrices
     if checkpoint.config.keeps_states:
         details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
-    if draft is not None:
+    if config.speculative_algorithm is SpeculativeAlgorithm.DRAFT:
         details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
-    counted = tuple(number for number, experts in enumerate(cache.counted) if experts)
-    return JaxRunner(programs, weights, kv, spec, details, mesh, counted)
+    return details
 
 
 def _blocks_to_keep(

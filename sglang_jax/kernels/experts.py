@@ -73,8 +73,10 @@ class ExpertWeights:
 
     def scaled(self, gates: jax.Array, ups: jax.Array, of_rows: Select) -> tuple[jax.Array, jax.Array]:
         """Products of gate and up, with scales and biases. `of_rows` gives what belongs to each of their rows."""
-        if self.gate_scales is not None and self.up_scales is not None:
-            gates, ups = gates * of_rows(self.gate_scales), ups * of_rows(self.up_scales)
+        if self.gate_scales is not None:
+            gates = gates * of_rows(self.gate_scales)
+        if self.up_scales is not None:
+            ups = ups * of_rows(self.up_scales)
         if self.gate_bias is not None and self.up_bias is not None:
             gates, ups = gates + of_rows(self.gate_bias), ups + of_rows(self.up_bias)
         return gates, ups

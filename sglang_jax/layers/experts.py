@@ -41,22 +41,20 @@ class Experts(nnx.Module):
         self.router = parameter([hidden, experts], _FLOAT32, Part.ROUTER)
         self.router_bias = bias(Part.ROUTER, experts, wanted=config.router_bias)
         self.correction = bias(Part.ROUTER_CORRECTION, experts, wanted=config.correction)
-        encoding = options.encoding_of(Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN)
-        scaled = encoding is not None and encoding.block is None
 
-        def matrices(part: Part) -> Parameter:
-            if encoding is None or not scaled:
-                return parameter([experts, inner, hidden], options.dtype, part)
-            return parameter([experts, inner, hidden], jnp.dtype(encoding.values.value), part, role=Role.VALUES)
+        def matrices(part: Part, row: tuple[Axis, int]) -> tuple[Parameter, Parameter | None]:
+            """Those of all experts, and a scale of each row where they have 8 bits."""
+            encoding, sizes = options.encoding_of(part), [experts, inner, hidden]
+            if encoding is None or encoding.block is not None:
+                return parameter(sizes, options.dtype, part), None
+            values = parameter(sizes, jnp.dtype(encoding.values.value), part, role=Role.VALUES)
+            return values, parameter([experts, row], _FLOAT32, part, role=Role.SCALES)
 
-        def scales(part: Part, row: tuple[Axis, int]) -> Parameter | None:
-            return parameter([experts, row], _FLOAT32, part, role=Role.SCALES) if scaled else None
-
-        self.gate, self.gate_scales = matrices(Part.EXPERT_GATE), scales(Part.EXPERT_GATE, inner)
+        self.gate, self.gate_scales = matrices(Part.EXPERT_GATE, inner)
         self.gate_bias = bias(Part.EXPERT_GATE, experts, inner)
-        self.up, self.up_scales = matrices(Part.EXPERT_UP), scales(Part.EXPERT_UP, inner)
+        self.up, self.up_scales = matrices(Part.EXPERT_UP, inner)
         self.up_bias = bias(Part.EXPERT_UP, experts, inner)
-        self.down, self.down_scales = matrices(Part.EXPERT_DOWN), scales(Part.EXPERT_DOWN, hidden)
+        self.down, self.down_scales = matrices(Part.EXPERT_DOWN, hidden)
         self.down_bias = bias(Part.EXPERT_DOWN, experts, hidden)
         self.shared = SharedExpert(config, options) if config.shared_size else None
 
@@ -170,9 +168,17 @@ def _on_each_device(multiply: partial[jax.Array], x: jax.Array, weights: ExpertW
     columns = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE, Axis.HIDDEN))
     of_columns = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE))
     of_outputs = partition_spec((Axis.EXPERTS, Axis.HIDDEN))
-    biases = None if weights.gate_bias is None else of_columns
-    scales = (None, None, None) if weights.gate_scales is None else (of_columns, of_columns, of_outputs)
-    specs = ExpertWeights(columns, columns, columns, biases, biases, *scales)  # type: ignore[arg-type]
+    placed = [
+        None if array is None else spec
+        for array, spec in (
+            (weights.gate_bias, of_columns),
+            (weights.up_bias, of_columns),
+            (weights.gate_scales, of_columns),
+            (weights.up_scales, of_columns),
+            (weights.down_scales, of_outputs),
+        )
+    ]
+    specs = ExpertWeights(columns, columns, columns, *placed)  # type: ignore[arg-type]
     whole = PartitionSpec()
     return jax.shard_map(run, mesh=mesh, in_specs=(whole, specs, whole), out_specs=whole, check_vma=False)(
         x, weights, choice

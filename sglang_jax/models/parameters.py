@@ -9,6 +9,7 @@ from flax import nnx
 
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.reader import Role
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.models.transformer import Transformer
 
@@ -41,6 +42,16 @@ def parameters_of(model: Transformer) -> Iterator[ModelParameter]:
             names = tuple(ParameterName(part, value.kind, layer) for part in value.parts)
             place = ".".join(str(step) for step in path if step not in _BETWEEN)
             yield ModelParameter(place, value, names)
+
+
+def matrices_in_8_bits(model: Transformer) -> dict[ParameterName, str]:
+    """The matrices whose values are in memory as they are stored, with a scale of each row, and the type of these."""
+    return {
+        name: parameter.value.dtype.name
+        for parameter in parameters_of(model)
+        if parameter.value.role is Role.VALUES
+        for name in parameter.names
+    }
 
 
 def check_shapes(model: Transformer) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
@@ -10,6 +13,8 @@ from sglang_jax.checkpoint.orbax_marker import read_orbax_encodings
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Encodings, Quantization, all_plain
 from sglang_jax.config import EngineConfig, WeightQuantization
 from sglang_jax.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _ENCODINGS = {WeightQuantization.INT8: INT8_ROWS, WeightQuantization.FLOAT8_E4M3: FLOAT8_ROWS}
 
@@ -50,20 +55,20 @@ def quantization_for(checkpoint: Checkpoint, wanted: WeightQuantization) -> Quan
     return quantization
 
 
-def describe_matrices(model: ModelConfig, encodings: Encodings) -> str | None:
-    """How many matrices of a model are kept in 8 bits, for the log and the report; None if none is."""
-    specs = [
-        spec for spec in manifest_of(model).specs.values() if spec.is_matrix and spec.name.part is not Part.EMBEDDING
-    ]
-    found = [encodings(spec.name) for spec in specs]
-    kept = [encoding.values.value for encoding in found if encoding is not None and encoding.block is None]
+def describe_matrices(model: ModelConfig, kept: Mapping[ParameterName, str]) -> str | None:
+    """How many matrices of a model, which are `kept` in types of 8 bits, for the report and, from here, the log; None
+    if none is."""
     if not kept:
         return None
-    return f"{len(kept)} of {len(found)} matrices in {' and '.join(sorted(set(kept)))}"
+    count = sum(spec.is_matrix and spec.name.part is not Part.EMBEDDING for spec in manifest_of(model).specs.values())
+    found = f"{len(kept)} of {count} matrices in {' and '.join(sorted(set(kept.values())))}"
+    logger.info("In memory are %s; the others are in --dtype", found)
+    return found
 
 
 def kept_encodings(model: ModelConfig, encodings: Encodings) -> dict[ParameterName, Encoding]:
-    """Those of the matrices of a model that are not plain numbers in memory."""
+    """Those of the matrices of a model that have a scale of each row. One that a layer joins with others of another
+    encoding is still widened."""
     found = {name: encodings(name) for name in manifest_of(model).specs}
     return {name: encoding for name, encoding in found.items() if encoding is not None and encoding.block is None}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.kv_scale_checkpoints import add_tensors, scale_tensors
-from helpers.quantized_checkpoints import Quantised, make_quantised_checkpoint
+from helpers.quantized_checkpoints import IGNORED, Quantised, quantise, scheme_of
 from helpers.tiny_models import make_tiny_checkpoint
 from orbax.checkpoint import StandardCheckpointer
 
@@ -78,7 +78,7 @@ def test_the_converted_checkpoint_is_the_same_model(original: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("kind", "quantization"),
     [(Quantised.FP8_CHANNEL, WeightQuantization.AUTO), (None, WeightQuantization.INT8)],
-    ids=["stored", "converted"],
+    ids=["stored, tied", "converted"],
 )
 def test_matrices_of_8_bits_stay_what_they_are(
     kind: Quantised | None, quantization: WeightQuantization, tmp_path: Path
@@ -88,7 +88,8 @@ def test_matrices_of_8_bits_stay_what_they_are(
     if kind is None:
         make_tiny_checkpoint(original, "qwen2_moe")
     else:
-        make_quantised_checkpoint(original, "qwen3_moe", kind)
+        make_tiny_checkpoint(original, "qwen3_moe", tie_word_embeddings=True)
+        quantise(original, [scheme_of(kind, "Linear", "Embedding")], IGNORED)
     arguments = [str(original), "--to", "orbax", "--output", str(output), "--quantization", quantization.value]
     assert run(convert, "convert", arguments) == 0
     expected = weights(open_checkpoint(str(original)), "float32", quantization)
@@ -107,6 +108,18 @@ def test_matrices_of_8_bits_stay_what_they_are(
     marker.write_text(json.dumps(broken))
     with pytest.raises(CheckpointError, match="query of layer 99, which the model has not"):
         encodings_of(open_checkpoint(str(output)), None)
+
+
+def test_a_head_that_the_config_ties_away_comes_along(tmp_path: Path) -> None:
+    original, output = tmp_path / "original", tmp_path / "converted"
+    make_tiny_checkpoint(original)
+    config = json.loads((original / "config.json").read_text())
+    (original / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert run(convert, "convert", [str(original), "--to", "orbax", "--output", str(output), "--dtype", "float32"]) == 0
+    expected, found = (weights(open_checkpoint(str(folder)), "float32") for folder in (original, output))
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 def test_scales_of_keys_and_values_come_along(original: Path, tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 
 from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.feed_forward import Activation
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.quantization import INT8_ROWS, Encodings, Quantization
+from sglang_jax.checkpoint.reader import Role
 from sglang_jax.kernels import experts as products
 from sglang_jax.kernels.experts import ExpertProducts
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
@@ -88,6 +91,20 @@ def make(name: str) -> tuple[ExpertsConfig, Arrays]:
     return config, found
 
 
+def in_8_bits(arrays: Arrays, *parts: str) -> Arrays:
+    """The same with values and scales of some matrices beside what these are worth."""
+    found, quantization = dict(arrays), Quantization(INT8_ROWS)
+    for part in parts:
+        values, scales = (quantization.array(arrays[part], role) for role in (Role.VALUES, Role.SCALES))
+        found |= {part: values * scales[..., None], f"{part}_values": values, f"{part}_scales": scales}
+    return found
+
+
+def encodings_of(arrays: Arrays) -> Encodings:
+    parts = {Part.EXPERT_GATE: "gate", Part.EXPERT_UP: "up", Part.EXPERT_DOWN: "down"}
+    return lambda name: INT8_ROWS if f"{parts.get(name.part)}_values" in arrays else None
+
+
 def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
@@ -146,7 +163,10 @@ def expected(config: ExpertsConfig, arrays: Arrays, x: np.ndarray) -> np.ndarray
 def jax_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Layer:
     monkeypatch.setattr(ExpertProducts, "of", classmethod(lambda cls, *sizes, **platform: ExpertProducts(form)))
     options = jax_part.PartOptions(
-        hidden_size=HIDDEN, dtype=jnp.dtype(dtype), implementation=AttentionImplementation.XLA
+        hidden_size=HIDDEN,
+        dtype=jnp.dtype(dtype),
+        implementation=AttentionImplementation.XLA,
+        encodings=encodings_of(arrays),
     )
     layer = jax_experts.Experts(config, options)
     turned = {"router", "down"}
@@ -156,8 +176,9 @@ def jax_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, monk
         parameter.set_value(jnp.asarray(array, parameter.dtype))
 
     for name, array in arrays.items():
-        if "." not in name:
-            give(getattr(layer, name), array.swapaxes(-1, -2) if name in turned else array)
+        if "." not in name and not name.endswith("_values"):
+            stored = arrays.get(f"{name}_values", array)
+            give(getattr(layer, name), stored.swapaxes(-1, -2) if name in turned else stored)
     if config.shared_size:
         both = np.stack([arrays["shared.gate"].T, arrays["shared.up"].T], axis=1)
         give(layer.shared.gate_up.matrix.kernel, both)
@@ -191,7 +212,12 @@ def torch_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, mo
     shard = ModelShard(rank=0, size=1, vocabulary=range(1), vocabulary_rows=1)
     kept = getattr(torch, dtype)
     options = torch_part.PartOptions(
-        hidden_size=HIDDEN, shard=shard, dtype=kept, operations=NativeOperations(), parallel=SINGLE
+        hidden_size=HIDDEN,
+        shard=shard,
+        dtype=kept,
+        operations=NativeOperations(),
+        parallel=SINGLE,
+        encodings=encodings_of(arrays),
     )
     layer = torch_experts.Experts(config, options)
 
@@ -200,10 +226,15 @@ def torch_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, mo
         assert own.shape == array.shape
         setattr(module, name, torch.nn.Parameter(torch.from_numpy(array.copy()).to(own.dtype), requires_grad=False))
 
-    for name in ("router", "router_bias", "correction", "down", "down_bias"):
+    for name in ("router", "router_bias", "correction", "down", "down_bias", "down_scales"):
         if name in arrays:
-            give(layer, name, arrays[name])
-    give(layer, "gate_up", np.concatenate([arrays["gate"], arrays["up"]], axis=1))
+            give(layer, name, arrays.get(f"{name}_values", arrays[name]))
+    for end in ("_values", "_scales"):
+        if f"gate{end}" in arrays:
+            name = "gate_up" + end.removeprefix("_values")
+            give(layer, name, np.concatenate([arrays[f"gate{end}"], arrays[f"up{end}"]], axis=1))
+    if "gate_values" not in arrays:
+        give(layer, "gate_up", np.concatenate([arrays["gate"], arrays["up"]], axis=1))
     if config.bias:
         give(layer, "gate_up_bias", np.concatenate([arrays["gate_bias"], arrays["up_bias"]], axis=1))
     if config.shared_size:
@@ -240,8 +271,11 @@ def torch_layer(form: str, config: ExpertsConfig, arrays: Arrays, dtype: str, mo
 LAYERS = {"jax": jax_layer, "torch": torch_layer}
 
 
-def build(form: str, name: str, monkeypatch: pytest.MonkeyPatch, dtype: str = "float32") -> tuple[Layer, Any, Arrays]:
+def build(
+    form: str, name: str, monkeypatch: pytest.MonkeyPatch, dtype: str = "float32", of_8_bits: tuple[str, ...] = ()
+) -> tuple[Layer, Any, Arrays]:
     config, arrays = make(name)
+    arrays = in_8_bits(arrays, *of_8_bits)
     backend, _, own = form.partition(" ")
     layer = LAYERS[backend](own, config, arrays, dtype, monkeypatch)
     return layer, config, arrays
@@ -254,6 +288,17 @@ def test_a_layer_is_the_sum_of_what_its_experts_say(form: str, name: str, monkey
     for tokens in (1, 7, 40):
         x = np.random.default_rng(tokens).standard_normal((tokens, HIDDEN)).astype(np.float32)
         np.testing.assert_allclose(layer(x, 0), expected(config, arrays, x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", JAX_FORMS + TORCH_FORMS)
+@pytest.mark.parametrize("parts", [("gate", "up", "down"), ("down",)], ids=["all", "down"])
+def test_matrices_of_8_bits_are_what_their_scales_make_of_them(
+    form: str, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each expert its own, in every product."""
+    layer, config, arrays = build(form, "softmax of those chosen", monkeypatch, of_8_bits=parts)
+    x = np.random.default_rng(0).standard_normal((7, HIDDEN)).astype(np.float32)
+    np.testing.assert_allclose(layer(x, 0), expected(config, arrays, x), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("form", JAX_FORMS + TORCH_FORMS[:2])  # on a CPU, torch's own form is plain products

@@ -39,8 +39,9 @@ from sglang_jax.config import EngineConfig, LoadFormat, WeightQuantization
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
-from sglang_jax.models import AttentionImplementation, build_model
-from sglang_jax.runner.quantization import encodings_of, kept_encodings, quantization_of
+from sglang_jax.models import AttentionImplementation, build_model, parameters
+from sglang_jax.runner.quantization import describe_matrices, encodings_of, kept_encodings, quantization_of
+from torch_backend import weights as torch_weights
 
 ROUNDING = 1e-5
 """Of float32 products, whose scales come before or after them, in parts of the largest logit."""
@@ -186,3 +187,57 @@ def test_random_weights_are_stored_as_the_folder_s_are(tmp_path: Path) -> None:
     )
     load_weights(model, random.reader, random.config, make_mesh(jax.devices()[:1]))
     assert all(np.isfinite(np.asarray(array, np.float32)).all() for array in jax.tree.leaves(nnx.state(model)))
+
+
+@pytest.mark.parametrize("backend", [PagedModel, TorchPagedModel])
+def test_embeddings_are_widened_and_so_is_the_head_that_they_are(backend: Any, tmp_path: Path) -> None:
+    """Whatever the folder says of a head that it does not have."""
+    make_tiny_checkpoint(tmp_path / "quantised", "qwen3", tie_word_embeddings=True)
+    weights = quantise(tmp_path / "quantised", [scheme_of(Quantised.FP8_CHANNEL, "Linear", "Embedding")])
+    plain = write_plain_twin(tmp_path / "quantised", weights, tmp_path / "plain")
+    found, expected = (backend(folder).run(prompts(), STEPS) for folder in (tmp_path / "quantised", plain))
+    assert_alike(found, expected)
+
+
+def test_what_is_told_is_what_is_kept(tmp_path: Path) -> None:
+    """Not what is stored: matrices that a layer joins with others of another type are widened."""
+    make_tiny_checkpoint(tmp_path, "qwen3")
+    schemes = [scheme_of(Quantised.FP8_CHANNEL, r"re:.*(q|up)_proj$"), scheme_of(Quantised.INT8_W8A8, "Linear")]
+    quantise(tmp_path, schemes, ("lm_head",))
+    models = PagedModel(tmp_path), TorchPagedModel(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    jax_model = build_model(
+        checkpoint.config,
+        dtype=jnp.dtype(jnp.float32),
+        attention=AttentionImplementation.XLA,
+        encodings=encodings_of(checkpoint, None),
+    )
+    kept = parameters.matrices_in_8_bits(jax_model)
+    assert kept == torch_weights.matrices_in_8_bits(models[1].model, checkpoint.config)
+    assert {name.part for name in kept} == {Part.OUTPUT, Part.DOWN}
+    assert describe_matrices(checkpoint.config, kept) == "4 of 15 matrices in int8"
+    assert describe_matrices(checkpoint.config, {}) is None
+
+
+@pytest.mark.parametrize("arrange", ["put_in_matrices", "put_outputs_first"])
+def test_scales_follow_the_layout_of_their_matrices(arrange: str) -> None:
+    config = small_config(num_layers=1, attention_bias=True)
+    reader, quantization = DummyReader(config, seed=0), Quantization(INT8_ROWS)
+    model = build_model(
+        config,
+        dtype=jnp.dtype(jnp.float32),
+        attention=AttentionImplementation.XLA,
+        encodings=ParameterReader(reader, config, quantization).encoding,
+    )
+    load_weights(model, reader, config, make_mesh(jax.devices()[:1]), quantization)
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((3, config.hidden_size)), jnp.float32)
+    layer = model.layers[0]
+
+    def products() -> list[jax.Array]:
+        fused, gate_up = layer.attention.qkv(hidden), layer.feed_forward.gate_up(hidden)
+        return [fused, gate_up, layer.feed_forward.down(gate_up[:, 0])]
+
+    before = products()
+    getattr(model, arrange)()
+    for found, expected in zip(products(), before, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -38,6 +38,18 @@ def test_inputs_are_rounded_by_a_scale_of_their_token(rows: int) -> None:
     assert ((widened - exact).abs() <= magnitude / 128).all()
 
 
+def test_sums_that_float16_has_no_room_for_are_scaled_first() -> None:
+    """Values of hundreds and ordinary numbers: a sum of them passes 65,504, and the product does not."""
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn((5, 512), generator=generator).abs()).half()
+    values = torch.full((16, 512), 448.0).to(torch.float8_e4m3fn)
+    scales = torch.rand(16, generator=generator) / 1000
+    found = multiply_widened(x, values, scales).double()
+    exact = functional.linear(x.double(), values.double() * scales[:, None].double())
+    assert exact.max() / scales.max() > torch.finfo(torch.float16).max
+    assert ((found - exact).abs() <= exact / 512).all()
+
+
 def test_float8_is_multiplied_where_the_checkpoint_the_shape_and_the_gpu_allow_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

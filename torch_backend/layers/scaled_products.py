@@ -26,7 +26,10 @@ _MULTIPLE = 16
 
 
 def multiply_widened(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Values are widened to the type of x, which has them exactly."""
+    """Values are widened to the type of x, which has them exactly. float16 has no room for sums of them: there weights
+    are scaled and rounded first."""
+    if x.dtype == torch.float16:
+        return functional.linear(x, (values.float() * scales[:, None]).to(x.dtype))
     return functional.linear(x, values.to(x.dtype)) * scales
 
 
