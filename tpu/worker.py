@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +35,7 @@ _INSTALL = (
     "pip install --no-deps --target FOLDER libtpu==0.0.51 and PYTHONPATH=FOLDER"
 )
 _LAST_WORDS = 12
+_NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 _VARIABLES = {
     # JAX runs on the CPU, and libtpu is asked for topologies alone.
@@ -96,9 +98,8 @@ def _in_child(work: Work, *arguments: Any) -> Iterator[Any]:
         child = multiprocessing.get_context("spawn").Process(
             target=_run, args=(work, arguments, Path(folder), log, sender), daemon=True
         )
-        # Where torch is missing transformers says so at each import, and this process has said it.
-        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-        child.start()
+        with _without_advice():
+            child.start()
         sender.close()
         try:
             while (message := _receive(receiver)) is not None:
@@ -110,6 +111,21 @@ def _in_child(work: Work, *arguments: Any) -> Iterator[Any]:
                 child.join()
         if child.exitcode:
             raise _DiedError(f"the compiling process ended with status {child.exitcode}:\n{_last_words(log)}")
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Processes that start here do not say that torch is missing: transformers says so at each import, and this process
+    has said it."""
+    before = os.environ.get(_NO_ADVICE)
+    os.environ[_NO_ADVICE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_ADVICE]
+        else:
+            os.environ[_NO_ADVICE] = before
 
 
 def prepare_compiler(folder: Path) -> Path:

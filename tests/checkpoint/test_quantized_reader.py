@@ -545,12 +545,14 @@ def test_modelopt_before_it_wrote_into_config_json(tmp_path: Path) -> None:
 
 
 def test_quantised_heads_and_embeddings(tmp_path: Path) -> None:
-    """A head may be quantised, also where config.json ties it to embeddings that are not."""
+    """A head may be quantised, also where config.json ties it; embeddings are plain once they are read."""
     make_tiny_checkpoint(tmp_path, "qwen3")
     weights = quantise(tmp_path, [scheme_of(Quantised.INT8_W8A16, "Linear", "Embedding")])
     quantised = parameters(tmp_path)
-    for part in (Part.HEAD, Part.EMBEDDING):
-        assert quantised.encoding(ParameterName(part)) == INT8_PLAIN
+    assert quantised.encoding(ParameterName(Part.HEAD)) == INT8_PLAIN
+    embedding = ParameterName(Part.EMBEDDING)
+    assert quantised.encoding(embedding) is None
+    np.testing.assert_array_equal(quantised.read(embedding), weights["model.embed_tokens.weight"])
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
     opened = open_checkpoint(str(tmp_path))
