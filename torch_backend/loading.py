@@ -20,7 +20,7 @@ from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.quantization import describe_matrices, encodings_of, quantization_of
+from sglang_jax.runner.quantization import describe_matrices, encodings_of, keeps_blocks, quantization_of
 from sglang_jax.runner.sizing import (
     GroupMemory,
     Memory,
@@ -32,20 +32,19 @@ from sglang_jax.runner.sizing import (
     refuse_with_states,
 )
 from torch_backend.batch import ForwardBatch
-from torch_backend.block_weights import KeptMatrix, matrices_to_keep, measure_forms
 from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
 from torch_backend.kernel_choice import Kernels, choose_kernels, refuse_sinks
 from torch_backend.key_means import give_key_means, write_key_means
 from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
-from torch_backend.layers.layout import PackedAndBlocks
+from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import DraftPart, TorchRunner
 from torch_backend.streams import CpuThread, CudaStream, Stream
-from torch_backend.weights import load_weights, matrices_in_8_bits, weight_bytes
+from torch_backend.weights import bytes_in_blocks, load_weights, matrices_in_8_bits, packs, weight_bytes
 from torch_backend.weights import weight_bytes as weight_bytes_of
 
 if TYPE_CHECKING:
@@ -331,7 +330,8 @@ def _build(
         return _Built(traced, traced.weight_bytes(), partial(traced.load, read))
     reader = checkpoint.reader
     assert reader is not None
-    model = build_model(
+    build = partial(
+        build_model,
         checkpoint.config,
         dtype=dtype,
         device=device,
@@ -341,30 +341,36 @@ def _build(
         parallel=parallel,
         encodings=encodings_of(checkpoint, quantization),
     )
-    kept = _blocks_to_keep(config, checkpoint, model, device, kernels)
+    model = build(block_matrices=_block_matrices(config, checkpoint, build, kernels))
 
     def load() -> None:
-        layout = load_weights(model, reader, checkpoint.config, kept=kept, quantization=quantization)
-        if isinstance(layout, PackedAndBlocks):
+        layout = load_weights(model, reader, checkpoint.config, quantization=quantization)
+        if layout is not None:
             with torch.inference_mode():
-                measure_forms(layout)
+                layout.measure()
 
-    return _Built(model, weight_bytes(model, kept), load, matrices_in_8_bits(model, checkpoint.config))
+    return _Built(model, weight_bytes(model), load, matrices_in_8_bits(model, checkpoint.config))
 
 
-def _blocks_to_keep(
-    config: EngineConfig, checkpoint: Checkpoint, model: Transformer, device: torch.device, kernels: Kernels
-) -> Sequence[KeptMatrix]:
+def _block_matrices(
+    config: EngineConfig, checkpoint: Checkpoint, build: Callable[..., Transformer], kernels: Kernels
+) -> BlockMatrices | None:
+    """What keeps matrices in blocks too, of the model that `build` makes; None where those would take too much memory.
+
+    **Raises:** `ConfigError` if they were asked for and cannot be kept.
+    """
     if not config.keep_gguf_blocks:
-        return ()
+        return None
     if checkpoint.reader is None or not checkpoint.reads_gguf:
         raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
     if kernels.block_matrices is None:
         raise ConfigError(
             "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: remove it, or see the log"
         )
-    room = available_memory(device) - weight_bytes(model)
-    return matrices_to_keep(model, checkpoint.config, checkpoint.reader, kernels.block_matrices, room)
+    model = build(block_matrices=kernels.block_matrices)
+    needed = bytes_in_blocks(model)
+    room = available_memory(model.device) - (weight_bytes(model) - needed)
+    return kernels.block_matrices if packs(model) and keeps_blocks(needed, room) else None
 
 
 def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels: Kernels) -> CudaCapture | None:

@@ -7,9 +7,8 @@ no layer's structure is repeated here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -24,8 +23,8 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Role
-from torch_backend.layers.layout import Layout, Packed, PackedAndBlocks
-from torch_backend.layers.matrix import InBlocks, PlainMatrix, ScaledMatrix
+from torch_backend.layers.layout import Packed
+from torch_backend.layers.matrix import FewOrMany, ScaledMatrix
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
@@ -47,39 +46,19 @@ class ParameterPart:
         return reader.read_array(self.name, self.role, self.index)
 
 
-class KeptBlocks(Protocol):
-    """A matrix that is kept as the checkpoint stores it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this takes; known before."""
-        ...
-
-    @property
-    def plain(self) -> PlainMatrix:
-        """The same matrix in numbers."""
-        ...
-
-    def read(self) -> InBlocks | None:
-        """Reads the matrix, whose bias has been read; None if it cannot be kept so."""
-        ...
-
-
 def load_weights(
     model: Transformer,
     reader: TensorReader,
     config: ModelConfig,
     *,
     pack: bool = True,
-    kept: Sequence[KeptBlocks] = (),
     quantization: Quantization | None = None,
-) -> Layout | None:
+) -> Packed | None:
     """Gives every parameter of `model` its value, of the model's dtype, on its device.
 
     At any time the host holds no more than one parameter beside those of a model on the host. On a CPU, matrices are
-    then packed (see `Transformer.arrange`) where torch can do it, unless `pack` is false; `kept` matrices are held both
-    packed and in the blocks of the checkpoint. `quantization`: see `ParameterReader`; the model was built with its
-    encodings. Returns the layout, None where matrices stay plain.
+    then packed (see `Transformer.arrange`) where torch can do it, unless `pack` is false. `quantization`: see
+    `ParameterReader`; the model was built with its encodings. Returns the layout, None where matrices stay plain.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
@@ -96,18 +75,23 @@ def load_weights(
             module.choose_product(model.device, model.embedding.weight.dtype)
     if not (pack and packs(model)):
         return None
-    blocks: dict[PlainMatrix, InBlocks] = {each.plain: found for each in kept if (found := each.read()) is not None}
-    layout = PackedAndBlocks(blocks) if blocks else Packed()
+    layout = Packed()
     model.arrange(layout)
     return layout
 
 
-def weight_bytes(model: Transformer, kept: Sequence[KeptBlocks] = ()) -> int:
+def weight_bytes(model: Transformer) -> int:
     """Bytes that the weights of `model` take once `load_weights` is done with it; known before."""
     plain = sum(parameter.nbytes for parameter in model.parameters())
     # Packed matrices replace plain ones, but for tied embeddings.
     twice = model.embedding.weight.nbytes if model.tied and packs(model) else 0
-    return plain + twice + sum(each.nbytes for each in kept)
+    return plain + twice
+
+
+def bytes_in_blocks(model: Transformer) -> int:
+    """Those of them that are matrices held in blocks beside their numbers."""
+    kept = [module for module in model.modules() if isinstance(module, FewOrMany)]
+    return sum(module.get_parameter(role.value).nbytes for module in kept for role in module.encoding.roles)
 
 
 def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[ParameterName, str]:
@@ -116,7 +100,7 @@ def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[Paramete
         part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
         for module, name, parts in sources(model, config)
         for part in parts
-        if part.role is Role.VALUES
+        if part.role is Role.VALUES and not isinstance(module, FewOrMany)
     }
 
 
@@ -162,17 +146,18 @@ Source = tuple[nn.Module, str, list[ParameterPart]]
 """A parameter, by its module and name, and what it is made of."""
 
 
-def sources(model: Transformer, config: ModelConfig, *, tied_head: bool = False) -> Iterator[Source]:
-    """Every parameter that has a value of its own; with `tied_head` a head too that shares the embeddings'."""
-    whole: list[nn.Module] = [model.embedding, model.final_norm]
-    if tied_head or not model.tied:
-        whole.append(model.head.linear.matrix)
+def sources(model: Transformer, config: ModelConfig) -> Iterator[Source]:
+    """Every parameter that has a value of its own: a head has the embeddings' numbers where these are tied to it."""
+    head = model.head.linear.matrix
+    whole: list[nn.Module] = [model.embedding, model.final_norm, head]
     modules: list[tuple[int | None, nn.Module]] = [(None, module) for module in whole]
     for count, layer in enumerate(model.decoder_layers):
         modules += [(count, module) for module in layer.modules()]
     for number, module in modules:
         if isinstance(module, Loadable):
             for name, made_of in module.sources.items():
+                if model.tied and module is head and made_of.role is None:
+                    continue
                 names = [ParameterName(part, made_of.kind, number) for part in made_of.parts]
                 parts = [
                     ParameterPart(each, index, made_of.role)

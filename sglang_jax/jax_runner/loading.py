@@ -22,7 +22,6 @@ from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, SpeculativeAlgorithm, Warmup
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
-from sglang_jax.jax_runner.block_weights import KeptBlocks, blocks_to_keep
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
@@ -33,6 +32,7 @@ from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.runner import JaxRunner
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import chip_of
+from sglang_jax.layers.block_matrix import BLOCK_AXES, BlockProducts, no_blocks
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, partition_spec
 from sglang_jax.models import (
@@ -50,7 +50,7 @@ from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
 from sglang_jax.runner.kv_scales import scales_of_checkpoint
 from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.quantization import describe_matrices, encodings_of, quantization_of
+from sglang_jax.runner.quantization import describe_matrices, encodings_of, keeps_blocks, quantization_of
 from sglang_jax.runner.sizing import (
     GroupMemory,
     Memory,
@@ -96,7 +96,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     kv_dtype = kv_dtype_of(config, dtype)
     platform = device.platform
     quantization = quantization_of(config, checkpoint)
-    bare = partial(
+    build = partial(
         build_model,
         parallel.config,
         dtype=dtype,
@@ -105,14 +105,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         kv_dtype=kv_dtype,
         encodings=encodings_of(checkpoint, quantization),
     )
-    kept = _blocks_to_keep(config, checkpoint, bare, device, dtype)
-
-    def build() -> Transformer:
-        built = bare()
-        if kept is not None:
-            kept.attach(built)
-        return built
-
+    build = partial(build, block_products=_block_products(config, checkpoint, build, device, dtype))
     model = build()
     draft = _build_draft(config, checkpoint, dtype, attention, platform)
     memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype), draft)
@@ -133,8 +126,6 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     try:
         _begin_building(programs, config, spec)
         _load(model, checkpoint, parallel, mesh, quantization)
-        if kept is not None:
-            kept.load(model, mesh)
         _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
         _, weights = split_model(model)
         kv = allocate(cache, mesh)
@@ -167,27 +158,32 @@ def _further_details(config: EngineConfig, checkpoint: Checkpoint, model: Transf
     return details
 
 
-def _blocks_to_keep(
+def _block_products(
     config: EngineConfig,
     checkpoint: Checkpoint,
-    build: Callable[[], Transformer],
+    build: Callable[..., Transformer],
     device: jax.Device,
     dtype: jnp.dtype,
-) -> KeptBlocks | None:
-    """What is kept in blocks of the model that `build` makes.
+) -> BlockProducts:
+    """The kernels for the matrices that are kept in blocks too, of the model that `build` makes; none where those would
+    take too much memory.
 
-    **Raises:** `ConfigError` if it was asked for and cannot be.
+    **Raises:** `ConfigError` if they were asked for and cannot be had.
     """
     if not config.keep_gguf_blocks:
-        return None
+        return no_blocks
     check_block_kernels(device, dtype, config.tp_size)
     if checkpoint.reader is None or not checkpoint.reads_gguf:
         raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
-    model = build()
-    room = available_memory(device) - sum(_bytes_on_one_device(parameter, 1) for parameter in parameters(model))
     address = config.cache_address()
-    product = partial(block_product, cache_folder=None if "://" in address else Path(address))
-    return blocks_to_keep(model, checkpoint.config, checkpoint.reader, product, room)
+    products = partial(block_product, cache_folder=None if "://" in address else Path(address))
+    sizes = [
+        (set(BLOCK_AXES) & set(parameter.axes), _bytes_on_one_device(parameter, 1))
+        for parameter in parameters(build(block_products=products))
+    ]
+    needed = sum(size for in_blocks, size in sizes if in_blocks)
+    room = available_memory(device) - sum(size for in_blocks, size in sizes if not in_blocks)
+    return products if keeps_blocks(needed, room) else no_blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Role, TensorReader
 from sglang_jax.checkpoint.tensors import check_tensors
+from sglang_jax.layers.block_matrix import BLOCK_AXES
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
 from sglang_jax.models.parameters import ModelParameter, parameters_of
@@ -203,23 +204,26 @@ class _Source:
     def _fused_heads(
         self, names: tuple[ParameterName, ...], axes: tuple[Axis, ...], shape: tuple[int, ...]
     ) -> ReadPart:
-        """Queries, key and value of each kv head: `[hidden, kv_heads, group + 2, head_dim]`, or the bias without
-        `hidden`."""
-        inputs = axes[: axes.index(Axis.KV_HEADS)]
-        model_heads, group = shape[len(inputs)], shape[len(inputs) + 1] - 2
+        """Queries, key and value of each kv head: `[hidden, kv_heads, group + 2, head_dim]`, the bias without `hidden`,
+        or the arrays of blocks with axes of these behind."""
+        at = axes.index(Axis.KV_HEADS)
+        before, behind = axes[:at], axes[at + 3 :]
+        model_heads, group = shape[at], shape[at + 1] - 2
         query, *keys_and_values = names
 
         def read(index: Index) -> Array:
-            *before, kv_heads, parts, dims = index
+            kv_heads, parts, dims = index[at : at + 3]
             first, last, _ = kv_heads.indices(model_heads)
-            whole = slice(None)
-            own = slice(first * group, last * group)
-            queries = self._read(query, (*inputs, Axis.HEADS, Axis.HEAD_DIM), (*before, own, whole))
-            found = [queries.reshape(*queries.shape[:-2], last - first, group, queries.shape[-1])]
-            for name in keys_and_values:
-                heads = self._read(name, (*inputs, Axis.KV_HEADS, Axis.HEAD_DIM), (*before, slice(first, last), whole))
-                found.append(heads[..., None, :])
-            return np.concatenate(found, axis=-2)[..., parts, dims]
+
+            def of(name: ParameterName, axis: Axis, heads: slice) -> Array:
+                wanted = (*index[:at], heads, slice(None), *index[at + 3 :])
+                return self._read(name, (*before, axis, Axis.HEAD_DIM, *behind), wanted)
+
+            queries = of(query, Axis.HEADS, slice(first * group, last * group))
+            found = [queries.reshape(*queries.shape[:at], last - first, group, *queries.shape[at + 1 :])]
+            found += [np.expand_dims(of(name, Axis.KV_HEADS, slice(first, last)), at + 1) for name in keys_and_values]
+            joined: Array = np.concatenate(found, axis=at + 1)
+            return joined[(*[slice(None)] * (at + 1), parts, dims)]
 
         return read
 
@@ -247,8 +251,9 @@ class _Source:
         spec = self._reader.spec(name)
         stored_index, shape, flat = [], [], []
         chosen: np.ndarray | None = None
-        # Scales have no axis of inputs, the last.
-        of_rows = self._role in (Role.SCALES, Role.INPUT_SCALE)
+        # Scales of rows have no axis of inputs, the last; matrices in blocks, of one device, have others in its place.
+        blocks = tuple(axis for axis in axes if axis in BLOCK_AXES)
+        of_rows = bool(blocks) or self._role in (Role.SCALES, Role.INPUT_SCALE)
         for sizes, group in list(zip(spec.sizes, spec.axes, strict=True))[: -1 if of_rows else None]:
             outer = wanted[group[0]]
             if len(group) == 1:
@@ -264,11 +269,12 @@ class _Source:
                 stored_index.append(slice(own.start * head_dim, own.stop * head_dim))
                 shape += [own.stop - own.start, head_dim]
             flat += group
-        found = self._stored(name, tuple(stored_index)).astype(self._dtype, copy=False).reshape(shape)
+        found = self._stored(name, tuple(stored_index)).astype(self._dtype, copy=False)
+        whole_heads = Axis.HEAD_DIM in flat and len(flat) > len(stored_index)
+        found, flat = found.reshape(*shape, *found.shape[len(stored_index) :]), [*flat, *blocks]
         if chosen is not None:
             found = np.take(found, chosen, axis=flat.index(Axis.KV_HEADS))
-        if flat.count(Axis.HEAD_DIM) and len(flat) > len(stored_index):
-            # Whole heads were read.
+        if whole_heads:
             found = found[tuple(wanted[axis] if axis is Axis.HEAD_DIM else slice(None) for axis in flat)]
         return found.transpose([flat.index(axis) for axis in axes])
 
