@@ -26,8 +26,9 @@ from sglang_jax.config import AttentionBackend, EngineConfig
 from sglang_jax.cpu_kernels import vectors
 from sglang_jax.cpu_kernels.vectors import supported
 from sglang_jax.errors import ConfigError
-from torch_backend import loading
+from torch_backend import building
 from torch_backend.attention.native import NativeAttention
+from torch_backend.building import _block_matrices
 from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
 from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import by_rows
@@ -35,7 +36,6 @@ from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
 from torch_backend.layers.layout import Packed
 from torch_backend.layers.matrix import FewOrMany
-from torch_backend.loading import _block_matrices
 from torch_backend.models import Transformer
 from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
@@ -232,7 +232,7 @@ def test_blocks_are_kept_where_they_are_asked_for_and_can_be(tmp_path: Path, mon
     assert kept(False, file, able) is None
     if supported():
         assert kept(True, file, able) is able.block_matrices
-        monkeypatch.setattr(loading, "available_memory", lambda _: 2**20)
+        monkeypatch.setattr(building, "available_memory", lambda _: 2**20)
         assert kept(True, file, able) is None
     with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU with avx512_bf16"):
         kept(True, file, plain)
