@@ -7,8 +7,9 @@ no layer's structure is repeated here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import ml_dtypes
 import numpy as np
@@ -22,13 +23,16 @@ from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, mani
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.checkpoint.reader import Array, Role
+from sglang_jax.checkpoint.reader import Array, Index, Role
 from torch_backend.layers.layout import Packed
 from torch_backend.layers.matrix import FewOrMany, ScaledMatrix
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models.transformer import Transformer
+
+_WEIGHTS_AT_ONCE = 2**24
+"""Are read of a parameter: read as float32 and then rounded, a whole one would be in memory three times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,6 @@ class ParameterPart:
     name: ParameterName
     index: tuple[slice, ...]
     role: Role | None = None
-
-    def read(self, reader: ParameterReader) -> Array:
-        """Numbers, or what the part has of the array with its role."""
-        if self.role is None:
-            return reader.read(self.name, self.index)
-        return reader.read_array(self.name, self.role, self.index)
 
 
 def load_weights(
@@ -56,7 +54,7 @@ def load_weights(
 ) -> Packed | None:
     """Gives every parameter of `model` its value, of the model's dtype, on its device.
 
-    At any time the host holds no more than one parameter beside those of a model on the host. On a CPU, matrices are
+    At any time the host holds no more than one matrix beside those of a model on the host. On a CPU, matrices are
     then packed (see `Transformer.arrange`) where torch can do it, unless `pack` is false. `quantization`: see
     `ParameterReader`; the model was built with its encodings. Returns the layout, None where matrices stay plain.
 
@@ -64,10 +62,9 @@ def load_weights(
     """
     check_tensors(reader, config)
     parameters = ParameterReader(reader, config, quantization)
-    for module, name, parts in sources(model, config):
-        empty: nn.Parameter = module.get_parameter(name)
-        value = _read(parameters, parts, empty.shape, empty.dtype).to(model.device)
-        setattr(module, name, nn.Parameter(value, requires_grad=False))
+    for together in _by_matrix(sources(model, config)):
+        for (module, name, _), value in zip(together, _read(parameters, together), strict=True):
+            setattr(module, name, nn.Parameter(value.to(model.device), requires_grad=False))
     if model.tied:
         model.tie()
     for module in model.modules():
@@ -109,24 +106,64 @@ def packs(model: Transformer) -> bool:
     return model.device.type == "cpu" and packing_works(model.embedding.weight.dtype)
 
 
-def _read(reader: ParameterReader, parts: list[ParameterPart], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The parts one after the other along their rows; zeros where a vocabulary does not reach the end.
+def _by_matrix(parameters: Iterable[Source]) -> Iterator[list[Source]]:
+    """Parameters that are arrays of one matrix together, others by themselves."""
+
+    def matrix(source: Source) -> object:
+        module, name, parts = source
+        return module, [(part.name, part.index, name if part.role is None else None) for part in parts]
+
+    for _, group in groupby(parameters, matrix):
+        yield list(group)
+
+
+def _read(reader: ParameterReader, parameters: Sequence[Source]) -> list[torch.Tensor]:
+    """A parameter, or the arrays of a matrix, each part of which is read once. Parts lie one after the other along
+    their rows; there are zeros where a vocabulary does not reach the end.
 
     **Raises:** `ValueError` if the model was built with another shape than the manifest has.
     """
-    value = torch.zeros(shape, dtype=dtype)
-    target = _as_numpy(value)
-    first, spec = 0, reader.spec(parts[0].name)
-    rows = np.swapaxes(target, 0, 1) if spec.places else target  # those of experts are their second axis
+    empty = [module.get_parameter(name) for module, name, _ in parameters]
+    values = [torch.zeros(each.shape, dtype=each.dtype) for each in empty]
+    [(_, _, parts), *_] = parameters
+    spec = reader.spec(parts[0].name)
+    axis = 1 if spec.places else 0  # of experts, rows are the second
+    targets = {own[0].role: _as_numpy(value) for (_, _, own), value in zip(parameters, values, strict=True)}
+    first = 0
     for part in parts:
-        found = part.read(reader)
-        found = np.swapaxes(found, 0, 1) if spec.places else found
-        rows[first : first + len(found)] = found
-        first += len(found)
-    filled_up = Axis.VOCABULARY in spec.axes[0]
-    if first != len(rows) and not filled_up:
-        raise ValueError(f"{parts[0].name} and what lies behind it have {first} rows, and the model {tuple(shape)}")
-    return value
+        last = first
+        for index in _pieces(reader.spec(part.name), part.index):
+            for role, found in _arrays(reader, part.name, index, targets).items():
+                begin = first if spec.places else last
+                end = begin + found.shape[axis]
+                targets[role][(index[0], slice(begin, end)) if spec.places else slice(begin, end)] = found
+            last = end
+        first = last
+    if first != empty[0].shape[axis] and Axis.VOCABULARY not in spec.axes[0]:
+        shape = tuple(empty[0].shape)
+        raise ValueError(f"{parts[0].name} and what lies behind it have {first} rows, and the model {shape}")
+    return values
+
+
+def _pieces(spec: ParameterSpec, index: Index) -> Iterator[Index]:
+    """Runs of rows, of whole heads where rows are those of heads, or of experts."""
+    first, last, _ = index[0].indices(spec.shape[0])
+    unit = math.prod(spec.sizes[0][1:])
+    units = max(_WEIGHTS_AT_ONCE // max(unit * math.prod(spec.shape[1:]), 1), 1)
+    for start in range(first, last, units * unit):
+        yield (slice(start, min(start + units * unit, last)), *index[1:])
+
+
+def _arrays(
+    reader: ParameterReader, name: ParameterName, index: Index, roles: Collection[Role | None]
+) -> Mapping[Role | None, Array]:
+    """The arrays of a part of a matrix, or its numbers."""
+    found: dict[Role | None, Array] = {}
+    if of_matrix := [role for role in roles if role is not None]:
+        found.update(reader.read_arrays(name, of_matrix, index).items())
+    else:
+        found[None] = reader.read(name, index)
+    return found
 
 
 def _as_numpy(tensor: torch.Tensor) -> Array:

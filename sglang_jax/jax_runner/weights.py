@@ -6,9 +6,11 @@ structure is repeated here.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -39,6 +41,9 @@ _MOST_READS = 16
 _COLUMNS = 64
 """Copied at once."""
 
+_WEIGHTS_AT_ONCE = 2**24
+"""Are read of a parameter: read as float32 and then rounded, a whole one would be in memory three times."""
+
 ReadPart = Callable[[Index], Array]
 """Reads the part of a parameter at an index: one slice for each axis."""
 
@@ -52,7 +57,7 @@ def load_weights(
 ) -> None:
     """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
 
-    Several are read at a time where there are cores for that; the host holds the parts of one parameter, or of several
+    Several are read at a time where there are cores for that; the host holds the parts of one matrix, or of several
     that take no more than 2 GiB. `config` is the checkpoint's; a layer of the model with more kv heads has each of the
     checkpoint's several times, and a model with a larger vocabulary has zeros past the checkpoint's.
 
@@ -64,18 +69,15 @@ def load_weights(
     check_tensors(reader, config)
     parameters = ParameterReader(reader, config, quantization)
     pool = ThreadPoolExecutor(_reads_at_once(), thread_name_prefix="weights")
-    under_way: deque[tuple[Parameter, Future[jax.Array], int]] = deque()
+    under_way: deque[tuple[list[ModelParameter], Future[list[jax.Array]], int]] = deque()
     held = 0
     try:
-        for parameter in parameters_of(model):
-            target = parameter.value.get_value()
-            # Of what is quantised while it is read there are numbers too.
-            beside = 0 if quantization is None or parameter.value.role is None else 4
-            size = target.size * (target.dtype.itemsize + beside)
+        for matrix in _by_matrix(parameters_of(model)):
+            targets = [each.value.get_value() for each in matrix]
+            size = sum(each.size * each.dtype.itemsize for each in targets)
             while under_way and held + size > _MOST_HELD:
                 held -= _finish(*under_way.popleft())
-            read = _Source(parameters, model.config, target.dtype, parameter.value.role).of(parameter)
-            under_way.append((parameter.value, pool.submit(_read_parts, parameter.value, read, mesh), size))
+            under_way.append((matrix, pool.submit(_read_matrix, matrix, parameters, model.config, mesh), size))
             held += size
         for each in under_way:
             _finish(*each)
@@ -88,17 +90,59 @@ def _reads_at_once() -> int:
     return min(max(len(cpu_cores()) // 2, 1), _MOST_READS)
 
 
-def _finish(parameter: Parameter, array: Future[jax.Array], size: int) -> int:
-    parameter.set_value(array.result())
+def _by_matrix(parameters: Iterable[ModelParameter]) -> list[list[ModelParameter]]:
+    """The arrays of a matrix together, values first; other parameters by themselves."""
+    found: dict[object, list[ModelParameter]] = {}
+    for each in parameters:
+        found.setdefault(each.path if each.value.role is None else each.names, []).append(each)
+    return [sorted(group, key=lambda each: each.value.role is not Role.VALUES) for group in found.values()]
+
+
+def _finish(matrix: list[ModelParameter], arrays: Future[list[jax.Array]], size: int) -> int:
+    for parameter, array in zip(matrix, arrays.result(), strict=True):
+        parameter.value.set_value(array)
     return size
 
 
-def _read_parts(parameter: Parameter, read: ReadPart, mesh: Mesh) -> jax.Array:
+def _read_matrix(
+    matrix: list[ModelParameter], reader: ParameterReader, built: ModelConfig, mesh: Mesh
+) -> list[jax.Array]:
+    """The value of a parameter, or those of the arrays of a matrix, each part of which is read once."""
+    arrays = _Arrays(reader, [each.value.role for each in matrix if each.value.role is not None])
+    first = matrix[0].value
+    outputs = Axis.KV_HEADS if Axis.HEAD_PART in first.axes else reader.spec(matrix[0].names[0]).axes[0][0]
+    length = dict(zip(first.axes, first.shape, strict=True)).get(outputs, 1)
+    pieces = _Pieces(outputs, max(_WEIGHTS_AT_ONCE * length // max(math.prod(first.shape), 1), 1))
+    return [_read_parts(each.value, _Source(arrays, built, each.value).of(each), pieces, mesh) for each in matrix]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Of what a parameter has on its axis of outputs, or of experts, at most `length` are read at once."""
+
+    axis: Axis
+    length: int
+
+    def read(self, read: ReadPart, axes: tuple[Axis, ...], run: Index, dtype: np.dtype) -> Array:
+        """The part at `run`, which has both ends of each slice: what is read in several pieces is put together."""
+        at = axes.index(self.axis) if self.axis in axes else 0
+        if self.axis not in axes or run[at].stop - run[at].start <= self.length:
+            return read(run)
+        whole: Array = np.empty([each.stop - each.start for each in run], dtype)
+        for first in range(run[at].start, run[at].stop, self.length):
+            piece = slice(first, min(first + self.length, run[at].stop))
+            own = slice(piece.start - run[at].start, piece.stop - run[at].start)
+            _copy(read((*run[:at], piece, *run[at + 1 :])), whole[(*[slice(None)] * at, own)])
+        return whole
+
+
+def _read_parts(parameter: Parameter, read: ReadPart, pieces: _Pieces, mesh: Mesh) -> jax.Array:
     """A parameter's value, of which each device of this process has its part. What neighbours have is read at once: of
     a matrix that is divided by its inputs a checkpoint far away sends whole rows, and so once to this process."""
-    shape = parameter.get_value().shape
+    shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
     sharding = named_sharding(mesh, parameter.axes)
-    found = [(run, read(run)) for run in _runs(sharding.addressable_devices_indices_map(shape).values(), shape)]
+    runs = _runs(sharding.addressable_devices_indices_map(shape).values(), shape)
+    found = [(run, pieces.read(read, parameter.axes, run, dtype)) for run in runs]
 
     def part(index: Index) -> np.ndarray:
         wanted = _bounded(index, shape)
@@ -137,9 +181,13 @@ def _runs(indices: Iterable[Index], shape: tuple[int, ...]) -> list[Index]:
 def _in_order(array: Array) -> Array:
     """A copy in C order, by blocks of columns: of a transposed matrix both sides then stay in a core's cache."""
     copy: Array = np.empty(array.shape, array.dtype)
-    for first in range(0, array.shape[-1], _COLUMNS):
-        copy[..., first : first + _COLUMNS] = array[..., first : first + _COLUMNS]
+    _copy(array, copy)
     return copy
+
+
+def _copy(array: Array, target: Array) -> None:
+    for first in range(0, array.shape[-1], _COLUMNS):
+        target[..., first : first + _COLUMNS] = array[..., first : first + _COLUMNS]
 
 
 def stored_channels(name: ParameterName, built: ModelConfig, stored: ModelConfig) -> list[int]:
@@ -151,16 +199,41 @@ def stored_channels(name: ParameterName, built: ModelConfig, stored: ModelConfig
     return rows_by_device(manifest_of(stored).specs[name].sections, recurrent.shards)
 
 
-class _Source:
-    """Reads parameters by their axes in the model; a checkpoint's matrices are [out, in]. `built`: the model's config,
-    whose layers may have more kv heads than the checkpoint's. `dtype`: what is read is given this type at once, while
-    it lies as it is stored: turned round, it would take several times as long. `role`: see `Parameter`."""
+class _Arrays:
+    """Reads numbers, or the arrays of one matrix, of which it has `roles`. What else belongs to the rows whose values
+    are read is kept, so that no part of the matrix is read twice."""
 
-    def __init__(self, reader: ParameterReader, built: ModelConfig, dtype: np.dtype, role: Role | None) -> None:
-        self._reader = reader
+    def __init__(self, reader: ParameterReader, roles: list[Role]) -> None:
+        self.reader = reader
+        self._roles = roles
+        self._kept: dict[object, Array] = {}
+
+    def read(self, name: ParameterName, role: Role | None, index: Index) -> Array:
+        """Numbers at an index; or values at one, and then, at its rows, other arrays."""
+        if role is None:
+            return self.reader.read(name, index)
+        if role is not Role.VALUES:
+            return self._kept[_key(name, role, index)]
+        found = self.reader.read_arrays(name, self._roles, index)
+        self._kept |= {_key(name, each, index[:-1]): found[each] for each in self._roles if each is not role}
+        return found[role]
+
+
+def _key(name: ParameterName, role: Role, rows: Index) -> object:
+    return name, role, tuple((each.start, each.stop) for each in rows)
+
+
+class _Source:
+    """Reads a parameter by its axes in the model; a checkpoint's matrices are [out, in]. `built`: the model's config,
+    whose layers may have more kv heads than the checkpoint's. What is read is given the parameter's type at once, while
+    it lies as it is stored: turned round, it would take several times as long."""
+
+    def __init__(self, arrays: _Arrays, built: ModelConfig, parameter: Parameter) -> None:
+        self._arrays = arrays
+        self._reader = arrays.reader
         self._built = built
-        self._dtype = dtype
-        self._role = role
+        self._dtype = parameter.get_value().dtype
+        self._role = parameter.role
 
     def of(self, parameter: ModelParameter) -> ReadPart:
         """What reads a parameter."""
@@ -269,19 +342,16 @@ class _Source:
                 stored_index.append(slice(own.start * head_dim, own.stop * head_dim))
                 shape += [own.stop - own.start, head_dim]
             flat += group
-        found = self._stored(name, tuple(stored_index)).astype(self._dtype, copy=False)
-        whole_heads = Axis.HEAD_DIM in flat and len(flat) > len(stored_index)
-        found, flat = found.reshape(*shape, *found.shape[len(stored_index) :]), [*flat, *blocks]
+        whole_heads, rows = Axis.HEAD_DIM in flat and len(flat) > len(stored_index), len(stored_index)
+        if blocks and self._role is Role.VALUES:
+            stored_index.append(slice(None))
+        found = self._arrays.read(name, self._role, tuple(stored_index)).astype(self._dtype, copy=False)
+        found, flat = found.reshape(*shape, *found.shape[rows:]), [*flat, *blocks]
         if chosen is not None:
             found = np.take(found, chosen, axis=flat.index(Axis.KV_HEADS))
         if whole_heads:
             found = found[tuple(wanted[axis] if axis is Axis.HEAD_DIM else slice(None) for axis in flat)]
         return found.transpose([flat.index(axis) for axis in axes])
-
-    def _stored(self, name: ParameterName, index: Index) -> Array:
-        if self._role is None:
-            return self._reader.read(name, index)
-        return self._reader.read_array(name, self._role, index)
 
     def _kv_copies(self, name: ParameterName) -> int:
         """How often the model has each kv head of the checkpoint in a parameter's layer."""
