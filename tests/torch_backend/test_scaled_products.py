@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from triton.errors import TritonError
 
 from sglang_jax.checkpoint.encoding import ActivationScales
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS
@@ -50,21 +53,110 @@ def test_sums_that_float16_has_no_room_for_are_scaled_first() -> None:
     assert ((found - exact).abs() <= exact / 512).all()
 
 
-def test_float8_is_multiplied_where_the_checkpoint_the_shape_and_the_gpu_allow_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_bias_is_added_before_numbers_are_rounded(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, bias = torch.randn((3, 64), generator=generator).to(dtype), torch.randn(48, generator=generator).to(dtype)
+    values = (30 * torch.randn((48, 64), generator=generator)).to(torch.int8)
+    scales = torch.rand(48, generator=generator) / 100
+    exact = functional.linear(x.double(), values.double() * scales[:, None].double(), bias.double())
+    found = multiply_widened(x, values, scales, bias)
+    assert found.dtype == dtype
+    assert ((found.double() - exact).abs() <= 4 * torch.finfo(dtype).eps).all()
+
+
+def test_each_matrix_has_the_quickest_product_that_works_and_the_log_names_it_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    scaled_products._tell.cache_clear()
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(scaled_products, "float8_works", lambda device: True)
+    monkeypatch.setattr(scaled_products, "kernel_works", lambda *_: True)
+    monkeypatch.setattr(scaled_products, "kernel_product", lambda device: _kernel)
     plain_inputs = replace(FLOAT8_ROWS, activations=ActivationScales.NONE)
     cases = [
         (FLOAT8_ROWS, (32, 64), GPU, torch.bfloat16, multiply_float8),
         (FLOAT8_ROWS, (32, 64), CPU, torch.bfloat16, multiply_widened),
-        (FLOAT8_ROWS, (32, 72), GPU, torch.bfloat16, multiply_widened),
-        (FLOAT8_ROWS, (32, 64), GPU, torch.float16, multiply_widened),
-        (plain_inputs, (32, 64), GPU, torch.bfloat16, multiply_widened),
-        (INT8_ROWS, (32, 64), GPU, torch.bfloat16, multiply_widened),
+        (FLOAT8_ROWS, (32, 72), GPU, torch.bfloat16, _kernel),
+        (FLOAT8_ROWS, (32, 64), GPU, torch.float16, _kernel),
+        (FLOAT8_ROWS, (32, 64), GPU, torch.float32, multiply_widened),
+        (plain_inputs, (32, 64), GPU, torch.bfloat16, _kernel),
+        (INT8_ROWS, (32, 64), GPU, torch.bfloat16, _kernel),
+        (INT8_ROWS, (32, 64), CPU, torch.bfloat16, multiply_widened),
     ]
-    for encoding, shape, device, dtype, expected in cases:
+    for encoding, shape, device, dtype, expected in 2 * cases:
         assert product_for(encoding, shape, device, dtype) is expected
+    kernel = "by a kernel that widens them in registers"
+    assert [record.getMessage() for record in caplog.records] == [
+        "Matrices of float8_e4m3fn are multiplied as float8, by torch's scaled_mm; inputs are rounded to float8",
+        "Matrices of float8_e4m3fn are multiplied after they are widened to bfloat16, in each product",
+        f"Matrices of float8_e4m3fn are multiplied {kernel}",
+        "Matrices of float8_e4m3fn are multiplied after they are widened to float32, in each product",
+        f"Matrices of int8 are multiplied {kernel}",
+        "Matrices of int8 are multiplied after they are widened to bfloat16, in each product",
+    ]
+    monkeypatch.setattr(scaled_products, "kernel_works", lambda *_: False)
+    assert product_for(INT8_ROWS, (32, 64), GPU, torch.bfloat16) is multiply_widened
+    scaled_products._tell.cache_clear()
+
+
+def _kernel(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    raise AssertionError("chosen, and not called")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs in the interpreter, as if for an H100."""
+    import helpers.triton_interpreter  # noqa: F401
+
+    from torch_backend.kernels.chip import Chip
+
+    monkeypatch.setattr(Chip, "of", lambda device: Chip(90, 132))
+    scaled_products.kernel_works.cache_clear()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_kernel_takes_steps_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows are multiplied with widened values."""
+    from torch_backend.kernels import scaled_product
+
+    generator = torch.Generator().manual_seed(0)
+    x, values = torch.randn((5, 64), generator=generator).bfloat16(), torch.ones((16, 64), dtype=torch.int8)
+    scales, bias = torch.rand(16, generator=generator), torch.randn(16, generator=generator).bfloat16()
+    multiply = scaled_products.kernel_product(CPU)
+    expected = multiply_widened(x, values, scales, bias)
+    assert (multiply(x, values, scales, bias) - expected).abs().max() <= 2 * torch.finfo(x.dtype).eps * 64
+    monkeypatch.setattr(scaled_product, "most_rows", lambda values, chip: 4)
+    assert torch.equal(scaled_products.kernel_product(CPU)(x, values, scales, bias), expected)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("values", [torch.int8, torch.float8_e4m3fn])
+def test_a_kernel_that_is_wrong_or_does_not_run_is_not_taken(
+    values: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert scaled_products.kernel_works(CPU, values, torch.bfloat16)
+    right = scaled_products.kernel_product(CPU)
+
+    def of_next_row(*given: Any) -> torch.Tensor:
+        x, stored, scales, bias = given
+        return right(x, stored, scales.roll(1), bias) if len(x) == 64 else right(*given)
+
+    def refuse(*_: Any) -> torch.Tensor:
+        raise TritonError("no such product")
+
+    for broken in (of_next_row, lambda *given: right(*given).fill_(torch.nan), refuse):
+        scaled_products.kernel_works.cache_clear()
+        monkeypatch.setattr(scaled_products, "kernel_product", lambda device, broken=broken: broken)
+        assert not scaled_products.kernel_works(CPU, values, torch.bfloat16)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        *2 * [f"Triton's kernel for matrices of {values} computes wrong products"],
+        f"Triton's kernel for matrices of {values} does not run: no such product",
+    ]
+    scaled_products.kernel_works.cache_clear()
 
 
 def test_what_is_wrong_or_cannot_be_multiplied_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Kind, Part
-from sglang_jax.checkpoint.encoding import Encoding, ValueType
+from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.parameter import Loadable, forget
-from torch_backend.layers.scaled_products import ScaledProduct, multiply_widened, product_for
+from torch_backend.layers.scaled_products import VALUE_TYPES, ScaledProduct, multiply_widened, product_for
 
 
 class InBlocks(Protocol):
@@ -31,10 +31,6 @@ class InBlocks(Protocol):
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Of a matrix that is gate and up, one after the other: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         ...
-
-
-VALUE_TYPES = {ValueType.INT8: torch.int8, ValueType.FLOAT8_E4M3: torch.float8_e4m3fn}
-"""Of matrices with a scale of each row."""
 
 
 class PlainMatrix(Loadable):
@@ -81,10 +77,7 @@ class ScaledMatrix(Loadable):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`."""
-        product = self._product(x, self.values, self.scales)
-        if self.bias is not None:
-            product = product + self.bias
-        return product.to(x.dtype)
+        return self._product(x, self.values, self.scales, self.bias)
 
 
 def matrix_for(
