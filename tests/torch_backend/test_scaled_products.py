@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,35 +73,54 @@ def test_each_matrix_has_the_quickest_product_that_works_and_the_log_names_it_on
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(scaled_products, "float8_works", lambda device: True)
     monkeypatch.setattr(scaled_products, "kernel_works", lambda *_: True)
-    monkeypatch.setattr(scaled_products, "kernel_product", lambda device: _kernel)
+    monkeypatch.setattr(scaled_products, "integers_work", lambda *_: True)
+    monkeypatch.setattr(scaled_products, "kernel_product_on", lambda device: _kernel)
+    monkeypatch.setattr(scaled_products, "integer_product_on", lambda device: _integers)
     plain_inputs = replace(FLOAT8_ROWS, activations=ActivationScales.NONE)
+    rounded = replace(INT8_ROWS, activations=ActivationScales.TOKEN)
+    bfloat16 = torch.bfloat16
     cases = [
-        (FLOAT8_ROWS, (32, 64), GPU, torch.bfloat16, multiply_float8),
-        (FLOAT8_ROWS, (32, 64), CPU, torch.bfloat16, multiply_widened),
-        (FLOAT8_ROWS, (32, 72), GPU, torch.bfloat16, _kernel),
+        (FLOAT8_ROWS, (32, 64), GPU, bfloat16, multiply_float8),
+        (FLOAT8_ROWS, (32, 64), CPU, bfloat16, multiply_widened),
+        (FLOAT8_ROWS, (32, 72), GPU, bfloat16, _kernel),
         (FLOAT8_ROWS, (32, 64), GPU, torch.float16, _kernel),
         (FLOAT8_ROWS, (32, 64), GPU, torch.float32, multiply_widened),
-        (plain_inputs, (32, 64), GPU, torch.bfloat16, _kernel),
-        (INT8_ROWS, (32, 64), GPU, torch.bfloat16, _kernel),
-        (INT8_ROWS, (32, 64), CPU, torch.bfloat16, multiply_widened),
+        (plain_inputs, (32, 64), GPU, bfloat16, _kernel),
+        (INT8_ROWS, (32, 64), GPU, bfloat16, _kernel),
+        (INT8_ROWS, (32, 64), CPU, bfloat16, multiply_widened),
+        (rounded, (32, 72), GPU, bfloat16, _integers),
+        (replace(rounded, activations=ActivationScales.TENSOR), (32, 64), GPU, torch.float16, _integers),
+        (rounded, (32, 68), GPU, bfloat16, _kernel),
+        (rounded, (32, 64), GPU, torch.float32, multiply_widened),
+        (rounded, (32, 64), CPU, bfloat16, multiply_widened),
     ]
     for encoding, shape, device, dtype, expected in 2 * cases:
         assert product_for(encoding, shape, device, dtype) is expected
-    kernel = "by a kernel that widens them in registers"
+    kernel, widened = "by a kernel that widens them in registers", "after they are widened to {}, in each product"
     assert [record.getMessage() for record in caplog.records] == [
         "Matrices of float8_e4m3fn are multiplied as float8, by torch's scaled_mm; inputs are rounded to float8",
-        "Matrices of float8_e4m3fn are multiplied after they are widened to bfloat16, in each product",
+        f"Matrices of float8_e4m3fn are multiplied {widened.format('bfloat16')}",
         f"Matrices of float8_e4m3fn are multiplied {kernel}",
-        "Matrices of float8_e4m3fn are multiplied after they are widened to float32, in each product",
+        f"Matrices of float8_e4m3fn are multiplied {widened.format('float32')}",
         f"Matrices of int8 are multiplied {kernel}",
-        "Matrices of int8 are multiplied after they are widened to bfloat16, in each product",
+        f"Matrices of int8 are multiplied {widened.format('bfloat16')}",
+        "Matrices of int8 are multiplied as int8, by a kernel or torch's _int_mm; inputs are rounded to int8",
+        f"Matrices of int8 are multiplied {widened.format('float32')}",
     ]
+    monkeypatch.setattr(scaled_products, "integers_work", lambda *_: False)
+    assert product_for(rounded, (32, 64), GPU, bfloat16) is _kernel
     monkeypatch.setattr(scaled_products, "kernel_works", lambda *_: False)
-    assert product_for(INT8_ROWS, (32, 64), GPU, torch.bfloat16) is multiply_widened
+    assert product_for(rounded, (32, 64), GPU, bfloat16) is multiply_widened
     scaled_products._tell.cache_clear()
 
 
 def _kernel(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    raise AssertionError("chosen, and not called")
+
+
+def _integers(
     x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     raise AssertionError("chosen, and not called")
@@ -115,6 +135,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Chip, "of", lambda device: Chip(90, 132))
     scaled_products.kernel_works.cache_clear()
+    scaled_products.integers_work.cache_clear()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -125,20 +146,28 @@ def test_the_kernel_takes_steps_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> 
     generator = torch.Generator().manual_seed(0)
     x, values = torch.randn((5, 64), generator=generator).bfloat16(), torch.ones((16, 64), dtype=torch.int8)
     scales, bias = torch.rand(16, generator=generator), torch.randn(16, generator=generator).bfloat16()
-    multiply = scaled_products.kernel_product(CPU)
+    multiply = scaled_products.kernel_product_on(CPU)
     expected = multiply_widened(x, values, scales, bias)
     assert (multiply(x, values, scales, bias) - expected).abs().max() <= 2 * torch.finfo(x.dtype).eps * 64
     monkeypatch.setattr(scaled_product, "most_rows", lambda values, chip: 4)
-    assert torch.equal(scaled_products.kernel_product(CPU)(x, values, scales, bias), expected)
+    assert torch.equal(scaled_products.kernel_product_on(CPU)(x, values, scales, bias), expected)
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("values", [torch.int8, torch.float8_e4m3fn])
-def test_a_kernel_that_is_wrong_or_does_not_run_is_not_taken(
-    values: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", ["int8", "float8", "integers"])
+def test_a_product_that_is_wrong_or_does_not_run_is_not_taken(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert scaled_products.kernel_works(CPU, values, torch.bfloat16)
-    right = scaled_products.kernel_product(CPU)
+    if kind == "integers":
+        name, what = "integer_product_on", "The product of int8 with int8"
+        tried = partial(scaled_products.integers_work, CPU, torch.bfloat16)
+    else:
+        values = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+        name, what = "kernel_product_on", f"Triton's kernel for matrices of {values}"
+        tried = partial(scaled_products.kernel_works, CPU, values, torch.bfloat16)
+    assert tried()
+    assert not caplog.records
+    right = vars(scaled_products)[name](CPU)
 
     def of_next_row(*given: Any) -> torch.Tensor:
         x, stored, scales, bias = given
@@ -148,15 +177,14 @@ def test_a_kernel_that_is_wrong_or_does_not_run_is_not_taken(
         raise TritonError("no such product")
 
     for broken in (of_next_row, lambda *given: right(*given).fill_(torch.nan), refuse):
-        scaled_products.kernel_works.cache_clear()
-        monkeypatch.setattr(scaled_products, "kernel_product", lambda device, broken=broken: broken)
-        assert not scaled_products.kernel_works(CPU, values, torch.bfloat16)
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
-        *2 * [f"Triton's kernel for matrices of {values} computes wrong products"],
-        f"Triton's kernel for matrices of {values} does not run: no such product",
+        tried.func.cache_clear()
+        monkeypatch.setattr(scaled_products, name, lambda device, broken=broken: broken)
+        assert not tried()
+    assert [record.getMessage() for record in caplog.records] == [
+        *2 * [f"{what} is wrong with torch {torch.__version__}"],
+        f"{what} does not run with torch {torch.__version__}: no such product",
     ]
-    scaled_products.kernel_works.cache_clear()
+    tried.func.cache_clear()
 
 
 def test_what_is_wrong_or_cannot_be_multiplied_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,11 @@ def broken(tmp_path: Path, right: str, wrong: str) -> Iterator[ModuleType]:
 @pytest.mark.parametrize(
     ("right", "wrong", "error"),
     [
-        ("sums *= tl.load(scales + output,", "sums *= tl.load(scales + (output + 1) % outputs,", AssertionError),
+        (
+            "product *= tl.load(scales + output,",
+            "product *= tl.load(scales + (output + 1) % outputs,",
+            AssertionError,
+        ),
         ("scale = tl.load(scales + output,", "scale = tl.load(scales + (output + 1) % outputs,", AssertionError),
         ("mask=(row < rows)[None, :] & inside[:, None]", "mask=inside[:, None]", InterpreterError),
         ("mask=(output < outputs)[:, None] & inside[None, :]", "mask=inside[None, :]", InterpreterError),
@@ -190,15 +194,32 @@ def broken(tmp_path: Path, right: str, wrong: str) -> Iterator[ModuleType]:
         ("first = split * length", "first = split * INPUTS", AssertionError),
         ("tl.static_range(SPLITS)", "tl.static_range(SPLITS - 1)", AssertionError),
         ("(split * rows + row) * outputs", "(split * rows + row + 1) * outputs", (AssertionError, InterpreterError)),
-        ("sums += tl.load(bias + output,", "sums -= tl.load(bias + output,", AssertionError),
-        ("total += tl.load(bias + output,", "total -= tl.load(bias + output,", AssertionError),
+        ("+= tl.load(bias + output, mask=output", "-= tl.load(bias + output, mask=output", AssertionError),
+        ("+= tl.load(bias + output, mask=inside", "-= tl.load(bias + output, mask=inside", AssertionError),
+        ("tl.load(of_tokens + row, mask=row < rows", "tl.load(of_tokens + row, mask=row < 2", AssertionError),
+        ("tl.load(of_tokens + row)", "tl.load(of_tokens + (row + 1) % rows)", AssertionError),
     ],
 )  # fmt: skip
 def test_a_fault_is_noticed(right: str, wrong: str, error: type[Exception], tmp_path: Path) -> None:
-    def check(product: Product) -> None:
-        for inputs in (203, 1100):
-            assert_right(product, numbers(3, inputs), matrix(70, inputs, INT8), numbers(1, 70)[0])
+    """Also in products of int8 with int8, which the same kernels compute."""
 
-    check(scaled_product)
+    def check(some: ModuleType) -> None:
+        of_tokens = torch.tensor([0.5, 2.0, 8.0])
+
+        def of_integers(
+            x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, chip: Chip
+        ) -> torch.Tensor:
+            out = torch.empty((len(x), len(values)), dtype=x.dtype)
+            rounded = (x.float() / of_tokens[:, None]).to(INT8)
+            some.multiply_and_scale(rounded, of_tokens, values, scales, bias, out, chip)
+            return out
+
+        for inputs in (203, 1100):
+            stored, bias = matrix(70, inputs, INT8), numbers(1, 70)[0]
+            assert_right(some.scaled_product, numbers(3, inputs), stored, bias)
+            x = (10 * numbers(3, inputs)).round() * of_tokens[:, None].bfloat16()
+            assert_right(of_integers, x, stored, bias)
+
+    check(module)
     with broken(tmp_path, right, wrong) as faulty, pytest.raises(error):
-        check(faulty.scaled_product)
+        check(faulty)

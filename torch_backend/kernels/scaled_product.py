@@ -112,14 +112,32 @@ def scaled_product(
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if not rows:
         return out
+    multiply_and_scale(x, None, readable(values, chip), scales, bias, out, chip)
+    return out
+
+
+def multiply_and_scale(
+    x: torch.Tensor,
+    of_tokens: torch.Tensor | None,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    chip: Chip,
+) -> None:
+    """Writes the product of `x [T, inputs]`, T above 0, and `values [outputs, inputs]` into `out [T, outputs]`. With
+    `of_tokens`, float32 `[T]`, x is int8 as well: sums are int32, and exact, and multiplied by these scales too."""
+    (rows, inputs), outputs = x.shape, len(values)
     tile = product_tile(rows, chip)
     length = split_length(rows, outputs, inputs, tile)
     splits = triton.cdiv(inputs, length)
-    sums = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device) if splits > 1 else out
+    kind = torch.float32 if of_tokens is None else torch.int32
+    sums = torch.empty((splits, rows, outputs), dtype=kind, device=x.device) if splits > 1 else out
     dependent = chip.dependent_launches
     multiply_tiles[(triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs), splits)](
         x,
-        readable(values, chip),
+        of_tokens,
+        values,
         scales,
         bias,
         sums,
@@ -131,32 +149,46 @@ def scaled_product(
         ROWS=tile.rows,
         OUTPUTS=tile.outputs,
         INPUTS=_INPUTS,
-        COMPUTE=TRITON_TYPES[x.dtype],
+        COMPUTE=None if of_tokens is not None else TRITON_TYPES[x.dtype],
         DEPENDENT=dependent,
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=dependent,
     )
     if splits > 1:
-        add_splits[(rows, triton.cdiv(outputs, _SUMMED))](
-            sums,
-            scales,
-            bias,
-            out,
-            rows,
-            outputs,
-            SPLITS=splits,
-            OUTPUTS=_SUMMED,
-            DEPENDENT=dependent,
-            num_warps=4,
-            launch_pdl=dependent,
-        )
-    return out
+        add_and_scale(sums, of_tokens, scales, bias, out, dependent)
+
+
+def add_and_scale(
+    sums: torch.Tensor,
+    of_tokens: torch.Tensor | None,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    dependent: bool,
+) -> None:
+    """Writes the sum of `sums [splits, T, outputs]`, float32 or int32, times scales into `out [T, outputs]`."""
+    splits, rows, outputs = sums.shape
+    add_splits[(rows, triton.cdiv(outputs, _SUMMED))](
+        sums,
+        of_tokens,
+        scales,
+        bias,
+        out,
+        rows,
+        outputs,
+        SPLITS=splits,
+        OUTPUTS=_SUMMED,
+        DEPENDENT=dependent,
+        num_warps=4,
+        launch_pdl=dependent,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def multiply_tiles(
     x,
+    of_tokens,
     values,
     scales,
     bias,
@@ -172,7 +204,8 @@ def multiply_tiles(
     COMPUTE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A tile of the product `[rows, outputs]`, or with `SPLIT` of the sums of a split, `[splits, rows, outputs]`.
+    """A tile of the product `[rows, outputs]`, or with `SPLIT` of the sums of a split, `[splits, rows, outputs]`. x is
+    of type `COMPUTE`, or with `of_tokens` int8.
 
     Tiles of rows change fastest over programs: those that run side by side read the same values.
     """
@@ -182,7 +215,7 @@ def multiply_tiles(
     row_starts, output_starts = row.to(tl.int64) * inputs, output.to(tl.int64) * inputs
     first = split * length
     after_previous(DEPENDENT)
-    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    sums = tl.zeros([OUTPUTS, ROWS], tl.float32 if of_tokens is None else tl.int32)
     for start in range(first, tl.minimum(first + length, inputs), INPUTS):
         place = start + tl.arange(0, INPUTS)
         inside = place < inputs
@@ -194,21 +227,28 @@ def multiply_tiles(
         tokens = tl.load(
             x + row_starts[None, :] + place[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0
         )
-        sums = tl.dot(widened(stored, COMPUTE), tokens, sums)
+        if of_tokens is None:
+            sums = tl.dot(widened(stored, COMPUTE), tokens, sums)
+        else:
+            sums = tl.dot(stored, tokens, sums, out_dtype=tl.int32)
     wanted = (output < outputs)[:, None] & (row < rows)[None, :]
     at = row.to(tl.int64)[None, :] * outputs + output[:, None]
     if SPLIT:
         tl.store(target + split.to(tl.int64) * rows * outputs + at, sums, mask=wanted)
     else:
-        sums *= tl.load(scales + output, mask=output < outputs, other=0.0)[:, None]
+        product = sums.to(tl.float32)
+        if of_tokens is not None:
+            product *= tl.load(of_tokens + row, mask=row < rows, other=0.0)[None, :]
+        product *= tl.load(scales + output, mask=output < outputs, other=0.0)[:, None]
         if bias is not None:
-            sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
-        tl.store(target + at, sums.to(target.dtype.element_ty), mask=wanted)
+            product += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+        tl.store(target + at, product.to(target.dtype.element_ty), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def add_splits(
     sums,
+    of_tokens,
     scales,
     bias,
     out,
@@ -218,16 +258,19 @@ def add_splits(
     OUTPUTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Adds up the sums of splits in their order, for some outputs of a row."""
+    """Adds up the sums of splits in their order, for some outputs of a row, and scales them."""
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < outputs
     scale = tl.load(scales + output, mask=inside, other=0.0)
     after_previous(DEPENDENT)
-    total = tl.zeros([OUTPUTS], tl.float32)
+    total = tl.zeros([OUTPUTS], sums.dtype.element_ty)
     for split in tl.static_range(SPLITS):
-        total += tl.load(sums + (split * rows + row) * outputs + output, mask=inside, other=0.0)
-    total *= scale
+        total += tl.load(sums + (split * rows + row) * outputs + output, mask=inside, other=0)
+    product = total.to(tl.float32)
+    if of_tokens is not None:
+        product *= tl.load(of_tokens + row)
+    product *= scale
     if bias is not None:
-        total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * outputs + output, total.to(out.dtype.element_ty), mask=inside)
+        product += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * outputs + output, product.to(out.dtype.element_ty), mask=inside)

@@ -25,8 +25,11 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _LEAST_CAPABILITY = (8, 9)
 """Of a GPU that multiplies float8: Ada's."""
 
-_MULTIPLE = 16
-"""Of both sides of a matrix that such products take."""
+_MULTIPLE, _MULTIPLE_OF_INTEGERS = 16, 8
+"""Of both sides of a matrix that torch's products of float8 and of int8 take."""
+
+_TRIED = (3, 30, 64, 70)
+"""Rows: for each form of the kernels, and for torch's product of int8."""
 
 
 def multiply_widened(
@@ -65,18 +68,22 @@ def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def product_for(encoding: Encoding, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> ScaledProduct:
-    """The quickest product of a matrix on a device, which the log names. On a GPU: of float8 where the checkpoint lets
-    inputs be rounded to it and the GPU multiplies it; else by a kernel that widens values in registers. On a CPU, and
-    for float32, values are widened."""
-    rounds = encoding.activations is not ActivationScales.NONE
-    fits = dtype == torch.bfloat16 and all(side % _MULTIPLE == 0 for side in shape)
-    if device.type == "cuda":
-        if encoding.values is ValueType.FLOAT8_E4M3 and rounds and fits and float8_works(device):
-            _tell(encoding.values, "as float8, by torch's scaled_mm; inputs are rounded to float8")
-            return multiply_float8
-        if dtype != torch.float32 and kernel_works(device, VALUE_TYPES[encoding.values], dtype):
+    """The quickest product of a matrix on a device, which the log names. On a GPU: of 8 bits with 8 bits where the
+    checkpoint lets inputs be rounded and the GPU multiplies them; else by a kernel that widens values in registers. On
+    a CPU, and for float32, values are widened."""
+    if device.type == "cuda" and dtype != torch.float32:
+        rounds = encoding.activations is not ActivationScales.NONE
+        if rounds and encoding.values is ValueType.FLOAT8_E4M3:
+            fits = dtype == torch.bfloat16 and all(side % _MULTIPLE == 0 for side in shape)
+            if fits and float8_works(device):
+                _tell(encoding.values, "as float8, by torch's scaled_mm; inputs are rounded to float8")
+                return multiply_float8
+        elif rounds and all(side % _MULTIPLE_OF_INTEGERS == 0 for side in shape) and integers_work(device, dtype):
+            _tell(encoding.values, "as int8, by a kernel or torch's _int_mm; inputs are rounded to int8")
+            return integer_product_on(device)
+        if kernel_works(device, VALUE_TYPES[encoding.values], dtype):
             _tell(encoding.values, "by a kernel that widens them in registers")
-            return kernel_product(device)
+            return kernel_product_on(device)
     _tell(encoding.values, f"after they are widened to {str(dtype).removeprefix('torch.')}, in each product")
     return multiply_widened
 
@@ -86,7 +93,7 @@ def _tell(values: ValueType, how: str) -> None:
     logger.info("Matrices of %s are multiplied %s", values.value, how)
 
 
-def kernel_product(device: torch.device) -> ScaledProduct:
+def kernel_product_on(device: torch.device) -> ScaledProduct:
     """The product of a Triton kernel; of many rows, that of widened values."""
     # Imported here: a machine without a GPU needs no Triton.
     from torch_backend.kernels.chip import Chip
@@ -104,33 +111,67 @@ def kernel_product(device: torch.device) -> ScaledProduct:
     return multiply
 
 
+def integer_product_on(device: torch.device) -> ScaledProduct:
+    """The product of int8 with inputs that are rounded to it, by a scale of each token."""
+    # Imported here: a machine without a GPU needs no Triton.
+    from torch_backend.kernels.chip import Chip
+    from torch_backend.kernels.integer_product import integer_product
+
+    chip = Chip.of(device)
+
+    def multiply(
+        x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return integer_product(x.contiguous(), values, scales, bias, chip)
+
+    return multiply
+
+
 @functools.cache
 def kernel_works(device: torch.device, values: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether the kernel multiplies rightly on a GPU: tried on small products, and said in the log if not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((max(_TRIED), 1200), generator=generator).to(dtype)
+    stored = (30 * torch.randn((72, 1200), generator=generator)).clamp(-127, 127).to(values)
+    return _works(kernel_product_on, device, x, x.double(), stored, f"Triton's kernel for matrices of {values}")
+
+
+@functools.cache
+def integers_work(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a GPU multiplies int8 with int8 rightly: tried on small products against whole numbers, and said in the
+    log if not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((max(_TRIED), 1200), generator=generator).to(dtype)
+    stored = torch.randint(-127, 128, (72, 1200), generator=generator).to(torch.int8)
+    of_tokens = x.float().abs().amax(-1, keepdim=True) / 127
+    rounded = (x.float() / of_tokens).round().double() * of_tokens.double()
+    return _works(integer_product_on, device, x, rounded, stored, "The product of int8 with int8")
+
+
+def _works(
+    product_on: Callable[[torch.device], ScaledProduct],
+    device: torch.device,
+    x: torch.Tensor,
+    meant: torch.Tensor,
+    stored: torch.Tensor,
+    what: str,
+) -> bool:
+    """Whether a product of some of the rows of x is that of the float64 numbers `meant` for it."""
     # Imported here: a machine without a GPU needs no Triton.
     from triton.errors import TritonError
 
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn((70, 1200), generator=generator).to(dtype)
-    stored = (30 * torch.randn((72, 1200), generator=generator)).clamp(-127, 127).to(values)
-    scales = torch.rand(72, generator=generator)
-    exact = functional.linear(numbers.double(), stored.double() * scales[:, None].double())
+    scales = torch.linspace(0.1, 1.0, len(stored))
+    exact = functional.linear(meant, stored.double() * scales[:, None].double())
     try:
-        multiply = kernel_product(device)
-        found = [
-            multiply(numbers[:rows].to(device), stored.to(device), scales.to(device), None).cpu() for rows in _TRIED
-        ]
+        multiply = product_on(device)
+        found = [multiply(x[:rows].to(device), stored.to(device), scales.to(device), None).cpu() for rows in _TRIED]
     except (TritonError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        logger.warning("Triton's kernel for matrices of %s does not run: %s", values, error)
+        logger.warning("%s does not run with torch %s: %s", what, torch.__version__, error)
         return False
     if not all(_near(product, exact[: len(product)]) for product in found):
-        logger.warning("Triton's kernel for matrices of %s computes wrong products", values)
+        logger.warning("%s is wrong with torch %s", what, torch.__version__)
         return False
     return True
-
-
-_TRIED = (3, 30, 64, 70)
-"""Rows: for each form of the kernel."""
 
 
 def _near(found: torch.Tensor, exact: torch.Tensor) -> bool:
