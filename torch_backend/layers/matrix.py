@@ -13,13 +13,10 @@ from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.blocks import BlockMatrices, InBlocks
 from torch_backend.layers.parameter import Loadable, forget
 from torch_backend.layers.part import PartOptions
-from torch_backend.layers.scaled_products import ScaledProduct, multiply_widened, product_for
+from torch_backend.layers.scaled_products import VALUE_TYPES, ScaledProduct, multiply_widened, product_for
 
 _OUTPUTS_TOGETHER = 4
 """Outputs of a matrix in blocks are a multiple of this."""
-
-VALUE_TYPES = {ValueType.INT8: torch.int8, ValueType.FLOAT8_E4M3: torch.float8_e4m3fn}
-"""Of matrices with a scale of each row."""
 
 _BLOCK_VALUES = {ValueType.INT4: torch.uint8, ValueType.INT8: torch.int8}
 """Of matrices in blocks; two of four bits are a byte."""
@@ -69,10 +66,7 @@ class ScaledMatrix(Loadable):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`."""
-        product = self._product(x, self.values, self.scales)
-        if self.bias is not None:
-            product = product + self.bias
-        return product.to(x.dtype)
+        return self._product(x, self.values, self.scales, self.bias)
 
 
 class FewOrMany(PlainMatrix):
