@@ -12,13 +12,13 @@ import torch
 
 from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_groups, group_of_layers
+from sglang_jax.architectures.tensor_names import Kind
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
-from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
-from sglang_jax.runner.kv_scales import scales_of_checkpoint
+from sglang_jax.runner.kv_scales import kv_scale_factor
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.quantization import describe_matrices, encodings_of, quantization_of
 from sglang_jax.runner.sizing import (
@@ -37,7 +37,7 @@ from torch_backend.cpu_trial import CpuForm
 from torch_backend.devices import available_memory, select_device, select_dtype
 from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
 from torch_backend.kernel_choice import Kernels, choose_kernels, refuse_sinks
-from torch_backend.key_means import give_key_means, write_key_means
+from torch_backend.key_means import give_key_means
 from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
 from torch_backend.layers.layout import PackedAndBlocks
 from torch_backend.layers.shard import ModelShard
@@ -45,7 +45,7 @@ from torch_backend.models import Transformer, build_model
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import DraftPart, TorchRunner
 from torch_backend.streams import CpuThread, CudaStream, Stream
-from torch_backend.weights import load_weights, matrices_in_8_bits, weight_bytes
+from torch_backend.weights import load_kv_parameters, load_weights, matrices_in_8_bits, weight_bytes
 from torch_backend.weights import weight_bytes as weight_bytes_of
 
 if TYPE_CHECKING:
@@ -143,21 +143,21 @@ def _load_on(
     memory, sizes = _sizes(
         config, checkpoint.config, shard, device, dtype, kv_form, state_dtypes, built.weight_bytes, parallel, draft
     )
-    integers = kv_form.keys == torch.int8
-    kv_scales = None if integers else scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
+    kv_parameters, kv_factor = checkpoint.kv_parameters(), _kv_factor(config, checkpoint, kv_form)
     built.load()
     own_groups = len(cache_groups(checkpoint.config))
     own_pages = pages_in_memory(memory, sizes)[:own_groups]
-    kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_form, device, kv_scales, state_dtypes)
-    if integers:
-        _set_key_means(built.model, kv, checkpoint, shard, kv_form, dtype=dtype, max_context=sizes.max_context)
+    kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_form, device, state_dtypes)
+    load_kv_parameters(kv, kv_parameters, shard, kv_factor)
+    if kv_form.keys == torch.int8 and not kv_parameters.has(Kind.MEAN):
+        give_key_means(built.model, kv, checkpoint.config, dtype=dtype, max_context=sizes.max_context)
     if config.enable_expert_distribution_metrics:
         kv = _with_counts(kv, checkpoint.config, device)
     drafting = None
     if draft is not None:
         draft.load()
         own_form, pages = KVForm(dtype, dtype), sizes.num_pages[own_groups:]
-        cache = _allocate(draft.config, draft.shard, pages, config.page_size, own_form, device, None, state_dtypes)
+        cache = _allocate(draft.config, draft.shard, pages, config.page_size, own_form, device, state_dtypes)
         drafting = DraftPart(PagedTransformer(draft.model, cache), own_groups)
     spec = _runner_spec(config, checkpoint.config, memory, sizes)
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
@@ -192,28 +192,24 @@ def _with_counts(kv: Sequence[LayerMemory], config: ModelConfig, device: torch.d
     ]
 
 
-def _set_key_means(
-    model: Transformer | TracedTransformer,
-    kv: Sequence[LayerMemory],
-    checkpoint: Checkpoint,
-    shard: ModelShard,
-    form: KVForm,
-    *,
-    dtype: torch.dtype,
-    max_context: int,
-) -> None:
-    """Means of keys for a cache in int8: the checkpoint's, or those of a fixed prefill."""
+def _kv_factor(config: EngineConfig, checkpoint: Checkpoint, form: KVForm) -> float | None:
+    """What the checkpoint's scales are multiplied by: see `kv_scale_factor`. Keys in int8 have scales of their own, and
+    a mean that the checkpoint may bring.
+
+    **Raises:** `CheckpointError` for scales and means that cannot be used.
+    """
+    if form.keys != torch.int8:
+        return kv_scale_factor(checkpoint, config.kv_cache_dtype)
+    parameters = checkpoint.kv_parameters()
     logger.info(
         "Keys%s are stored in int8 with one scale per token%s",
         " and values" if form.values == torch.int8 else "",
-        "; those of the checkpoint are not used" if checkpoint.has_kv_scales else "",
+        "; those of the checkpoint are not used" if parameters.has(Kind.SCALE) else "",
     )
-    means = checkpoint.key_means()
-    if means is None:
-        give_key_means(model, kv, checkpoint.config, dtype=dtype, max_context=max_context)
-    else:
+    if parameters.has(Kind.MEAN):
+        parameters.check(Kind.MEAN)
         logger.info("Using the checkpoint's means of keys")
-        write_key_means(means, kv, checkpoint.config, shard)
+    return None
 
 
 def _runner_spec(config: EngineConfig, model: ModelConfig, memory: Memory, sizes: Sizes) -> RunnerSpec:
@@ -450,20 +446,17 @@ def _allocate(
     page_size: int,
     form: KVForm,
     device: torch.device,
-    scales: ScalesOfLayers | None,
     state_dtypes: StateDtypes,
 ) -> list[LayerMemory]:
-    """Pages, or slots, of every layer: of each group `num_pages`; `scales` are of all kv heads."""
+    """Pages, or slots, of every layer: of each group `num_pages`."""
     memory: list[LayerMemory] = []
-    for number, (layer, group) in enumerate(zip(config.layers, group_of_layers(config), strict=True)):
+    for layer, group in zip(config.layers, group_of_layers(config), strict=True):
         arrays = () if layer.recurrent is None else shard.recurrent(layer.recurrent).state
         states = state_dtypes.allocate(num_pages[-1], arrays, device)
         pages = None
         if layer.attention is not None and group is not None:
             heads, head_dim = shard.kv_heads(layer.attention.num_kv_heads), layer.attention.head_dim
-            mine = None if scales is None else torch.from_numpy(scales[number][heads.start : heads.stop]).to(device)
-            own = num_pages[group]
-            pages = KVPages.allocate(own, len(heads), page_size, head_dim, form, device, scales=mine)
+            pages = KVPages.allocate(num_pages[group], len(heads), page_size, head_dim, form, device)
         memory.append(LayerMemory(pages, states))
     return memory
 

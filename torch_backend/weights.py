@@ -7,7 +7,7 @@ no layer's structure is repeated here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Role
+from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.layout import Layout, Packed, PackedAndBlocks
 from torch_backend.layers.matrix import InBlocks, PlainMatrix, ScaledMatrix
 from torch_backend.layers.packed import packing_works
@@ -100,6 +101,18 @@ def load_weights(
     layout = PackedAndBlocks(blocks) if blocks else Packed()
     model.arrange(layout)
     return layout
+
+
+def load_kv_parameters(
+    kv: Iterable[LayerMemory], reader: ParameterReader, shard: ModelShard, factor: float | None = None
+) -> None:
+    """Gives the pages of every layer what the checkpoint has for them, of this rank's kv heads, times `factor`; where
+    it has nothing, the default."""
+    for number, memory in enumerate(kv):
+        for (part, kind), value in ({} if memory.pages is None else memory.pages.parameters).items():
+            name = ParameterName(part, kind, number)
+            found = reader.read(name, _index(shard, reader.spec(name)))
+            value.copy_(torch.tensor(found * np.float32(1.0 if factor is None else factor)))
 
 
 def weight_bytes(model: Transformer, kept: Sequence[KeptBlocks] = ()) -> int:

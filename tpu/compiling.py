@@ -20,7 +20,6 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
 from sglang_jax.config import Dtype, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
@@ -39,6 +38,7 @@ from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
+from sglang_jax.runner.kv_scales import LARGEST_STORED
 from sglang_jax.runner.sizing import choose_sizes, describe_pools, refuse_drafts_with_states, refuse_with_states
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate

@@ -1,4 +1,4 @@
-"""Scales of a cache of 8 bits: given ones placed on the devices, or ones calibrated on the model itself.
+"""Scales of a cache of 8 bits: those of another type converted, or ones calibrated on the model itself.
 
 Calibration runs the loaded model once, with a cache in its own dtype, over tokens that are the same every time, and
 reads from the pages how large keys and values of each kv head became:
@@ -14,18 +14,15 @@ What was seen stands for what was not with a margin (`MARGIN`); what is larger s
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from numpy.typing import NDArray
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.model_config import num_paged_groups
-from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.kernels.kv_storage import gather_kv
@@ -43,17 +40,10 @@ calibration sees, at the median head, and 1.5 and 1.9 times at the last. The ste
 divergence of the next token's distribution from an exact cache's is 0.0095 at 1.25, 0.0144 at 1.5 and 0.0192 at 2."""
 
 
-def set_kv_scales(model: Transformer, mesh: Mesh, numbers: ScalesOfLayers | None = None) -> None:
-    """Gives every layer of a model with a cache of 8 bits its scales: `numbers` of the checkpoint's kv heads, of which
-    the model may have copies, or 1."""
-    attention = [number for number, layer in enumerate(model.layers) if layer.attention is not None]
-    for layer, parameter in zip(attention, _parameters(model), strict=False):
-        if numbers is None:
-            whole = np.ones(parameter.shape, np.float32)
-        else:
-            whole = np.repeat(numbers[layer], parameter.shape[0] // len(numbers[layer]), axis=0)
-        part = partial(_part, whole)
-        parameter.set_value(jax.make_array_from_callback(parameter.shape, named_sharding(mesh, parameter.axes), part))
+def convert_kv_scales(model: Transformer, factor: float) -> None:
+    """Multiplies the scales of every layer of a loaded model."""
+    for parameter in _parameters(model) if factor != 1.0 else ():
+        parameter.set_value(parameter.get_value() * np.float32(factor))
 
 
 def calibrate_kv_scales(
@@ -182,7 +172,3 @@ def _parameters(model: Transformer) -> list[Parameter]:
     """The scales of every layer; none of a model whose cache is not of 8 bits."""
     attention = [layer.attention for layer in model.layers if layer.attention is not None]
     return [layer.kv_scales for layer in attention if layer.kv_scales is not None]
-
-
-def _part(whole: NDArray[np.float32], index: tuple[slice, ...]) -> NDArray[np.float32]:
-    return whole[index]

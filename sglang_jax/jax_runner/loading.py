@@ -16,7 +16,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from sglang_jax.architectures.model_config import cache_groups
-from sglang_jax.checkpoint.kv_scales import LARGEST_STORED, ScalesOfLayers
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, SpeculativeAlgorithm, Warmup
@@ -26,7 +25,7 @@ from sglang_jax.jax_runner.block_weights import KeptBlocks, blocks_to_keep
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.compiles import use_compilation_cache
 from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
-from sglang_jax.jax_runner.kv_scales import LENGTH, ROWS, calibrate_kv_scales, set_kv_scales
+from sglang_jax.jax_runner.kv_scales import LENGTH, ROWS, calibrate_kv_scales, convert_kv_scales
 from sglang_jax.jax_runner.model_programs import parameters, programs_of, split_model
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.programs import Programs
@@ -48,7 +47,7 @@ from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.models.parameters import matrices_in_8_bits
 from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
-from sglang_jax.runner.kv_scales import scales_of_checkpoint
+from sglang_jax.runner.kv_scales import LARGEST_STORED, kv_scale_factor
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.quantization import describe_matrices, encodings_of, quantization_of
 from sglang_jax.runner.sizing import (
@@ -116,7 +115,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     model = build()
     draft = _build_draft(config, checkpoint, dtype, attention, platform)
     memory, sizes = _sizes(config, parallel, model, devices, kv_dtype, state_dtypes_of(config, dtype), draft)
-    kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
+    kv_factor = kv_scale_factor(checkpoint, config.kv_cache_dtype)
     cache = kv_cache_spec(
         parallel.config,
         kv_dtype,
@@ -135,7 +134,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
         _load(model, checkpoint, parallel, mesh, quantization)
         if kept is not None:
             kept.load(model, mesh)
-        _give_kv_scales(config, model, kv_scales, parallel, mesh, dtype)
+        _fit_kv_scales(config, model, kv_factor, parallel, mesh, dtype)
         _, weights = split_model(model)
         kv = allocate(cache, mesh)
         if draft is not None and own_cache is not None:
@@ -385,18 +384,19 @@ def _load(
     model.arrange(parallel.size)
 
 
-def _give_kv_scales(
+def _fit_kv_scales(
     config: EngineConfig,
     model: Transformer,
-    numbers: ScalesOfLayers | None,
+    factor: float | None,
     parallel: TensorParallel,
     mesh: Mesh,
     dtype: jnp.dtype,
 ) -> None:
-    """Scales for a cache of 8 bits: the checkpoint's `numbers`. Without these float8 has scales of 1; integers, whose
-    steps are the same everywhere, need ones that fit."""
-    if numbers is not None or config.kv_cache_dtype is not KVCacheDtype.INT8:
-        set_kv_scales(model, mesh, numbers)
+    """Scales for a cache of 8 bits: the checkpoint's, times `factor`. Without these float8 has scales of 1; integers,
+    whose steps are the same everywhere, need ones that fit."""
+    if factor is not None:
+        convert_kv_scales(model, factor)
+    if factor is not None or config.kv_cache_dtype is not KVCacheDtype.INT8:
         return
     calibrate_kv_scales(
         model,
