@@ -38,7 +38,6 @@ from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
-from sglang_jax.runner.kv_scales import LARGEST_STORED
 from sglang_jax.runner.sizing import choose_sizes, describe_pools, refuse_drafts_with_states, refuse_with_states
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
@@ -196,7 +195,7 @@ def _box(coordinates: list[tuple[int, ...]], topology: Topology) -> tuple[int, .
 def _build_calibration(
     model: Transformer, parallel: TensorParallel, mesh: Mesh, dtype: jnp.dtype, page_size: int
 ) -> Executable:
-    program, state = calibration_program(model, mesh, LARGEST_STORED[KVCacheDtype.INT8])
+    program, state = calibration_program(model, mesh)
     placed = jax.tree.map(
         lambda weight: weight.replace(
             jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, weight.axes))

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.model_config import num_paged_groups
+from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.kernels.kv_storage import gather_kv
@@ -32,7 +33,7 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import Axis, named_sharding
 from sglang_jax.models import KVCaches, StateDtypes, Transformer, allocate, kv_cache_spec
 from sglang_jax.models.kv_cache import KVCacheSpec
-from sglang_jax.runner.kv_scales import LENGTH, ROWS, calibration_tokens
+from sglang_jax.runner.kv_scales import LARGEST_STORED, LENGTH, ROWS, calibration_tokens
 
 MARGIN = 1.25
 """Of SmolLM2-135M, 50 chat prompts and 4,096 tokens of prose reach 1.17 times (keys) and 1.22 times (values) what
@@ -47,24 +48,17 @@ def convert_kv_scales(model: Transformer, factor: float) -> None:
 
 
 def calibrate_kv_scales(
-    model: Transformer,
-    parallel: TensorParallel,
-    mesh: Mesh,
-    *,
-    dtype: jnp.dtype,
-    platform: str,
-    page_size: int,
-    largest_stored: float,
+    model: Transformer, parallel: TensorParallel, mesh: Mesh, *, dtype: jnp.dtype, page_size: int
 ) -> None:
-    """Gives every layer of a loaded model with a cache of 8 bits scales by what its keys and values are.
+    """Gives every layer of a loaded model with a cache in int8 scales by what its keys and values are.
 
     The model is as it will serve, `dtype` that of its activations. On several devices or nodes the scales of a kv head
     are computed where it lies, by the one program that all run: there is nothing to agree on.
 
     **Raises:** `ConfigError` naming the layers whose keys or values are not finite.
     """
-    program, state = calibration_program(model, mesh, largest_stored)
-    spec, batch = calibration_inputs(parallel, dtype, page_size, platform)
+    program, state = calibration_program(model, mesh)
+    spec, batch = calibration_inputs(parallel, dtype, page_size, mesh.devices.flat[0].platform)
     # Kernels ask for the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         scales, finite = program(state, allocate(spec, mesh), batch)
@@ -78,7 +72,7 @@ def calibrate_kv_scales(
         parameter.set_value(found)
 
 
-def calibration_program(model: Transformer, mesh: Mesh, largest_stored: float) -> tuple[jax.stages.Wrapped, nnx.State]:
+def calibration_program(model: Transformer, mesh: Mesh) -> tuple[jax.stages.Wrapped, nnx.State]:
     """A jitted function of a model's state, of empty pages and of a batch, and that state: gives the scales of each
     layer, `[kv_heads, 2]` where its heads lie, and on every device whether what each layer saw was finite."""
     layers = _parameters(model)
@@ -88,6 +82,7 @@ def calibration_program(model: Transformer, mesh: Mesh, largest_stored: float) -
     graph, state = nnx.split(model)
     for layer, parameter in zip(attention, layers, strict=True):
         layer.kv_scales = parameter
+    step = MARGIN / LARGEST_STORED[KVCacheDtype.INT8]
 
     def run(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[list[jax.Array], jax.Array]:
         calibrated: Transformer = nnx.merge(graph, state)
@@ -99,7 +94,7 @@ def calibration_program(model: Transformer, mesh: Mesh, largest_stored: float) -
         ]
         finite = jnp.stack([jnp.isfinite(each).all() for each in largest])
         # A head whose values are all 0 stores zeros, over whatever.
-        return [jnp.where(each > 0, each * (MARGIN / largest_stored), 1.0) for each in largest], finite
+        return [jnp.where(each > 0, each * step, 1.0) for each in largest], finite
 
     heads = named_sharding(mesh, (Axis.KV_HEADS, Axis.KEY_OR_VALUE))
     return jax.jit(run, out_shardings=([heads] * len(layers), NamedSharding(mesh, PartitionSpec()))), state

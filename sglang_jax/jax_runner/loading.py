@@ -47,7 +47,7 @@ from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.models.parameters import matrices_in_8_bits
 from sglang_jax.runner.draft_model import open_draft, with_draft
 from sglang_jax.runner.expert_load import refuse_without_experts
-from sglang_jax.runner.kv_scales import LARGEST_STORED, kv_scale_factor
+from sglang_jax.runner.kv_scales import kv_scale_factor
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.quantization import describe_matrices, encodings_of, quantization_of
 from sglang_jax.runner.sizing import (
@@ -398,15 +398,7 @@ def _fit_kv_scales(
         convert_kv_scales(model, factor)
     if factor is not None or config.kv_cache_dtype is not KVCacheDtype.INT8:
         return
-    calibrate_kv_scales(
-        model,
-        parallel,
-        mesh,
-        dtype=dtype,
-        platform=mesh.devices.flat[0].platform,
-        page_size=config.page_size,
-        largest_stored=LARGEST_STORED[KVCacheDtype.INT8],
-    )
+    calibrate_kv_scales(model, parallel, mesh, dtype=dtype, page_size=config.page_size)
     logger.info(
         "Keys and values are stored in int8 with scales calibrated on %d tokens: the checkpoint has none",
         ROWS * LENGTH,
