@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sglang_jax.architectures.model_config import ModelConfig, num_paged_groups
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.kv_scales import calibration_tokens
 from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.kv_pages import KVPages, LayerMemory
-from torch_backend.layers.shard import ModelShard
 from torch_backend.recurrent.rows import StateRows
 
 
@@ -67,17 +65,6 @@ def give_key_means(
             f"the mean of keys cannot be calibrated: those of layers {', '.join(map(str, broken))} are not finite; "
             "choose --kv-cache-dtype auto and another --attention-backend than sage, or check the weights"
         )
-
-
-def write_key_means(
-    means: Sequence[NDArray[np.float32]], kv: Sequence[LayerMemory], config: ModelConfig, shard: ModelShard
-) -> None:
-    """Writes means that a checkpoint brings, of all kv heads: `[kv_heads, head_dim]` of each layer."""
-    for mean, layer, described in zip(means, kv, config.layers, strict=True):
-        if layer.pages is not None and layer.pages.token_scales is not None:
-            assert described.attention is not None
-            own = shard.kv_heads(described.attention.num_kv_heads)
-            layer.pages.token_scales.key_mean.copy_(torch.tensor(mean[own.start : own.stop]))
 
 
 def _like(pages: KVPages, num_pages: int, dtype: torch.dtype) -> KVPages:

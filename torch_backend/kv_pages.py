@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_jax.architectures.kinds.recurrent import StateArray, StateDtype
+from sglang_jax.architectures.tensor_names import Kind, Part
 from torch_backend.recurrent.rows import States
 
 LARGEST_INT8 = 127.0
@@ -81,6 +82,16 @@ class KVPages:
         """Tokens of a page."""
         return self.keys.shape[2]
 
+    @property
+    def parameters(self) -> dict[tuple[Part, Kind], torch.Tensor]:
+        """What a checkpoint may have for them, as the manifest calls it."""
+        found = {
+            (Part.KEY, Kind.SCALE): self.key_scale,
+            (Part.VALUE, Kind.SCALE): self.value_scale,
+            (Part.KEY, Kind.MEAN): None if self.token_scales is None else self.token_scales.key_mean,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
     @classmethod
     def allocate(
         cls,
@@ -90,11 +101,8 @@ class KVPages:
         head_dim: int,
         form: KVForm | torch.dtype,
         device: torch.device,
-        *,
-        scales: torch.Tensor | None = None,
     ) -> KVPages:
-        """Zeroed pages of a form, or of one type; float8 ones with `scales` float32 `[kv_heads, 2]`, of keys (0) and
-        values (1), or with 1."""
+        """Zeroed pages of a form, or of one type; float8 ones with scales of 1."""
         form = form if isinstance(form, KVForm) else KVForm(form, form)
         shape = (num_pages, kv_heads, page_size, head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (form.keys, form.values))
@@ -103,10 +111,8 @@ class KVPages:
             return cls(keys, values, token_scales=token_scales)
         if form.keys != torch.float8_e4m3fn:
             return cls(keys, values)
-        if scales is None:
-            scales = torch.ones((kv_heads, 2), dtype=torch.float32, device=device)
-        # Kernels read the scales of one side as they lie.
-        return cls(keys, values, scales[:, 0].contiguous(), scales[:, 1].contiguous())
+        key_scale, value_scale = (torch.ones(kv_heads, dtype=torch.float32, device=device) for _ in range(2))
+        return cls(keys, values, key_scale, value_scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from sglang_jax.architectures.model_config import group_of_layers
-from sglang_jax.checkpoint import Checkpoint, ModelConfig
-from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
+from sglang_jax.architectures.tensor_names import Kind
+from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.config import EngineConfig
 from sglang_jax.runner.assembly import Assembly, describe, open_models, settle
-from sglang_jax.runner.kv_scales import scales_of_checkpoint
+from sglang_jax.runner.kv_scales import kv_scale_factor
 from sglang_jax.runner.sizing import Sizes
 from torch_backend.batch import ForwardBatch
 from torch_backend.building import TorchBackend, UnloadedModel, dtype_name, refuse_orbax
 from torch_backend.devices import select_device
 from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
 from torch_backend.kernel_choice import Kernels
-from torch_backend.key_means import give_key_means, write_key_means
+from torch_backend.key_means import give_key_means
 from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
-from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import DraftPart, TorchRunner
 from torch_backend.streams import CpuThread, CudaStream, Stream
+from torch_backend.weights import load_kv_parameters
 
 if TYPE_CHECKING:
     from torch_backend.compilation.traced_model import TracedTransformer
@@ -85,12 +85,13 @@ def _load_on(
     backend = TorchBackend.choose(config, models, device, parallel)
     assembly: Assembly[UnloadedModel] = settle(config, models, backend)
     main, draft, spec, kernels = assembly.model, assembly.draft, assembly.spec, backend.kernels
+    kv_parameters, kv_factor = checkpoint.kv_parameters(), _kv_factor(config, checkpoint, backend.kv_form)
     main.load()
-    kv = _allocate_main(backend, assembly, checkpoint)
+    kv = _allocate_main(backend, assembly, kv_parameters, kv_factor)
     drafting = None
     if draft is not None:
         draft.load()
-        own = _allocate(draft, assembly.draft_pages, config.page_size, device, None, backend.state_dtypes)
+        own = _allocate(draft, assembly.draft_pages, config.page_size, device, backend.state_dtypes)
         drafting = DraftPart(PagedTransformer(draft.model, own), len(assembly.pages))
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
     capture = _capture(stream, config, device, kernels)
@@ -120,18 +121,17 @@ def _load_on(
 
 
 def _allocate_main(
-    backend: TorchBackend, assembly: Assembly[UnloadedModel], checkpoint: Checkpoint
+    backend: TorchBackend, assembly: Assembly[UnloadedModel], kv_parameters: ParameterReader, factor: float | None
 ) -> list[LayerMemory]:
-    """The memory of the model's layers, with what is known of its keys and values and of its experts."""
+    """The memory of the model's layers, with what is known of its keys and values and of its experts. `factor`: see
+    `load_kv_parameters`."""
     config, model = backend.config, assembly.model
-    integers = model.kv_form.keys == torch.int8
-    scales = None if integers else scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
-    kv = _allocate(model, assembly.pages, config.page_size, backend.device, scales, backend.state_dtypes)
-    if integers:
-        most = assembly.sizes.max_context
-        _set_key_means(model.model, kv, checkpoint, model.shard, model.kv_form, dtype=backend.dtype, max_context=most)
+    kv = _allocate(model, assembly.pages, config.page_size, backend.device, backend.state_dtypes)
+    load_kv_parameters(kv, kv_parameters, model.shard, factor)
+    if model.kv_form.keys == torch.int8 and not kv_parameters.has(Kind.MEAN):
+        give_key_means(model.model, kv, model.config, dtype=backend.dtype, max_context=assembly.sizes.max_context)
     if config.enable_expert_distribution_metrics:
-        kv = _with_counts(kv, checkpoint.config, backend.device)
+        kv = _with_counts(kv, model.config, backend.device)
     return kv
 
 
@@ -143,28 +143,24 @@ def _with_counts(kv: Sequence[LayerMemory], config: ModelConfig, device: torch.d
     ]
 
 
-def _set_key_means(
-    model: Transformer | TracedTransformer,
-    kv: Sequence[LayerMemory],
-    checkpoint: Checkpoint,
-    shard: ModelShard,
-    form: KVForm,
-    *,
-    dtype: torch.dtype,
-    max_context: int,
-) -> None:
-    """Means of keys for a cache in int8: the checkpoint's, or those of a fixed prefill."""
+def _kv_factor(config: EngineConfig, checkpoint: Checkpoint, form: KVForm) -> float | None:
+    """What the checkpoint's scales are multiplied by: see `kv_scale_factor`. Keys in int8 have scales of their own, and
+    a mean that the checkpoint may bring.
+
+    **Raises:** `CheckpointError` for scales and means that cannot be used.
+    """
+    if form.keys != torch.int8:
+        return kv_scale_factor(checkpoint, config.kv_cache_dtype)
+    parameters = checkpoint.kv_parameters()
     logger.info(
         "Keys%s are stored in int8 with one scale per token%s",
         " and values" if form.values == torch.int8 else "",
-        "; those of the checkpoint are not used" if checkpoint.has_kv_scales else "",
+        "; those of the checkpoint are not used" if parameters.has(Kind.SCALE) else "",
     )
-    means = checkpoint.key_means()
-    if means is None:
-        give_key_means(model, kv, checkpoint.config, dtype=dtype, max_context=max_context)
-    else:
+    if parameters.has(Kind.MEAN):
+        parameters.check(Kind.MEAN)
         logger.info("Using the checkpoint's means of keys")
-        write_key_means(means, kv, checkpoint.config, shard)
+    return None
 
 
 def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels: Kernels) -> CudaCapture | None:
@@ -196,20 +192,17 @@ def _allocate(
     num_pages: tuple[int, ...],
     page_size: int,
     device: torch.device,
-    scales: ScalesOfLayers | None,
     state_dtypes: StateDtypes,
 ) -> list[LayerMemory]:
-    """Pages, or slots, of every layer: of each group `num_pages`; `scales` are of all kv heads."""
+    """Pages, or slots, of every layer: of each group `num_pages`."""
     config, shard, form = model.config, model.shard, model.kv_form
     memory: list[LayerMemory] = []
-    for number, (layer, group) in enumerate(zip(config.layers, group_of_layers(config), strict=True)):
+    for layer, group in zip(config.layers, group_of_layers(config), strict=True):
         arrays = () if layer.recurrent is None else shard.recurrent(layer.recurrent).state
         states = state_dtypes.allocate(num_pages[-1], arrays, device)
         pages = None
         if layer.attention is not None and group is not None:
             heads, head_dim = shard.kv_heads(layer.attention.num_kv_heads), layer.attention.head_dim
-            mine = None if scales is None else torch.from_numpy(scales[number][heads.start : heads.stop]).to(device)
-            own = num_pages[group]
-            pages = KVPages.allocate(own, len(heads), page_size, head_dim, form, device, scales=mine)
+            pages = KVPages.allocate(num_pages[group], len(heads), page_size, head_dim, form, device)
         memory.append(LayerMemory(pages, states))
     return memory

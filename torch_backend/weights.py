@@ -24,6 +24,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role
+from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.layout import Packed
 from torch_backend.layers.matrix import FewOrMany, ScaledMatrix
 from torch_backend.layers.packed import packing_works
@@ -75,6 +76,18 @@ def load_weights(
     layout = Packed()
     model.arrange(layout)
     return layout
+
+
+def load_kv_parameters(
+    kv: Iterable[LayerMemory], reader: ParameterReader, shard: ModelShard, factor: float | None = None
+) -> None:
+    """Gives the pages of every layer what the checkpoint has for them, of this rank's kv heads, times `factor`; where
+    it has nothing, the default."""
+    for number, memory in enumerate(kv):
+        for (part, kind), value in ({} if memory.pages is None else memory.pages.parameters).items():
+            name = ParameterName(part, kind, number)
+            found = reader.read(name, _index(shard, reader.spec(name)))
+            value.copy_(torch.tensor(found * np.float32(1.0 if factor is None else factor)))
 
 
 def weight_bytes(model: Transformer) -> int:

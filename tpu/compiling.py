@@ -20,7 +20,6 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from sglang_jax.architectures import CacheKind
-from sglang_jax.checkpoint.kv_scales import LARGEST_STORED
 from sglang_jax.config import Dtype, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
@@ -197,7 +196,7 @@ def _box(coordinates: list[tuple[int, ...]], topology: Topology) -> tuple[int, .
 def _build_calibration(
     model: Transformer, parallel: TensorParallel, mesh: Mesh, dtype: jnp.dtype, page_size: int
 ) -> Executable:
-    program, state = calibration_program(model, mesh, LARGEST_STORED[KVCacheDtype.INT8])
+    program, state = calibration_program(model, mesh)
     placed = jax.tree.map(
         lambda weight: weight.replace(
             jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, weight.axes))

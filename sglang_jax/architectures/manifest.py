@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.part import HIDDEN, Axes, Declared, Factors, Sizes, norm_weight
@@ -19,6 +19,7 @@ from sglang_jax.architectures.registry import family_named
 from sglang_jax.architectures.tensor_names import (
     EXPERT,
     OF_EXPERTS,
+    OPTIONAL_NAMES,
     WHOLE_MODEL,
     Kind,
     Part,
@@ -89,7 +90,8 @@ class ParameterSpec:
     - `block`, `blocks`: the tensor has so many blocks of rows for each head, of which this parameter is that one.
     - `places`: of a parameter of experts, where it may lie, one of which a checkpoint has; `tensor` and `gguf` name the
       first and the last.
-    - `also`: another Hugging Face name of its tensor, which a checkpoint may have instead.
+    - `also`: other Hugging Face names of its tensor, one of which a checkpoint may have instead.
+    - `default`: its values where a checkpoint has no tensor of it; None for one that it must have.
     """
 
     name: ParameterName
@@ -106,13 +108,17 @@ class ParameterSpec:
     factors: Factors = ()
     sections: Sections = ()
     places: tuple[ExpertsPlace, ...] = ()
-    also: str | None = None
+    also: tuple[str, ...] = ()
+    default: float | None = None
 
     def tensor_of(self, names: Container[str]) -> str:
         """The name of its tensor in a checkpoint with tensors of these names; the first where it has none."""
-        if self.also is None or self.tensor in names or self.also not in names:
-            return self.tensor
-        return self.also
+        return next((name for name in self.spellings if name in names), self.tensor)
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """All names that its tensor may have."""
+        return (self.tensor, *self.also)
 
     def place(self, names: Container[str]) -> ExpertsPlace:
         """Where a checkpoint with tensors of these names has a parameter of experts; the first where it has none."""
@@ -144,7 +150,21 @@ class Manifest:
     """Every parameter of a model, in the order of the model."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.specs: dict[ParameterName, ParameterSpec] = {spec.name: spec for spec in _specs(config)}
+        self._config = config
+
+    @cached_property
+    def specs(self) -> dict[ParameterName, ParameterSpec]:
+        """What a checkpoint must have."""
+        return {spec.name: spec for spec in _specs(self._config)}
+
+    @cached_property
+    def optional(self) -> dict[ParameterName, ParameterSpec]:
+        """What it may have besides. No family is asked: the model may be one that transformers makes."""
+        return {spec.name: spec for spec in _optional(self._config)}
+
+    def spec(self, name: ParameterName) -> ParameterSpec:
+        """A parameter of either sort. Raises `KeyError` for one that the model does not have."""
+        return self.optional.get(name) or self.specs[name]
 
     def tensors(self, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint must have, by the names of Hugging Face. `present`: names of
@@ -166,11 +186,12 @@ class Manifest:
     def fused_shape(self, names: Iterable[ParameterName], axes: Iterable[Axis]) -> tuple[int, ...]:
         """The shape of an array with these axes that holds parameters of one layer, or of the whole model.
 
-        Along `HEAD_PART` lie the queries of a kv head, its key and its value; along `GATE_OR_UP` the matrices.
+        Along `HEAD_PART` lie the queries of a kv head, its key and its value; along `GATE_OR_UP` and `KEY_OR_VALUE` the
+        parameters.
         """
         wanted = list(names)
-        lengths = {axis: size for name in wanted for axis, size in self.specs[name].lengths.items()}
-        lengths[Axis.GATE_OR_UP] = len(wanted)
+        lengths = {axis: size for name in wanted for axis, size in self.spec(name).lengths.items()}
+        lengths[Axis.GATE_OR_UP] = lengths[Axis.KEY_OR_VALUE] = len(wanted)
         if Axis.HEADS in lengths and Axis.KV_HEADS in lengths:
             lengths[Axis.HEAD_PART] = lengths[Axis.HEADS] // lengths[Axis.KV_HEADS] + 2
         return tuple(lengths[axis] for axis in axes)
@@ -255,8 +276,16 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
             parameter.blocks,
             parameter.factors if any(factor != 1.0 for _, factor in parameter.factors) else (),
             parameter.sections,
-            also=name.also and hf_name(replace(name, hf=name.also), parameter.kind, layer),
+            also=(hf_name(replace(name, hf=name.also), parameter.kind, layer),) if name.also else (),
         )
+
+
+def _optional(config: ModelConfig) -> Iterator[ParameterSpec]:
+    for number, layer in enumerate(config.layers):
+        for each in () if layer.attention is None else layer.attention.optional():
+            tensor, *also = (f"model.layers.{number}.{name}" for name in OPTIONAL_NAMES[each.part, each.kind])
+            name = ParameterName(each.part, each.kind, number)
+            yield ParameterSpec(name, each.axes, each.sizes, tensor, None, also=tuple(also), default=each.default)
 
 
 def _of_experts(parameter: Declared, name: TensorName, names: TensorNames, layer: int | None) -> ParameterSpec:

@@ -55,6 +55,10 @@ class Kind(StrEnum):
 
     WEIGHT = "weight"
     BIAS = "bias"
+    SCALE = "scale"
+    """What a kv head's keys or values are stored divided by, in a cache of 8 bits."""
+    MEAN = "mean"
+    """Of each kv head's keys: what a cache that keeps them in int8 subtracts. No quantiser writes one yet."""
 
 
 EXPERT = "{expert}"
@@ -120,6 +124,27 @@ LLAMA_NAMES: TensorNames = {
     Part.DOWN: TensorName("mlp.down_proj", "ffn_down"),
 }
 """Most families' names; others change some of them."""
+
+OPTIONAL = {Kind.SCALE: "scales of keys and values", Kind.MEAN: "means of keys"}
+"""Kinds that a checkpoint may lack: it has all parameters of such a kind, or none."""
+
+_SCALES = (
+    ("self_attn.k_scale", "self_attn.v_scale"),  # compressed-tensors
+    ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+    ("attn.k_scale", "attn.v_scale"),
+    ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),  # ModelOpt
+    ("self_attn.qkv_proj.k_scale", "self_attn.qkv_proj.v_scale"),
+    ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),  # AutoFP8, Quark
+    ("self_attn.kv_scale", "self_attn.kv_scale"),  # one for both: the first versions of AutoFP8
+    ("self_attn.attn.kv_scale", "self_attn.attn.kv_scale"),
+)
+
+OPTIONAL_NAMES: Mapping[tuple[Part, Kind], tuple[str, ...]] = {
+    (Part.KEY, Kind.SCALE): tuple(keys for keys, _ in _SCALES),
+    (Part.VALUE, Kind.SCALE): tuple(values for _, values in _SCALES),
+    (Part.KEY, Kind.MEAN): ("self_attn.k_mean",),
+}
+"""What quantisers call optional parameters, whatever the family: one of these names, behind `model.layers.N.`."""
 
 STACKED_GATE_UP, STACKED_DOWN = Stacked("mlp.experts.gate_up_proj"), Stacked("mlp.experts.down_proj")
 """As transformers 5 has them in memory, and saves them if `save_original_format` is false."""

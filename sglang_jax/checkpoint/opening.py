@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.end_tokens import end_token_ids
@@ -25,16 +22,15 @@ from sglang_jax.checkpoint.hf_config import (
     load_quantization,
     model_config_to_hf,
 )
-from sglang_jax.checkpoint.kv_scale_names import KVScaleNames
-from sglang_jax.checkpoint.kv_scales import KVScales, read_key_means, read_kv_scales
 from sglang_jax.checkpoint.orbax_marker import read_orbax_kv_scales
+from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.quantized_reader import QuantizedReader
-from sglang_jax.checkpoint.reader import TensorReader
+from sglang_jax.checkpoint.reader import TensorReader, TensorsInMemory
 from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve_model
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.tensors import check_tensors
 from sglang_jax.checkpoint.tied_head import as_tied_in_file
-from sglang_jax.config import LoadFormat, ModelImpl
+from sglang_jax.config import KVCacheDtype, LoadFormat, ModelImpl
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults
 
@@ -69,32 +65,24 @@ class Checkpoint:
         """Whether its weights are those of a GGUF file."""
         return isinstance(self.reader, GgufReader)
 
-    @property
-    def has_kv_scales(self) -> bool:
-        """Whether it brings scales of keys and values for a cache of 8 bits."""
-        if self.reader is None:
-            return self.foreign is None and read_orbax_kv_scales(self.source.path, self.config) is not None
-        return bool(KVScaleNames.find(self.reader.names(), self.config.num_layers).of)
+    def kv_parameters(self) -> ParameterReader:
+        """Reads its optional parameters: those of a KV cache.
 
-    def key_means(self) -> tuple[NDArray[np.float32], ...] | None:
-        """The means of keys that it brings (see `read_key_means`); None if it has none, or is none of safetensors."""
-        if self.reader is None or self.foreign is not None:
-            return None
-        names = KVScaleNames.find(self.reader.names(), self.config.num_layers)
-        return read_key_means(self.reader, names, self.config)
+        **Raises:** `CheckpointError` for an Orbax checkpoint that is damaged.
+        """
+        if self.reader is None and self.foreign is None:
+            return ParameterReader(read_orbax_kv_scales(self.source.path, self.config)[0], self.config)
+        return ParameterReader(self.reader or TensorsInMemory({}), self.config)
 
-    def kv_scales(self) -> KVScales | None:
-        """The scales that it brings, read now; None if it has none.
+    def kv_scales_made_for(self) -> KVCacheDtype | None:
+        """The type that its scales of keys and values were made for, if it has any; None where it does not say.
 
-        **Raises:** `CheckpointError` for ones that cannot be used.
+        **Raises:** `CheckpointError` for a scheme that one scale for each kv head cannot express.
         """
         if self.reader is None:
-            return None if self.foreign is not None else read_orbax_kv_scales(self.source.path, self.config)
-        if not self.has_kv_scales:
-            return None
-        names = KVScaleNames.find(self.reader.names(), self.config.num_layers)
+            return read_orbax_kv_scales(self.source.path, self.config)[1]
         # A GGUF file's tensors have other names: here is a folder.
-        return read_kv_scales(self.reader, names, self.config, load_kv_scales_made_for(self.source.path))
+        return load_kv_scales_made_for(self.source.path)
 
 
 def open_checkpoint(

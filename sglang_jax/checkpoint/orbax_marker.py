@@ -11,30 +11,55 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.architectures.tensor_names import Kind, Part
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
-from sglang_jax.checkpoint.kv_scales import KVScales
+from sglang_jax.checkpoint.parameters import ParameterReader
+from sglang_jax.checkpoint.reader import TensorsInMemory
 from sglang_jax.checkpoint.resolve import ORBAX_MARKER
+from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError
 
 KV_SCALES = "kv_scales"
 ENCODINGS = "encodings"
 """Fields of the marker."""
 
+_SIDES = (Part.KEY, Part.VALUE)
 
-def read_orbax_kv_scales(folder: Path, config: ModelConfig) -> KVScales | None:
-    """The scales that were converted with the weights; None if there were none.
+
+def read_orbax_kv_scales(folder: Path, config: ModelConfig) -> tuple[TensorsInMemory, KVCacheDtype | None]:
+    """The scales of keys and values that were converted with the weights, if there were any, and the type that they
+    were made for, where that is known.
 
     **Raises:** `CheckpointError` for a marker that cannot be read, or that holds other things.
     """
-    path = folder / ORBAX_MARKER
+    path, tensors = folder / ORBAX_MARKER, {}
     try:
         stored = json.loads(path.read_bytes()).get(KV_SCALES)
-        return None if stored is None else KVScales.from_json(stored, config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if stored is None:
+            return TensorsInMemory({}), None
+        for name, spec in manifest_of(config).optional.items():
+            if name.kind is Kind.SCALE:
+                numbers = np.array(stored["numbers"][name.layer], np.float32)
+                if numbers.shape != (*spec.shape, len(_SIDES)):
+                    raise ValueError(f"KV scales of layer {name.layer} are {numbers.shape}, they do not fit the model")
+                tensors[spec.tensor] = numbers[:, _SIDES.index(name.part)]
+        made_for = stored["made_for"]
+        return TensorsInMemory(tensors), None if made_for is None else KVCacheDtype(made_for)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+
+
+def kv_scales_to_json(reader: ParameterReader, made_for: KVCacheDtype | None) -> dict[str, Any]:
+    """What `read_orbax_kv_scales` reads, of each layer `[kv_heads, 2]`: every float32 is told exactly."""
+    numbers: list[list[Any]] = []
+    for number, layer in enumerate(reader.config.layers):
+        sides = [] if layer.attention is None else [ParameterName(side, Kind.SCALE, number) for side in _SIDES]
+        numbers.append(np.transpose([reader.read(side) for side in sides]).tolist())
+    return {"made_for": made_for, "numbers": numbers}
 
 
 def read_orbax_encodings(folder: Path, config: ModelConfig) -> dict[ParameterName, Encoding]:

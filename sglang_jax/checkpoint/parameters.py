@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.architectures.tensor_names import OPTIONAL, Kind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role, TensorReader, whole_index
@@ -24,21 +24,53 @@ class ParameterReader:
     def __init__(self, reader: TensorReader, config: ModelConfig, quantization: Quantization | None = None) -> None:
         """`quantization`: of matrices that have no scales of rows as they are stored."""
         self.config = config
-        self._quantization = quantization
+        self.quantization = quantization
         self._reader = reader
-        self._specs = manifest_of(config).specs
+        self._manifest = manifest_of(config)
         self._names = reader.names()
 
     def spec(self, name: ParameterName) -> ParameterSpec:
         """What the manifest says of a parameter. Raises `KeyError` for one that the model does not have."""
-        return self._specs[name]
+        return self._manifest.spec(name)
+
+    def has(self, kind: Kind) -> bool:
+        """Whether the checkpoint brings optional parameters of a kind."""
+        return any(spec.tensor_of(self._names) in self._names for spec in self._optional(kind))
+
+    def check(self, kind: Kind) -> None:
+        """Reads the optional parameters of a kind, to see whether their numbers can be used: finite ones, and of scales
+        those that are positive. Devices take numbers below the smallest normal one for 0.
+
+        **Raises:** `CheckpointError` naming every tensor with others, and these.
+        """
+        least = np.finfo(np.float32).tiny if kind is Kind.SCALE else -np.inf
+        faults: dict[str, None] = {}
+        for spec in self._optional(kind):
+            found = self.read(spec.name)
+            wrong = found[~(np.isfinite(found) & (found >= least))]
+            if wrong.size:
+                numbers = ", ".join(dict.fromkeys(f"{number:g}" for number in wrong))
+                faults[f"\n  {spec.tensor_of(self._names)}: {numbers}"] = None
+        if faults:
+            wanted = "positive and finite" if kind is Kind.SCALE else "finite"
+            raise CheckpointError(f"{OPTIONAL[kind]} must be {wanted}; these are not:{''.join(faults)}")
+
+    def _optional(self, kind: Kind) -> list[ParameterSpec]:
+        return [spec for name, spec in self._manifest.optional.items() if name.kind is kind]
 
     def read(self, name: ParameterName, index: Index | None = None) -> Array:
         """The parameter, or the part at `index`, as stored: matrices [out, in]. Of rows that make up heads, whole heads
-        are read."""
-        spec = self._specs[name]
+        are read. An optional parameter is float32: its default where the checkpoint lacks it, one number for all heads
+        where it has one."""
+        spec = self.spec(name)
         if spec.places:
             return self._read_experts(spec, index)
+        if spec.default is not None:
+            tensor = spec.tensor_of(self._names)
+            whole = self._reader.read(tensor) if tensor in self._names else np.float32(spec.default)
+            sizes = spec.shape if whole.size > 1 else [1] * len(spec.shape)
+            optional: Array = np.broadcast_to(whole.astype(np.float32).reshape(sizes), spec.shape)[index or ()]
+            return optional
         stored, rest = _stored_part(spec, index)
         found = _rows_of_parameter(spec, self._reader.read(spec.tensor_of(self._names), (stored, *rest)))
         if spec.factors:
@@ -55,14 +87,14 @@ class ParameterReader:
         are multiplied by `ParameterSpec.factors`, embeddings with a scale of each row, and the head that these are),
         and for experts that lie in one tensor or whose storage differs.
         """
-        spec = self._specs[name]
+        spec = self.spec(name)
         found = self._quantized(spec) or self._stored_encoding(spec, index)
         looked_up = name.part is Part.EMBEDDING or (name.part is Part.HEAD and self.config.tie_word_embeddings)
         return None if looked_up and found is not None and found.block is None else found
 
     def _quantized(self, spec: ParameterSpec) -> Encoding | None:
         """How a parameter is quantised when it is read."""
-        quantization = self._quantization
+        quantization = self.quantization
         return None if quantization is None or not quantization.takes(spec) else quantization.encoding
 
     def _stored_encoding(self, spec: ParameterSpec, index: Index | None) -> Encoding | None:
@@ -81,12 +113,12 @@ class ParameterReader:
     ) -> dict[Role, Array]:
         """Arrays of a matrix that has an encoding, or what belongs to the part of the matrix at `index`. Of experts,
         `[experts, ...]`. What is quantised when it is read is read once for all of them."""
-        spec = self._specs[name]
-        if self._quantization is None or self._quantized(spec) is None:
+        spec = self.spec(name)
+        if self.quantization is None or self._quantized(spec) is None:
             return {role: self._stored_array(spec, role, index) for role in roles}
         numbers = self.read(name, (index or ())[: len(spec.shape) - 1])
         try:
-            found = self._quantization.arrays(numbers, roles)
+            found = self.quantization.arrays(numbers, roles)
         except ValueError as error:
             raise CheckpointError(f"{spec.tensor}: {error}: remove --quantization") from error
         if Role.VALUES in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,6 +63,22 @@ class PlainReader:
 
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
         raise ValueError(f"{name} is stored as plain numbers, without {role.value}")
+
+
+class TensorsInMemory(PlainReader):
+    """A `TensorReader` of given tensors."""
+
+    def __init__(self, tensors: Mapping[str, Array]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def read(self, name: str, index: Index | None = None) -> Array:
+        return self._tensors[name][index or ()]
 
 
 def whole_index(shape: tuple[int, ...], index: Index | None) -> Index:

@@ -58,8 +58,10 @@ def convert(config: ConvertConfig, model: str | None) -> int:
     # Here, so that --help and bad flags are answered at once, and no other command imports a backend.
     import jax.numpy as jnp
 
+    from sglang_jax.architectures.tensor_names import Kind
     from sglang_jax.checkpoint import open_checkpoint, write_hf_config
     from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_hf_config
+    from sglang_jax.checkpoint.orbax_marker import kv_scales_to_json
     from sglang_jax.checkpoint.tokenizer import load_tokenizer
     from sglang_jax.jax_runner.devices import select_device
     from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
@@ -82,6 +84,10 @@ def convert(config: ConvertConfig, model: str | None) -> int:
         platform=device.platform,
         encodings=encodings,
     )
+    kv_scales, kv_parameters = None, checkpoint.kv_parameters()
+    if kv_parameters.has(Kind.SCALE):
+        kv_parameters.check(Kind.SCALE)
+        kv_scales = kv_scales_to_json(kv_parameters, checkpoint.kv_scales_made_for())
     load_weights(model, checkpoint.reader, checkpoint.config, make_mesh([device]), quantization)
     with tempfile.TemporaryDirectory() as folder:
         beside = Path(folder)
@@ -107,7 +113,7 @@ def convert(config: ConvertConfig, model: str | None) -> int:
             checkpoint.config,
             model,
             sorted(beside.iterdir()),
-            checkpoint.kv_scales(),
+            kv_scales,
             kept_encodings(checkpoint.config, encodings),
         )
     click.echo(f"{checkpoint.source.address} is now {config.output} in {dtype.value}: serve it with --model-path")

@@ -1,4 +1,4 @@
-"""Scales of a cache of 8 bits: given ones placed on the devices, or ones calibrated on the model itself.
+"""Scales of a cache of 8 bits: those of another type converted, or ones calibrated on the model itself.
 
 Calibration runs the loaded model once, with a cache in its own dtype, over tokens that are the same every time, and
 reads from the pages how large keys and values of each kv head became:
@@ -14,18 +14,16 @@ What was seen stands for what was not with a margin (`MARGIN`); what is larger s
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from numpy.typing import NDArray
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.model_config import num_paged_groups
-from sglang_jax.checkpoint.kv_scales import ScalesOfLayers
+from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.kernels.kv_storage import gather_kv
@@ -35,7 +33,7 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import Axis, named_sharding
 from sglang_jax.models import KVCaches, StateDtypes, Transformer, allocate, kv_cache_spec
 from sglang_jax.models.kv_cache import KVCacheSpec
-from sglang_jax.runner.kv_scales import LENGTH, ROWS, calibration_tokens
+from sglang_jax.runner.kv_scales import LARGEST_STORED, LENGTH, ROWS, calibration_tokens
 
 MARGIN = 1.25
 """Of SmolLM2-135M, 50 chat prompts and 4,096 tokens of prose reach 1.17 times (keys) and 1.22 times (values) what
@@ -43,38 +41,24 @@ calibration sees, at the median head, and 1.5 and 1.9 times at the last. The ste
 divergence of the next token's distribution from an exact cache's is 0.0095 at 1.25, 0.0144 at 1.5 and 0.0192 at 2."""
 
 
-def set_kv_scales(model: Transformer, mesh: Mesh, numbers: ScalesOfLayers | None = None) -> None:
-    """Gives every layer of a model with a cache of 8 bits its scales: `numbers` of the checkpoint's kv heads, of which
-    the model may have copies, or 1."""
-    attention = [number for number, layer in enumerate(model.layers) if layer.attention is not None]
-    for layer, parameter in zip(attention, _parameters(model), strict=False):
-        if numbers is None:
-            whole = np.ones(parameter.shape, np.float32)
-        else:
-            whole = np.repeat(numbers[layer], parameter.shape[0] // len(numbers[layer]), axis=0)
-        part = partial(_part, whole)
-        parameter.set_value(jax.make_array_from_callback(parameter.shape, named_sharding(mesh, parameter.axes), part))
+def convert_kv_scales(model: Transformer, factor: float) -> None:
+    """Multiplies the scales of every layer of a loaded model."""
+    for parameter in _parameters(model) if factor != 1.0 else ():
+        parameter.set_value(parameter.get_value() * np.float32(factor))
 
 
 def calibrate_kv_scales(
-    model: Transformer,
-    parallel: TensorParallel,
-    mesh: Mesh,
-    *,
-    dtype: jnp.dtype,
-    platform: str,
-    page_size: int,
-    largest_stored: float,
+    model: Transformer, parallel: TensorParallel, mesh: Mesh, *, dtype: jnp.dtype, page_size: int
 ) -> None:
-    """Gives every layer of a loaded model with a cache of 8 bits scales by what its keys and values are.
+    """Gives every layer of a loaded model with a cache in int8 scales by what its keys and values are.
 
     The model is as it will serve, `dtype` that of its activations. On several devices or nodes the scales of a kv head
     are computed where it lies, by the one program that all run: there is nothing to agree on.
 
     **Raises:** `ConfigError` naming the layers whose keys or values are not finite.
     """
-    program, state = calibration_program(model, mesh, largest_stored)
-    spec, batch = calibration_inputs(parallel, dtype, page_size, platform)
+    program, state = calibration_program(model, mesh)
+    spec, batch = calibration_inputs(parallel, dtype, page_size, mesh.devices.flat[0].platform)
     # Kernels ask for the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         scales, finite = program(state, allocate(spec, mesh), batch)
@@ -88,7 +72,7 @@ def calibrate_kv_scales(
         parameter.set_value(found)
 
 
-def calibration_program(model: Transformer, mesh: Mesh, largest_stored: float) -> tuple[jax.stages.Wrapped, nnx.State]:
+def calibration_program(model: Transformer, mesh: Mesh) -> tuple[jax.stages.Wrapped, nnx.State]:
     """A jitted function of a model's state, of empty pages and of a batch, and that state: gives the scales of each
     layer, `[kv_heads, 2]` where its heads lie, and on every device whether what each layer saw was finite."""
     layers = _parameters(model)
@@ -98,6 +82,7 @@ def calibration_program(model: Transformer, mesh: Mesh, largest_stored: float) -
     graph, state = nnx.split(model)
     for layer, parameter in zip(attention, layers, strict=True):
         layer.kv_scales = parameter
+    step = MARGIN / LARGEST_STORED[KVCacheDtype.INT8]
 
     def run(state: nnx.State, kv_caches: KVCaches, batch: ForwardBatch) -> tuple[list[jax.Array], jax.Array]:
         calibrated: Transformer = nnx.merge(graph, state)
@@ -109,7 +94,7 @@ def calibration_program(model: Transformer, mesh: Mesh, largest_stored: float) -
         ]
         finite = jnp.stack([jnp.isfinite(each).all() for each in largest])
         # A head whose values are all 0 stores zeros, over whatever.
-        return [jnp.where(each > 0, each * (MARGIN / largest_stored), 1.0) for each in largest], finite
+        return [jnp.where(each > 0, each * step, 1.0) for each in largest], finite
 
     heads = named_sharding(mesh, (Axis.KV_HEADS, Axis.KEY_OR_VALUE))
     return jax.jit(run, out_shardings=([heads] * len(layers), NamedSharding(mesh, PartitionSpec()))), state
@@ -182,7 +167,3 @@ def _parameters(model: Transformer) -> list[Parameter]:
     """The scales of every layer; none of a model whose cache is not of 8 bits."""
     attention = [layer.attention for layer in model.layers if layer.attention is not None]
     return [layer.kv_scales for layer in attention if layer.kv_scales is not None]
-
-
-def _part(whole: NDArray[np.float32], index: tuple[slice, ...]) -> NDArray[np.float32]:
-    return whole[index]

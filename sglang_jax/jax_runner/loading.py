@@ -7,12 +7,11 @@ import logging
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from sglang_jax.checkpoint.kv_scales import LARGEST_STORED, ScalesOfLayers
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import EngineConfig, KVCacheDtype, Warmup
 from sglang_jax.jax_runner.building import JaxBackend, UnloadedModel
 from sglang_jax.jax_runner.compiles import use_compilation_cache
-from sglang_jax.jax_runner.kv_scales import LENGTH, ROWS, calibrate_kv_scales, set_kv_scales
+from sglang_jax.jax_runner.kv_scales import LENGTH, ROWS, calibrate_kv_scales, convert_kv_scales
 from sglang_jax.jax_runner.model_programs import programs_of, split_model
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.programs import Programs
@@ -20,7 +19,7 @@ from sglang_jax.jax_runner.runner import JaxRunner
 from sglang_jax.models import Transformer, allocate
 from sglang_jax.models.parameters import matrices_in_8_bits
 from sglang_jax.runner.assembly import Assembly, describe, open_models, settle
-from sglang_jax.runner.kv_scales import scales_of_checkpoint
+from sglang_jax.runner.kv_scales import kv_scale_factor
 from sglang_jax.runner.plan import RunnerSpec
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     models = open_models(config, checkpoint)
     backend = JaxBackend.choose(config, models)
     assembly: Assembly[UnloadedModel] = settle(config, models, backend)
-    kv_scales = scales_of_checkpoint(checkpoint, config.kv_cache_dtype)
+    kv_factor = kv_scale_factor(checkpoint, config.kv_cache_dtype)
     main, draft, spec, mesh = assembly.model, assembly.draft, assembly.spec, backend.mesh
     cache = backend.cache(main, assembly.pages, count_experts=config.enable_expert_distribution_metrics)
     own_cache = None if draft is None else backend.cache(draft, assembly.draft_pages)
@@ -46,7 +45,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
     try:
         _begin_building(programs, config, spec)
         main.load(mesh)
-        _give_kv_scales(config, main.model, kv_scales, main.parallel, mesh, backend.dtype)
+        _fit_kv_scales(config, main.model, kv_factor, main.parallel, mesh, backend.dtype)
         _, weights = split_model(main.model)
         kv = allocate(cache, mesh)
         if draft is not None and own_cache is not None:
@@ -76,28 +75,21 @@ def _begin_building(programs: Programs, config: EngineConfig, spec: RunnerSpec) 
         programs.begin(programs.of_short_answers())
 
 
-def _give_kv_scales(
+def _fit_kv_scales(
     config: EngineConfig,
     model: Transformer,
-    numbers: ScalesOfLayers | None,
+    factor: float | None,
     parallel: TensorParallel,
     mesh: Mesh,
     dtype: jnp.dtype,
 ) -> None:
-    """Scales for a cache of 8 bits: the checkpoint's `numbers`. Without these float8 has scales of 1; integers, whose
-    steps are the same everywhere, need ones that fit."""
-    if numbers is not None or config.kv_cache_dtype is not KVCacheDtype.INT8:
-        set_kv_scales(model, mesh, numbers)
+    """Scales for a cache of 8 bits: the checkpoint's, times `factor`. Without these float8 has scales of 1; integers,
+    whose steps are the same everywhere, need ones that fit."""
+    if factor is not None:
+        convert_kv_scales(model, factor)
+    if factor is not None or config.kv_cache_dtype is not KVCacheDtype.INT8:
         return
-    calibrate_kv_scales(
-        model,
-        parallel,
-        mesh,
-        dtype=dtype,
-        platform=mesh.devices.flat[0].platform,
-        page_size=config.page_size,
-        largest_stored=LARGEST_STORED[KVCacheDtype.INT8],
-    )
+    calibrate_kv_scales(model, parallel, mesh, dtype=dtype, page_size=config.page_size)
     logger.info(
         "Keys and values are stored in int8 with scales calibrated on %d tokens: the checkpoint has none",
         ROWS * LENGTH,

@@ -28,13 +28,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.tensor_names import OPTIONAL
 from sglang_jax.checkpoint.bucket import RemoteFolder
 from sglang_jax.checkpoint.encoding import Encoding
-from sglang_jax.checkpoint.kv_scales import KVScales
-from sglang_jax.checkpoint.orbax_marker import ENCODINGS, KV_SCALES, encodings_to_json
+from sglang_jax.checkpoint.orbax_marker import ENCODINGS, KV_SCALES, encodings_to_json, read_orbax_kv_scales
+from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.resolve import ORBAX_MARKER
 from sglang_jax.errors import CheckpointError
-from sglang_jax.jax_runner.weights import stored_channels
+from sglang_jax.jax_runner.weights import read_parameters, stored_channels
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
 from sglang_jax.models.parameters import HEAD, parameters_of
@@ -51,12 +52,12 @@ def save_orbax(
     config: ModelConfig,
     model: Transformer,
     files: Sequence[Path] = (),
-    kv_scales: KVScales | None = None,
+    kv_scales: Mapping[str, Any] | None = None,
     encodings: Mapping[ParameterName, Encoding] | None = None,
 ) -> None:
     """Writes a model with its weights to `folder`, which may exist, and copies `files` beside them. `kv_scales` are
-    the scales of keys and values that the checkpoint brought, `encodings` those of matrices that the model has in 8
-    bits.
+    the scales of keys and values that the checkpoint brought (see `kv_scales_to_json`), `encodings` those of matrices
+    that the model has in 8 bits.
 
     **Raises:** `CheckpointError` if the folder holds such weights already.
     """
@@ -74,7 +75,7 @@ def save_orbax(
     if encodings:
         marker[ENCODINGS] = encodings_to_json(encodings)
     if kv_scales is not None:
-        marker[KV_SCALES] = kv_scales.to_json()
+        marker[KV_SCALES] = kv_scales
     (folder / ORBAX_MARKER).write_text(json.dumps(marker, indent=2) + "\n")
 
 
@@ -118,6 +119,8 @@ def restore_orbax(
         own = next(each.value for each in parameters_of(model) if HEAD in each.names)
         transpose = jax.jit(lambda table: table.T, out_shardings=named_sharding(mesh, own.axes))
         own.set_value(transpose(model.embedding.table.get_value()))
+    scales = [each for each in parameters_of(model) if each.value.kind in OPTIONAL]
+    read_parameters(scales, ParameterReader(read_orbax_kv_scales(folder, config)[0], config), model.config, mesh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,8 @@ class _Stored:
 
 
 def _stored(model: Transformer, config: ModelConfig) -> list[_Stored]:
-    """All parameters that the manifest of `config` has, tied embeddings once; `model` may be spread differently."""
+    """All parameters that the manifest of `config` has, tied embeddings once, and no optional ones, which the marker
+    holds; `model` may be spread differently."""
     manifest = manifest_of(config)
     return [
         _Stored(
@@ -151,7 +155,7 @@ def _stored(model: Transformer, config: ModelConfig) -> list[_Stored]:
             stored_channels(parameter.names[0], model.config, config),
         )
         for parameter in parameters_of(model)
-        if not (config.tie_word_embeddings and HEAD in parameter.names)
+        if not (config.tie_word_embeddings and HEAD in parameter.names) and parameter.value.kind not in OPTIONAL
     ]
 
 

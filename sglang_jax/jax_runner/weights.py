@@ -61,23 +61,28 @@ def load_weights(
     that take no more than 2 GiB. `config` is the checkpoint's; a layer of the model with more kv heads has each of the
     checkpoint's several times, and a model with a larger vocabulary has zeros past the checkpoint's.
 
-    Scales of keys and values are not among them: see `kv_scales`. `quantization`: see `ParameterReader`; the model was
-    built with its encodings.
+    `quantization`: see `ParameterReader`; the model was built with its encodings.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
-    parameters = ParameterReader(reader, config, quantization)
+    read_parameters(parameters_of(model), ParameterReader(reader, config, quantization), model.config, mesh)
+
+
+def read_parameters(
+    parameters: Iterable[ModelParameter], reader: ParameterReader, built: ModelConfig, mesh: Mesh
+) -> None:
+    """Gives parameters of a model, whose config is `built`, their values: see `load_weights`."""
     pool = ThreadPoolExecutor(_reads_at_once(), thread_name_prefix="weights")
     under_way: deque[tuple[list[ModelParameter], Future[list[jax.Array]], int]] = deque()
     held = 0
     try:
-        for matrix in _by_matrix(parameters_of(model)):
+        for matrix in _by_matrix(parameters):
             targets = [each.value.get_value() for each in matrix]
             size = sum(each.size * each.dtype.itemsize for each in targets)
             while under_way and held + size > _MOST_HELD:
                 held -= _finish(*under_way.popleft())
-            under_way.append((matrix, pool.submit(_read_matrix, matrix, parameters, model.config, mesh), size))
+            under_way.append((matrix, pool.submit(_read_matrix, matrix, reader, built, mesh), size))
             held += size
         for each in under_way:
             _finish(*each)
@@ -264,8 +269,9 @@ class _Source:
         return read
 
     def _stacked(self, names: tuple[ParameterName, ...], axes: tuple[Axis, ...]) -> ReadPart:
-        """Gate and up: `[hidden, 2, intermediate]`, or their biases `[2, intermediate]`."""
-        at = axes.index(Axis.GATE_OR_UP)
+        """Gate and up: `[hidden, 2, intermediate]`, or their biases `[2, intermediate]`; scales of keys and values
+        `[kv_heads, 2]`."""
+        at = next(place for place, axis in enumerate(axes) if axis in (Axis.GATE_OR_UP, Axis.KEY_OR_VALUE))
         rest = (*axes[:at], *axes[at + 1 :])
 
         def read(index: Index) -> Array:
@@ -328,19 +334,15 @@ class _Source:
         blocks = tuple(axis for axis in axes if axis in BLOCK_AXES)
         of_rows = bool(blocks) or self._role in (Role.SCALES, Role.INPUT_SCALE)
         for sizes, group in list(zip(spec.sizes, spec.axes, strict=True))[: -1 if of_rows else None]:
-            outer = wanted[group[0]]
-            if len(group) == 1:
-                stored_index.append(outer)
-                shape.append(len(range(*outer.indices(sizes[0]))))
-            else:
-                heads, head_dim = sizes
-                copies = self._kv_copies(name) if group[0] is Axis.KV_HEADS else 1
-                first, last, _ = outer.indices(heads * copies)
-                own = slice(first // copies, (last - 1) // copies + 1)
-                if copies > 1:
-                    chosen = np.arange(first, last) // copies - own.start
-                stored_index.append(slice(own.start * head_dim, own.stop * head_dim))
-                shape += [own.stop - own.start, head_dim]
+            length, *inner = sizes
+            copies = self._kv_copies(name) if group[0] is Axis.KV_HEADS else 1
+            first, last, _ = wanted[group[0]].indices(length * copies)
+            own = slice(first // copies, (last - 1) // copies + 1)
+            if copies > 1:
+                chosen = np.arange(first, last) // copies - own.start
+            width = math.prod(inner)
+            stored_index.append(slice(own.start * width, own.stop * width))
+            shape += [own.stop - own.start, *inner]
             flat += group
         whole_heads, rows = Axis.HEAD_DIM in flat and len(flat) > len(stored_index), len(stored_index)
         if blocks and self._role is Role.VALUES:

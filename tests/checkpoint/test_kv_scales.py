@@ -10,14 +10,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.kv_scale_checkpoints import add_tensors
+from helpers.kv_scale_checkpoints import add_tensors, kv_scales_of
 from helpers.tiny_models import make_tiny_checkpoint
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.tensor_names import Kind
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.config import KVCacheDtype, LoadFormat
 from sglang_jax.errors import CheckpointError
-from sglang_jax.runner.kv_scales import scales_of_checkpoint
+from sglang_jax.runner.kv_scales import kv_scale_factor
 
 LAYERS, KV_HEADS = 2, 4
 FLOAT8, INT8 = KVCacheDtype.FLOAT8_E4M3, KVCacheDtype.INT8
@@ -49,10 +50,13 @@ def named(keys: str, values: str, numbers: NDArray[Any] = NUMBERS, shape: tuple[
 
 
 def read(folder: Path, dtype: KVCacheDtype = FLOAT8) -> NDArray[np.float32]:
-    found = scales_of_checkpoint(open_checkpoint(str(folder)), dtype)
-    assert found is not None
-    assert {layer.dtype for layer in found} == {np.dtype(np.float32)}
-    return np.stack(found)
+    """What a cache takes: the numbers of the checkpoint, times the factor."""
+    checkpoint = open_checkpoint(str(folder))
+    factor = kv_scale_factor(checkpoint, dtype)
+    assert factor is not None
+    found = kv_scales_of(checkpoint)
+    assert found.dtype == np.float32
+    return found * np.float32(factor)
 
 
 @pytest.mark.parametrize(
@@ -113,13 +117,13 @@ def test_where_config_json_does_not_say_they_are_for_what_is_asked_for(folder: P
 
 def test_the_log_says_once_what_becomes_of_scales(folder: Path, plain: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert scales_of_checkpoint(open_checkpoint(str(plain)), KVCacheDtype.AUTO) is None
-    assert scales_of_checkpoint(open_checkpoint(str(plain)), INT8) is None
+    assert kv_scale_factor(open_checkpoint(str(plain)), KVCacheDtype.AUTO) is None
+    assert kv_scale_factor(open_checkpoint(str(plain)), INT8) is None
     assert caplog.messages == []
-    assert scales_of_checkpoint(open_checkpoint(str(plain)), FLOAT8) is None
+    assert kv_scale_factor(open_checkpoint(str(plain)), FLOAT8) is None
     # Numbers that could not be used do no harm to a cache that does not use them.
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale", numbers=np.zeros_like(NUMBERS)))
-    assert scales_of_checkpoint(open_checkpoint(str(folder)), KVCacheDtype.AUTO) is None
+    assert kv_scale_factor(open_checkpoint(str(folder)), KVCacheDtype.AUTO) is None
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale"))
     read(folder)
     assert caplog.messages == [
@@ -132,8 +136,8 @@ def test_the_log_says_once_what_becomes_of_scales(folder: Path, plain: Path, cap
 def test_random_weights_have_no_scales(folder: Path) -> None:
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale"))
     checkpoint = open_checkpoint(str(folder), LoadFormat.DUMMY)
-    assert not checkpoint.has_kv_scales
-    assert checkpoint.kv_scales() is None
+    assert not checkpoint.kv_parameters().has(Kind.SCALE)
+    assert (kv_scales_of(checkpoint) == 1).all()
 
 
 def faults_of(folder: Path) -> list[str]:
@@ -209,7 +213,7 @@ def test_numbers_that_cannot_be_scales_are_named(folder: Path) -> None:
 )
 def test_schemes_that_no_scale_of_a_head_can_express(folder: Path, change: dict[str, object], words: str) -> None:
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale"), scheme=SCHEME | change)
-    assert open_checkpoint(str(folder)).has_kv_scales
+    assert open_checkpoint(str(folder)).kv_parameters().has(Kind.SCALE)
     with pytest.raises(CheckpointError, match=words):
         read(folder)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle import apply_quantization_config
+from helpers.kv_scale_checkpoints import kv_scales_of
 from helpers.quantized_checkpoints import (
     IGNORED,
     Quantised,
@@ -538,10 +539,8 @@ def test_modelopt_before_it_wrote_into_config_json(tmp_path: Path) -> None:
     opened = open_checkpoint(str(tmp_path))
     assert opened.reader is not None
     assert not [name for name in weights if not np.array_equal(opened.reader.read(name), weights[name])]
-    scales = opened.kv_scales()
-    assert scales is not None
-    assert scales.made_for is KVCacheDtype.FLOAT8_E4M3
-    assert [layer.tolist() for layer in scales.numbers] == [[[0.5, 0.5]] * 2, [[1.5, 1.5]] * 2]
+    assert opened.kv_scales_made_for() is KVCacheDtype.FLOAT8_E4M3
+    assert kv_scales_of(opened).tolist() == [[[0.5, 0.5]] * 2, [[1.5, 1.5]] * 2]
 
 
 def test_quantised_heads_and_embeddings(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.kv_scale_checkpoints import add_tensors, scale_tensors
+from helpers.kv_scale_checkpoints import add_tensors, kv_scales_of, scale_tensors
 from helpers.quantized_checkpoints import IGNORED, Quantised, quantise, scheme_of
 from helpers.tiny_models import make_tiny_checkpoint
 from orbax.checkpoint import StandardCheckpointer
 
+from sglang_jax.architectures.tensor_names import Kind
 from sglang_jax.checkpoint import ORBAX_MARKER, Checkpoint, SourceKind, open_checkpoint
 from sglang_jax.checkpoint.tokenizer import load_tokenizer
 from sglang_jax.cli.convert import convert
@@ -28,6 +29,7 @@ from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, Transformer, build_model
+from sglang_jax.runner.kv_scales import kv_scale_factor
 from sglang_jax.runner.quantization import encodings_of, quantization_for
 from sglang_jax.sampling import SamplingParams
 
@@ -40,7 +42,10 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(
-    checkpoint: Checkpoint, dtype: str, quantization: WeightQuantization = WeightQuantization.AUTO
+    checkpoint: Checkpoint,
+    dtype: str,
+    quantization: WeightQuantization = WeightQuantization.AUTO,
+    kv_dtype: str | None = None,
 ) -> dict[str, np.ndarray]:
     wanted = quantization_for(checkpoint, quantization)
     model: Transformer = build_model(
@@ -48,6 +53,7 @@ def weights(
         dtype=jnp.dtype(dtype),
         attention=AttentionImplementation.XLA,
         platform="cpu",
+        kv_dtype=None if kv_dtype is None else jnp.dtype(kv_dtype),
         encodings=encodings_of(checkpoint, wanted),
     )
     mesh = make_mesh(jax.devices()[:1])
@@ -129,20 +135,39 @@ def test_scales_of_keys_and_values_come_along(original: Path, tmp_path: Path) ->
     add_tensors(folder, scale_tensors(given), scheme=scheme)
     assert run(convert, "convert", ["--model-path", str(folder), "--to", "orbax", "--output", str(output)]) == 0
     converted = open_checkpoint(str(output))
-    assert converted.has_kv_scales
-    scales = converted.kv_scales()
-    assert scales is not None
-    assert scales.made_for is KVCacheDtype.INT8
-    np.testing.assert_array_equal(scales.numbers, given)
+    assert converted.kv_parameters().has(Kind.SCALE)
+    assert converted.kv_scales_made_for() is KVCacheDtype.INT8
+    np.testing.assert_array_equal(kv_scales_of(converted), given)
+    for checkpoint in (open_checkpoint(str(folder)), converted):
+        found = weights(checkpoint, "float32", kv_dtype="int8")
+        scales = [array for path, array in found.items() if "kv_scales" in path]
+        np.testing.assert_array_equal(scales, given)
     marker = output / ORBAX_MARKER
-    for wrong in ([[[1.0, 2.0]]], np.zeros((2, 2, 2)).tolist()):
+    unusable = r"scales of keys and values must be positive.*\n  model.layers.0.self_attn.k_scale: 0\n"
+    for wrong, told in (
+        ([[[1.0, 2.0]]] * 2, r"sglang_jax_orbax\.json cannot be read: .*KV scales of layer 0 are \(1, 2\)"),
+        ([[[1.0, 2.0]] * 2], r"sglang_jax_orbax\.json cannot be read: .*"),
+        (np.zeros((2, 2, 2)).tolist(), unusable),
+    ):
         marker.write_text(
             json.dumps(json.loads(marker.read_text()) | {"kv_scales": {"made_for": None, "numbers": wrong}})
         )
-        with pytest.raises(
-            CheckpointError, match=r"sglang_jax_orbax\.json cannot be read: .*KV scales must be positive"
-        ):
-            converted.kv_scales()
+        with pytest.raises(CheckpointError, match=told):
+            kv_scale_factor(converted, KVCacheDtype.INT8)
+
+
+def test_scales_of_a_model_that_also_keeps_states_come_along(tmp_path: Path) -> None:
+    """Of layers without attention there are none."""
+    folder, output = make_tiny_checkpoint(tmp_path / "original", "qwen3_5_text"), tmp_path / "converted"
+    layers = open_checkpoint(str(folder)).config.layers
+    attention = [number for number, layer in enumerate(layers) if layer.attention is not None]
+    assert 0 < len(attention) < len(layers)
+    names = [f"model.layers.{layer}.self_attn.{side}_scale" for layer in attention for side in "kv"]
+    add_tensors(folder, {name: np.float32([number + 1]) for number, name in enumerate(names)})
+    assert run(convert, "convert", ["--model-path", str(folder), "--to", "orbax", "--output", str(output)]) == 0
+    found = kv_scales_of(open_checkpoint(str(output)))
+    np.testing.assert_array_equal(found, kv_scales_of(open_checkpoint(str(folder))))
+    np.testing.assert_array_equal(found[:, 0].reshape(-1), np.arange(len(names)) + 1)
 
 
 def test_the_engine_generates_the_same_from_it(original: Path, tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.checkpoint import Checkpoint
+
 LAYERS, KV_HEADS, HEAD_DIM, GROUP = 2, 4, 8, 2
 KEY_SIZES = np.array([1.0, 100.0, 0.1, 10.0])
 VALUE_SIZES = np.array([10.0, 0.1, 100.0, 1.0])
@@ -72,6 +76,18 @@ def scale_tensors(
         for layer in range(len(scales))
         for side, name in enumerate((keys, values))
     }
+
+
+def kv_scales_of(checkpoint: Checkpoint) -> NDArray[np.float32]:
+    """What a checkpoint brings as it is stored, or its defaults: `[layers, kv_heads, 2]`."""
+    reader = checkpoint.kv_parameters()
+    sides = (Part.KEY, Part.VALUE)
+    found = [
+        [reader.read(ParameterName(side, Kind.SCALE, layer)) for side in sides]
+        for layer, described in enumerate(checkpoint.config.layers)
+        if described.attention is not None
+    ]
+    return np.array(found).transpose(0, 2, 1)
 
 
 def fitting_scales(folder: Path, tokens: Sequence[int], dtype: str) -> NDArray[np.float32]:

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.jax_runner.kv_scales import set_kv_scales
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.kv_storage import to_storage
@@ -73,7 +72,6 @@ class PagedModel:
             block_products=block_products,
         )
         load_weights(model, checkpoint.reader, checkpoint.config, mesh, quantization)
-        set_kv_scales(model, mesh)
         if mesh.size == 1:
             model.arrange()
         graph, self.state = nnx.split(model)

@@ -30,6 +30,7 @@ from helpers.tiny_models import make_tiny_checkpoint
 from helpers.torch_paged_model import TorchPagedModel
 from numpy.typing import NDArray
 
+from sglang_jax.architectures.manifest import manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
 from sglang_jax.checkpoint.dummy_reader import DummyReader
@@ -126,7 +127,7 @@ def test_a_part_of_a_matrix_is_quantised_as_in_the_whole(encoding: Any) -> None:
     parameters = ParameterReader(reader, config, Quantization(encoding))
     plain = ParameterReader(reader, config)
     random = np.random.default_rng(0)
-    names = [name for name in parameters._specs if parameters.encoding(name) is not None]
+    names = [name for name in manifest_of(config).specs if parameters.encoding(name) is not None]
     assert {name.part for name in names} == {
         *(Part.QUERY, Part.KEY, Part.VALUE, Part.OUTPUT, Part.GATE, Part.UP, Part.DOWN)
     }

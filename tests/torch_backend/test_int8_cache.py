@@ -13,6 +13,7 @@ from helpers.plan_driver import PlanDriver
 from helpers.tiny_models import make_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
+from sglang_jax.architectures.tensor_names import Kind
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype
 from sglang_jax.errors import CheckpointError, ConfigError
@@ -197,8 +198,8 @@ def test_means_that_are_not_finite_are_named(tmp_path: Path) -> None:
     folder, mean = make_tiny_checkpoint(tmp_path, "qwen3"), np.zeros((KV_HEADS, HEAD_DIM), np.float32)
     broken = np.full_like(mean, np.nan)
     add_tensors(folder, {"model.layers.0.self_attn.k_mean": mean, "model.layers.1.self_attn.k_mean": broken})
-    with pytest.raises(CheckpointError, match=r"must be finite; these are not: model.layers.1.self_attn.k_mean$"):
-        open_checkpoint(str(folder)).key_means()
+    with pytest.raises(CheckpointError, match=r"must be finite; these are not:\n  .*layers.1.self_attn.k_mean: nan$"):
+        logprobs_of(folder)
 
 
 def test_the_other_backend_lets_means_pass(tmp_path: Path) -> None:
@@ -206,5 +207,4 @@ def test_the_other_backend_lets_means_pass(tmp_path: Path) -> None:
     folder, mean = make_tiny_checkpoint(tmp_path, "qwen3"), np.zeros((KV_HEADS, HEAD_DIM), np.float32)
     add_tensors(folder, {f"model.layers.{layer}.self_attn.k_mean": mean for layer in range(LAYERS)})
     checkpoint = open_checkpoint(str(folder))
-    assert not checkpoint.has_kv_scales
-    assert checkpoint.kv_scales() is None
+    assert not checkpoint.kv_parameters().has(Kind.SCALE)

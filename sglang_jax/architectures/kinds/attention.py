@@ -88,6 +88,13 @@ class AttentionConfig:
         if self.sinks:
             yield Declared(Part.SINKS, Kind.WEIGHT, ((Axis.HEADS,),), ((self.num_heads,),))
 
+    def optional(self) -> Iterator[Declared]:
+        """What a checkpoint may have for a cache of 8 bits: scales of keys and of values, and the mean of keys."""
+        axes, sizes = ((Axis.KV_HEADS,), (Axis.HEAD_DIM,)), ((self.num_kv_heads,), (self.head_dim,))
+        for part in (Part.KEY, Part.VALUE):
+            yield Declared(part, Kind.SCALE, axes[:1], sizes[:1], default=1.0)
+        yield Declared(Part.KEY, Kind.MEAN, axes, sizes, default=0.0)
+
     def _order(self) -> HeadOrder:
         rope = self.rope
         partly = 0 if rope is None or rope.rotated == 1.0 else rope.rotated_numbers(self.head_dim)

@@ -40,6 +40,7 @@ class Declared:
     blocks: int = 1
     factors: Factors = ()
     sections: Sections = ()
+    default: float | None = None
 
 
 class LayerPart(Protocol):
