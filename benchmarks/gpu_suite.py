@@ -44,12 +44,14 @@ class Section:
 
 SECTIONS = {
     "check-operations": Section("check_operations", 90, "fused operations are right"),
+    "check-products": Section("check_products", 120, "products with 8 bits are right"),
     "check-experts": Section("check_experts", 90, "layers with experts are right"),
     "check-sampling": Section("check_sampling", 60, "sampled tokens are right"),
     "check-attention": Section("check_attention", 240, "attention is right"),
     "decode": Section("decode_speed", 120, "decode attention against copy bandwidth"),
     "extend": Section("extend_speed", 120, "extend attention against matrix products"),
     "operations": Section("operations_speed", 60, "fused operations against copy bandwidth"),
+    "products": Section("products_speed", 120, "products with 8 bits against those of bfloat16"),
     "sampling": Section("sampling_speed", 60, "sampling over 128k tokens"),
     "engine": Section("engine_speed", 300, "an 8B model through the engine"),
     "eager": Section("eager_speed", 240, "the same without CUDA graphs"),

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.operations import Operations
 from torch_backend.sampler import TokenSampler
+
+if TYPE_CHECKING:
+    from torch_backend.kernels.chip import Chip
 
 Row = dict[str, Any]
 """One line of a table: column to number, word or truth value."""
@@ -121,6 +124,11 @@ class Bench:
         return CudaStopwatch(self.device) if self.on_gpu else HostStopwatch()
 
     @cached_property
+    def chip(self) -> Chip:
+        """What Triton's kernels are shaped for; it needs Triton."""
+        return _chip(self.device)
+
+    @cached_property
     def rates(self) -> Rates:
         """A large copy and a large bfloat16 product of random matrices, measured once."""
         return Rates(self._copy_rate(), self._matmul_rate())
@@ -174,12 +182,17 @@ def _kernels(name: str, device: torch.device) -> Kernels:
 
         return Kernels(name, NativeAttention(), NativeOperations(), NativeSampler())
     from torch_backend.attention.triton import TritonAttention
-    from torch_backend.kernels.chip import Chip
     from torch_backend.kernels.operations import TritonOperations
     from torch_backend.triton_sampler import TritonSampler
 
-    chip = Chip.of(device) if device.type == "cuda" else Chip(capability=90, processors=2)
+    chip = _chip(device)
     return Kernels(name, TritonAttention(chip), TritonOperations(chip.dependent_launches), TritonSampler())
+
+
+def _chip(device: torch.device) -> Chip:
+    from torch_backend.kernels.chip import Chip
+
+    return Chip.of(device) if device.type == "cuda" else Chip(capability=90, processors=2)
 
 
 def describe_device(device: torch.device) -> Row:

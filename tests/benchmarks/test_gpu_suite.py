@@ -82,11 +82,13 @@ def test_a_dry_run_prints_and_writes_what_it_found(tmp_path: Path) -> None:
     [
         ("check_operations", {"what", "ok"}),
         ("check_attention", {"what", "ok"}),
+        ("check_products", {"what", "ok"}),
         ("check_experts", {"what", "ok"}),
         ("check_sampling", {"what", "ok"}),
         ("decode_speed", {"us", "share of copy"}),
         ("extend_speed", {"us", "share of matmul", "sdpa"}),
         ("operations_speed", {"us", "share of copy", "native us"}),
+        ("products_speed", {"us", "speed-up", "share of copy"}),
         ("sampling_speed", {"us", "reads"}),
     ],
 )
@@ -97,7 +99,10 @@ def test_every_section_runs_on_native_operations(load: Any, name: str, columns: 
     assert all(row.get("ok", True) for row in rows)
 
 
-@pytest.mark.parametrize("name", ["check_operations", "check_sampling", "check_attention", "sampling_speed"])
+@pytest.mark.parametrize(
+    "name",
+    ["check_operations", "check_products", "products_speed", "check_sampling", "check_attention", "sampling_speed"],
+)
 def test_kernels_run_in_the_interpreter(load: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module = load(name)
     if name == "check_attention":  # a case of each kind, of the two dozen
@@ -158,6 +163,26 @@ def test_a_wrong_operation_is_found(load: Any, faulty: NativeOperations, what: s
     assert not any(row["ok"] for row in rows if row["what"] == what)
     # One operation may be made of another; those apart from it are right.
     assert all(row["ok"] for row in rows if what.split("_")[-1] not in row["what"])
+
+
+def test_a_wrong_product_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of the next row; and one that differs a little by the number of rows."""
+    products, module = load("products"), load("check_products")
+    bench = load("bench").Bench(CPU, small=True, kernels_name="triton")
+    for product in products.products(bench):
+        right = product.multiply
+        shifted = replace(product, multiply=lambda x, v, s, b, right=right: right(x, v, s.roll(1), b))
+        uneven = replace(
+            product, multiply=lambda *given, right=right: right(*given) * (1 + 0.004 * (len(given[0]) > 1))
+        )
+        for faulty in (shifted, uneven):
+            monkeypatch.setattr(module, "products", lambda bench, faulty=faulty: [faulty])
+            rows = rows_of(module, bench)
+            if faulty is shifted:
+                assert not any(row["ok"] for row in rows if "itself" not in row["what"])
+            else:
+                assert not any(row["ok"] for row in rows if "itself" in row["what"])
+                assert any("itself" in row["what"] for row in rows) is (product.alike > 0)
 
 
 class WideWindow:

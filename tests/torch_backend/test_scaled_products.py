@@ -187,6 +187,17 @@ def test_a_product_that_is_wrong_or_does_not_run_is_not_taken(
     tried.func.cache_clear()
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("capability", "tried"), [((8, 0), True), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_int8_is_not_multiplied_with_int8_on_blackwell(
+    capability: tuple[int, int], tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(scaled_products, "_works", lambda *_: True)
+    assert scaled_products.integers_work(GPU, torch.bfloat16) is tried
+    scaled_products.integers_work.cache_clear()
+
+
 def test_what_is_wrong_or_cannot_be_multiplied_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float8_works(CPU)
     for broken in (lambda *_: 1.1 * multiply_float8(*_), lambda *_: multiply_float8(*_).fill_(torch.nan), _refuse):

@@ -87,7 +87,7 @@ def test_zeros_stay_zeros_and_ties_go_to_even() -> None:
     x = torch.zeros((3, 40)).bfloat16()
     x[1, :8] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -127.0])
     x[2, 7] = -torch.finfo(torch.bfloat16).tiny
-    rounded, scales = round_tokens(x)
+    rounded, scales = round_tokens(x, len(x))
     assert scales[:2].tolist() == [0.0, 1.0]
     assert rounded[1, :8].tolist() == [127, 0, 2, 2, 0, -2, -2, -127]
     assert rounded[2, 7] == -127
@@ -101,7 +101,7 @@ def test_zeros_stay_zeros_and_ties_go_to_even() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_tokens_of_any_size_are_rounded_as_torch_rounds(inputs: int, dtype: torch.dtype) -> None:
     x = numbers(3, inputs, dtype)
-    rounded, scales = round_tokens(x)
+    rounded, scales = round_tokens(x, len(x))
     wanted = x.float().abs().amax(-1) / 127
     assert torch.equal(scales, wanted)
     assert torch.equal(rounded, (x.float() / wanted[:, None]).round().to(torch.int8))

@@ -17,6 +17,9 @@ from torch_backend.kernels.scaled_product import add_and_scale, multiply_and_sca
 _MOST_ROWS = 64
 """Of the kernel. More are for torch's product, which on a GPU takes 17 and more."""
 
+_MULTIPLE = 32
+"""Of the rows of torch's product: cuBLAS has been seen to refuse odd numbers of them."""
+
 _LARGEST_BLOCK = 8192
 """Numbers of a token that a program has at a time: 32 for each thread."""
 
@@ -32,23 +35,25 @@ def integer_product(
     out = torch.empty((rows, len(values)), dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    rounded, of_tokens = round_tokens(x, chip.dependent_launches)
     if rows <= _MOST_ROWS:
+        rounded, of_tokens = round_tokens(x, rows, chip.dependent_launches)
         multiply_and_scale(rounded, of_tokens, values, scales, bias, out, chip)
     else:
-        sums = torch._int_mm(rounded, values.t())
+        rounded, of_tokens = round_tokens(x, _MULTIPLE * triton.cdiv(rows, _MULTIPLE), chip.dependent_launches)
+        sums = torch._int_mm(rounded, values.t())[:rows]
         add_and_scale(sums[None], of_tokens, scales, bias, out, chip.dependent_launches)
     return out
 
 
-def round_tokens(x: torch.Tensor, dependent: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """A contiguous `x [T, inputs]` as int8, and the scale of each token, float32 `[T]`: its largest number over 127. To
-    nearest, ties to even. A token of zeros has scale 0; one with a number that is not finite has zeros and NaN.
+def round_tokens(x: torch.Tensor, room: int, dependent: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """A contiguous `x [T, inputs]` as int8 `[room, inputs]`, what is behind T being anything, and the scale of each
+    token, float32 `[T]`: its largest number over 127. To nearest, ties to even. A token of zeros has scale 0; one with
+    a number that is not finite has zeros and NaN.
 
     **Arguments:** `dependent`: the kernel starts while the one before it ends (`kernels.dependent_launch`).
     """
     rows, inputs = x.shape
-    rounded = torch.empty((rows, inputs), dtype=torch.int8, device=x.device)
+    rounded = torch.empty((room, inputs), dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = min(triton.next_power_of_2(inputs), _LARGEST_BLOCK)
     round_token[(rows,)](

@@ -25,6 +25,9 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _LEAST_CAPABILITY = (8, 9)
 """Of a GPU that multiplies float8: Ada's."""
 
+_CAPABILITY_WITHOUT_INTEGERS = (10, 0)
+"""Of the first GPU whose matrix units have no int8, or so few that products with widened values are faster."""
+
 _MULTIPLE, _MULTIPLE_OF_INTEGERS = 16, 8
 """Of both sides of a matrix that torch's products of float8 and of int8 take."""
 
@@ -139,7 +142,9 @@ def kernel_works(device: torch.device, values: torch.dtype, dtype: torch.dtype) 
 @functools.cache
 def integers_work(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a GPU multiplies int8 with int8 rightly: tried on small products against whole numbers, and said in the
-    log if not."""
+    log if not. Blackwell's matrix units do not."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY_WITHOUT_INTEGERS:
+        return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((max(_TRIED), 1200), generator=generator).to(dtype)
     stored = torch.randint(-127, 128, (72, 1200), generator=generator).to(torch.int8)

@@ -1,0 +1,63 @@
+"""Products with matrices of 8 bits, as a device computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from gpu.bench import Bench
+from torch_backend.layers.scaled_products import float8_works, multiply_float8, multiply_widened
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One of them, of inputs `dtype` and values `values`. `rounds`: inputs are rounded to the type of values. `alike`:
+    a row is the same, bit for bit, for any number of rows up to this."""
+
+    name: str
+    multiply: Multiply
+    dtype: torch.dtype
+    values: torch.dtype
+    rounds: bool = False
+    alike: int = 0
+
+
+def products(bench: Bench) -> Iterator[Product]:
+    """Those that the device has, for each type of inputs that has 16 bits."""
+    for dtype in bench.dtypes:
+        if dtype == torch.float32:
+            continue
+        for values in (torch.int8, torch.float8_e4m3fn):
+            yield Product("widened", multiply_widened, dtype, values)
+            if bench.kernels.name == "triton":
+                yield _kernel(bench, dtype, values)
+        if dtype == torch.bfloat16 and float8_works(bench.device):
+            yield Product("scaled_mm", multiply_float8, dtype, torch.float8_e4m3fn, rounds=True)
+        if bench.kernels.name == "triton":
+            yield _integers(bench, dtype)
+
+
+def _kernel(bench: Bench, dtype: torch.dtype, values: torch.dtype) -> Product:
+    from torch_backend.kernels.scaled_product import scaled_product
+
+    chip = bench.chip
+    return Product("kernel", lambda *given: scaled_product(*given, chip), dtype, values, alike=64)
+
+
+def _integers(bench: Bench, dtype: torch.dtype) -> Product:
+    from torch_backend.kernels.integer_product import integer_product
+
+    chip, many = bench.chip, 2**31
+    return Product(
+        "int8 inputs", lambda *given: integer_product(*given, chip), dtype, torch.int8, rounds=True, alike=many
+    )
+
+
+def random_matrix(bench: Bench, outputs: int, inputs: int, values: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values, and scales that differ from row to row."""
+    numbers = (40 * bench.normal(outputs, inputs, dtype=torch.float32)).clamp(-127, 127).to(values)
+    return numbers, (0.5 + torch.arange(outputs, device=bench.device) % 7) / 1000
