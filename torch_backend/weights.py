@@ -24,6 +24,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role
+from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.layout import Packed
 from torch_backend.layers.matrix import FewOrMany, ScaledMatrix
@@ -63,9 +64,12 @@ def load_weights(
     """
     check_tensors(reader, config)
     parameters = ParameterReader(reader, config, quantization)
+    freed = FreedMemory()
     for together in _by_matrix(sources(model, config)):
         for (module, name, _), value in zip(together, _read(parameters, together), strict=True):
             setattr(module, name, nn.Parameter(value.to(model.device), requires_grad=False))
+            freed.add(value.nbytes)
+    freed.give_back()
     if model.tied:
         model.tie()
     for module in model.modules():

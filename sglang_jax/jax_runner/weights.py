@@ -30,6 +30,7 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
 from sglang_jax.models.parameters import ModelParameter, parameters_of
 from sglang_jax.models.transformer import Transformer
+from sglang_jax.runner.freed_memory import FreedMemory
 from sglang_jax.runner.this_machine import cpu_cores
 
 Index = tuple[slice, ...]
@@ -75,19 +76,20 @@ def read_parameters(
     """Gives parameters of a model, whose config is `built`, their values: see `load_weights`."""
     pool = ThreadPoolExecutor(_reads_at_once(), thread_name_prefix="weights")
     under_way: deque[tuple[list[ModelParameter], Future[list[jax.Array]], int]] = deque()
-    held = 0
+    held, freed = 0, FreedMemory()
     try:
         for matrix in _by_matrix(parameters):
             targets = [each.value.get_value() for each in matrix]
             size = sum(each.size * each.dtype.itemsize for each in targets)
             while under_way and held + size > _MOST_HELD:
-                held -= _finish(*under_way.popleft())
+                held -= _finish(*under_way.popleft(), freed)
             under_way.append((matrix, pool.submit(_read_matrix, matrix, reader, built, mesh), size))
             held += size
         for each in under_way:
-            _finish(*each)
+            _finish(*each, freed)
     finally:
         pool.shutdown(cancel_futures=True)
+    freed.give_back()
 
 
 def _reads_at_once() -> int:
@@ -103,9 +105,10 @@ def _by_matrix(parameters: Iterable[ModelParameter]) -> list[list[ModelParameter
     return [sorted(group, key=lambda each: each.value.role is not Role.VALUES) for group in found.values()]
 
 
-def _finish(matrix: list[ModelParameter], arrays: Future[list[jax.Array]], size: int) -> int:
+def _finish(matrix: list[ModelParameter], arrays: Future[list[jax.Array]], size: int, freed: FreedMemory) -> int:
     for parameter, array in zip(matrix, arrays.result(), strict=True):
         parameter.value.set_value(array)
+    freed.add(size)  # copies and numbers that it was made of
     return size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -108,3 +109,30 @@ def test_devices_together_read_each_number_once(tmp_path: Path, monkeypatch: pyt
     reader = CountingReader(checkpoint.reader)
     assert_same(loaded_by_jax(checkpoint, reader, quantization, devices=2), one)
     assert {name for name, counts in reader.counts.items() if counts.max() > 1} == set()
+
+
+class WideningReader(PlainReader):
+    """Numbers in float32, each time in new memory: as from a file in blocks."""
+
+    def __init__(self, inner: TensorReader) -> None:
+        self._inner = inner
+        self.names, self.shape = inner.names, inner.shape
+
+    def read(self, name: str, index: Index | None = None) -> Array:
+        return self._inner.read(name, index).astype(np.float32)
+
+
+def test_no_matrix_is_whole_in_memory_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of numpy's memory, in bytes for each weight of one of the large matrices: it has none of torch's own,
+    and in part what JAX keeps. Of whole ones it would be 13 and more."""
+    sizes = {"vocab_size": 512, "num_hidden_layers": 1, "intermediate_size": 8192}
+    checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "qwen2", **sizes)))
+    assert checkpoint.reader is not None
+    reader, quantization, weights = WideningReader(checkpoint.reader), Quantization(INT8_ROWS), 8192 * 64
+    for load, backend, most in ((loaded_by_jax, jax_weights, 8), (loaded_by_torch, torch_weights, 1)):
+        monkeypatch.setattr(backend, "_WEIGHTS_AT_ONCE", weights // 32)
+        tracemalloc.start()
+        load(checkpoint, reader, quantization)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < most * weights

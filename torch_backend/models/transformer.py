@@ -12,6 +12,7 @@ from sglang_jax.architectures.model_config import ModelConfig, group_of_layers, 
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.checkpoint.rotary import RotaryScaling
+from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LayerMemory
@@ -131,9 +132,12 @@ class Transformer(nn.Module):
         """Puts loaded matrices in a layout; at any time one of them is held twice.
 
         Tied embeddings are held in both forms: rows are looked up in the plain one."""
+        freed = FreedMemory()
         for module in self.modules():
             if isinstance(module, Linear):
                 module.arrange(layout, keep_plain=self.tied and module is self.head.linear)
+                freed.add(sum(each.nbytes for each in module.matrix.parameters()))
+        freed.give_back()
 
 
 def _tables(
