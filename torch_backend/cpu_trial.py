@@ -15,8 +15,8 @@ from sglang_jax.errors import how_to_install
 from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, HeadForm
 from torch_backend.attention.reference import ReferenceAttention
 from torch_backend.batch import ForwardBatch
-from torch_backend.block_weights import BlockMatrices
 from torch_backend.kv_pages import KVPages
+from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.native_operations import NativeOperations
 from torch_backend.operations import Operations, Rotation
 

@@ -16,8 +16,8 @@ from sglang_jax.errors import ConfigError, how_to_install
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
-from torch_backend.block_weights import BlockMatrices
 from torch_backend.cpu_trial import CpuForm, CpuKernelsError, make_cpu_kernels
+from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
 from torch_backend.operations import Operations

@@ -1,52 +1,34 @@
-"""From options and a checkpoint to a runner with its weights on the device."""
+"""From options and a checkpoint to a runner with its weights on the device: the story of `runner.assembly` on Torch."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from sglang_jax.architectures.manifest import ParameterName
-from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_groups, group_of_layers
+from sglang_jax.architectures.model_config import group_of_layers
 from sglang_jax.architectures.tensor_names import Kind
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
-from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
-from sglang_jax.errors import CheckpointError, ConfigError
-from sglang_jax.runner.draft_model import open_draft, with_draft
-from sglang_jax.runner.expert_load import refuse_without_experts
+from sglang_jax.config import EngineConfig
+from sglang_jax.runner.assembly import Assembly, describe, open_models, settle
 from sglang_jax.runner.kv_scales import kv_scale_factor
-from sglang_jax.runner.plan import RunnerSpec
-from sglang_jax.runner.quantization import describe_matrices, encodings_of, quantization_of
-from sglang_jax.runner.sizing import (
-    GroupMemory,
-    Memory,
-    Sizes,
-    choose_sizes,
-    describe_pools,
-    pages_in_memory,
-    pool_specs,
-    refuse_with_states,
-)
+from sglang_jax.runner.sizing import Sizes
 from torch_backend.batch import ForwardBatch
-from torch_backend.block_weights import KeptMatrix, matrices_to_keep, measure_forms
-from torch_backend.cpu_trial import CpuForm
-from torch_backend.devices import available_memory, select_device, select_dtype
+from torch_backend.building import TorchBackend, UnloadedModel, dtype_name, refuse_orbax
+from torch_backend.devices import select_device
 from torch_backend.graphs import Bucket, CudaCapture, mixed_buckets, row_buckets
-from torch_backend.kernel_choice import Kernels, choose_kernels, refuse_sinks
+from torch_backend.kernel_choice import Kernels
 from torch_backend.key_means import give_key_means
 from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
-from torch_backend.layers.layout import PackedAndBlocks
-from torch_backend.layers.shard import ModelShard
-from torch_backend.models import Transformer, build_model
+from torch_backend.models import Transformer
 from torch_backend.parallel import SINGLE, TensorParallel
 from torch_backend.runner import DraftPart, TorchRunner
 from torch_backend.streams import CpuThread, CudaStream, Stream
-from torch_backend.weights import load_kv_parameters, load_weights, matrices_in_8_bits, weight_bytes
-from torch_backend.weights import weight_bytes as weight_bytes_of
+from torch_backend.weights import load_kv_parameters
 
 if TYPE_CHECKING:
     from torch_backend.compilation.traced_model import TracedTransformer
@@ -54,7 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_CAPTURED_ROWS = 256
-_STATE_DTYPES = {MambaDtype.FLOAT32: torch.float32, MambaDtype.BFLOAT16: torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +61,7 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
     **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
     the model cannot take.
     """
-    if checkpoint.reader is None and checkpoint.foreign is None:
-        raise CheckpointError(
-            f"{checkpoint.source.address} is an Orbax checkpoint, which only the JAX backend restores: "
-            "choose --backend jax, or give the checkpoint that it was converted from"
-        )
+    refuse_orbax(checkpoint)
     device = select_device(config.device, parallel.rank)
     stream: Stream = CpuThread() if device.type == "cpu" else CudaStream(device)
     try:
@@ -96,25 +73,6 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorPara
         raise
 
 
-def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:
-    """How keys and values are stored; `dtype` is that of activations.
-
-    **Raises:** `ConfigError` for float8 keys with attention that wants them in int8.
-    """
-    integers = config.attention_backend is AttentionBackend.SAGE
-    match config.kv_cache_dtype:
-        case KVCacheDtype.INT8:
-            return KVForm(torch.int8, torch.int8)
-        case KVCacheDtype.FLOAT8_E4M3 if integers:
-            raise ConfigError(
-                "attention_backend sage stores keys in int8: kv_cache_dtype must be auto or int8, got fp8_e4m3"
-            )
-        case KVCacheDtype.FLOAT8_E4M3:
-            return KVForm(torch.float8_e4m3fn, torch.float8_e4m3fn)
-        case _:
-            return KVForm(torch.int8 if integers else dtype, dtype)
-
-
 def _load_on(
     stream: Stream,
     config: EngineConfig,
@@ -123,65 +81,59 @@ def _load_on(
     parallel: TensorParallel,
 ) -> TorchRunner:
     """Builds model, pages and runner; runs on `stream`."""
-    dtype = select_dtype(config.dtype, device)
-    kv_form = kv_form_of(config, dtype)
-    refuse_with_states(config, checkpoint.config)
-    refuse_without_experts(config, checkpoint.config)
-    state_dtypes = StateDtypes(dtype, _STATE_DTYPES[config.mamba_ssm_dtype])
-    shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
-    guessing = open_draft(config, checkpoint)
-    head_forms = shard.head_forms(checkpoint.config)
-    if guessing is not None:
-        own_shard = ModelShard.of(guessing.config, parallel.rank, parallel.size)
-        head_forms = tuple(dict.fromkeys((*head_forms, *own_shard.head_forms(guessing.config))))
-    form = CpuForm(dtype, kv_form.keys, head_forms)
-    kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
-    built = _build(config, checkpoint, dtype, device, kernels, parallel)
-    draft = None if guessing is None else _build_draft(guessing, dtype, device, kernels, parallel)
-    for model in (built.model, *(() if draft is None else (draft.model,))):
-        refuse_sinks(kernels.attention_name, model.layers_with_sinks)
-    memory, sizes = _sizes(
-        config, checkpoint.config, shard, device, dtype, kv_form, state_dtypes, built.weight_bytes, parallel, draft
-    )
-    kv_parameters, kv_factor = checkpoint.kv_parameters(), _kv_factor(config, checkpoint, kv_form)
-    built.load()
-    own_groups = len(cache_groups(checkpoint.config))
-    own_pages = pages_in_memory(memory, sizes)[:own_groups]
-    kv = _allocate(checkpoint.config, shard, own_pages, config.page_size, kv_form, device, state_dtypes)
-    load_kv_parameters(kv, kv_parameters, shard, kv_factor)
-    if kv_form.keys == torch.int8 and not kv_parameters.has(Kind.MEAN):
-        give_key_means(built.model, kv, checkpoint.config, dtype=dtype, max_context=sizes.max_context)
-    if config.enable_expert_distribution_metrics:
-        kv = _with_counts(kv, checkpoint.config, device)
+    models = open_models(config, checkpoint)
+    backend = TorchBackend.choose(config, models, device, parallel)
+    assembly: Assembly[UnloadedModel] = settle(config, models, backend)
+    main, draft, spec, kernels = assembly.model, assembly.draft, assembly.spec, backend.kernels
+    kv_factor = _kv_factor(config, checkpoint, main.kv_form)
+    main.load()
+    kv = _allocate_main(backend, assembly, checkpoint, kv_factor)
     drafting = None
     if draft is not None:
         draft.load()
-        own_form, pages = KVForm(dtype, dtype), sizes.num_pages[own_groups:]
-        cache = _allocate(draft.config, draft.shard, pages, config.page_size, own_form, device, state_dtypes)
-        drafting = DraftPart(PagedTransformer(draft.model, cache), own_groups)
-    spec = _runner_spec(config, checkpoint.config, memory, sizes)
+        own = _allocate(draft, assembly.draft_pages, config.page_size, device, backend.state_dtypes)
+        drafting = DraftPart(PagedTransformer(draft.model, own), len(assembly.pages))
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
     capture = _capture(stream, config, device, kernels)
     return TorchRunner(
-        PagedTransformer(built.model, kv),
+        PagedTransformer(main.model, kv),
         spec,
         device=device,
         stream=stream,
         sampler=kernels.sampler,
         capture=capture,
         graph_buckets=row_buckets(most),
-        mixed_buckets=() if capture is None else _mixed_buckets(config, checkpoint.config, kernels, most, sizes),
-        weight_bytes=built.weight_bytes + (0 if draft is None else weight_bytes_of(draft.model)),
-        kv_bytes=sum(
-            group.page * pages for group, pages in zip(memory.groups, pages_in_memory(memory, sizes), strict=True)
-        ),
-        details=_details(
-            config, checkpoint, dtype, kv_form, kernels, parallel, built.in_8_bits, drafting=draft is not None
-        ),
+        mixed_buckets=()
+        if capture is None
+        else _mixed_buckets(config, checkpoint.config, kernels, most, assembly.sizes),
+        weight_bytes=main.weight_bytes + (0 if draft is None else draft.weight_bytes),
+        kv_bytes=assembly.kv_bytes,
+        details={
+            "dtype": dtype_name(backend.dtype),
+            "kv_cache_dtype": backend.kv_form.name,
+            "attention": kernels.attention_name.value,
+            **describe(config, models, main.in_8_bits),
+        },
         draft=drafting,
         states=[pool for layer in kv for pool in layer.states],
         counted={number: own.expert_tokens for number, own in enumerate(kv) if own.expert_tokens is not None},
     )
+
+
+def _allocate_main(
+    backend: TorchBackend, assembly: Assembly[UnloadedModel], checkpoint: Checkpoint, kv_factor: float | None
+) -> list[LayerMemory]:
+    """The memory of the model's layers, with what is known of its keys and values and of its experts."""
+    config, model = backend.config, assembly.model
+    kv = _allocate(model, assembly.pages, config.page_size, backend.device, backend.state_dtypes)
+    parameters = checkpoint.kv_parameters()
+    load_kv_parameters(kv, parameters, model.shard, kv_factor)
+    if model.kv_form.keys == torch.int8 and not parameters.has(Kind.MEAN):
+        most = assembly.sizes.max_context
+        give_key_means(model.model, kv, checkpoint.config, dtype=backend.dtype, max_context=most)
+    if config.enable_expert_distribution_metrics:
+        kv = _with_counts(kv, checkpoint.config, backend.device)
+    return kv
 
 
 def _with_counts(kv: Sequence[LayerMemory], config: ModelConfig, device: torch.device) -> list[LayerMemory]:
@@ -212,157 +164,6 @@ def _kv_factor(config: EngineConfig, checkpoint: Checkpoint, form: KVForm) -> fl
     return None
 
 
-def _runner_spec(config: EngineConfig, model: ModelConfig, memory: Memory, sizes: Sizes) -> RunnerSpec:
-    return RunnerSpec(
-        pools=pool_specs(memory, sizes, config.page_size),
-        max_rows=sizes.max_rows,
-        token_budget=sizes.token_budget,
-        max_context=sizes.max_context,
-        vocab_size=model.vocab_size,
-        max_samples=config.max_samples,
-        drafts_with_prompts=False,
-        max_drafts=sizes.draft_slots if model.keeps_states else None,
-        prompt_tokens=sizes.prompt_tokens,
-    )
-
-
-def _details(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    kv_form: KVForm,
-    kernels: Kernels,
-    parallel: TensorParallel,
-    in_8_bits: Mapping[ParameterName, str],
-    *,
-    drafting: bool,
-) -> dict[str, str]:
-    """What the runner's report tells of how it was made."""
-    details = {
-        "dtype": _name(dtype),
-        "kv_cache_dtype": kv_form.name,
-        "attention": kernels.attention_name.value,
-        "tp_size": str(parallel.size),
-    }
-    if checkpoint.foreign is not None:
-        details["model_impl"] = config.model_impl.value
-    if (matrices := describe_matrices(checkpoint.config, in_8_bits)) is not None:
-        details["weights"] = matrices
-    if drafting:
-        details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
-    if checkpoint.config.keeps_states:
-        details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
-    return details
-
-
-@dataclass(frozen=True, slots=True)
-class _BuiltDraft:
-    """A draft model without values. Its keys and values are of the type of activations."""
-
-    config: ModelConfig
-    shard: ModelShard
-    model: Transformer
-    load: Callable[[], None]
-
-
-def _build_draft(
-    found: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: Kernels, parallel: TensorParallel
-) -> _BuiltDraft:
-    reader = found.reader
-    if reader is None:
-        raise CheckpointError(
-            f"{found.source.address} is an Orbax checkpoint, which only the JAX backend restores: choose "
-            "--backend jax, or give the checkpoint that it was converted from"
-        )
-    model = build_model(
-        found.config,
-        dtype=dtype,
-        device=device,
-        operations=kernels.operations,
-        attention=kernels.attention,
-        parallel=parallel,
-        encodings=encodings_of(found, None),
-    )
-
-    def load() -> None:
-        load_weights(model, reader, found.config)
-
-    return _BuiltDraft(found.config, ModelShard.of(found.config, parallel.rank, parallel.size), model, load)
-
-
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """A model without values, the bytes that they will take, and what gives them; the matrices that are in memory in 8
-    bits, and the type of each."""
-
-    model: Transformer | TracedTransformer
-    weight_bytes: int
-    load: Callable[[], None]
-    in_8_bits: Mapping[ParameterName, str] = field(default_factory=dict)
-
-
-def _build(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels,
-    parallel: TensorParallel,
-) -> _Built:
-    """Our model, or that of transformers."""
-    quantization = quantization_of(config, checkpoint)
-    if checkpoint.foreign is not None:
-        # Imported here: only such models need transformers' own.
-        from torch_backend.compilation.building import build_traced
-
-        traced, read = build_traced(
-            config,
-            checkpoint,
-            dtype=dtype,
-            device=device,
-            operations=kernels.operations,
-            attention=kernels.attention,
-            parallel=parallel,
-        )
-        return _Built(traced, traced.weight_bytes(), partial(traced.load, read))
-    reader = checkpoint.reader
-    assert reader is not None
-    model = build_model(
-        checkpoint.config,
-        dtype=dtype,
-        device=device,
-        operations=kernels.operations,
-        attention=kernels.attention,
-        states=kernels.states,
-        parallel=parallel,
-        encodings=encodings_of(checkpoint, quantization),
-    )
-    kept = _blocks_to_keep(config, checkpoint, model, device, kernels)
-
-    def load() -> None:
-        layout = load_weights(model, reader, checkpoint.config, kept=kept, quantization=quantization)
-        if isinstance(layout, PackedAndBlocks):
-            with torch.inference_mode():
-                measure_forms(layout)
-
-    return _Built(model, weight_bytes(model, kept), load, matrices_in_8_bits(model, checkpoint.config))
-
-
-def _blocks_to_keep(
-    config: EngineConfig, checkpoint: Checkpoint, model: Transformer, device: torch.device, kernels: Kernels
-) -> Sequence[KeptMatrix]:
-    if not config.keep_gguf_blocks:
-        return ()
-    if checkpoint.reader is None or not checkpoint.reads_gguf:
-        raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
-    if kernels.block_matrices is None:
-        raise ConfigError(
-            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: remove it, or see the log"
-        )
-    room = available_memory(device) - weight_bytes(model)
-    return matrices_to_keep(model, checkpoint.config, checkpoint.reader, kernels.block_matrices, room)
-
-
 def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels: Kernels) -> CudaCapture | None:
     if device.type == "cpu" or config.disable_cuda_graph:
         return None
@@ -387,68 +188,15 @@ def _mixed_buckets(
     return mixed_buckets(most_rows, sizes.prompt_tokens)
 
 
-def _sizes(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    shard: ModelShard,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_form: KVForm,
-    state_dtypes: StateDtypes,
-    weight_bytes: int,
-    parallel: TensorParallel,
-    draft: _BuiltDraft | None,
-) -> tuple[Memory, Sizes]:
-    """Sizes that every rank agrees on, and what follows from them on this one."""
-
-    def memory_of(model: ModelConfig, shard: ModelShard, form: KVForm) -> tuple[GroupMemory, ...]:
-        def bytes_of_one(group: CacheGroup) -> int:
-            """Of a page, or of a slot."""
-            layers = [model.layers[number] for number in group.layers]
-            if group.kind is CacheKind.STATE:
-                own = (shard.recurrent(layer.recurrent) for layer in layers if layer.recurrent is not None)
-                return sum(state_dtypes.bytes_of_slot(recurrent.state) for recurrent in own)
-            attention = layers[0].attention
-            assert attention is not None
-            kv_heads = len(shard.kv_heads(attention.num_kv_heads))
-            return config.page_size * form.bytes_per_token(len(layers), kv_heads, attention.head_dim)
-
-        return tuple(GroupMemory(bytes_of_one(group), group.kind, group.window) for group in cache_groups(model))
-
-    # Processes on one CPU share its memory, and all of them must agree on the sizes.
-    available = parallel.least(available_memory(device)) // (parallel.size if device.type == "cpu" else 1)
-    memory = Memory(
-        platform=device.type,
-        available=available,
-        weights=-parallel.least(-weight_bytes),
-        groups=memory_of(model_config, shard, kv_form),
-    )
-    if draft is not None:
-        own = -parallel.least(-weight_bytes_of(draft.model))
-        memory = with_draft(memory, own, memory_of(draft.config, draft.shard, KVForm(dtype, dtype)))
-    sizes = choose_sizes(config, model_config.default_context, memory, model_config.longest_context)
-    logger.info(
-        "%s on %s: %.0f MiB of weights, %s, %d rows, %d tokens a step",
-        _name(dtype),
-        device,
-        weight_bytes / 2**20,
-        describe_pools(memory, sizes, config.page_size),
-        sizes.max_rows,
-        sizes.token_budget,
-    )
-    return memory, sizes
-
-
 def _allocate(
-    config: ModelConfig,
-    shard: ModelShard,
+    model: UnloadedModel,
     num_pages: tuple[int, ...],
     page_size: int,
-    form: KVForm,
     device: torch.device,
     state_dtypes: StateDtypes,
 ) -> list[LayerMemory]:
     """Pages, or slots, of every layer: of each group `num_pages`."""
+    config, shard, form = model.config, model.shard, model.kv_form
     memory: list[LayerMemory] = []
     for layer, group in zip(config.layers, group_of_layers(config), strict=True):
         arrays = () if layer.recurrent is None else shard.recurrent(layer.recurrent).state
@@ -459,7 +207,3 @@ def _allocate(
             pages = KVPages.allocate(num_pages[group], len(heads), page_size, head_dim, form, device)
         memory.append(LayerMemory(pages, states))
     return memory
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

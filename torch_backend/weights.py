@@ -7,9 +7,9 @@ no layer's structure is repeated here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import groupby
 
 import ml_dtypes
 import numpy as np
@@ -23,14 +23,17 @@ from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, mani
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint import ParameterReader, TensorReader, check_tensors
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.checkpoint.reader import Array, Role
+from sglang_jax.checkpoint.reader import Array, Index, Role
 from torch_backend.kv_pages import LayerMemory
-from torch_backend.layers.layout import Layout, Packed, PackedAndBlocks
-from torch_backend.layers.matrix import InBlocks, PlainMatrix, ScaledMatrix
+from torch_backend.layers.layout import Packed
+from torch_backend.layers.matrix import FewOrMany, ScaledMatrix
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models.transformer import Transformer
+
+_WEIGHTS_AT_ONCE = 2**24
+"""Are read of a parameter: read as float32 and then rounded, a whole one would be in memory three times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +44,6 @@ class ParameterPart:
     index: tuple[slice, ...]
     role: Role | None = None
 
-    def read(self, reader: ParameterReader) -> Array:
-        """Numbers, or what the part has of the array with its role."""
-        if self.role is None:
-            return reader.read(self.name, self.index)
-        return reader.read_array(self.name, self.role, self.index)
-
-
-class KeptBlocks(Protocol):
-    """A matrix that is kept as the checkpoint stores it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this takes; known before."""
-        ...
-
-    @property
-    def plain(self) -> PlainMatrix:
-        """The same matrix in numbers."""
-        ...
-
-    def read(self) -> InBlocks | None:
-        """Reads the matrix, whose bias has been read; None if it cannot be kept so."""
-        ...
-
 
 def load_weights(
     model: Transformer,
@@ -72,24 +51,21 @@ def load_weights(
     config: ModelConfig,
     *,
     pack: bool = True,
-    kept: Sequence[KeptBlocks] = (),
     quantization: Quantization | None = None,
-) -> Layout | None:
+) -> Packed | None:
     """Gives every parameter of `model` its value, of the model's dtype, on its device.
 
-    At any time the host holds no more than one parameter beside those of a model on the host. On a CPU, matrices are
-    then packed (see `Transformer.arrange`) where torch can do it, unless `pack` is false; `kept` matrices are held both
-    packed and in the blocks of the checkpoint. `quantization`: see `ParameterReader`; the model was built with its
-    encodings. Returns the layout, None where matrices stay plain.
+    At any time the host holds no more than one matrix beside those of a model on the host. On a CPU, matrices are
+    then packed (see `Transformer.arrange`) where torch can do it, unless `pack` is false. `quantization`: see
+    `ParameterReader`; the model was built with its encodings. Returns the layout, None where matrices stay plain.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
     check_tensors(reader, config)
     parameters = ParameterReader(reader, config, quantization)
-    for module, name, parts in sources(model, config):
-        empty: nn.Parameter = module.get_parameter(name)
-        value = _read(parameters, parts, empty.shape, empty.dtype).to(model.device)
-        setattr(module, name, nn.Parameter(value, requires_grad=False))
+    for together in _by_matrix(sources(model, config)):
+        for (module, name, _), value in zip(together, _read(parameters, together), strict=True):
+            setattr(module, name, nn.Parameter(value.to(model.device), requires_grad=False))
     if model.tied:
         model.tie()
     for module in model.modules():
@@ -97,8 +73,7 @@ def load_weights(
             module.choose_product(model.device, model.embedding.weight.dtype)
     if not (pack and packs(model)):
         return None
-    blocks: dict[PlainMatrix, InBlocks] = {each.plain: found for each in kept if (found := each.read()) is not None}
-    layout = PackedAndBlocks(blocks) if blocks else Packed()
+    layout = Packed()
     model.arrange(layout)
     return layout
 
@@ -115,12 +90,18 @@ def load_kv_parameters(
             value.copy_(torch.tensor(found * np.float32(1.0 if factor is None else factor)))
 
 
-def weight_bytes(model: Transformer, kept: Sequence[KeptBlocks] = ()) -> int:
+def weight_bytes(model: Transformer) -> int:
     """Bytes that the weights of `model` take once `load_weights` is done with it; known before."""
     plain = sum(parameter.nbytes for parameter in model.parameters())
     # Packed matrices replace plain ones, but for tied embeddings.
     twice = model.embedding.weight.nbytes if model.tied and packs(model) else 0
-    return plain + twice + sum(each.nbytes for each in kept)
+    return plain + twice
+
+
+def bytes_in_blocks(model: Transformer) -> int:
+    """Those of them that are matrices held in blocks beside their numbers."""
+    kept = [module for module in model.modules() if isinstance(module, FewOrMany)]
+    return sum(module.get_parameter(role.value).nbytes for module in kept for role in module.encoding.roles)
 
 
 def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[ParameterName, str]:
@@ -129,7 +110,7 @@ def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[Paramete
         part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
         for module, name, parts in sources(model, config)
         for part in parts
-        if part.role is Role.VALUES
+        if part.role is Role.VALUES and not isinstance(module, FewOrMany)
     }
 
 
@@ -138,24 +119,64 @@ def packs(model: Transformer) -> bool:
     return model.device.type == "cpu" and packing_works(model.embedding.weight.dtype)
 
 
-def _read(reader: ParameterReader, parts: list[ParameterPart], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The parts one after the other along their rows; zeros where a vocabulary does not reach the end.
+def _by_matrix(parameters: Iterable[Source]) -> Iterator[list[Source]]:
+    """Parameters that are arrays of one matrix together, others by themselves."""
+
+    def matrix(source: Source) -> object:
+        module, name, parts = source
+        return module, [(part.name, part.index, name if part.role is None else None) for part in parts]
+
+    for _, group in groupby(parameters, matrix):
+        yield list(group)
+
+
+def _read(reader: ParameterReader, parameters: Sequence[Source]) -> list[torch.Tensor]:
+    """A parameter, or the arrays of a matrix, each part of which is read once. Parts lie one after the other along
+    their rows; there are zeros where a vocabulary does not reach the end.
 
     **Raises:** `ValueError` if the model was built with another shape than the manifest has.
     """
-    value = torch.zeros(shape, dtype=dtype)
-    target = _as_numpy(value)
-    first, spec = 0, reader.spec(parts[0].name)
-    rows = np.swapaxes(target, 0, 1) if spec.places else target  # those of experts are their second axis
+    empty = [module.get_parameter(name) for module, name, _ in parameters]
+    values = [torch.zeros(each.shape, dtype=each.dtype) for each in empty]
+    [(_, _, parts), *_] = parameters
+    spec = reader.spec(parts[0].name)
+    axis = 1 if spec.places else 0  # of experts, rows are the second
+    targets = {own[0].role: _as_numpy(value) for (_, _, own), value in zip(parameters, values, strict=True)}
+    first = 0
     for part in parts:
-        found = part.read(reader)
-        found = np.swapaxes(found, 0, 1) if spec.places else found
-        rows[first : first + len(found)] = found
-        first += len(found)
-    filled_up = Axis.VOCABULARY in spec.axes[0]
-    if first != len(rows) and not filled_up:
-        raise ValueError(f"{parts[0].name} and what lies behind it have {first} rows, and the model {tuple(shape)}")
-    return value
+        last = first
+        for index in _pieces(reader.spec(part.name), part.index):
+            for role, found in _arrays(reader, part.name, index, targets).items():
+                begin = first if spec.places else last
+                end = begin + found.shape[axis]
+                targets[role][(index[0], slice(begin, end)) if spec.places else slice(begin, end)] = found
+            last = end
+        first = last
+    if first != empty[0].shape[axis] and Axis.VOCABULARY not in spec.axes[0]:
+        shape = tuple(empty[0].shape)
+        raise ValueError(f"{parts[0].name} and what lies behind it have {first} rows, and the model {shape}")
+    return values
+
+
+def _pieces(spec: ParameterSpec, index: Index) -> Iterator[Index]:
+    """Runs of rows, of whole heads where rows are those of heads, or of experts."""
+    first, last, _ = index[0].indices(spec.shape[0])
+    unit = math.prod(spec.sizes[0][1:])
+    units = max(_WEIGHTS_AT_ONCE // max(unit * math.prod(spec.shape[1:]), 1), 1)
+    for start in range(first, last, units * unit):
+        yield (slice(start, min(start + units * unit, last)), *index[1:])
+
+
+def _arrays(
+    reader: ParameterReader, name: ParameterName, index: Index, roles: Collection[Role | None]
+) -> Mapping[Role | None, Array]:
+    """The arrays of a part of a matrix, or its numbers."""
+    found: dict[Role | None, Array] = {}
+    if of_matrix := [role for role in roles if role is not None]:
+        found.update(reader.read_arrays(name, of_matrix, index).items())
+    else:
+        found[None] = reader.read(name, index)
+    return found
 
 
 def _as_numpy(tensor: torch.Tensor) -> Array:
@@ -175,17 +196,18 @@ Source = tuple[nn.Module, str, list[ParameterPart]]
 """A parameter, by its module and name, and what it is made of."""
 
 
-def sources(model: Transformer, config: ModelConfig, *, tied_head: bool = False) -> Iterator[Source]:
-    """Every parameter that has a value of its own; with `tied_head` a head too that shares the embeddings'."""
-    whole: list[nn.Module] = [model.embedding, model.final_norm]
-    if tied_head or not model.tied:
-        whole.append(model.head.linear.matrix)
+def sources(model: Transformer, config: ModelConfig) -> Iterator[Source]:
+    """Every parameter that has a value of its own: a head has the embeddings' numbers where these are tied to it."""
+    head = model.head.linear.matrix
+    whole: list[nn.Module] = [model.embedding, model.final_norm, head]
     modules: list[tuple[int | None, nn.Module]] = [(None, module) for module in whole]
     for count, layer in enumerate(model.decoder_layers):
         modules += [(count, module) for module in layer.modules()]
     for number, module in modules:
         if isinstance(module, Loadable):
             for name, made_of in module.sources.items():
+                if model.tied and module is head and made_of.role is None:
+                    continue
                 names = [ParameterName(part, made_of.kind, number) for part in made_of.parts]
                 parts = [
                     ParameterPart(each, index, made_of.role)

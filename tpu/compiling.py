@@ -23,21 +23,22 @@ from sglang_jax.architectures import CacheKind
 from sglang_jax.config import Dtype, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
-from sglang_jax.jax_runner.builds import Executable
-from sglang_jax.jax_runner.compiles import use_compilation_cache
-from sglang_jax.jax_runner.kv_scales import calibration_inputs, calibration_program
-from sglang_jax.jax_runner.loading import (
+from sglang_jax.jax_runner.building import (
     choose_attention,
     kv_dtype_of,
     memory_of_one_device,
-    runner_spec,
+    mixed_shapes,
     state_dtypes_of,
 )
+from sglang_jax.jax_runner.builds import Executable
+from sglang_jax.jax_runner.compiles import use_compilation_cache
+from sglang_jax.jax_runner.kv_scales import calibration_inputs, calibration_program
 from sglang_jax.jax_runner.model_programs import programs_of, whole
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
+from sglang_jax.runner.assembly import runner_spec
 from sglang_jax.runner.sizing import choose_sizes, describe_pools, refuse_drafts_with_states, refuse_with_states
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
@@ -150,7 +151,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     states, hbm = state_dtypes_of(options, dtype), topology.chip.hbm
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
     sizes = choose_sizes(options, parallel.config.default_context, memory, parallel.config.longest_context)
-    spec = runner_spec(options, memory, sizes, parallel)
+    spec = runner_spec(options, request.model, memory, sizes, mixed_shapes(options, sizes))
     cache = kv_cache_spec(
         parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM, state_dtypes=states
     )

@@ -81,7 +81,7 @@ class DummyReader:
         rows, columns = whole_index(self.shape(name), index)
         if role is Role.INPUT_SCALE:
             return np.ones(len(range(*rows.indices(self.shape(name)[0]))), np.float32)
-        found = Quantization(encoding).array(self.read(name, (rows,)), role)
+        found = Quantization(encoding).arrays(self.read(name, (rows,)), (role,))[role]
         return found[:, columns] if role is Role.VALUES else found
 
     def _repeat(self, begin: int, count: int) -> Array:

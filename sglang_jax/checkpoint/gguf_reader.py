@@ -128,8 +128,10 @@ class GgufReader:
         return None if tensor.kind is None or len(tensor.shape) != 2 else _ENCODINGS.get(tensor.kind)
 
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
-        """See `TensorReader`. Q4_0, whose values are less 8 before they are scaled, has offsets of -8 scales; of scales
-        that are too large for that these are infinite."""
+        """See `TensorReader`. Q4_0, whose values are less 8 before they are scaled, has offsets of -8 scales.
+
+        **Raises:** `CheckpointError` for scales that are too large for that.
+        """
         entry = self._entry(name)
         blocks = self._blocks(entry, whole_index(entry.tensor.shape, index))
         halves = np.ascontiguousarray(blocks[..., :4]).view(np.float16)
@@ -140,7 +142,12 @@ class GgufReader:
                 return blocks[..., 2:]
             case GGMLQuantizationType.Q4_0, Role.OFFSETS:
                 with np.errstate(over="ignore"):
-                    return halves[..., 0] * np.float16(-8)
+                    offsets = halves[..., 0] * np.float16(-8)
+                if not np.isfinite(offsets).all():
+                    raise CheckpointError(
+                        f"{self._file.path}: {name} has scales that blocks cannot hold: remove keep_gguf_blocks"
+                    )
+                return offsets
             case GGMLQuantizationType.Q4_1, Role.VALUES:
                 return blocks[..., 4:]
             case GGMLQuantizationType.Q4_1, Role.OFFSETS:

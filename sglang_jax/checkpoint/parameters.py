@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +24,7 @@ class ParameterReader:
     def __init__(self, reader: TensorReader, config: ModelConfig, quantization: Quantization | None = None) -> None:
         """`quantization`: of matrices that have no scales of rows as they are stored."""
         self.config = config
-        self.quantization = quantization
+        self._quantization = quantization
         self._reader = reader
         self._manifest = manifest_of(config)
         self._names = reader.names()
@@ -92,7 +94,7 @@ class ParameterReader:
 
     def _quantized(self, spec: ParameterSpec) -> Encoding | None:
         """How a parameter is quantised when it is read."""
-        quantization = self.quantization
+        quantization = self._quantization
         return None if quantization is None or not quantization.takes(spec) else quantization.encoding
 
     def _stored_encoding(self, spec: ParameterSpec, index: Index | None) -> Encoding | None:
@@ -106,18 +108,24 @@ class ParameterReader:
         columns = whole_index(spec.shape, index)[-1]
         return found if found.allows(columns, spec.shape[-1]) else None
 
-    def read_array(self, name: ParameterName, role: Role, index: Index | None = None) -> Array:
-        """One of the arrays of a matrix that has an encoding, or what belongs to the part of the matrix at `index`. Of
-        experts, `[experts, ...]`."""
+    def read_arrays(
+        self, name: ParameterName, roles: Collection[Role], index: Index | None = None
+    ) -> dict[Role, Array]:
+        """Arrays of a matrix that has an encoding, or what belongs to the part of the matrix at `index`. Of experts,
+        `[experts, ...]`. What is quantised when it is read is read once for all of them."""
         spec = self.spec(name)
-        if self.quantization is not None and self._quantized(spec) is not None:
-            columns = whole_index(spec.shape, index)[-1] if role is Role.VALUES else slice(None)
-            numbers = self.read(name, (index or ())[: len(spec.shape) - 1])
-            try:
-                found = self.quantization.array(numbers, role)
-            except ValueError as error:
-                raise CheckpointError(f"{spec.tensor}: {error}: remove --quantization") from error
-            return found[..., columns] if role is Role.VALUES else found
+        if self._quantization is None or self._quantized(spec) is None:
+            return {role: self._stored_array(spec, role, index) for role in roles}
+        numbers = self.read(name, (index or ())[: len(spec.shape) - 1])
+        try:
+            found = self._quantization.arrays(numbers, roles)
+        except ValueError as error:
+            raise CheckpointError(f"{spec.tensor}: {error}: remove --quantization") from error
+        if Role.VALUES in found:
+            found[Role.VALUES] = found[Role.VALUES][..., whole_index(spec.shape, index)[-1]]
+        return found
+
+    def _stored_array(self, spec: ParameterSpec, role: Role, index: Index | None) -> Array:
         if spec.places:
             sides = whole_index(spec.shape, index)[1:]
             return np.stack([self._reader.read_array(each, role, sides) for each in self._tensors_of(spec, index)])
@@ -130,7 +138,7 @@ class ParameterReader:
         """A matrix or experts that have an encoding, or their part at `index`, with the rows in the model's order."""
         encoding = self.encoding(name, index)
         assert encoding is not None, name
-        return Stored(encoding, {role: self.read_array(name, role, index) for role in encoding.roles})
+        return Stored(encoding, self.read_arrays(name, encoding.roles, index))
 
     def _tensors_of(self, spec: ParameterSpec, index: Index | None) -> list[str]:
         """The tensors with the matrix of a parameter, or with those of the experts at `index`; none where all experts

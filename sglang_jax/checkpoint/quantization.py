@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,24 +44,27 @@ class Quantization:
         """Whether it quantises a parameter: the matrices of layers, those of experts too."""
         return spec.is_matrix and spec.name.part not in _STAY_PLAIN
 
-    def array(self, rows: Array, role: Role) -> Array:
-        """Values or scales of whole rows `[..., out, in]` of numbers. Some rows at a time: beside the numbers and what
-        is returned there are some MiB.
+    def arrays(self, rows: Array, roles: Collection[Role]) -> dict[Role, Array]:
+        """Values, scales or both of whole rows `[..., out, in]` of numbers. Some rows at a time: beside the numbers and
+        what is returned there are some MiB.
 
         **Raises:** `ValueError` for numbers that are not finite.
         """
         flat = rows.reshape(-1, rows.shape[-1])
         scales = np.empty(len(flat), np.float32)
-        values: Array = np.empty(flat.shape if role is Role.VALUES else 0, self._dtype)
+        values: Array = np.empty(flat.shape if Role.VALUES in roles else 0, self._dtype)
         together = max(_WEIGHTS_AT_A_TIME // flat.shape[1], 1)
         for first in range(0, len(flat), together):
             some = slice(first, first + together)
             numbers = flat[some].astype(np.float32)
             scales[some] = self._scales(numbers)
-            if role is Role.VALUES:
+            if Role.VALUES in roles:
                 numbers /= scales[some, None]
                 values[some] = np.rint(numbers) if self.encoding.values is ValueType.INT8 else numbers
-        return values.reshape(rows.shape) if role is Role.VALUES else scales.reshape(rows.shape[:-1])
+        found = {Role.SCALES: scales.reshape(rows.shape[:-1])}
+        if Role.VALUES in roles:
+            found[Role.VALUES] = values.reshape(rows.shape)
+        return {role: found[role] for role in roles}
 
     @property
     def _dtype(self) -> np.dtype[Any]:

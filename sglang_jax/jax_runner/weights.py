@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Role, TensorReader
 from sglang_jax.checkpoint.tensors import check_tensors
+from sglang_jax.layers.block_matrix import BLOCK_AXES
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import named_sharding
 from sglang_jax.models.parameters import ModelParameter, parameters_of
@@ -39,6 +41,9 @@ _MOST_READS = 16
 _COLUMNS = 64
 """Copied at once."""
 
+_WEIGHTS_AT_ONCE = 2**24
+"""Are read of a parameter: read as float32 and then rounded, a whole one would be in memory three times."""
+
 ReadPart = Callable[[Index], Array]
 """Reads the part of a parameter at an index: one slice for each axis."""
 
@@ -52,7 +57,7 @@ def load_weights(
 ) -> None:
     """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
 
-    Several are read at a time where there are cores for that; the host holds the parts of one parameter, or of several
+    Several are read at a time where there are cores for that; the host holds the parts of one matrix, or of several
     that take no more than 2 GiB. `config` is the checkpoint's; a layer of the model with more kv heads has each of the
     checkpoint's several times, and a model with a larger vocabulary has zeros past the checkpoint's.
 
@@ -69,18 +74,15 @@ def read_parameters(
 ) -> None:
     """Gives parameters of a model, whose config is `built`, their values: see `load_weights`."""
     pool = ThreadPoolExecutor(_reads_at_once(), thread_name_prefix="weights")
-    under_way: deque[tuple[Parameter, Future[jax.Array], int]] = deque()
+    under_way: deque[tuple[list[ModelParameter], Future[list[jax.Array]], int]] = deque()
     held = 0
     try:
-        for parameter in parameters:
-            target = parameter.value.get_value()
-            # Of what is quantised while it is read there are numbers too.
-            beside = 0 if reader.quantization is None or parameter.value.role is None else 4
-            size = target.size * (target.dtype.itemsize + beside)
+        for matrix in _by_matrix(parameters):
+            targets = [each.value.get_value() for each in matrix]
+            size = sum(each.size * each.dtype.itemsize for each in targets)
             while under_way and held + size > _MOST_HELD:
                 held -= _finish(*under_way.popleft())
-            read = _Source(reader, built, target.dtype, parameter.value.role).of(parameter)
-            under_way.append((parameter.value, pool.submit(_read_parts, parameter.value, read, mesh), size))
+            under_way.append((matrix, pool.submit(_read_matrix, matrix, reader, built, mesh), size))
             held += size
         for each in under_way:
             _finish(*each)
@@ -93,17 +95,59 @@ def _reads_at_once() -> int:
     return min(max(len(cpu_cores()) // 2, 1), _MOST_READS)
 
 
-def _finish(parameter: Parameter, array: Future[jax.Array], size: int) -> int:
-    parameter.set_value(array.result())
+def _by_matrix(parameters: Iterable[ModelParameter]) -> list[list[ModelParameter]]:
+    """The arrays of a matrix together, values first; other parameters by themselves."""
+    found: dict[object, list[ModelParameter]] = {}
+    for each in parameters:
+        found.setdefault(each.path if each.value.role is None else each.names, []).append(each)
+    return [sorted(group, key=lambda each: each.value.role is not Role.VALUES) for group in found.values()]
+
+
+def _finish(matrix: list[ModelParameter], arrays: Future[list[jax.Array]], size: int) -> int:
+    for parameter, array in zip(matrix, arrays.result(), strict=True):
+        parameter.value.set_value(array)
     return size
 
 
-def _read_parts(parameter: Parameter, read: ReadPart, mesh: Mesh) -> jax.Array:
+def _read_matrix(
+    matrix: list[ModelParameter], reader: ParameterReader, built: ModelConfig, mesh: Mesh
+) -> list[jax.Array]:
+    """The value of a parameter, or those of the arrays of a matrix, each part of which is read once."""
+    arrays = _Arrays(reader, [each.value.role for each in matrix if each.value.role is not None])
+    first = matrix[0].value
+    outputs = Axis.KV_HEADS if Axis.HEAD_PART in first.axes else reader.spec(matrix[0].names[0]).axes[0][0]
+    length = dict(zip(first.axes, first.shape, strict=True)).get(outputs, 1)
+    pieces = _Pieces(outputs, max(_WEIGHTS_AT_ONCE * length // max(math.prod(first.shape), 1), 1))
+    return [_read_parts(each.value, _Source(arrays, built, each.value).of(each), pieces, mesh) for each in matrix]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Of what a parameter has on its axis of outputs, or of experts, at most `length` are read at once."""
+
+    axis: Axis
+    length: int
+
+    def read(self, read: ReadPart, axes: tuple[Axis, ...], run: Index, dtype: np.dtype) -> Array:
+        """The part at `run`, which has both ends of each slice: what is read in several pieces is put together."""
+        at = axes.index(self.axis) if self.axis in axes else 0
+        if self.axis not in axes or run[at].stop - run[at].start <= self.length:
+            return read(run)
+        whole: Array = np.empty([each.stop - each.start for each in run], dtype)
+        for first in range(run[at].start, run[at].stop, self.length):
+            piece = slice(first, min(first + self.length, run[at].stop))
+            own = slice(piece.start - run[at].start, piece.stop - run[at].start)
+            _copy(read((*run[:at], piece, *run[at + 1 :])), whole[(*[slice(None)] * at, own)])
+        return whole
+
+
+def _read_parts(parameter: Parameter, read: ReadPart, pieces: _Pieces, mesh: Mesh) -> jax.Array:
     """A parameter's value, of which each device of this process has its part. What neighbours have is read at once: of
     a matrix that is divided by its inputs a checkpoint far away sends whole rows, and so once to this process."""
-    shape = parameter.get_value().shape
+    shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
     sharding = named_sharding(mesh, parameter.axes)
-    found = [(run, read(run)) for run in _runs(sharding.addressable_devices_indices_map(shape).values(), shape)]
+    runs = _runs(sharding.addressable_devices_indices_map(shape).values(), shape)
+    found = [(run, pieces.read(read, parameter.axes, run, dtype)) for run in runs]
 
     def part(index: Index) -> np.ndarray:
         wanted = _bounded(index, shape)
@@ -142,9 +186,13 @@ def _runs(indices: Iterable[Index], shape: tuple[int, ...]) -> list[Index]:
 def _in_order(array: Array) -> Array:
     """A copy in C order, by blocks of columns: of a transposed matrix both sides then stay in a core's cache."""
     copy: Array = np.empty(array.shape, array.dtype)
-    for first in range(0, array.shape[-1], _COLUMNS):
-        copy[..., first : first + _COLUMNS] = array[..., first : first + _COLUMNS]
+    _copy(array, copy)
     return copy
+
+
+def _copy(array: Array, target: Array) -> None:
+    for first in range(0, array.shape[-1], _COLUMNS):
+        target[..., first : first + _COLUMNS] = array[..., first : first + _COLUMNS]
 
 
 def stored_channels(name: ParameterName, built: ModelConfig, stored: ModelConfig) -> list[int]:
@@ -156,16 +204,41 @@ def stored_channels(name: ParameterName, built: ModelConfig, stored: ModelConfig
     return rows_by_device(manifest_of(stored).specs[name].sections, recurrent.shards)
 
 
-class _Source:
-    """Reads parameters by their axes in the model; a checkpoint's matrices are [out, in]. `built`: the model's config,
-    whose layers may have more kv heads than the checkpoint's. `dtype`: what is read is given this type at once, while
-    it lies as it is stored: turned round, it would take several times as long. `role`: see `Parameter`."""
+class _Arrays:
+    """Reads numbers, or the arrays of one matrix, of which it has `roles`. What else belongs to the rows whose values
+    are read is kept, so that no part of the matrix is read twice."""
 
-    def __init__(self, reader: ParameterReader, built: ModelConfig, dtype: np.dtype, role: Role | None) -> None:
-        self._reader = reader
+    def __init__(self, reader: ParameterReader, roles: list[Role]) -> None:
+        self.reader = reader
+        self._roles = roles
+        self._kept: dict[object, Array] = {}
+
+    def read(self, name: ParameterName, role: Role | None, index: Index) -> Array:
+        """Numbers at an index; or values at one, and then, at its rows, other arrays."""
+        if role is None:
+            return self.reader.read(name, index)
+        if role is not Role.VALUES:
+            return self._kept[_key(name, role, index)]
+        found = self.reader.read_arrays(name, self._roles, index)
+        self._kept |= {_key(name, each, index[:-1]): found[each] for each in self._roles if each is not role}
+        return found[role]
+
+
+def _key(name: ParameterName, role: Role, rows: Index) -> object:
+    return name, role, tuple((each.start, each.stop) for each in rows)
+
+
+class _Source:
+    """Reads a parameter by its axes in the model; a checkpoint's matrices are [out, in]. `built`: the model's config,
+    whose layers may have more kv heads than the checkpoint's. What is read is given the parameter's type at once, while
+    it lies as it is stored: turned round, it would take several times as long."""
+
+    def __init__(self, arrays: _Arrays, built: ModelConfig, parameter: Parameter) -> None:
+        self._arrays = arrays
+        self._reader = arrays.reader
         self._built = built
-        self._dtype = dtype
-        self._role = role
+        self._dtype = parameter.get_value().dtype
+        self._role = parameter.role
 
     def of(self, parameter: ModelParameter) -> ReadPart:
         """What reads a parameter."""
@@ -210,23 +283,26 @@ class _Source:
     def _fused_heads(
         self, names: tuple[ParameterName, ...], axes: tuple[Axis, ...], shape: tuple[int, ...]
     ) -> ReadPart:
-        """Queries, key and value of each kv head: `[hidden, kv_heads, group + 2, head_dim]`, or the bias without
-        `hidden`."""
-        inputs = axes[: axes.index(Axis.KV_HEADS)]
-        model_heads, group = shape[len(inputs)], shape[len(inputs) + 1] - 2
+        """Queries, key and value of each kv head: `[hidden, kv_heads, group + 2, head_dim]`, the bias without `hidden`,
+        or the arrays of blocks with axes of these behind."""
+        at = axes.index(Axis.KV_HEADS)
+        before, behind = axes[:at], axes[at + 3 :]
+        model_heads, group = shape[at], shape[at + 1] - 2
         query, *keys_and_values = names
 
         def read(index: Index) -> Array:
-            *before, kv_heads, parts, dims = index
+            kv_heads, parts, dims = index[at : at + 3]
             first, last, _ = kv_heads.indices(model_heads)
-            whole = slice(None)
-            own = slice(first * group, last * group)
-            queries = self._read(query, (*inputs, Axis.HEADS, Axis.HEAD_DIM), (*before, own, whole))
-            found = [queries.reshape(*queries.shape[:-2], last - first, group, queries.shape[-1])]
-            for name in keys_and_values:
-                heads = self._read(name, (*inputs, Axis.KV_HEADS, Axis.HEAD_DIM), (*before, slice(first, last), whole))
-                found.append(heads[..., None, :])
-            return np.concatenate(found, axis=-2)[..., parts, dims]
+
+            def of(name: ParameterName, axis: Axis, heads: slice) -> Array:
+                wanted = (*index[:at], heads, slice(None), *index[at + 3 :])
+                return self._read(name, (*before, axis, Axis.HEAD_DIM, *behind), wanted)
+
+            queries = of(query, Axis.HEADS, slice(first * group, last * group))
+            found = [queries.reshape(*queries.shape[:at], last - first, group, *queries.shape[at + 1 :])]
+            found += [np.expand_dims(of(name, Axis.KV_HEADS, slice(first, last)), at + 1) for name in keys_and_values]
+            joined: Array = np.concatenate(found, axis=at + 1)
+            return joined[(*[slice(None)] * (at + 1), parts, dims)]
 
         return read
 
@@ -254,8 +330,9 @@ class _Source:
         spec = self._reader.spec(name)
         stored_index, shape, flat = [], [], []
         chosen: np.ndarray | None = None
-        # Scales have no axis of inputs, the last.
-        of_rows = self._role in (Role.SCALES, Role.INPUT_SCALE)
+        # Scales of rows have no axis of inputs, the last; matrices in blocks, of one device, have others in its place.
+        blocks = tuple(axis for axis in axes if axis in BLOCK_AXES)
+        of_rows = bool(blocks) or self._role in (Role.SCALES, Role.INPUT_SCALE)
         for sizes, group in list(zip(spec.sizes, spec.axes, strict=True))[: -1 if of_rows else None]:
             length, *inner = sizes
             copies = self._kv_copies(name) if group[0] is Axis.KV_HEADS else 1
@@ -267,18 +344,16 @@ class _Source:
             stored_index.append(slice(own.start * width, own.stop * width))
             shape += [own.stop - own.start, *inner]
             flat += group
-        found = self._stored(name, tuple(stored_index)).astype(self._dtype, copy=False).reshape(shape)
+        whole_heads, rows = Axis.HEAD_DIM in flat and len(flat) > len(stored_index), len(stored_index)
+        if blocks and self._role is Role.VALUES:
+            stored_index.append(slice(None))
+        found = self._arrays.read(name, self._role, tuple(stored_index)).astype(self._dtype, copy=False)
+        found, flat = found.reshape(*shape, *found.shape[rows:]), [*flat, *blocks]
         if chosen is not None:
             found = np.take(found, chosen, axis=flat.index(Axis.KV_HEADS))
-        if flat.count(Axis.HEAD_DIM) and len(flat) > len(stored_index):
-            # Whole heads were read.
+        if whole_heads:
             found = found[tuple(wanted[axis] if axis is Axis.HEAD_DIM else slice(None) for axis in flat)]
         return found.transpose([flat.index(axis) for axis in axes])
-
-    def _stored(self, name: ParameterName, index: Index) -> Array:
-        if self._role is None:
-            return self._reader.read(name, index)
-        return self._reader.read_array(name, self._role, index)
 
     def _kv_copies(self, name: ParameterName) -> int:
         """How often the model has each kv head of the checkpoint in a parameter's layer."""

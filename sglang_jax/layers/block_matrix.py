@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.checkpoint.encoding import BLOCK, Q4, Encoding
-from sglang_jax.cpu_kernels.block_layout import OUTPUTS, scratch_floats
-from sglang_jax.layers.parameter import Parameter
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.encoding import BLOCK, Q4, Encoding, Stored, ValueType
+from sglang_jax.checkpoint.reader import Role
+from sglang_jax.cpu_kernels.block_layout import OUTPUTS, pack, scratch_floats
+from sglang_jax.layers.parameter import Parameter, Sizes, parameter
+from sglang_jax.layers.sharding import named_sharding
+
+BLOCK_AXES = (Axis.IN_BLOCKS, Axis.IN_BLOCK)
+"""Those that the arrays of a matrix in blocks have in the place of its inputs, until they are packed."""
+
+_BYTES = {ValueType.INT4: jnp.uint8, ValueType.INT8: jnp.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +49,50 @@ class BlockProduct:
         return product
 
 
-class BlockMatrix(nnx.Module):
-    """A matrix `[outputs, inputs]` in blocks, yet without values. Its weights are those of the matrix in bfloat16, bit
-    for bit, so that a product differs by the order of its float32 sums alone. That order is the same for any number of
-    rows."""
+BlockProducts = Callable[[Encoding], BlockProduct | None]
+"""The kernel for matrices of an encoding; None where there is none."""
 
-    def __init__(self, product: BlockProduct, outputs: int, inputs: int) -> None:
-        tiles, blocks = outputs // OUTPUTS, inputs // BLOCK
-        # Sizes as `cpu_kernels.block_layout.PackedBlocks` has them.
-        if product.encoding == Q4:
-            self.levels = _parameter((tiles, blocks, BLOCK), jnp.int16)
-            self.scales = _parameter((tiles, blocks, 2 * OUTPUTS), jnp.float16)
-        else:
-            self.levels = _parameter((tiles, blocks, OUTPUTS, BLOCK), jnp.int8)
-            self.scales = _parameter((tiles, blocks, OUTPUTS), jnp.float16)
+
+def no_blocks(_: Encoding) -> None:
+    """Of a machine without such kernels: matrices in blocks are dequantised while they are read."""
+
+
+class BlockMatrix(nnx.Module):
+    """A matrix `[*out, inputs]` in blocks, yet without values: loaded as it is stored, and then packed.
+
+    Its weights are those of the matrix in bfloat16, bit for bit, so that a product differs by the order of its float32
+    sums alone. That order is the same for any number of rows.
+    """
+
+    def __init__(self, product: BlockProduct, inputs: int, outputs: Sizes, parts: Sequence[Part]) -> None:
+        """`parts`: the matrices that it is made of. All of its outputs are a multiple of 4."""
+        encoding = product.encoding
+        assert encoding.block is not None
+        blocks = [*outputs, (Axis.IN_BLOCKS, inputs // encoding.block)]
+        values = [*blocks, (Axis.IN_BLOCK, encoding.block * encoding.bits // 8)]
+        number = jnp.dtype(encoding.scales)
+        arrays = {"values": parameter(values, jnp.dtype(_BYTES[encoding.values]), *parts, role=Role.VALUES)}
+        for role in encoding.roles[1:]:
+            arrays[role.value] = parameter(blocks, number, *parts, role=role)
+        self.arrays = nnx.Dict(arrays)
+        self.output_sizes = tuple(size for _, size in outputs)
         self.product = product
+
+    def pack(self) -> None:
+        """Changes the arrays, once loaded, or the shapes that stand for them, to those that the kernel reads."""
+        encoding, outputs = self.product.encoding, math.prod(self.output_sizes)
+        stored = {role: self.arrays[role.value].get_value() for role in encoding.roles}
+        values = stored[Role.VALUES]
+        if isinstance(values, jax.ShapeDtypeStruct):
+            levels, scales = _shapes_of_packed(encoding, outputs // OUTPUTS, values.shape[-2])
+        else:
+            rows = {
+                role: np.asarray(array).reshape(outputs, *array.shape[len(self.output_sizes) :])
+                for role, array in stored.items()
+            }
+            packed = pack(Stored(encoding, rows))
+            levels, scales = (_placed(array, values.sharding) for array in (packed.levels, packed.scales))
+        self.arrays = nnx.Dict(levels=_packed(levels), scales=_packed(scales))
 
     def serves(self, rows: int) -> bool:
         """Whether products of so many rows are these."""
@@ -59,8 +100,23 @@ class BlockMatrix(nnx.Module):
 
     def multiply(self, x: jax.Array) -> jax.Array:
         """bfloat16 `x [T, *in]` → float32 `[T, outputs]`."""
-        return self.product.multiply(x.reshape(len(x), -1), self.levels[...], self.scales[...])
+        levels, scales = (self.arrays[name][...] for name in ("levels", "scales"))
+        return self.product.multiply(x.reshape(len(x), -1), levels, scales)
 
 
-def _parameter(shape: tuple[int, ...], dtype: jnp.dtype) -> Parameter:
-    return Parameter(jax.ShapeDtypeStruct(shape, dtype), axes=(Axis.IN_BLOCKS,) * len(shape), parts=())
+def _shapes_of_packed(encoding: Encoding, tiles: int, blocks: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Of levels and scales: see `cpu_kernels.block_layout.PackedBlocks`."""
+    if encoding == Q4:
+        levels, numbers = jax.ShapeDtypeStruct((tiles, blocks, BLOCK), jnp.int16), 2 * OUTPUTS
+    else:
+        levels, numbers = jax.ShapeDtypeStruct((tiles, blocks, OUTPUTS, BLOCK), jnp.int8), OUTPUTS
+    return levels, jax.ShapeDtypeStruct((tiles, blocks, numbers), jnp.float16)
+
+
+def _packed(array: jax.Array | jax.ShapeDtypeStruct) -> Parameter:
+    return Parameter(array, axes=(Axis.IN_TILES,) * len(array.shape), parts=(), role=None)
+
+
+def _placed(array: np.ndarray, like: jax.sharding.Sharding) -> jax.Array:
+    placed = named_sharding(like.mesh, (Axis.IN_TILES,) * array.ndim) if isinstance(like, NamedSharding) else like
+    return jax.device_put(array, placed)

@@ -26,7 +26,7 @@ class Linear(nnx.Module):
     def __init__(
         self, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartOptions, *, bias: bool = False
     ) -> None:
-        self.matrix = matrix_for(options.encoding_of(*parts), inputs, outputs, parts, options.dtype)
+        self.matrix = matrix_for(inputs, outputs, parts, options)
         self.bias = parameter(outputs, options.dtype, *parts, kind=Kind.BIAS) if bias else None
         self.outputs = tuple(size for _, size in outputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,9 +13,11 @@ from flax import nnx
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.reader import Role
+from sglang_jax.cpu_kernels.block_layout import OUTPUTS
 from sglang_jax.layers.block_matrix import BlockMatrix
 from sglang_jax.layers.layout import InputsFirst, Layout
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
+from sglang_jax.layers.part import PartOptions
 
 
 class Matrix(Protocol):
@@ -83,16 +86,6 @@ class ScaledMatrix(nnx.Module):
         self.layout = layout
 
 
-def matrix_for(
-    encoding: Encoding | None, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype
-) -> Matrix:
-    """A matrix without values, of the class for how it is stored: what has blocks is widened to `dtype`, the type of
-    products. `parts`: the matrices that it is made of."""
-    if encoding is None or encoding.block is not None:
-        return PlainMatrix.of(inputs, outputs, parts, dtype)
-    return ScaledMatrix(encoding, inputs, outputs, parts, dtype)
-
-
 class FewOrMany(nnx.Module):
     """The same matrix twice: in blocks for steps of few rows, and for others in another way."""
 
@@ -106,5 +99,20 @@ class FewOrMany(nnx.Module):
         return self.many.multiply(x, of_outputs=of_outputs)
 
     def arrange(self, layout: Layout) -> None:
-        """See `Matrix`. Blocks lie in one way."""
+        """See `Matrix`. Blocks lie in one way: see `BlockMatrix.pack`."""
         self.many.arrange(layout)
+
+
+def matrix_for(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartOptions) -> Matrix:
+    """A matrix without values, of the class for how its `parts` are stored. What has blocks is also widened to the type
+    of products, or widened alone where no kernel reads it."""
+    encoding = options.encoding_of(*parts)
+    if encoding is None:
+        return PlainMatrix.of(inputs, outputs, parts, options.dtype)
+    if encoding.block is None:
+        return ScaledMatrix(encoding, inputs, outputs, parts, options.dtype)
+    plain = PlainMatrix.of(inputs, outputs, parts, options.dtype)
+    product, rows = options.block_products(encoding), math.prod(size for _, size in outputs)
+    if product is None or rows % OUTPUTS:
+        return plain
+    return FewOrMany(BlockMatrix(product, math.prod(size for _, size in inputs), outputs, parts), plain)

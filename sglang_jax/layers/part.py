@@ -14,6 +14,7 @@ from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.block_matrix import BlockProducts, no_blocks
 
 RotaryTables = tuple[jax.Array, jax.Array]
 """Cosines and sines of a step's tokens."""
@@ -29,7 +30,8 @@ class PartOptions:
     - `dtype`: of weights. `kv_dtype`: of keys and values in pages; one of 8 bits brings `kv_scales`, by which they are
       stored divided.
     - `implementation`: the kernels of attention, and of recurrent states (see `kernels.states`).
-    - `encodings`: how matrices are stored. `layer`: the part's, None for what belongs to the whole model.
+    - `encodings`: how matrices are stored. `block_products`: kernels for those in blocks.
+    - `layer`: the part's, None for what belongs to the whole model.
     """
 
     hidden_size: int
@@ -37,6 +39,7 @@ class PartOptions:
     implementation: AttentionImplementation
     kv_dtype: jnp.dtype | None = None
     encodings: Encodings = all_plain
+    block_products: BlockProducts = no_blocks
     layer: int | None = None
 
     def encoding_of(self, *parts: Part) -> Encoding | None:

@@ -36,6 +36,8 @@ MESH_AXIS: dict[Axis, str | None] = {
     Axis.STATE_HEADS: "tensor",
     Axis.TAPS: None,
     Axis.IN_BLOCKS: None,
+    Axis.IN_BLOCK: None,
+    Axis.IN_TILES: None,
     Axis.ONE: None,
 }
 """Tensor parallelism after Megatron-LM (Shoeybi et al. 2019): each device computes whole heads and a part of the

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.layers.block_matrix import BlockProducts, no_blocks
 from sglang_jax.layers.platform import PlatformForm
 from sglang_jax.models.kv_cache import KVCaches, KVCacheSpec, StateDtypes, allocate, bytes_of_groups, kv_cache_spec
 from sglang_jax.models.parameters import check_shapes
@@ -43,12 +44,14 @@ def build_model(
     platform: str | None = None,
     kv_dtype: jnp.dtype | None = None,
     encodings: Encodings = all_plain,
+    block_products: BlockProducts = no_blocks,
 ) -> Transformer:
     """A model whose parameters are shapes until weights are loaded.
 
     `dtype` is that of weights and activations: bfloat16, or float32 for exact float32 throughout. `platform` (`cpu`,
     `gpu`, `tpu`; JAX's default unless given) decides the form of some weights. `kv_dtype` is that of keys and values in
     the cache, `dtype` unless given. `encodings`: how matrices are stored, as plain numbers unless given.
+    `block_products`: the kernels for those in blocks, which are then also kept so; none unless given.
 
     **Raises:** `ValueError` for another dtype.
     """
@@ -62,6 +65,7 @@ def build_model(
         attention=attention,
         form=form,
         encodings=encodings,
+        block_products=block_products,
     )
     check_shapes(model)
     return model

@@ -10,6 +10,7 @@ from flax import nnx
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.reader import Role
+from sglang_jax.layers.block_matrix import BLOCK_AXES
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.models.transformer import Transformer
 
@@ -49,7 +50,7 @@ def matrices_in_8_bits(model: Transformer) -> dict[ParameterName, str]:
     return {
         name: parameter.value.dtype.name
         for parameter in parameters_of(model)
-        if parameter.value.role is Role.VALUES
+        if parameter.value.role is Role.VALUES and not set(BLOCK_AXES) & set(parameter.value.axes)
         for name in parameter.names
     }
 
@@ -62,9 +63,10 @@ def check_shapes(model: Transformer) -> None:
     manifest = manifest_of(model.config)
     missing = dict(manifest.specs)
     for parameter in parameters_of(model):
-        shape = manifest.fused_shape(parameter.names, parameter.value.axes)
-        if parameter.value.shape != shape:
-            raise ValueError(f"{parameter.path} is built as {parameter.value.shape}, the manifest has {shape}")
+        axes = [axis for axis in parameter.value.axes if axis not in BLOCK_AXES]
+        shape, built = manifest.fused_shape(parameter.names, axes), parameter.value.shape[: len(axes)]
+        if built != shape:
+            raise ValueError(f"{parameter.path} is built as {built}, the manifest has {shape}")
         for name in parameter.names:
             missing.pop(name, None)  # a matrix may be several arrays
     if not model.has_own_head:

@@ -18,6 +18,7 @@ from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.block_matrix import BlockMatrix, BlockProducts, no_blocks
 from sglang_jax.layers.embedding import Embedding
 from sglang_jax.layers.layout import Layout, Matrices, OutputsFirst, Table
 from sglang_jax.layers.linear import Linear
@@ -60,6 +61,7 @@ class Transformer(nnx.Module):
         attention: AttentionImplementation,
         form: PlatformForm,
         encodings: Encodings = all_plain,
+        block_products: BlockProducts = no_blocks,
     ) -> None:
         self.config = config
         self.attention = attention
@@ -70,11 +72,12 @@ class Transformer(nnx.Module):
             implementation=attention,
             kv_dtype=kv_dtype,
             encodings=encodings,
+            block_products=block_products,
         )
         self.layers = nnx.List([DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers)])
         self.final_norm = Norm([(Axis.HIDDEN, config.hidden_size)], config.final_norm, dtype, Part.FINAL_NORM)
         hidden, vocabulary = [(Axis.HIDDEN, config.hidden_size)], [(Axis.VOCABULARY, config.vocab_size)]
-        self.head = matrix_for(options.encoding_of(Part.HEAD), hidden, vocabulary, (Part.HEAD,), dtype)
+        self.head = matrix_for(hidden, vocabulary, (Part.HEAD,), options)
         if config.tie_word_embeddings and not form.own_head_for_tied_embeddings:
             self._share_table(Table())
         self.num_groups = num_paged_groups(config)
@@ -87,6 +90,9 @@ class Transformer(nnx.Module):
         Until then they are in the form of every platform, in which they are loaded and stored. Shapes that stand for
         weights become those of that form.
         """
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, BlockMatrix):
+                module.pack()
         if self.form.matrices:
             self.put_in_matrices()
         elif self.form.outputs_first and devices == 1:

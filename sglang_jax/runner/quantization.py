@@ -16,6 +16,9 @@ from sglang_jax.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_MOST_OF_MEMORY = 1 / 8
+"""Of what the other form of all weights leaves, matrices in blocks take no more than this share."""
+
 _ENCODINGS = {WeightQuantization.INT8: INT8_ROWS, WeightQuantization.FLOAT8_E4M3: FLOAT8_ROWS}
 
 
@@ -80,3 +83,17 @@ def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> E
     if checkpoint.reader is None:
         return read_orbax_encodings(checkpoint.source.path, checkpoint.config).get
     return ParameterReader(checkpoint.reader, checkpoint.config, quantization).encoding
+
+
+def keeps_blocks(needed: int, room: int) -> bool:
+    """Whether a model may keep matrices in blocks too: `needed` bytes of them, of the `room` that its other weights
+    leave. The log says so."""
+    if needed > room * _MOST_OF_MEMORY:
+        logger.info(
+            "Quantised matrices are only kept dequantised: keeping both takes %.0f MiB, more than an eighth of %.0f",
+            needed / 2**20,
+            room / 2**20,
+        )
+        return False
+    logger.info("Matrices are kept in blocks too, in %.0f MiB", needed / 2**20)
+    return True

@@ -161,7 +161,7 @@ def check_inputs(quantised: ParameterReader, folder: Path) -> None:
             continue
         names = [spec.tensor] if not spec.places else [spec.places[0].tensor_of(e) for e in range(spec.shape[0])]
         expected = np.stack([tensors[each.replace(".weight", ".input_scale")].numpy() for each in names])
-        found = quantised.read_array(name, Role.INPUT_SCALE)
+        found = quantised.read_arrays(name, (Role.INPUT_SCALE,))[Role.INPUT_SCALE]
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found.reshape(len(names), -1), np.tile(expected, spec.shape[-2]))
 

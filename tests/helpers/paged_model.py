@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 from sglang_jax.architectures.model_config import num_paged_groups
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.checkpoint.quantization import Quantization
-from sglang_jax.jax_runner.block_weights import KeptBlocks
 from sglang_jax.jax_runner.parallel import TensorParallel
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.kernels.kv_storage import to_storage
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
+from sglang_jax.layers.block_matrix import BlockProducts, no_blocks
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, KVCaches, allocate, build_model, kv_cache_spec
 from sglang_jax.runner.quantization import encodings_of
@@ -42,8 +42,8 @@ def slots_of_rows(rows: int) -> np.ndarray:
 
 
 class PagedModel:
-    """A loaded checkpoint and its caches; two programs: decode (4 rows) and mixed (48 tokens, 4 rows). `kept`: what of
-    it is kept in blocks. `quantization`: of its weights while they are loaded."""
+    """A loaded checkpoint and its caches; two programs: decode (4 rows) and mixed (48 tokens, 4 rows).
+    `block_products`: kernels for its matrices in blocks. `quantization`: of its weights while they are loaded."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PagedModel:
         page_size: int = 4,
         columns: int = 16,
         mesh: Mesh | None = None,
-        kept: KeptBlocks | None = None,
+        block_products: BlockProducts = no_blocks,
         quantization: Quantization | None = None,
     ) -> None:
         checkpoint = open_checkpoint(str(folder))
@@ -64,13 +64,14 @@ class PagedModel:
         parallel = TensorParallel.of(checkpoint.config, mesh.shape["tensor"])
         encodings = encodings_of(checkpoint, quantization)
         model = build_model(
-            parallel.config, dtype=jnp.dtype(dtype), attention=attention, kv_dtype=stored, encodings=encodings
+            parallel.config,
+            dtype=jnp.dtype(dtype),
+            attention=attention,
+            kv_dtype=stored,
+            encodings=encodings,
+            block_products=block_products,
         )
-        if kept is not None:
-            kept.attach(model)
         load_weights(model, checkpoint.reader, checkpoint.config, mesh, quantization)
-        if kept is not None:
-            kept.load(model, mesh)
         if mesh.size == 1:
             model.arrange()
         graph, self.state = nnx.split(model)

@@ -22,6 +22,7 @@ from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.compilation.building import build_traced
 from torch_backend.compilation.traced_model import TracedTransformer
 from torch_backend.kv_pages import KVPages, LayerMemory, StateDtypes
+from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.shard import ModelShard
 from torch_backend.models import Transformer, build_model
 from torch_backend.native_operations import NativeOperations
@@ -38,6 +39,7 @@ class TorchPagedModel:
 
     `numba`: attention and fused operations are CPU kernels. `traced`: the model is that of transformers, rewritten.
     Without `load` the model has no weights yet. `quantization`: of its weights while they are loaded.
+    `block_matrices`: what keeps its matrices in blocks, too.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class TorchPagedModel:
         columns: int = 16,
         load: bool = True,
         quantization: Quantization | None = None,
+        block_matrices: BlockMatrices | None = None,
     ) -> None:
         impl = ModelImpl.TRANSFORMERS if traced else ModelImpl.NATIVE
         checkpoint = open_checkpoint(str(folder), model_impl=impl)
@@ -74,7 +77,8 @@ class TorchPagedModel:
             self.model.load(read)
         else:
             encodings = encodings_of(checkpoint, quantization)
-            self.model = build_model(config, parallel=parallel, states=states, encodings=encodings, **kinds)
+            kinds |= {"states": states, "encodings": encodings, "block_matrices": block_matrices}
+            self.model = build_model(config, parallel=parallel, **kinds)
         if load and not traced:
             load_weights(self.model, checkpoint.reader, config, quantization=quantization)
         self.keeps_states = config.keeps_states

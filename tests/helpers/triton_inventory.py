@@ -19,9 +19,11 @@ from torch_backend.kernels.decode_attention import Partials, decode_attention, p
 from torch_backend.kernels.extend_attention import Sums, extend_attention, form_of
 from torch_backend.kernels.extend_plan import plan_extend
 from torch_backend.kernels.gated_activation import gelu_mul, silu_mul
+from torch_backend.kernels.integer_product import integer_product
 from torch_backend.kernels.rms_norm import add_rms_norm, rms_norm
 from torch_backend.kernels.rotate_and_write import rotate_and_write
 from torch_backend.kernels.sample import greedy, sample
+from torch_backend.kernels.scaled_product import scaled_product
 from torch_backend.kv_pages import KVForm, KVPages
 from torch_backend.operations import HeadNorms, Rotation
 from torch_backend.recurrent.rows import StateRows
@@ -75,6 +77,10 @@ REPRESENTATIVE = (
     "extend_attention of short chunks: bfloat16, head_dim 128, group 4, bfloat16 pages of 16: ",
     "convolve: bfloat16, width 4: ",
     "scan: delta rule, key_dim 128, value_dim 128, float32 states: ",
+    "scaled_product: bfloat16, int8, 16 rows, 4096 x 4096: ",
+    "scaled_product: bfloat16, float8_e4m3fn, 64 rows, 4096 x 4096: ",
+    "scaled_product: bfloat16, int8, 1024 rows, 4096 x 4096: ",
+    "integer_product: bfloat16, 16 rows, 4096 x 4096: ",
 )
 """One configuration of every kernel, and those nearest to a limit: `operation: configuration: `."""
 
@@ -93,6 +99,8 @@ def shipped_kernels() -> list[ShippedKernel]:
         *_attention(),
         *_convolutions(),
         *_scans(),
+        *_scaled_products(),
+        *_integer_products(),
     ]
 
 
@@ -332,3 +340,45 @@ def _scan(key_dim: int, value_dim: int, delta: bool, states: torch.dtype, _: Chi
     keys, values = numbers(groups, key_dim), numbers(heads, value_dim)
     inputs = ScanInputs(keys, keys, values, numbers(heads), numbers(heads) if delta else None)
     TritonStates().prepare(_state_rows()).scan(inputs, _empty(states, _ROWS, heads, key_dim, value_dim))
+
+
+def _scaled_products() -> Iterator[ShippedKernel]:
+    """Each number of rows has a tile of its own, or another number of splits; many outputs have none."""
+    for values in (torch.int8, torch.float8_e4m3fn):
+        for rows in (16, 32, 64, 96, 1024):
+            yield _scaled_product(torch.bfloat16, values, rows, 4096, False)
+        for rows in (16, 1024):
+            yield _scaled_product(torch.float16, values, rows, 4096, False)
+        yield _scaled_product(torch.bfloat16, values, 16, 28_672, True)
+
+
+def _scaled_product(dtype: torch.dtype, values: torch.dtype, rows: int, outputs: int, has_bias: bool) -> ShippedKernel:
+    inputs = 4096
+    bias = _empty(dtype, outputs) if has_bias else None
+
+    def launch(chip: Chip) -> object:
+        x, scales = _empty(dtype, rows, inputs), _empty(torch.float32, outputs)
+        return scaled_product(x, _empty(values, outputs, inputs), scales, bias, chip)
+
+    words = f"{_name(dtype)}, {_name(values)}, {rows} rows, {outputs} x {inputs}" + (", bias" if has_bias else "")
+    return ShippedKernel("scaled_product", words, launch)
+
+
+def _integer_products() -> Iterator[ShippedKernel]:
+    """Of 1024 rows, what is around torch's product: one kernel rounds, another one scales."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows in (16, 32, 64, 1024) if dtype == torch.bfloat16 else (16,):
+            yield _integer_product(dtype, rows, 4096, False)
+    yield _integer_product(torch.bfloat16, 16, 28_672, True)
+
+
+def _integer_product(dtype: torch.dtype, rows: int, outputs: int, has_bias: bool) -> ShippedKernel:
+    inputs = 4096
+    bias = _empty(dtype, outputs) if has_bias else None
+
+    def launch(chip: Chip) -> object:
+        x, scales = _empty(dtype, rows, inputs), _empty(torch.float32, outputs)
+        return integer_product(x, _empty(torch.int8, outputs, inputs), scales, bias, chip)
+
+    words = f"{_name(dtype)}, {rows} rows, {outputs} x {inputs}" + (", bias" if has_bias else "")
+    return ShippedKernel("integer_product", words, launch)

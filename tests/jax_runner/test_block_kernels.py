@@ -37,7 +37,7 @@ Product = Callable[[np.ndarray], np.ndarray]
 
 def product_with(blocks: Stored) -> Product:
     """By a program of its own for each number of rows, as in a runner."""
-    kernel, packed = block_product(blocks.form, EngineConfig().cache_folder()), pack(blocks)
+    kernel, packed = block_product(blocks.encoding, EngineConfig().cache_folder()), pack(blocks)
     assert kernel is not None
     run = jax.jit(kernel.multiply)
     levels, scales = jnp.asarray(packed.levels), jnp.asarray(packed.scales)

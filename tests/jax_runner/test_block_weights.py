@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -16,16 +16,15 @@ from helpers.plan_driver import PlanDriver
 from helpers.tiny_models import make_tiny_checkpoint, make_tiny_model, make_tiny_tokenizer
 
 from sglang_jax.checkpoint import open_checkpoint
-from sglang_jax.checkpoint.encoding import Q8
+from sglang_jax.checkpoint.encoding import Q8, Encoding
 from sglang_jax.config import Dtype, EngineConfig
 from sglang_jax.cpu_kernels import vectors
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.jax_runner.block_kernels import block_product
-from sglang_jax.jax_runner.block_weights import KeptBlocks, blocks_to_keep
 from sglang_jax.jax_runner.loading import load_rank
-from sglang_jax.models import AttentionImplementation, build_model
-from sglang_jax.models.parameters import HEAD
+from sglang_jax.layers.block_matrix import BlockProduct
 from sglang_jax.runner.plan import PromptLogprobs
+from sglang_jax.runner.quantization import keeps_blocks
 
 needs_units = pytest.mark.skipif(not vectors.supported(), reason="kernels need a processor with avx512_bf16")
 
@@ -35,14 +34,9 @@ def tiny_gguf(folder: Path, kind: GGMLQuantizationType, architecture: str = "lla
     return make_tiny_gguf(folder / "model.gguf", model, make_tiny_tokenizer(folder), architecture, kind)
 
 
-def kept_of(file: Path, room: int = 2**30) -> KeptBlocks | None:
-    checkpoint = open_checkpoint(str(file))
-    assert checkpoint.reader is not None
-    model = build_model(
-        checkpoint.config, dtype=jnp.dtype(jnp.bfloat16), attention=AttentionImplementation.XLA, platform="cpu"
-    )
-    product = partial(block_product, cache_folder=EngineConfig().cache_folder())
-    return blocks_to_keep(model, checkpoint.config, checkpoint.reader, product, room)
+def products(encoding: Encoding, most_rows: int = 4) -> BlockProduct | None:
+    product = block_product(encoding, cache_folder=EngineConfig().cache_folder())
+    return None if product is None else replace(product, most_rows=most_rows)
 
 
 @needs_units
@@ -58,29 +52,23 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(
 ) -> None:
     """Of every row, whichever form serves it; both forms have the same weights, and sums in float32."""
     file = tiny_gguf(tmp_path, kind, architecture, tie_word_embeddings=tied)
-    kept = kept_of(file)
-    assert kept is not None
-    # Of each layer queries with keys and values, output, gate with up, down; and the head.
-    assert len(kept.matrices) == 4 * len(open_checkpoint(str(file)).config.layers) + 1
-    assert kept.matrices[""].names == (HEAD,)
     tokens = np.random.default_rng(0).integers(0, 300, (4, 12)).astype(np.int32)
     steps = [{0: 8, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]
     expected = PagedModel(file, dtype="bfloat16").run(tokens, steps)
-    products = {place: replace(product, most_rows=most_rows) for place, product in kept.products.items()}
-    model = PagedModel(file, dtype="bfloat16", kept=replace(kept, products=products))
+    model = PagedModel(file, dtype="bfloat16", block_products=partial(products, most_rows=most_rows))
     found = model.run(tokens, steps)
     errors = [np.abs(logits - wanted) for logits, wanted in zip(found, expected, strict=True)]
     assert max(each.max() for each in errors) < 0.03 * max(np.abs(wanted).max() for wanted in expected)
-    # Of both layers, and of the head.
+    # Of each of both layers queries with keys and values, output, gate with up, down; and the head.
     assert model.program({0: 1}).as_text().count("custom_call @block_product_") == 2 * 4 + 1
     assert model.program({0: 8}).as_text().count("custom_call @block_product_") == (9 if most_rows == 48 else 0)
 
 
-@needs_units
-def test_no_blocks_are_kept_where_they_do_not_fit(tmp_path: Path) -> None:
-    file = tiny_gguf(tmp_path, GGMLQuantizationType.Q8_0)
-    assert kept_of(file, room=2**10) is None
-    assert kept_of(tiny_gguf(tmp_path, GGMLQuantizationType.F32)) is None
+def test_no_blocks_are_kept_where_they_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="sglang_jax"):
+        assert keeps_blocks(needed=2**20, room=2**23)
+        assert not keeps_blocks(needed=2**20 + 1, room=2**23)
+    assert caplog.messages[1].endswith("keeping both takes 1 MiB, more than an eighth of 8")
 
 
 @needs_units
@@ -89,8 +77,10 @@ def test_a_scale_that_float16_cannot_hold_is_told(tmp_path: Path) -> None:
     model = make_tiny_model("llama", hidden_size=128, intermediate_size=256)
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = 16e4
     file = make_tiny_gguf(tmp_path / "x.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_0)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.feed_forward\.gate_up has scales that blocks"):
-        PagedModel(file, dtype="bfloat16", kept=kept_of(file))
+    with pytest.raises(
+        CheckpointError, match=r"x\.gguf: model\.layers\.1\.mlp\.up_proj\.weight has scales that blocks"
+    ):
+        PagedModel(file, dtype="bfloat16", block_products=products)
 
 
 def options(folder: Path, **changes: object) -> EngineConfig:

@@ -19,7 +19,8 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype, LoadFormat
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner import create_runner
-from sglang_jax.jax_runner.loading import choose_attention, load_rank
+from sglang_jax.jax_runner.building import choose_attention
+from sglang_jax.jax_runner.loading import load_rank
 from sglang_jax.jax_runner.orbax_checkpoint import save_orbax
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh

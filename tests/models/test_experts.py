@@ -95,7 +95,7 @@ def in_8_bits(arrays: Arrays, *parts: str) -> Arrays:
     """The same with values and scales of some matrices beside what these are worth."""
     found, quantization = dict(arrays), Quantization(INT8_ROWS)
     for part in parts:
-        values, scales = (quantization.array(arrays[part], role) for role in (Role.VALUES, Role.SCALES))
+        values, scales = quantization.arrays(arrays[part], (Role.VALUES, Role.SCALES)).values()
         found |= {part: values * scales[..., None], f"{part}_values": values, f"{part}_scales": scales}
     return found
 

@@ -141,8 +141,8 @@ def test_a_part_of_a_matrix_is_quantised_as_in_the_whole(encoding: Any) -> None:
         part = parameters.read_stored(name, (slice(0, rows), slice(first, last)))
         np.testing.assert_array_equal(part.widened(), stored.widened()[:, first:last])
     rows = np.array([[0.0, 0.0], [1e-44, -1e-44], [3e38, -1.0]], np.float32)
-    found = {role: Quantization(encoding).array(rows, role).astype(np.float32) for role in (Role.VALUES, Role.SCALES)}
-    widened = found[Role.VALUES] * found[Role.SCALES][:, None]
+    found = Quantization(encoding).arrays(rows, (Role.VALUES, Role.SCALES))
+    widened = found[Role.VALUES].astype(np.float32) * found[Role.SCALES][:, None]
     assert np.isfinite(widened).all()
     assert not widened[:2].any()
 

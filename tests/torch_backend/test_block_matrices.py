@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,18 +26,20 @@ from sglang_jax.config import AttentionBackend, EngineConfig
 from sglang_jax.cpu_kernels import vectors
 from sglang_jax.cpu_kernels.vectors import supported
 from sglang_jax.errors import ConfigError
+from torch_backend import building
 from torch_backend.attention.native import NativeAttention
-from torch_backend.block_weights import matrices_to_keep
+from torch_backend.building import _block_matrices
 from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
 from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import by_rows
+from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
-from torch_backend.layers.layout import PackedAndBlocks
-from torch_backend.loading import _blocks_to_keep
+from torch_backend.layers.layout import Packed
+from torch_backend.layers.matrix import FewOrMany
 from torch_backend.models import Transformer
 from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
-from torch_backend.weights import load_weights, weight_bytes
+from torch_backend.weights import bytes_in_blocks, load_weights, weight_bytes
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
@@ -131,18 +134,16 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(tied: bool, tmp_path: 
     file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_1)
     checkpoint = open_checkpoint(str(file))
     widened = TorchPagedModel(file, dtype=torch.bfloat16)
-    blocks = TorchPagedModel(file, dtype=torch.bfloat16)
-    empty = TorchPagedModel(file, dtype=torch.bfloat16, load=False).model
-    kept = matrices_to_keep(empty, checkpoint.config, checkpoint.reader, block_products(), 2**30)
+    plain = weight_bytes(TorchPagedModel(file, dtype=torch.bfloat16, load=False).model)
+    blocks = TorchPagedModel(file, dtype=torch.bfloat16, load=False, block_matrices=block_products())
+    kept = [module for module in blocks.model.modules() if isinstance(module, FewOrMany)]
     # Of each layer queries with keys and values, output, gate with up, down; and the head.
     assert len(kept) == 4 * len(checkpoint.config.layers) + 1
-    plain = weight_bytes(empty)
-    assert weight_bytes(empty, kept) - plain == sum(each.plain.weight.numel() for each in kept) * 20 // 32
-    assert matrices_to_keep(empty, checkpoint.config, checkpoint.reader, block_products(), 2**10) == ()
-    assert matrices_to_keep(empty, checkpoint.config, checkpoint.reader, None, 2**30) == ()
-    form = load_weights(empty, checkpoint.reader, checkpoint.config, kept=kept)
-    assert isinstance(form, PackedAndBlocks)
-    blocks.model, limited = empty, form.products
+    assert weight_bytes(blocks.model) - plain == sum(each.weight.numel() for each in kept) * 20 // 32
+    assert bytes_in_blocks(blocks.model) == weight_bytes(blocks.model) - plain
+    form = load_weights(blocks.model, checkpoint.reader, checkpoint.config)
+    assert isinstance(form, Packed)
+    limited = form.products
     assert len(limited) == len(kept)
     tokens = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, (4, 12)).astype(np.int32)
     steps = [{0: 8, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]
@@ -214,21 +215,25 @@ def test_the_quicker_form_serves(
         assert all(float(each.multiply(torch.ones(rows, 1)).sum()) == rows * served[0] for each in products)
 
 
-def test_blocks_are_kept_where_they_are_asked_for_and_can_be(tmp_path: Path) -> None:
+def test_blocks_are_kept_where_they_are_asked_for_and_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny_model("llama", hidden_size=128, intermediate_size=256)
     file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_1)
     plain = Kernels(NativeAttention(), AttentionBackend.NATIVE, NativeOperations(), NativeSampler())
     able = replace(plain, block_matrices=block_products())
 
-    def kept(asked: bool, folder: Path, kernels: Kernels) -> int:
+    def kept(asked: bool, folder: Path, kernels: Kernels) -> BlockMatrices | None:
         config = EngineConfig(model_path=str(folder), keep_gguf_blocks=asked)
-        model = TorchPagedModel(folder, dtype=torch.bfloat16, load=False).model
-        assert isinstance(model, Transformer)
-        return len(_blocks_to_keep(config, open_checkpoint(str(folder)), model, torch.device("cpu"), kernels))
 
-    assert kept(False, file, able) == 0
+        def build(**options: Any) -> Transformer:
+            return TorchPagedModel(folder, dtype=torch.bfloat16, load=False, **options).model
+
+        return _block_matrices(config, open_checkpoint(str(folder)), build, kernels)
+
+    assert kept(False, file, able) is None
     if supported():
-        assert kept(True, file, able) > 0
+        assert kept(True, file, able) is able.block_matrices
+        monkeypatch.setattr(building, "available_memory", lambda _: 2**20)
+        assert kept(True, file, able) is None
     with pytest.raises(ConfigError, match="keep_gguf_blocks needs a CPU with avx512_bf16"):
         kept(True, file, plain)
     folder = make_tiny_checkpoint(tmp_path / "tensors", "llama")

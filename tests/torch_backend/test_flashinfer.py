@@ -19,7 +19,7 @@ from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.config import AttentionBackend, Device, EngineConfig, ModelImpl
 from sglang_jax.errors import ConfigError
-from torch_backend import create_runner, kernel_choice, loading
+from torch_backend import building, create_runner, kernel_choice
 from torch_backend.attention.flashinfer import FlashInferAttention
 from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.attention.native import NativeAttention
@@ -208,7 +208,7 @@ def test_models_with_sinks_are_refused_before_weights_are_read(
     case = FAMILIES["granite_swa"]
     folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
     kernels = Kernels(NativeAttention(), AttentionBackend.FLASHINFER, NativeOperations(), NativeSampler())
-    monkeypatch.setattr(loading, "choose_kernels", lambda *given: kernels)
+    monkeypatch.setattr(building, "choose_kernels", lambda *given: kernels)
     monkeypatch.setattr(SafetensorsReader, "read", read)
     config = EngineConfig(model_path=str(folder), device=Device.CPU, model_impl=impl)
     with pytest.raises(

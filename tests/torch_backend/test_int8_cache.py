@@ -19,7 +19,7 @@ from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVC
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.kv_scales import LENGTH, ROWS, calibration_tokens
 from sglang_jax.runner.plan import PromptLogprobs
-from torch_backend import create_runner, loading
+from torch_backend import building, create_runner, loading
 from torch_backend.key_means import calibration_batch
 from torch_backend.kv_pages import LayerMemory
 
@@ -115,7 +115,7 @@ def test_a_context_shorter_than_a_sequence_of_the_calibration(folder: Path) -> N
 
 
 def test_keys_that_are_not_finite_are_told_by_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = loading.load_weights
+    load = building.load_weights
 
     def load_and_break(model: torch.nn.Module, *rest: object, **named: object) -> None:
         load(model, *rest, **named)
@@ -123,7 +123,7 @@ def test_keys_that_are_not_finite_are_told_by_layer(folder: Path, monkeypatch: p
             if "layers.1" in name and "norm" in name:
                 parameter.data.fill_(torch.nan)
 
-    monkeypatch.setattr(loading, "load_weights", load_and_break)
+    monkeypatch.setattr(building, "load_weights", load_and_break)
     config = options(folder, **SAGE)
     with pytest.raises(ConfigError, match=r"mean of keys cannot be calibrated: those of layers 1 are not finite"):
         create_runner(config, open_checkpoint(config.model_path, config.load_format, seed=0))

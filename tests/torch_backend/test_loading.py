@@ -21,7 +21,7 @@ from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVC
 from sglang_jax.errors import CheckpointError, ConfigError
 from sglang_jax.runner.plan import PromptLogprobs
 from sglang_jax.runner.protocol import Runner
-from torch_backend import create_runner, loading
+from torch_backend import building, create_runner
 from torch_backend.models.transformer import Transformer
 
 PROMPT = np.random.default_rng(2).integers(3, 380, 37).tolist()
@@ -162,7 +162,7 @@ def test_options_that_cannot_be_met_are_refused_before_weights_are_read(
     def refuse(*arguments: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(loading, "load_weights", refuse)
+    monkeypatch.setattr(building, "load_weights", refuse)
     with pytest.raises(ConfigError, match=message):
         make_runner(options(folder, **changes))
 
@@ -170,7 +170,7 @@ def test_options_that_cannot_be_met_are_refused_before_weights_are_read(
 def test_memory_that_holds_no_request_is_refused_with_its_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "available_memory", lambda device: 2**20)
+    monkeypatch.setattr(building, "available_memory", lambda device: 2**20)
     with pytest.raises(ConfigError, match=r"^1 MiB of memory .* 0\.85: after 1 MiB of weights .* a request of 512"):
         make_runner(options(folder, max_total_tokens=None))
 
@@ -181,7 +181,7 @@ def test_the_pool_is_what_memory_holds_beside_the_weights(folder: Path, monkeypa
     runner.close()
     page = 16 * LAYERS * KV_HEADS * HEAD_DIM * 2 * 4
     # 40 pages of 16 tokens and the pad page, and half a page that is of no use.
-    monkeypatch.setattr(loading, "available_memory", lambda device: weights + 41 * page + page // 2)
+    monkeypatch.setattr(building, "available_memory", lambda device: weights + 41 * page + page // 2)
     runner = make_runner(options(folder, max_total_tokens=None, mem_fraction_static=0.9999999))
     assert runner.spec.pools[0].num_pages == 41
     assert runner.report().kv_bytes == 41 * page
@@ -197,14 +197,14 @@ def test_an_orbax_checkpoint_is_the_other_backends(folder: Path, tmp_path: Path)
 
 def test_closing_frees_the_weights_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models: list[weakref.ref[Transformer]] = []
-    build = loading.build_model
+    build = building.build_model
 
     def watched(*arguments: object, **keywords: object) -> Transformer:
         model = build(*arguments, **keywords)  # type: ignore[arg-type]
         models.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(loading, "build_model", watched)
+    monkeypatch.setattr(building, "build_model", watched)
     runner = make_runner(options(folder))
     driver = PlanDriver(runner)
     driver.generate(driver.admit(PROMPT), 2, chunk=16)

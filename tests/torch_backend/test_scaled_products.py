@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from triton.errors import TritonError
 
 from sglang_jax.checkpoint.encoding import ActivationScales
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS
@@ -50,21 +54,137 @@ def test_sums_that_float16_has_no_room_for_are_scaled_first() -> None:
     assert ((found - exact).abs() <= exact / 512).all()
 
 
-def test_float8_is_multiplied_where_the_checkpoint_the_shape_and_the_gpu_allow_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_bias_is_added_before_numbers_are_rounded(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, bias = torch.randn((3, 64), generator=generator).to(dtype), torch.randn(48, generator=generator).to(dtype)
+    values = (30 * torch.randn((48, 64), generator=generator)).to(torch.int8)
+    scales = torch.rand(48, generator=generator) / 100
+    exact = functional.linear(x.double(), values.double() * scales[:, None].double(), bias.double())
+    found = multiply_widened(x, values, scales, bias)
+    assert found.dtype == dtype
+    assert ((found.double() - exact).abs() <= 4 * torch.finfo(dtype).eps).all()
+
+
+def test_each_matrix_has_the_quickest_product_that_works_and_the_log_names_it_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    scaled_products._tell.cache_clear()
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(scaled_products, "float8_works", lambda device: True)
+    monkeypatch.setattr(scaled_products, "kernel_works", lambda *_: True)
+    monkeypatch.setattr(scaled_products, "integers_work", lambda *_: True)
+    monkeypatch.setattr(scaled_products, "kernel_product_on", lambda device: _kernel)
+    monkeypatch.setattr(scaled_products, "integer_product_on", lambda device: _integers)
     plain_inputs = replace(FLOAT8_ROWS, activations=ActivationScales.NONE)
+    rounded = replace(INT8_ROWS, activations=ActivationScales.TOKEN)
+    bfloat16 = torch.bfloat16
     cases = [
-        (FLOAT8_ROWS, (32, 64), GPU, torch.bfloat16, multiply_float8),
-        (FLOAT8_ROWS, (32, 64), CPU, torch.bfloat16, multiply_widened),
-        (FLOAT8_ROWS, (32, 72), GPU, torch.bfloat16, multiply_widened),
-        (FLOAT8_ROWS, (32, 64), GPU, torch.float16, multiply_widened),
-        (plain_inputs, (32, 64), GPU, torch.bfloat16, multiply_widened),
-        (INT8_ROWS, (32, 64), GPU, torch.bfloat16, multiply_widened),
+        (FLOAT8_ROWS, (32, 64), GPU, bfloat16, multiply_float8),
+        (FLOAT8_ROWS, (32, 64), CPU, bfloat16, multiply_widened),
+        (FLOAT8_ROWS, (32, 72), GPU, bfloat16, _kernel),
+        (FLOAT8_ROWS, (32, 64), GPU, torch.float16, _kernel),
+        (FLOAT8_ROWS, (32, 64), GPU, torch.float32, multiply_widened),
+        (plain_inputs, (32, 64), GPU, bfloat16, _kernel),
+        (INT8_ROWS, (32, 64), GPU, bfloat16, _kernel),
+        (INT8_ROWS, (32, 64), CPU, bfloat16, multiply_widened),
+        (rounded, (32, 72), GPU, bfloat16, _integers),
+        (replace(rounded, activations=ActivationScales.TENSOR), (32, 64), GPU, torch.float16, _integers),
+        (rounded, (32, 68), GPU, bfloat16, _kernel),
+        (rounded, (32, 64), GPU, torch.float32, multiply_widened),
+        (rounded, (32, 64), CPU, bfloat16, multiply_widened),
     ]
-    for encoding, shape, device, dtype, expected in cases:
+    for encoding, shape, device, dtype, expected in 2 * cases:
         assert product_for(encoding, shape, device, dtype) is expected
+    kernel, widened = "by a kernel that widens them in registers", "after they are widened to {}, in each product"
+    assert [record.getMessage() for record in caplog.records] == [
+        "Matrices of float8_e4m3fn are multiplied as float8, by torch's scaled_mm; inputs are rounded to float8",
+        f"Matrices of float8_e4m3fn are multiplied {widened.format('bfloat16')}",
+        f"Matrices of float8_e4m3fn are multiplied {kernel}",
+        f"Matrices of float8_e4m3fn are multiplied {widened.format('float32')}",
+        f"Matrices of int8 are multiplied {kernel}",
+        f"Matrices of int8 are multiplied {widened.format('bfloat16')}",
+        "Matrices of int8 are multiplied as int8, by a kernel or torch's _int_mm; inputs are rounded to int8",
+        f"Matrices of int8 are multiplied {widened.format('float32')}",
+    ]
+    monkeypatch.setattr(scaled_products, "integers_work", lambda *_: False)
+    assert product_for(rounded, (32, 64), GPU, bfloat16) is _kernel
+    monkeypatch.setattr(scaled_products, "kernel_works", lambda *_: False)
+    assert product_for(rounded, (32, 64), GPU, bfloat16) is multiply_widened
+    scaled_products._tell.cache_clear()
+
+
+def _kernel(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    raise AssertionError("chosen, and not called")
+
+
+def _integers(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    raise AssertionError("chosen, and not called")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs in the interpreter, as if for an H100."""
+    import helpers.triton_interpreter  # noqa: F401
+
+    from torch_backend.kernels.chip import Chip
+
+    monkeypatch.setattr(Chip, "of", lambda device: Chip(90, 132))
+    scaled_products.kernel_works.cache_clear()
+    scaled_products.integers_work.cache_clear()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_kernel_takes_steps_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows are multiplied with widened values."""
+    from torch_backend.kernels import scaled_product
+
+    generator = torch.Generator().manual_seed(0)
+    x, values = torch.randn((5, 64), generator=generator).bfloat16(), torch.ones((16, 64), dtype=torch.int8)
+    scales, bias = torch.rand(16, generator=generator), torch.randn(16, generator=generator).bfloat16()
+    multiply = scaled_products.kernel_product_on(CPU)
+    expected = multiply_widened(x, values, scales, bias)
+    assert (multiply(x, values, scales, bias) - expected).abs().max() <= 2 * torch.finfo(x.dtype).eps * 64
+    monkeypatch.setattr(scaled_product, "most_rows", lambda values, chip: 4)
+    assert torch.equal(scaled_products.kernel_product_on(CPU)(x, values, scales, bias), expected)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("kind", ["int8", "float8", "integers"])
+def test_a_product_that_is_wrong_or_does_not_run_is_not_taken(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "integers":
+        name, what = "integer_product_on", "The product of int8 with int8"
+        tried = partial(scaled_products.integers_work, CPU, torch.bfloat16)
+    else:
+        values = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+        name, what = "kernel_product_on", f"Triton's kernel for matrices of {values}"
+        tried = partial(scaled_products.kernel_works, CPU, values, torch.bfloat16)
+    assert tried()
+    assert not caplog.records
+    right = vars(scaled_products)[name](CPU)
+
+    def of_next_row(*given: Any) -> torch.Tensor:
+        x, stored, scales, bias = given
+        return right(x, stored, scales.roll(1), bias) if len(x) == 64 else right(*given)
+
+    def refuse(*_: Any) -> torch.Tensor:
+        raise TritonError("no such product")
+
+    for broken in (of_next_row, lambda *given: right(*given).fill_(torch.nan), refuse):
+        tried.func.cache_clear()
+        monkeypatch.setattr(scaled_products, name, lambda device, broken=broken: broken)
+        assert not tried()
+    assert [record.getMessage() for record in caplog.records] == [
+        *2 * [f"{what} is wrong with torch {torch.__version__}"],
+        f"{what} does not run with torch {torch.__version__}: no such product",
+    ]
+    tried.func.cache_clear()
 
 
 def test_what_is_wrong_or_cannot_be_multiplied_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,14 @@ def compute_type(queries: torch.dtype, pages: torch.dtype) -> torch.dtype:
     return queries
 
 
+def knows_float8(chip: Chip) -> bool:
+    """Whether the chip has an instruction that widens float8."""
+    return chip.capability >= _FIRST_CAPABILITY_WITH_FLOAT8
+
+
 def readable(pages: torch.Tensor, chip: Chip) -> torch.Tensor:
     """`pages`, as bytes where they are float8 and the chip has no instruction that widens those."""
-    if pages.dtype == torch.float8_e4m3fn and chip.capability < _FIRST_CAPABILITY_WITH_FLOAT8:
+    if pages.dtype == torch.float8_e4m3fn and not knows_float8(chip):
         return pages.view(torch.uint8)
     return pages
 

@@ -16,9 +16,9 @@ from sglang_jax.architectures.tensor_names import Kind, Part
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import Linear
-from torch_backend.layers.matrix import VALUE_TYPES
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.part import LayerStep, PartOptions
+from torch_backend.layers.scaled_products import VALUE_TYPES
 from torch_backend.operations import Operations
 
 _LEAST_SUM = 1e-20

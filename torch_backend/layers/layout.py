@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
 from functools import partial
 from typing import Protocol
 
@@ -10,8 +10,10 @@ import torch
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
-from torch_backend.layers.matrix import InBlocks, PlainMatrix
+from torch_backend.layers.matrix import FewOrMany, PlainMatrix
 from torch_backend.layers.packed import PackedMatrix
+
+logger = logging.getLogger(__name__)
 
 
 class Layout(Protocol):
@@ -27,14 +29,21 @@ class Layout(Protocol):
 
 
 class Packed:
-    """In the order in which oneDNN's kernels read them."""
+    """In the order in which oneDNN's kernels read them. Of what is held in blocks too the quicker product serves a step
+    of so many rows. `measure` finds out which that is; until then the packed one serves all."""
+
+    def __init__(self) -> None:
+        self.products: list[ByRows] = []
 
     def product(self, matrix: PlainMatrix) -> Product:
         """See `Layout`."""
-        return PackedMatrix(matrix.weight, matrix.bias).multiply
+        packed = PackedMatrix(matrix.weight, matrix.bias).multiply
+        if not isinstance(matrix, FewOrMany):
+            return packed
+        return self._by_rows(matrix, matrix.take_blocks().multiply, packed, gated=False)
 
     def gated(self, gate_up: PlainMatrix, activation: Activation) -> Product:
-        """Two products, the second of which finishes `activation(gate) * up`: nothing is written between."""
+        """Two packed products, the second of which finishes `activation(gate) * up`: nothing is written between."""
         gate, up = gate_up.weight.chunk(2)
         gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
         first, second = PackedMatrix(gate, gate_bias), PackedMatrix(up, up_bias)
@@ -44,41 +53,23 @@ class Packed:
         def multiply(x: torch.Tensor) -> torch.Tensor:
             return second.multiply_then_scale(x, activated_gate(x))
 
-        return multiply
+        if not isinstance(gate_up, FewOrMany):
+            return multiply
+        few = partial(gate_up.take_blocks().multiply_gated, activation=activation)
+        return self._by_rows(gate_up, few, multiply, gated=True)
 
+    def measure(self) -> None:
+        """Finds out for how many rows blocks are quicker than packed matrices; says so in the log. Belongs on the
+        thread that runs the model."""
+        if self.products:
+            logger.info(
+                "Quantised matrices are used in steps with at most these numbers of rows: %s",
+                ", ".join(f"{form.outputs}x{form.inputs} {limit}" for form, limit in set_limits(self.products).items()),
+            )
 
-class PackedAndBlocks:
-    """Packed, and those of `blocks` in the checkpoint's blocks too: the quicker form for so many rows serves a step.
-
-    `measure` finds out which that is; until then the packed form serves all.
-    """
-
-    def __init__(self, blocks: Mapping[PlainMatrix, InBlocks]) -> None:
-        self.products: list[ByRows] = []
-        self._blocks = blocks
-        self._packed = Packed()
-
-    def product(self, matrix: PlainMatrix) -> Product:
-        """See `Layout`."""
-        packed, blocks = self._packed.product(matrix), self._blocks.get(matrix)
-        if blocks is None:
-            return packed
-        return self._by_rows(matrix, blocks, blocks.multiply, packed, gated=False)
-
-    def gated(self, gate_up: PlainMatrix, activation: Activation) -> Product:
-        """See `Layout`."""
-        packed, blocks = self._packed.gated(gate_up, activation), self._blocks.get(gate_up)
-        if blocks is None:
-            return packed
-        few = partial(blocks.multiply_gated, activation=activation)
-        return self._by_rows(gate_up, blocks, few, packed, gated=True)
-
-    def measure(self) -> dict[Form, int]:
-        """Up to how many rows blocks are quicker, of each form. Belongs on the thread that runs the model."""
-        return set_limits(self.products)
-
-    def _by_rows(self, matrix: PlainMatrix, blocks: InBlocks, few: Product, many: Product, *, gated: bool) -> Product:
+    def _by_rows(self, matrix: FewOrMany, few: Product, many: Product, *, gated: bool) -> Product:
         outputs, inputs = matrix.weight.shape
-        product = ByRows(Form(outputs, inputs, blocks.bits, gated), few, many, matrix.weight.dtype)
+        form = Form(outputs, inputs, matrix.encoding.bits, gated)
+        product = ByRows(form, few, many, matrix.weight.dtype)
         self.products.append(product)
         return product.multiply

@@ -25,8 +25,7 @@ class Linear(nn.Module):
         self, inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool = False
     ) -> None:
         super().__init__()
-        encoding = options.encoding_of(*parts)
-        self.matrix = matrix_for(encoding, inputs, outputs, parts, bias=bias, dtype=options.dtype)
+        self.matrix = matrix_for(inputs, outputs, parts, options, bias=bias)
         self._product: Product = self.matrix.multiply
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

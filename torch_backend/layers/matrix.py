@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Kind, Part
-from sglang_jax.checkpoint.encoding import Encoding, ValueType
+from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
 from sglang_jax.checkpoint.reader import Role
+from torch_backend.layers.blocks import BlockMatrices, InBlocks
 from torch_backend.layers.parameter import Loadable, forget
-from torch_backend.layers.scaled_products import ScaledProduct, multiply_widened, product_for
+from torch_backend.layers.part import PartOptions
+from torch_backend.layers.scaled_products import VALUE_TYPES, ScaledProduct, multiply_widened, product_for
 
+_OUTPUTS_TOGETHER = 4
+"""Outputs of a matrix in blocks are a multiple of this."""
 
-class InBlocks(Protocol):
-    """A matrix of small whole numbers in blocks, as a checkpoint stores it."""
-
-    @property
-    def bits(self) -> int:
-        """Bits of a number."""
-        ...
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
-        ...
-
-    def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """Of a matrix that is gate and up, one after the other: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
-        ...
-
-
-VALUE_TYPES = {ValueType.INT8: torch.int8, ValueType.FLOAT8_E4M3: torch.float8_e4m3fn}
-"""Of matrices with a scale of each row."""
+_BLOCK_VALUES = {ValueType.INT4: torch.uint8, ValueType.INT8: torch.int8}
+"""Of matrices in blocks; two of four bits are a byte."""
 
 
 class PlainMatrix(Loadable):
@@ -81,17 +66,58 @@ class ScaledMatrix(Loadable):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`."""
-        product = self._product(x, self.values, self.scales)
-        if self.bias is not None:
-            product = product + self.bias
-        return product.to(x.dtype)
+        return self._product(x, self.values, self.scales, self.bias)
+
+
+class FewOrMany(PlainMatrix):
+    """The same matrix twice: plain numbers, and for steps of few rows the blocks in which a checkpoint stores them.
+
+    Blocks are loaded as they are stored: values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`.
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        inputs: int,
+        outputs: int,
+        parts: Sequence[Part],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        matrices: BlockMatrices,
+    ) -> None:
+        super().__init__(inputs, outputs, parts, bias=bias, dtype=dtype)
+        assert encoding.block is not None
+        self.encoding = encoding
+        self._matrices = matrices
+        blocks = (outputs, inputs // encoding.block)
+        values = (*blocks, encoding.block * encoding.bits // 8)
+        self.values = self.declare("values", values, _BLOCK_VALUES[encoding.values], *parts, role=Role.VALUES)
+        for role in encoding.roles[1:]:
+            self.register_parameter(role.value, self.declare(role.value, blocks, torch.float16, *parts, role=role))
+
+    def take_blocks(self) -> InBlocks:
+        """The loaded blocks, as they are multiplied by; what they were loaded as is forgotten."""
+        arrays = {role: self.get_parameter(role.value) for role in self.encoding.roles}
+        blocks = Stored(self.encoding, {role: array.numpy() for role, array in arrays.items()})
+        matrix = self._matrices.matrix(blocks, self.bias)
+        for role, array in arrays.items():
+            self.register_parameter(role.value, forget(array))
+        return matrix
 
 
 def matrix_for(
-    encoding: Encoding | None, inputs: int, outputs: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype
+    inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool
 ) -> PlainMatrix | ScaledMatrix:
-    """A matrix without values, of the class for how it is stored: what has blocks is widened to `dtype`, the type of
-    products. `parts`: the matrices that it is made of."""
-    if encoding is None or encoding.block is not None:
+    """A matrix without values, of the class for how its `parts` are stored. What has blocks is also widened to the type
+    of products, or widened alone where no kernel reads it."""
+    encoding, dtype = options.encoding_of(*parts), options.dtype
+    if encoding is None:
         return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
-    return ScaledMatrix(encoding, inputs, outputs, parts, bias=bias, dtype=dtype)
+    if encoding.block is None:
+        return ScaledMatrix(encoding, inputs, outputs, parts, bias=bias, dtype=dtype)
+    matrices, gated = options.block_matrices, parts[0] is Part.GATE
+    whole = not (inputs % encoding.block or outputs % (_OUTPUTS_TOGETHER * (2 if gated else 1)))
+    if matrices is None or not whole or not matrices.work(encoding, gated=gated):
+        return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
+    return FewOrMany(encoding, inputs, outputs, parts, bias=bias, dtype=dtype, matrices=matrices)

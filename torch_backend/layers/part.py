@@ -14,6 +14,7 @@ from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from torch_backend.attention.interface import StepAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.shard import ModelShard
 from torch_backend.operations import Operations, Rotation
 from torch_backend.parallel import TensorParallel
@@ -25,7 +26,8 @@ class PartOptions:
     """What all parts of a model are built with, of which a rank has its `shard`.
 
     - `dtype`: of weights.
-    - `encodings`: how matrices are stored. `layer`: the part's, None for what belongs to the whole model.
+    - `encodings`: how matrices are stored. `block_matrices`: what keeps those in blocks so, too.
+    - `layer`: the part's, None for what belongs to the whole model.
     """
 
     hidden_size: int
@@ -34,6 +36,7 @@ class PartOptions:
     operations: Operations
     parallel: TensorParallel
     encodings: Encodings = all_plain
+    block_matrices: BlockMatrices | None = None
     layer: int | None = None
 
     def encoding_of(self, *parts: Part) -> Encoding | None:

@@ -14,29 +14,41 @@ from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
 
 logger = logging.getLogger(__name__)
 
-ScaledProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`x [T, inputs]`, values `[outputs, inputs]` and float32 scales `[outputs]` → `[T, outputs]`."""
+VALUE_TYPES = {ValueType.INT8: torch.int8, ValueType.FLOAT8_E4M3: torch.float8_e4m3fn}
+"""Of matrices with a scale of each row."""
+
+ScaledProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""`x [T, inputs]`, values `[outputs, inputs]`, float32 scales `[outputs]` and a bias `[outputs]` → `[T, outputs]`, in
+the type of x."""
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _LEAST_CAPABILITY = (8, 9)
 """Of a GPU that multiplies float8: Ada's."""
 
-_MULTIPLE = 16
-"""Of both sides of a matrix that such products take."""
+_MULTIPLE, _MULTIPLE_OF_INTEGERS = 16, 8
+"""Of both sides of a matrix that torch's products of float8 and of int8 take."""
+
+_TRIED = (3, 30, 64, 70)
+"""Rows: for each form of the kernels, and for torch's product of int8."""
 
 
-def multiply_widened(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def multiply_widened(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Values are widened to the type of x, which has them exactly. float16 has no room for sums of them: there weights
     are scaled and rounded first."""
     if x.dtype == torch.float16:
-        return functional.linear(x, (values.float() * scales[:, None]).to(x.dtype))
-    return functional.linear(x, values.to(x.dtype)) * scales
+        return functional.linear(x, (values.float() * scales[:, None]).to(x.dtype), bias)
+    product = functional.linear(x, values.to(x.dtype)) * scales
+    return (product if bias is None else product + bias).to(x.dtype)
 
 
-def multiply_float8(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def multiply_float8(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """bfloat16 `x` is rounded to float8 first, by a scale of each token."""
     rounded, of_tokens = _rounded(x)
-    return functional.scaled_mm(
+    product = functional.scaled_mm(
         rounded,
         values.t(),
         scale_a=of_tokens,
@@ -45,6 +57,7 @@ def multiply_float8(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor)
         scale_recipe_b=ScalingType.RowWise,
         output_dtype=x.dtype,
     )
+    return product if bias is None else product + bias
 
 
 def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,20 +68,114 @@ def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def product_for(encoding: Encoding, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> ScaledProduct:
-    """The quickest product of a matrix on a device: of float8 where the checkpoint lets inputs be rounded to it and
-    the GPU multiplies it; else values are widened."""
-    wanted = encoding.values is ValueType.FLOAT8_E4M3 and encoding.activations is not ActivationScales.NONE
-    fits = dtype == torch.bfloat16 and all(side % _MULTIPLE == 0 for side in shape)
-    if wanted and fits and device.type == "cuda" and float8_works(device):
-        return multiply_float8
-    if device.type == "cuda":
-        _tell_of_widening(encoding.values, dtype)
+    """The quickest product of a matrix on a device, which the log names. On a GPU: of 8 bits with 8 bits where the
+    checkpoint lets inputs be rounded and the GPU multiplies them; else by a kernel that widens values in registers. On
+    a CPU, and for float32, values are widened."""
+    if device.type == "cuda" and dtype != torch.float32:
+        rounds = encoding.activations is not ActivationScales.NONE
+        if rounds and encoding.values is ValueType.FLOAT8_E4M3:
+            fits = dtype == torch.bfloat16 and all(side % _MULTIPLE == 0 for side in shape)
+            if fits and float8_works(device):
+                _tell(encoding.values, "as float8, by torch's scaled_mm; inputs are rounded to float8")
+                return multiply_float8
+        elif rounds and all(side % _MULTIPLE_OF_INTEGERS == 0 for side in shape) and integers_work(device, dtype):
+            _tell(encoding.values, "as int8, by a kernel or torch's _int_mm; inputs are rounded to int8")
+            return integer_product_on(device)
+        if kernel_works(device, VALUE_TYPES[encoding.values], dtype):
+            _tell(encoding.values, "by a kernel that widens them in registers")
+            return kernel_product_on(device)
+    _tell(encoding.values, f"after they are widened to {str(dtype).removeprefix('torch.')}, in each product")
     return multiply_widened
 
 
 @functools.cache
-def _tell_of_widening(values: ValueType, dtype: torch.dtype) -> None:
-    logger.info("Matrices of %s are widened to %s in each product", values.value, str(dtype).removeprefix("torch."))
+def _tell(values: ValueType, how: str) -> None:
+    logger.info("Matrices of %s are multiplied %s", values.value, how)
+
+
+def kernel_product_on(device: torch.device) -> ScaledProduct:
+    """The product of a Triton kernel; of many rows, that of widened values."""
+    # Imported here: a machine without a GPU needs no Triton.
+    from torch_backend.kernels.chip import Chip
+    from torch_backend.kernels.scaled_product import most_rows, scaled_product
+
+    chip = Chip.of(device)
+
+    def multiply(
+        x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if len(x) > most_rows(values.dtype, chip):
+            return multiply_widened(x, values, scales, bias)
+        return scaled_product(x.contiguous(), values, scales, bias, chip)
+
+    return multiply
+
+
+def integer_product_on(device: torch.device) -> ScaledProduct:
+    """The product of int8 with inputs that are rounded to it, by a scale of each token."""
+    # Imported here: a machine without a GPU needs no Triton.
+    from torch_backend.kernels.chip import Chip
+    from torch_backend.kernels.integer_product import integer_product
+
+    chip = Chip.of(device)
+
+    def multiply(
+        x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return integer_product(x.contiguous(), values, scales, bias, chip)
+
+    return multiply
+
+
+@functools.cache
+def kernel_works(device: torch.device, values: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether the kernel multiplies rightly on a GPU: tried on small products, and said in the log if not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((max(_TRIED), 1200), generator=generator).to(dtype)
+    stored = (30 * torch.randn((72, 1200), generator=generator)).clamp(-127, 127).to(values)
+    return _works(kernel_product_on, device, x, x.double(), stored, f"Triton's kernel for matrices of {values}")
+
+
+@functools.cache
+def integers_work(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a GPU multiplies int8 with int8 rightly: tried on small products against whole numbers, and said in the
+    log if not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((max(_TRIED), 1200), generator=generator).to(dtype)
+    stored = torch.randint(-127, 128, (72, 1200), generator=generator).to(torch.int8)
+    of_tokens = x.float().abs().amax(-1, keepdim=True) / 127
+    rounded = (x.float() / of_tokens).round().double() * of_tokens.double()
+    return _works(integer_product_on, device, x, rounded, stored, "The product of int8 with int8")
+
+
+def _works(
+    product_on: Callable[[torch.device], ScaledProduct],
+    device: torch.device,
+    x: torch.Tensor,
+    meant: torch.Tensor,
+    stored: torch.Tensor,
+    what: str,
+) -> bool:
+    """Whether a product of some of the rows of x is that of the float64 numbers `meant` for it."""
+    # Imported here: a machine without a GPU needs no Triton.
+    from triton.errors import TritonError
+
+    scales = torch.linspace(0.1, 1.0, len(stored))
+    exact = functional.linear(meant, stored.double() * scales[:, None].double())
+    try:
+        multiply = product_on(device)
+        found = [multiply(x[:rows].to(device), stored.to(device), scales.to(device), None).cpu() for rows in _TRIED]
+    except (TritonError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        logger.warning("%s does not run with torch %s: %s", what, torch.__version__, error)
+        return False
+    if not all(_near(product, exact[: len(product)]) for product in found):
+        logger.warning("%s is wrong with torch %s", what, torch.__version__)
+        return False
+    return True
+
+
+def _near(found: torch.Tensor, exact: torch.Tensor) -> bool:
+    return bool((found.double() - exact).abs().max() <= 0.01 * exact.abs().max())
 
 
 @functools.cache
@@ -84,11 +191,11 @@ def float8_works(device: torch.device) -> bool:
     rounded, of_tokens = _rounded(x)
     exact = functional.linear(rounded.double() * of_tokens, values.double() * scales[:, None].double())
     try:
-        found = multiply_float8(x.to(device), values.to(device), scales.to(device)).cpu()
+        found = multiply_float8(x.to(device), values.to(device), scales.to(device), None).cpu()
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        logger.warning("Matrices of float8 are widened: torch %s cannot multiply them (%s)", torch.__version__, error)
+        logger.warning("torch %s cannot multiply matrices of float8: %s", torch.__version__, error)
         return False
-    if not bool((found.double() - exact).abs().max() <= 0.01 * exact.abs().max()):
-        logger.warning("Matrices of float8 are widened: torch %s computes wrong products", torch.__version__)
+    if not _near(found, exact):
+        logger.warning("torch %s computes wrong products of float8", torch.__version__)
         return False
     return True

@@ -15,6 +15,7 @@ from sglang_jax.checkpoint.rotary import RotaryScaling
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.embedding import Embedding, Head
 from torch_backend.layers.layout import Layout
 from torch_backend.layers.linear import Linear
@@ -44,6 +45,7 @@ class Transformer(nn.Module):
         states: StateImplementation,
         parallel: TensorParallel,
         encodings: Encodings = all_plain,
+        block_matrices: BlockMatrices | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -57,6 +59,7 @@ class Transformer(nn.Module):
             operations=operations,
             parallel=parallel,
             encodings=encodings,
+            block_matrices=block_matrices,
         )
         self.decoder_layers = tuple(DecoderLayer(layer, options, number) for number, layer in enumerate(config.layers))
         self.layers = nn.ModuleList(self.decoder_layers)
@@ -151,10 +154,12 @@ def build_model(
     states: StateImplementation | None = None,
     parallel: TensorParallel = SINGLE,
     encodings: Encodings = all_plain,
+    block_matrices: BlockMatrices | None = None,
 ) -> Transformer:
     """A model without values (`weights.load_weights` gives them), of which each rank of `parallel` holds its part.
 
     **Arguments:** `states`: torch operations unless given. `encodings`: how matrices are stored; plain unless given.
+    `block_matrices`: what keeps those in blocks so, too.
 
     **Raises:** `ConfigError` if the model cannot be divided among so many ranks.
     """
@@ -167,4 +172,5 @@ def build_model(
         states=NativeStates() if states is None else states,
         parallel=parallel,
         encodings=encodings,
+        block_matrices=block_matrices,
     )

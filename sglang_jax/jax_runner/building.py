@@ -1,0 +1,295 @@
+"""A model on JAX before its weights are read: devices, dtypes and kernels, and the model of shapes that follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from sglang_jax.architectures.model_config import cache_groups
+from sglang_jax.checkpoint.opening import Checkpoint
+from sglang_jax.checkpoint.quantization import Quantization
+from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype
+from sglang_jax.errors import ConfigError
+from sglang_jax.jax_runner.block_kernels import block_product, check_block_kernels
+from sglang_jax.jax_runner.buckets import Buckets
+from sglang_jax.jax_runner.devices import available_memory, select_devices, select_dtype
+from sglang_jax.jax_runner.model_programs import parameters
+from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.jax_runner.weights import load_weights
+from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import chip_of
+from sglang_jax.layers.block_matrix import BLOCK_AXES, BlockProducts, no_blocks
+from sglang_jax.layers.parameter import Parameter
+from sglang_jax.layers.sharding import make_mesh, partition_spec
+from sglang_jax.models import (
+    AttentionImplementation,
+    StateDtypes,
+    Transformer,
+    build_model,
+    bytes_of_groups,
+    kv_cache_spec,
+)
+from sglang_jax.models.kv_cache import KVCacheSpec
+from sglang_jax.runner.assembly import Models
+from sglang_jax.runner.quantization import encodings_of, keeps_blocks
+from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, refuse_drafts_with_states
+
+_ATTENTION = {
+    AttentionBackend.XLA: AttentionImplementation.XLA,
+    AttentionBackend.PALLAS: AttentionImplementation.PALLAS,
+    AttentionBackend.REFERENCE: AttentionImplementation.REFERENCE,
+}
+_KV_DTYPES = {
+    KVCacheDtype.FLOAT8_E4M3: jnp.dtype(jnp.float8_e4m3fn),
+    KVCacheDtype.INT8: jnp.dtype(jnp.int8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadedModel:
+    """A model of shapes over the devices of `parallel`, and what makes further ones. `kv_dtype`: of its keys and
+    values."""
+
+    checkpoint: Checkpoint
+    quantization: Quantization | None
+    parallel: TensorParallel
+    kv_dtype: jnp.dtype
+    build: Callable[[], Transformer]
+    model: Transformer
+
+    def load(self, mesh: Mesh) -> None:
+        """Gives `model` its values, in the form that it computes with.
+
+        **Raises:** `CheckpointError` for weights that the model cannot take.
+        """
+        if self.checkpoint.reader is None:
+            from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax  # here: importing Orbax takes a second
+
+            source = self.checkpoint.source
+            restore_orbax(source.path, self.model, self.checkpoint.config, mesh, source.remote)
+        else:
+            load_weights(self.model, self.checkpoint.reader, self.checkpoint.config, mesh, self.quantization)
+        self.model.arrange(self.parallel.size)
+
+
+@dataclass(frozen=True, slots=True)
+class JaxBackend:
+    """What a runner computes on and with: see `runner.assembly.Backend`. `dtype`: of activations."""
+
+    config: EngineConfig
+    devices: Sequence[jax.Device]
+    mesh: Mesh
+    dtype: jnp.dtype
+    attention: AttentionImplementation
+
+    @classmethod
+    def choose(cls, config: EngineConfig, models: Models) -> JaxBackend:
+        """The first `config.tp_size` devices of `config.device`, and what suits them.
+
+        **Raises:** `ConfigError` for options that the machine cannot meet.
+        """
+        devices = select_devices(config.device, config.tp_size)
+        attention = choose_attention(config, devices[0])
+        if attention.for_tpu:
+            refuse_drafts_with_states(config, models.main.config, "TPUs")
+        return cls(config, devices, make_mesh(devices), select_dtype(config.dtype, devices[0]), attention)
+
+    @property
+    def platform(self) -> str:
+        """See `Backend`."""
+        return self.devices[0].platform
+
+    @property
+    def kv_dtype(self) -> jnp.dtype:
+        """Of keys and values of the model."""
+        return kv_dtype_of(self.config, self.dtype)
+
+    @property
+    def place(self) -> str:
+        """See `Backend`."""
+        return f"{self.dtype.name} on {len(self.devices)} x {self.devices[0].device_kind}, KV in {self.kv_dtype.name}"
+
+    def build(self, models: Models) -> UnloadedModel:
+        """See `Backend`."""
+        build = self._builder(models.main, models.quantization, self.kv_dtype)
+        products = _block_products(self.config, models.main, build, self.devices[0], self.dtype)
+        return self._unloaded(models.main, models.quantization, self.kv_dtype, partial(build, block_products=products))
+
+    def build_draft(self, draft: Checkpoint) -> UnloadedModel:
+        """See `Backend`."""
+        return self._unloaded(draft, None, self.dtype, self._builder(draft, None, self.dtype))
+
+    def _builder(
+        self, checkpoint: Checkpoint, quantization: Quantization | None, kv_dtype: jnp.dtype
+    ) -> Callable[..., Transformer]:
+        return partial(
+            build_model,
+            TensorParallel.of(checkpoint.config, self.config.tp_size).config,
+            dtype=self.dtype,
+            attention=self.attention,
+            platform=self.platform,
+            kv_dtype=kv_dtype,
+            encodings=encodings_of(checkpoint, quantization),
+        )
+
+    def _unloaded(
+        self,
+        checkpoint: Checkpoint,
+        quantization: Quantization | None,
+        kv_dtype: jnp.dtype,
+        build: Callable[[], Transformer],
+    ) -> UnloadedModel:
+        parallel = TensorParallel.of(checkpoint.config, self.config.tp_size)
+        return UnloadedModel(checkpoint, quantization, parallel, kv_dtype, build, build())
+
+    def available(self) -> int:
+        """See `Backend`. Devices that are one CPU share its memory."""
+        own = [device for device in self.devices if device.process_index == jax.process_index()]
+        return _least_of_nodes(min(map(available_memory, own)) // (len(own) if self.platform == "cpu" else 1))
+
+    def weights_of(self, model: UnloadedModel) -> int:
+        """See `Backend`."""
+        return _bytes_of_weights(model.model, model.parallel.size)
+
+    def groups_of(self, model: UnloadedModel) -> tuple[GroupMemory, ...]:
+        """See `Backend`."""
+        states = state_dtypes_of(self.config, self.dtype)
+        return _groups(model.parallel, model.kv_dtype, self.config.page_size, self.platform, states)
+
+    def mixed_shapes(self, sizes: Sizes) -> tuple[tuple[int, int], ...]:
+        """See `Backend`."""
+        return mixed_shapes(self.config, sizes)
+
+    def cache(self, model: UnloadedModel, pages: tuple[int, ...], *, count_experts: bool = False) -> KVCacheSpec:
+        """The pools of a model."""
+        return kv_cache_spec(
+            model.parallel.config,
+            model.kv_dtype,
+            pages,
+            self.config.page_size,
+            platform=self.platform,
+            state_dtypes=state_dtypes_of(self.config, self.dtype),
+            count_experts=count_experts,
+        )
+
+
+def _block_products(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    build: Callable[..., Transformer],
+    device: jax.Device,
+    dtype: jnp.dtype,
+) -> BlockProducts:
+    """The kernels for the matrices that are kept in blocks too, of the model that `build` makes; none where those would
+    take too much memory.
+
+    **Raises:** `ConfigError` if they were asked for and cannot be had.
+    """
+    if not config.keep_gguf_blocks:
+        return no_blocks
+    check_block_kernels(device, dtype, config.tp_size)
+    if checkpoint.reader is None or not checkpoint.reads_gguf:
+        raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
+    address = config.cache_address()
+    products = partial(block_product, cache_folder=None if "://" in address else Path(address))
+    sizes = [
+        (set(BLOCK_AXES) & set(parameter.axes), _bytes_on_one_device(parameter, 1))
+        for parameter in parameters(build(block_products=products))
+    ]
+    needed = sum(size for in_blocks, size in sizes if in_blocks)
+    room = available_memory(device) - sum(size for in_blocks, size in sizes if not in_blocks)
+    return products if keeps_blocks(needed, room) else no_blocks
+
+
+def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
+    """The implementation that the options ask for; `auto` is the kernels for TPU there, and XLA's operations elsewhere.
+    With `debug_memory` kernels check addresses.
+
+    **Raises:** `ConfigError` for one, or for another option, that this backend does not have, and for a TPU that the
+    kernels do not know.
+    """
+    on_tpu = device.platform == "tpu"
+    backend = config.attention_backend
+    if backend is AttentionBackend.AUTO:
+        backend = AttentionBackend.PALLAS if on_tpu else AttentionBackend.XLA
+    if backend not in _ATTENTION:
+        raise ConfigError(
+            f"attention_backend {backend.value} needs the torch backend; the JAX backend has auto, "
+            f"{', '.join(known.value for known in _ATTENTION)}"
+        )
+    if backend is AttentionBackend.PALLAS and not on_tpu:
+        raise ConfigError(f"attention_backend pallas needs a TPU, the device is a {device.platform}: choose auto")
+    if backend is AttentionBackend.PALLAS:
+        chip_of(device.device_kind)
+        if config.debug_memory:
+            return AttentionImplementation.PALLAS_CHECKED
+    return _ATTENTION[backend]
+
+
+def kv_dtype_of(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """The type of keys and values in the cache; `dtype` is that of activations."""
+    return _KV_DTYPES.get(config.kv_cache_dtype, dtype)
+
+
+def state_dtypes_of(config: EngineConfig, dtype: jnp.dtype) -> StateDtypes:
+    """The types of recurrent states; `dtype` is that of activations."""
+    return StateDtypes(activations=dtype, recurrent=jnp.dtype(config.mamba_ssm_dtype.value))
+
+
+def mixed_shapes(config: EngineConfig, sizes: Sizes) -> tuple[tuple[int, int], ...]:
+    """See `RunnerSpec`."""
+    buckets = Buckets.ladder(sizes.max_rows, sizes.token_budget, config.page_size)
+    return tuple((bucket.tokens, bucket.rows) for bucket in buckets.mixed)
+
+
+def memory_of_one_device(
+    parallel: TensorParallel,
+    model: Transformer,
+    kv_dtype: jnp.dtype,
+    page_size: int,
+    platform: str,
+    available: int,
+    *,
+    state_dtypes: StateDtypes,
+) -> Memory:
+    """What a device has, and what it holds of the weights, of each page and of each slot."""
+    return Memory(
+        platform=platform,
+        available=available,
+        weights=_bytes_of_weights(model, parallel.size),
+        groups=_groups(parallel, kv_dtype, page_size, platform, state_dtypes),
+    )
+
+
+def _groups(
+    parallel: TensorParallel, kv_dtype: jnp.dtype, page_size: int, platform: str, state_dtypes: StateDtypes
+) -> tuple[GroupMemory, ...]:
+    """What each cache group takes on one device."""
+    sizes = bytes_of_groups(parallel.config, kv_dtype, page_size, platform=platform, state_dtypes=state_dtypes)
+    groups = zip(sizes, cache_groups(parallel.config), strict=True)
+    return tuple(GroupMemory(size // parallel.size, group.kind, group.window) for size, group in groups)
+
+
+def _least_of_nodes(available: int) -> int:
+    """All nodes must come to the same sizes."""
+    if jax.process_count() == 1:
+        return available
+    mebibytes = multihost_utils.process_allgather(np.int32(available // 2**20))
+    return int(mebibytes.min()) * 2**20
+
+
+def _bytes_on_one_device(parameter: Parameter, count: int) -> int:
+    size = math.prod(parameter.shape) * parameter.dtype.itemsize
+    return size // count if "tensor" in partition_spec(parameter.axes) else size
+
+
+def _bytes_of_weights(model: Transformer, count: int) -> int:
+    return sum(_bytes_on_one_device(parameter, count) for parameter in parameters(model))

@@ -1,0 +1,193 @@
+"""From options and a checkpoint to a runner: the steps that both backends share, in their order.
+
+1. `open_models`: what does not go together is refused, and a draft model's checkpoint is opened.
+2. The backend chooses device, dtypes and kernels for these models: a `Backend`.
+3. `settle`: models without values are built, and memory decides the sizes of pools and steps. No weight is read yet.
+4. The backend reads weights, allocates the pools of an `Assembly` and makes its runner, whose report `describe` begins.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.checkpoint.opening import Checkpoint
+from sglang_jax.checkpoint.quantization import Quantization
+from sglang_jax.config import EngineConfig
+from sglang_jax.runner.draft_model import open_draft, with_draft
+from sglang_jax.runner.expert_load import refuse_without_experts
+from sglang_jax.runner.plan import RunnerSpec
+from sglang_jax.runner.quantization import describe_matrices, quantization_of
+from sglang_jax.runner.sizing import (
+    GroupMemory,
+    Memory,
+    Sizes,
+    choose_sizes,
+    describe_pools,
+    pages_in_memory,
+    pool_specs,
+    refuse_with_states,
+)
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model")
+"""A backend's model without values, or the part of it that one rank has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What a runner serves: the checkpoint of its model and of a draft model, if there is one. `quantization`: of the
+    former's matrices while they are read; a draft model is loaded as it is stored."""
+
+    main: Checkpoint
+    draft: Checkpoint | None
+    quantization: Quantization | None
+
+    @property
+    def all(self) -> tuple[Checkpoint, ...]:
+        """The model's checkpoint, and that of the draft model."""
+        return (self.main,) if self.draft is None else (self.main, self.draft)
+
+
+def open_models(config: EngineConfig, checkpoint: Checkpoint) -> Models:
+    """The models of a runner for a checkpoint.
+
+    **Raises:** `ConfigError` for options that the model cannot meet, or that exclude each other; `CheckpointError` for
+    a draft model that cannot be read.
+    """
+    refuse_with_states(config, checkpoint.config)
+    refuse_without_experts(config, checkpoint.config)
+    return Models(checkpoint, open_draft(config, checkpoint), quantization_of(config, checkpoint))
+
+
+class Backend(Protocol[Model]):
+    """A backend with its device, dtypes and kernels chosen."""
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu`, `cuda` or `tpu`."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """Devices and dtypes, for the log."""
+        ...
+
+    def build(self, models: Models) -> Model:
+        """The model, without values.
+
+        **Raises:** `ConfigError` for one that the devices cannot compute.
+        """
+        ...
+
+    def build_draft(self, draft: Checkpoint) -> Model:
+        """A draft model, whose keys and values have the type of activations."""
+        ...
+
+    def available(self) -> int:
+        """Bytes of memory that each device has for weights and pools, before these are there."""
+        ...
+
+    def weights_of(self, model: Model) -> int:
+        """Bytes that a model's weights take on a device, on the one with the most."""
+        ...
+
+    def groups_of(self, model: Model) -> tuple[GroupMemory, ...]:
+        """What each cache group of a model takes on one device."""
+        ...
+
+    def mixed_shapes(self, sizes: Sizes) -> tuple[tuple[int, int], ...]:
+        """See `RunnerSpec`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly(Generic[Model]):
+    """A model and perhaps a draft model without values, and sizes on which all devices agree.
+
+    - `memory`: of one device, with both models.
+    - `pages`: pages, or slots, that the arrays of each cache group of the model have; `draft_pages`: of the draft
+      model's groups, which come behind.
+    """
+
+    model: Model
+    draft: Model | None
+    memory: Memory
+    sizes: Sizes
+    spec: RunnerSpec
+    pages: tuple[int, ...]
+    draft_pages: tuple[int, ...]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all pools on one device."""
+        counts = zip(self.memory.groups, (*self.pages, *self.draft_pages), strict=True)
+        return sum(group.page * pages for group, pages in counts)
+
+
+def settle(config: EngineConfig, models: Models, backend: Backend[Model]) -> Assembly[Model]:
+    """Builds models without values and chooses sizes; says them in the log.
+
+    **Raises:** `ConfigError` where memory cannot hold the weights and one request, and for options that the devices or
+    the model cannot meet.
+    """
+    model = backend.build(models)
+    draft = None if models.draft is None else backend.build_draft(models.draft)
+    own = backend.groups_of(model)
+    memory = Memory(backend.platform, backend.available(), backend.weights_of(model), own)
+    if draft is not None:
+        memory = with_draft(memory, backend.weights_of(draft), backend.groups_of(draft))
+    served = models.main.config
+    sizes = choose_sizes(config, served.default_context, memory, served.longest_context)
+    logger.info(
+        "%s: %.0f MiB of weights, %s, %d rows, %d tokens a step",
+        backend.place,
+        memory.weights / 2**20,
+        describe_pools(memory, sizes, config.page_size),
+        sizes.max_rows,
+        sizes.token_budget,
+    )
+    pages = pages_in_memory(memory, sizes)
+    spec = runner_spec(config, served, memory, sizes, backend.mixed_shapes(sizes))
+    return Assembly(model, draft, memory, sizes, spec, pages[: len(own)], pages[len(own) :])
+
+
+def runner_spec(
+    config: EngineConfig,
+    model: ModelConfig,
+    memory: Memory,
+    sizes: Sizes,
+    mixed_shapes: tuple[tuple[int, int], ...] = (),
+) -> RunnerSpec:
+    """What a runner of these sizes offers."""
+    return RunnerSpec(
+        pools=pool_specs(memory, sizes, config.page_size),
+        max_rows=sizes.max_rows,
+        token_budget=sizes.token_budget,
+        max_context=sizes.max_context,
+        vocab_size=model.vocab_size,
+        mixed_shapes=mixed_shapes,
+        max_samples=config.max_samples,
+        drafts_with_prompts=False,
+        max_drafts=sizes.draft_slots if model.keeps_states else None,
+        prompt_tokens=sizes.prompt_tokens,
+    )
+
+
+def describe(config: EngineConfig, models: Models, in_8_bits: Mapping[ParameterName, str]) -> dict[str, str]:
+    """What a runner's report tells of its models. `in_8_bits`: the matrices that are so in memory, and their type."""
+    details = {"tp_size": str(config.tp_size)}
+    if models.main.foreign is not None:
+        details["model_impl"] = config.model_impl.value
+    if (matrices := describe_matrices(models.main.config, in_8_bits)) is not None:
+        details["weights"] = matrices
+    if models.draft is not None:
+        details["speculative_draft_model_path"] = str(config.speculative_draft_model_path)
+    if models.main.config.keeps_states:
+        details["mamba_ssm_dtype"] = config.mamba_ssm_dtype.value
+    return details

@@ -1,0 +1,241 @@
+"""A model on Torch before its weights are read: kernels and dtypes, and the part of the model that one rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_jax.architectures.manifest import ParameterName
+from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_groups
+from sglang_jax.checkpoint import Checkpoint, ModelConfig
+from sglang_jax.checkpoint.quantization import Quantization
+from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
+from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.runner.assembly import Models
+from sglang_jax.runner.quantization import encodings_of, keeps_blocks
+from sglang_jax.runner.sizing import GroupMemory, Sizes
+from torch_backend.cpu_trial import CpuForm
+from torch_backend.devices import available_memory, select_dtype
+from torch_backend.kernel_choice import Kernels, choose_kernels, refuse_sinks
+from torch_backend.kv_pages import KVForm, StateDtypes
+from torch_backend.layers.blocks import BlockMatrices
+from torch_backend.layers.shard import ModelShard
+from torch_backend.models import Transformer, build_model
+from torch_backend.parallel import TensorParallel
+from torch_backend.weights import bytes_in_blocks, load_weights, matrices_in_8_bits, packs, weight_bytes
+
+if TYPE_CHECKING:
+    from torch_backend.compilation.traced_model import TracedTransformer
+
+_STATE_DTYPES = {MambaDtype.FLOAT32: torch.float32, MambaDtype.BFLOAT16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadedModel:
+    """A rank's part of a model without values, the bytes that they will take, and what gives them.
+
+    - `kv_form`: how its keys and values are stored.
+    - `in_8_bits`: the matrices that are in memory in 8 bits, and the type of each.
+    """
+
+    config: ModelConfig
+    shard: ModelShard
+    kv_form: KVForm
+    model: Transformer | TracedTransformer
+    weight_bytes: int
+    load: Callable[[], None]
+    in_8_bits: Mapping[ParameterName, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBackend:
+    """What a rank computes on and with: see `runner.assembly.Backend`. `dtype`: of activations."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    kv_form: KVForm
+    kernels: Kernels
+    parallel: TensorParallel
+
+    @classmethod
+    def choose(
+        cls, config: EngineConfig, models: Models, device: torch.device, parallel: TensorParallel
+    ) -> TorchBackend:
+        """Dtypes and kernels for these models on a device.
+
+        **Raises:** `ConfigError` for options that the device cannot meet.
+        """
+        dtype = select_dtype(config.dtype, device)
+        kv_form = kv_form_of(config, dtype)
+        shards = [(each.config, ModelShard.of(each.config, parallel.rank, parallel.size)) for each in models.all]
+        heads = dict.fromkeys(form for model, shard in shards for form in shard.head_forms(model))
+        form = CpuForm(dtype, kv_form.keys, tuple(heads))
+        kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
+        return cls(config, device, dtype, kv_form, kernels, parallel)
+
+    @property
+    def platform(self) -> str:
+        """See `Backend`."""
+        return self.device.type
+
+    @property
+    def place(self) -> str:
+        """See `Backend`."""
+        return f"{dtype_name(self.dtype)} on {self.device}, KV in {self.kv_form.name}"
+
+    @property
+    def state_dtypes(self) -> StateDtypes:
+        """Of recurrent states."""
+        return StateDtypes(self.dtype, _STATE_DTYPES[self.config.mamba_ssm_dtype])
+
+    def build(self, models: Models) -> UnloadedModel:
+        """See `Backend`. Our model, or that of transformers."""
+        checkpoint, quantization = models.main, models.quantization
+        if checkpoint.foreign is not None:
+            return self._build_traced(checkpoint)
+        build = self._builder(checkpoint, quantization)
+        model = build(block_matrices=_block_matrices(self.config, checkpoint, build, self.kernels))
+        return self._unloaded(checkpoint, quantization, self.kv_form, model)
+
+    def build_draft(self, draft: Checkpoint) -> UnloadedModel:
+        """See `Backend`.
+
+        **Raises:** `CheckpointError` for an Orbax checkpoint.
+        """
+        refuse_orbax(draft)
+        return self._unloaded(draft, None, KVForm(self.dtype, self.dtype), self._builder(draft, None)())
+
+    def _builder(self, checkpoint: Checkpoint, quantization: Quantization | None) -> Callable[..., Transformer]:
+        return partial(
+            build_model,
+            checkpoint.config,
+            dtype=self.dtype,
+            device=self.device,
+            operations=self.kernels.operations,
+            attention=self.kernels.attention,
+            states=self.kernels.states,
+            parallel=self.parallel,
+            encodings=encodings_of(checkpoint, quantization),
+        )
+
+    def _unloaded(
+        self, checkpoint: Checkpoint, quantization: Quantization | None, kv_form: KVForm, model: Transformer
+    ) -> UnloadedModel:
+        config, reader = checkpoint.config, checkpoint.reader
+        assert reader is not None
+        refuse_sinks(self.kernels.attention_name, model.layers_with_sinks)
+
+        def load() -> None:
+            layout = load_weights(model, reader, config, quantization=quantization)
+            if layout is not None:
+                with torch.inference_mode():
+                    layout.measure()
+
+        in_8_bits = matrices_in_8_bits(model, config)
+        return UnloadedModel(config, model.shard, kv_form, model, weight_bytes(model), load, in_8_bits)
+
+    def _build_traced(self, checkpoint: Checkpoint) -> UnloadedModel:
+        # Imported here: only such models need transformers' own.
+        from torch_backend.compilation.building import build_traced
+
+        model, read = build_traced(
+            self.config,
+            checkpoint,
+            dtype=self.dtype,
+            device=self.device,
+            operations=self.kernels.operations,
+            attention=self.kernels.attention,
+            parallel=self.parallel,
+        )
+        refuse_sinks(self.kernels.attention_name, model.layers_with_sinks)
+        shard = ModelShard.of(checkpoint.config, self.parallel.rank, self.parallel.size)
+        size, load = model.weight_bytes(), partial(model.load, read)
+        return UnloadedModel(checkpoint.config, shard, self.kv_form, model, size, load)
+
+    def available(self) -> int:
+        """See `Backend`. Processes on one CPU share its memory, and all of them must agree on the sizes."""
+        least = self.parallel.least(available_memory(self.device))
+        return least // (self.parallel.size if self.device.type == "cpu" else 1)
+
+    def weights_of(self, model: UnloadedModel) -> int:
+        """See `Backend`."""
+        return -self.parallel.least(-model.weight_bytes)
+
+    def groups_of(self, model: UnloadedModel) -> tuple[GroupMemory, ...]:
+        """See `Backend`."""
+        groups = cache_groups(model.config)
+        return tuple(GroupMemory(self._bytes_of_one(model, group), group.kind, group.window) for group in groups)
+
+    def _bytes_of_one(self, model: UnloadedModel, group: CacheGroup) -> int:
+        """Of a page, or of a slot."""
+        layers = [model.config.layers[number] for number in group.layers]
+        if group.kind is CacheKind.STATE:
+            own = (model.shard.recurrent(layer.recurrent) for layer in layers if layer.recurrent is not None)
+            return sum(self.state_dtypes.bytes_of_slot(recurrent.state) for recurrent in own)
+        attention = layers[0].attention
+        assert attention is not None
+        kv_heads = len(model.shard.kv_heads(attention.num_kv_heads))
+        return self.config.page_size * model.kv_form.bytes_per_token(len(layers), kv_heads, attention.head_dim)
+
+    def mixed_shapes(self, sizes: Sizes) -> tuple[tuple[int, int], ...]:
+        """See `Backend`. Steps are not padded."""
+        return ()
+
+
+def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:
+    """How keys and values are stored; `dtype` is that of activations.
+
+    **Raises:** `ConfigError` for float8 keys with attention that wants them in int8.
+    """
+    integers = config.attention_backend is AttentionBackend.SAGE
+    match config.kv_cache_dtype:
+        case KVCacheDtype.INT8:
+            return KVForm(torch.int8, torch.int8)
+        case KVCacheDtype.FLOAT8_E4M3 if integers:
+            raise ConfigError(
+                "attention_backend sage stores keys in int8: kv_cache_dtype must be auto or int8, got fp8_e4m3"
+            )
+        case KVCacheDtype.FLOAT8_E4M3:
+            return KVForm(torch.float8_e4m3fn, torch.float8_e4m3fn)
+        case _:
+            return KVForm(torch.int8 if integers else dtype, dtype)
+
+
+def _block_matrices(
+    config: EngineConfig, checkpoint: Checkpoint, build: Callable[..., Transformer], kernels: Kernels
+) -> BlockMatrices | None:
+    """What keeps matrices in blocks too, of the model that `build` makes; None where those would take too much memory.
+
+    **Raises:** `ConfigError` if they were asked for and cannot be kept.
+    """
+    if not config.keep_gguf_blocks:
+        return None
+    if checkpoint.reader is None or not checkpoint.reads_gguf:
+        raise ConfigError(f"keep_gguf_blocks: {checkpoint.source.path} is not a GGUF file with weights")
+    if kernels.block_matrices is None:
+        raise ConfigError(
+            "keep_gguf_blocks needs a CPU with avx512_bf16, numba and --dtype bfloat16: remove it, or see the log"
+        )
+    model = build(block_matrices=kernels.block_matrices)
+    needed = bytes_in_blocks(model)
+    room = available_memory(model.device) - (weight_bytes(model) - needed)
+    return kernels.block_matrices if packs(model) and keeps_blocks(needed, room) else None
+
+
+def refuse_orbax(checkpoint: Checkpoint) -> None:
+    """Raises `CheckpointError` for a checkpoint whose weights only JAX restores."""
+    if checkpoint.reader is None and checkpoint.foreign is None:
+        raise CheckpointError(
+            f"{checkpoint.source.address} is an Orbax checkpoint, which only the JAX backend restores: "
+            "choose --backend jax, or give the checkpoint that it was converted from"
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As options and reports call it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,276 @@
+"""Products with matrices of 8 bits that have a scale of each row: values are widened in registers.
+
+A program has a tile of the product. Outputs are the rows of what matrix units multiply, so that few tokens waste none
+of these units, and widened values go there from registers.
+
+Few programs would leave a chip idle: then each sums up a split of the inputs, and a second kernel adds the splits' sums
+in their order. In a step of up to 64 rows, splits follow from the shape of the matrix alone. A row's result is then the
+same whatever other rows there are, as far as matrix units add in one order whatever the width of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_backend.kernels.attention_tiles import TRITON_TYPES, knows_float8, readable, widened
+from torch_backend.kernels.chip import Chip
+from torch_backend.kernels.dependent_launch import after_previous
+
+_INPUTS = 128
+"""Of a tile: those of a row are a line of 128 bytes."""
+
+_LEAST_OUTPUTS = 64
+"""Of a tile: what Hopper's matrix units take at least."""
+
+_FEW_ROWS = 64
+"""Of a tile at most, where the memory sets the time."""
+
+_PROGRAMS = 256
+"""About as many fill a chip: two on each multiprocessor of an H100."""
+
+_LEAST_OF_SPLIT = 512
+"""Inputs: 32 KiB of values, enough to pay for a program's way to its work."""
+
+_SUMMED = 1024
+"""Outputs of a row that a program of the second kernel adds up."""
+
+_MOST_ROWS, _MOST_ROWS_OF_BYTES = 1024, 256
+"""More rows take so long to multiply that widening all values first, which moves five bytes for each, costs less than
+the kernel's slower products. By arithmetic: for an H100 if the kernel gets half of the rate of cuBLAS; and for float8
+as bytes by its instructions for an A100."""
+
+_WIDE_SHARED = (80, 90, 100, 103)
+"""Capabilities of chips whose programs may have over 160 KiB of shared memory; the others have 100."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """What a program computes at a time: `rows` of the input by `outputs`. `warps`, `stages`: as Triton means them."""
+
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
+
+
+def product_tile(rows: int, chip: Chip) -> ProductTile:
+    """The tile for a number of rows. `stages - 1` tiles of 8 KiB of values are under way: of two or three programs on
+    a multiprocessor, about what keeps an H100's memory busy."""
+    if rows <= 16:
+        return ProductTile(16, _LEAST_OUTPUTS, 4, 4)
+    if rows <= 32:
+        return ProductTile(32, _LEAST_OUTPUTS, 4, 4)
+    if rows <= _FEW_ROWS:
+        return ProductTile(_FEW_ROWS, _LEAST_OUTPUTS, 4, 3)
+    return ProductTile(128, 128, 8, 3 if chip.capability in _WIDE_SHARED else 2)
+
+
+def most_rows(values: torch.dtype, chip: Chip) -> int:
+    """Of a step, for which the kernel should be quicker than a product with values that are widened first."""
+    as_bytes = values == torch.float8_e4m3fn and not knows_float8(chip)
+    return _MOST_ROWS_OF_BYTES if as_bytes else _MOST_ROWS
+
+
+def split_length(rows: int, outputs: int, inputs: int, tile: ProductTile) -> int:
+    """Inputs of a split, a multiple of those of a tile; the last split may be shorter. Whatever the chip."""
+    if rows <= _FEW_ROWS:
+        programs, enough = triton.cdiv(outputs, tile.outputs), _PROGRAMS
+    else:  # of which a multiprocessor holds one at a time
+        programs, enough = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs), _PROGRAMS // 2
+    wanted = triton.next_power_of_2(triton.cdiv(enough, programs))
+    count = max(min(wanted, inputs // _LEAST_OF_SPLIT), 1)
+    length: int = triton.cdiv(triton.cdiv(inputs, count), _INPUTS) * _INPUTS
+    return length
+
+
+def scaled_product(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    chip: Chip,
+) -> torch.Tensor:
+    """`x [T, inputs]`, bfloat16 or float16, times `values [outputs, inputs]`, int8 or float8 (e4m3): `[T, outputs]`, in
+    the type of x. Sums are float32, multiplied by `scales`, float32 `[outputs]`; `bias [outputs]` is added and the
+    number rounded once. All are contiguous. A weight of float8 must be a number.
+
+    **Raises:** `ValueError` for other shapes and types.
+    """
+    rows, inputs = x.shape
+    outputs = values.shape[0]
+    if values.shape[1] != inputs or scales.shape != (outputs,) or not (x.is_contiguous() and values.is_contiguous()):
+        raise ValueError(
+            f"x is {list(x.shape)} with strides {list(x.stride())}, values are {list(values.shape)} and scales "
+            f"{list(scales.shape)}; wanted are contiguous [T, inputs] and [outputs, inputs], and [outputs]"
+        )
+    if x.dtype not in (torch.bfloat16, torch.float16) or values.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"there is no product of {x.dtype} and {values.dtype}")
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    multiply_and_scale(x, None, readable(values, chip), scales, bias, out, chip)
+    return out
+
+
+def multiply_and_scale(
+    x: torch.Tensor,
+    of_tokens: torch.Tensor | None,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    chip: Chip,
+) -> None:
+    """Writes the product of `x [T, inputs]`, T above 0, and `values [outputs, inputs]` into `out [T, outputs]`. With
+    `of_tokens`, float32 `[T]`, x is int8 as well: sums are int32, and exact, and multiplied by these scales too."""
+    (rows, inputs), outputs = x.shape, len(values)
+    tile = product_tile(rows, chip)
+    length = split_length(rows, outputs, inputs, tile)
+    splits = triton.cdiv(inputs, length)
+    kind = torch.float32 if of_tokens is None else torch.int32
+    sums = torch.empty((splits, rows, outputs), dtype=kind, device=x.device) if splits > 1 else out
+    dependent = chip.dependent_launches
+    multiply_tiles[(triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs), splits)](
+        x,
+        of_tokens,
+        values,
+        scales,
+        bias,
+        sums,
+        rows,
+        outputs,
+        inputs,
+        length,
+        SPLIT=splits > 1,
+        ROWS=tile.rows,
+        OUTPUTS=tile.outputs,
+        INPUTS=_INPUTS,
+        COMPUTE=None if of_tokens is not None else TRITON_TYPES[x.dtype],
+        DEPENDENT=dependent,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        launch_pdl=dependent,
+    )
+    if splits > 1:
+        add_and_scale(sums, of_tokens, scales, bias, out, dependent)
+
+
+def add_and_scale(
+    sums: torch.Tensor,
+    of_tokens: torch.Tensor | None,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    dependent: bool,
+) -> None:
+    """Writes the sum of `sums [splits, T, outputs]`, float32 or int32, times scales into `out [T, outputs]`."""
+    splits, rows, outputs = sums.shape
+    add_splits[(rows, triton.cdiv(outputs, _SUMMED))](
+        sums,
+        of_tokens,
+        scales,
+        bias,
+        out,
+        rows,
+        outputs,
+        SPLITS=splits,
+        OUTPUTS=_SUMMED,
+        DEPENDENT=dependent,
+        num_warps=4,
+        launch_pdl=dependent,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply_tiles(
+    x,
+    of_tokens,
+    values,
+    scales,
+    bias,
+    target,
+    rows,
+    outputs,
+    inputs,
+    length,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A tile of the product `[rows, outputs]`, or with `SPLIT` of the sums of a split, `[splits, rows, outputs]`. x is
+    of type `COMPUTE`, or with `of_tokens` int8.
+
+    Tiles of rows change fastest over programs: those that run side by side read the same values.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    split = tl.program_id(2)
+    row_starts, output_starts = row.to(tl.int64) * inputs, output.to(tl.int64) * inputs
+    first = split * length
+    after_previous(DEPENDENT)
+    sums = tl.zeros([OUTPUTS, ROWS], tl.float32 if of_tokens is None else tl.int32)
+    for start in range(first, tl.minimum(first + length, inputs), INPUTS):
+        place = start + tl.arange(0, INPUTS)
+        inside = place < inputs
+        stored = tl.load(
+            values + output_starts[:, None] + place[None, :],
+            mask=(output < outputs)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        tokens = tl.load(
+            x + row_starts[None, :] + place[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0
+        )
+        if of_tokens is None:
+            sums = tl.dot(widened(stored, COMPUTE), tokens, sums)
+        else:
+            sums = tl.dot(stored, tokens, sums, out_dtype=tl.int32)
+    wanted = (output < outputs)[:, None] & (row < rows)[None, :]
+    at = row.to(tl.int64)[None, :] * outputs + output[:, None]
+    if SPLIT:
+        tl.store(target + split.to(tl.int64) * rows * outputs + at, sums, mask=wanted)
+    else:
+        product = sums.to(tl.float32)
+        if of_tokens is not None:
+            product *= tl.load(of_tokens + row, mask=row < rows, other=0.0)[None, :]
+        product *= tl.load(scales + output, mask=output < outputs, other=0.0)[:, None]
+        if bias is not None:
+            product += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+        tl.store(target + at, product.to(target.dtype.element_ty), mask=wanted)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_splits(
+    sums,
+    of_tokens,
+    scales,
+    bias,
+    out,
+    rows,
+    outputs,
+    SPLITS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Adds up the sums of splits in their order, for some outputs of a row, and scales them."""
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = output < outputs
+    scale = tl.load(scales + output, mask=inside, other=0.0)
+    after_previous(DEPENDENT)
+    total = tl.zeros([OUTPUTS], sums.dtype.element_ty)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(sums + (split * rows + row) * outputs + output, mask=inside, other=0)
+    product = total.to(tl.float32)
+    if of_tokens is not None:
+        product *= tl.load(of_tokens + row)
+    product *= scale
+    if bias is not None:
+        product += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * outputs + output, product.to(out.dtype.element_ty), mask=inside)
