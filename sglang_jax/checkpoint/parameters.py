@@ -24,7 +24,7 @@ class ParameterReader:
     def __init__(self, reader: TensorReader, config: ModelConfig, quantization: Quantization | None = None) -> None:
         """`quantization`: of matrices that have no scales of rows as they are stored."""
         self.config = config
-        self.quantization = quantization
+        self._quantization = quantization
         self._reader = reader
         self._manifest = manifest_of(config)
         self._names = reader.names()
@@ -94,7 +94,7 @@ class ParameterReader:
 
     def _quantized(self, spec: ParameterSpec) -> Encoding | None:
         """How a parameter is quantised when it is read."""
-        quantization = self.quantization
+        quantization = self._quantization
         return None if quantization is None or not quantization.takes(spec) else quantization.encoding
 
     def _stored_encoding(self, spec: ParameterSpec, index: Index | None) -> Encoding | None:
@@ -114,11 +114,11 @@ class ParameterReader:
         """Arrays of a matrix that has an encoding, or what belongs to the part of the matrix at `index`. Of experts,
         `[experts, ...]`. What is quantised when it is read is read once for all of them."""
         spec = self.spec(name)
-        if self.quantization is None or self._quantized(spec) is None:
+        if self._quantization is None or self._quantized(spec) is None:
             return {role: self._stored_array(spec, role, index) for role in roles}
         numbers = self.read(name, (index or ())[: len(spec.shape) - 1])
         try:
-            found = self.quantization.arrays(numbers, roles)
+            found = self._quantization.arrays(numbers, roles)
         except ValueError as error:
             raise CheckpointError(f"{spec.tensor}: {error}: remove --quantization") from error
         if Role.VALUES in found:
