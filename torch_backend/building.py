@@ -179,8 +179,8 @@ class TorchBackend:
             return sum(self.state_dtypes.bytes_of_slot(recurrent.state) for recurrent in own)
         attention = layers[0].attention
         assert attention is not None
-        kv_heads = len(model.shard.kv_heads(attention.num_kv_heads))
-        return self.config.page_size * model.kv_form.bytes_per_token(len(layers), kv_heads, attention.head_dim)
+        of_layer = model.kv_form.bytes_per_token(model.shard.cached(attention.cached))
+        return self.config.page_size * len(layers) * of_layer
 
     def mixed_shapes(self, sizes: Sizes) -> tuple[tuple[int, int], ...]:
         """See `Backend`. Steps are not padded."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_jax.architectures.kinds.part import CachedArray
 from sglang_jax.architectures.kinds.recurrent import StateArray, StateDtype
 from sglang_jax.architectures.tensor_names import Kind, Part
 from torch_backend.recurrent.rows import States
@@ -28,10 +29,18 @@ class KVForm:
         keys, values = (str(dtype).removeprefix("torch.") for dtype in (self.keys, self.values))
         return keys if keys == values else f"{keys} keys, {values} values"
 
-    def bytes_per_token(self, num_layers: int, kv_heads: int, head_dim: int) -> int:
-        """Bytes that one token takes over all layers of one rank."""
-        sides = (head_dim * dtype.itemsize + (4 if dtype == torch.int8 else 0) for dtype in (self.keys, self.values))
-        return num_layers * kv_heads * sum(sides)
+    def of(self, array: CachedArray) -> torch.dtype:
+        """The type of an array."""
+        return self.values if array.name == "values" else self.keys
+
+    def bytes_per_token(self, arrays: Iterable[CachedArray]) -> int:
+        """Bytes that one token takes in one layer of one rank, which has these arrays."""
+
+        def of_head(array: CachedArray) -> int:
+            dtype = self.of(array)
+            return array.width * dtype.itemsize + (4 if dtype == torch.int8 else 0)
+
+        return sum((array.heads or 1) * of_head(array) for array in arrays)
 
 
 @dataclass(frozen=True, slots=True)

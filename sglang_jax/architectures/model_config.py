@@ -10,7 +10,7 @@ from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, SquaredReluConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
-from sglang_jax.architectures.kinds.part import LayerPart
+from sglang_jax.architectures.kinds.part import CachedArray, LayerPart
 from sglang_jax.architectures.kinds.recurrent import RecurrentConfig
 from sglang_jax.architectures.kinds.rope import RopeKind
 
@@ -167,8 +167,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers whose keys and values share pages, because they need the same tokens of a sequence and have pages of the
-    same shape; or the layers with a recurrent state. `window`: tokens that a query attends to, its own included; None
+    """Layers with attention that share pages, because they need the same tokens of a sequence and keep the same arrays
+    of each; or the layers with a recurrent state. `window`: tokens that a query attends to, its own included; None
     for the other kinds.
 
     `runner.sizing.GroupMemory` has the size of a group's pages, `PoolSpec` the pages that a runner has for it."""
@@ -189,14 +189,15 @@ def group_of_layers(config: ModelConfig) -> tuple[int | None, ...]:
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """The groups of a model's layers: full attention first, then windows by their size, then recurrent states.
-    Layers with kv heads of different number or size are in separate groups, in the order of the layers."""
-    alike: dict[tuple[int | None, int, int], list[int]] = {}
+    Layers that keep other arrays of a token, as of other kv heads, are in separate groups, in the order of the
+    layers."""
+    alike: dict[tuple[int | None, tuple[CachedArray, ...]], list[int]] = {}
     for number, layer in enumerate(config.layers):
         if (attention := layer.attention) is not None:
-            alike.setdefault((attention.window, attention.num_kv_heads, attention.head_dim), []).append(number)
+            alike.setdefault((attention.window, attention.cached), []).append(number)
     paged = tuple(
         CacheGroup(CacheKind.FULL if window is None else CacheKind.WINDOW, tuple(layers), window)
-        for (window, _, _), layers in sorted(alike.items(), key=lambda group: group[0][0] or 0)
+        for (window, _), layers in sorted(alike.items(), key=lambda group: group[0][0] or 0)
     )
     kept = tuple(number for number, layer in enumerate(config.layers) if layer.recurrent is not None)
     return (*paged, CacheGroup(CacheKind.STATE, kept)) if kept else paged

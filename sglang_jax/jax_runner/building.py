@@ -273,9 +273,16 @@ def _groups(
     parallel: TensorParallel, kv_dtype: jnp.dtype, page_size: int, platform: str, state_dtypes: StateDtypes
 ) -> tuple[GroupMemory, ...]:
     """What each cache group takes on one device."""
-    sizes = bytes_of_groups(parallel.config, kv_dtype, page_size, platform=platform, state_dtypes=state_dtypes)
+    sizes = bytes_of_groups(
+        parallel.config,
+        kv_dtype,
+        page_size,
+        platform=platform,
+        state_dtypes=state_dtypes,
+        devices=parallel.size,
+    )
     groups = zip(sizes, cache_groups(parallel.config), strict=True)
-    return tuple(GroupMemory(size // parallel.size, group.kind, group.window) for size, group in groups)
+    return tuple(GroupMemory(size, group.kind, group.window) for size, group in groups)
 
 
 def _least_of_nodes(available: int) -> int:

@@ -12,6 +12,8 @@ There are two forms:
   Heads of up to 64 have one part: keys in the lower half of the lanes, values in the upper half, which costs nothing
   for 64. Pages of 16 tokens or more are whole tiles; 8-bit pages of 16 are half ones, which the kernels put together.
 
+Where values are the keys too, as of latent attention, there is one part in both forms, with keys in all lanes.
+
 bfloat16 may be held as its bits in uint16, and float8_e4m3fn in uint8. XLA's CPU backend widens their scatters and
 gathers and with them copies the whole cache at each step; integers it leaves alone. The bits are turned into numbers
 only after they were gathered.
@@ -30,11 +32,13 @@ LANES = 128
 _HELD_AS_BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): jnp.dtype(jnp.float8_e4m3fn)}
 
 
-def page_shape(num_pages: int, kv_heads: int, page_size: int, head_dim: int, *, tiled: bool) -> tuple[int, ...]:
-    """The shape of a layer's pages, plain or tiled."""
+def page_shape(
+    num_pages: int, kv_heads: int, page_size: int, head_dim: int, *, tiled: bool, shared: bool = False
+) -> tuple[int, ...]:
+    """The shape of a layer's pages, plain or tiled. `shared`: values are the keys, too."""
     if not tiled:
-        return num_pages, kv_heads, 2, page_size, head_dim
-    parts = 1 if 2 * head_dim <= LANES else 2
+        return num_pages, kv_heads, 1 if shared else 2, page_size, head_dim
+    parts = 1 if shared or 2 * head_dim <= LANES else 2
     return num_pages, kv_heads, parts, page_size, -(-head_dim // LANES) * LANES
 
 
@@ -62,29 +66,30 @@ def from_storage(stored: jax.Array) -> jax.Array:
 
 
 def rows_of_pages(
-    kv_pages: jax.Array, keys: jax.Array, values: jax.Array, kv_scales: jax.Array | None = None
+    kv_pages: jax.Array, keys: jax.Array, values: jax.Array | None, kv_scales: jax.Array | None = None
 ) -> jax.Array:
-    """Keys and values `[T, kv_heads, head_dim]` as rows of these pages: `[T, kv_heads, parts, lanes]`."""
+    """Keys and values `[T, kv_heads, head_dim]` as rows of these pages: `[T, kv_heads, parts, lanes]`. No `values`:
+    they are the keys."""
     _, _, parts, _, lanes = kv_pages.shape
-    both = jnp.stack([keys, values], axis=2)
+    sides = jnp.stack([keys] if values is None else [keys, values], axis=2)
     if kv_scales is not None:
-        both = both.astype(jnp.float32) / kv_scales[:, :, None]
-    padded = jnp.pad(both, ((0, 0), (0, 0), (0, 0), (0, parts * lanes // 2 - both.shape[3])))
-    return to_storage(padded.reshape(*both.shape[:2], parts, lanes), kv_pages.dtype)
+        sides = sides.astype(jnp.float32) / kv_scales[:, :, None]
+    padded = jnp.pad(sides, ((0, 0), (0, 0), (0, 0), (0, parts * lanes // sides.shape[2] - sides.shape[3])))
+    return to_storage(padded.reshape(*sides.shape[:2], parts, lanes), kv_pages.dtype)
 
 
 def write_kv(
     kv_pages: jax.Array,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | None,
     write_slots: jax.Array,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
     """Stores the keys and values of a step's tokens in a layer's pages.
 
     **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`, written in place where it is donated;
-    `keys`, `values` `[T, kv_heads, head_dim]`; `write_slots` int32 `[T]`, `page * page_size + offset`; `kv_scales`
-    float32 `[kv_heads, 2]`, what keys and values are divided by.
+    `keys`, `values` `[T, kv_heads, head_dim]`, the latter None where they are the keys; `write_slots` int32 `[T]`,
+    `page * page_size + offset`; `kv_scales` float32 `[kv_heads, 2]`, what keys and values are divided by.
 
     **Returns:** the pages after the write.
     """
@@ -106,12 +111,14 @@ def gather_kv(
     """
     _, kv_heads, parts, page_size, lanes = kv_pages.shape
     *rows, count = pages.shape
+    shared = parts == 1 and 2 * head_dim > lanes
 
     def gather(part: int) -> jax.Array:
         found = kv_pages.at[pages, :, part * (parts - 1)].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        first = part * (2 - parts) * (lanes // 2)
+        first = 0 if shared else part * (2 - parts) * (lanes // 2)
         found = jnp.moveaxis(found, -4, -3)[..., first : first + head_dim]  # [..., kv_heads, n, page_size, head_dim]
         numbers = from_storage(found.reshape(*rows, kv_heads, count * page_size, head_dim))
         return numbers if kv_scales is None else numbers * kv_scales[:, part, None, None]
 
-    return gather(KEYS), gather(VALUES)
+    keys = gather(KEYS)
+    return keys, keys if shared else gather(VALUES)

@@ -57,11 +57,16 @@ class StatePool:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """`shapes` of each layer's pages, `[num_pages, kv_heads, parts, page_size, lanes]`, and the `storage` type; `()`
-    for a layer without pages. `states`: shapes and types of each layer's pools for its state, none for attention.
-    `counted`: of each layer, how many experts it counts the tokens of."""
+    """What all layers keep.
+
+    - `shapes`: of each layer's pages, `[num_pages, kv_heads, parts, page_size, lanes]`; `()` for one without pages.
+      `storage`: their type. `spread`: whether a device has some kv heads of a layer, and not all.
+    - `states`: shapes and types of each layer's pools for its state, none for attention.
+    - `counted`: of each layer, how many experts it counts the tokens of.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
+    spread: tuple[bool, ...]
     storage: jnp.dtype
     states: tuple[tuple[StatePool, ...], ...]
     counted: tuple[int, ...]
@@ -69,21 +74,21 @@ class KVCacheSpec:
     def memory(self, mesh: Mesh) -> KVCaches:
         """Shapes that stand for what each layer keeps, kv heads and heads of states spread over the mesh's tensor
         axis."""
-        pages = named_sharding(mesh, KV_AXES)
+        heads, whole = named_sharding(mesh, KV_AXES), NamedSharding(mesh, PartitionSpec())
 
-        whole = NamedSharding(mesh, PartitionSpec())
-
-        def of(shape: tuple[int, ...], states: tuple[StatePool, ...], experts: int) -> LayerMemory:
+        def of(shape: tuple[int, ...], spread: bool, states: tuple[StatePool, ...], experts: int) -> LayerMemory:
+            pages = heads if spread else whole
             paged = jax.ShapeDtypeStruct(shape, self.storage, sharding=pages) if shape else None
             words = jax.ShapeDtypeStruct((2, experts), jnp.uint32, sharding=whole) if experts else None
             return LayerMemory(paged, tuple(state.on(mesh) for state in states), words)
 
-        return tuple(map(of, self.shapes, self.states, self.counted))
+        return tuple(map(of, self.shapes, self.spread, self.states, self.counted))
 
-    def bytes(self, layer: int) -> int:
-        """What a layer keeps takes."""
+    def bytes(self, layer: int, devices: int) -> int:
+        """What a layer keeps takes on each of so many devices."""
         pages = math.prod(self.shapes[layer]) * self.storage.itemsize if self.shapes[layer] else 0
-        return pages + sum(math.prod(state.shape) * state.dtype.itemsize for state in self.states[layer])
+        states = sum(math.prod(state.shape) * state.dtype.itemsize for state in self.states[layer])
+        return pages // (devices if self.spread[layer] else 1) + states // devices
 
 
 def kv_cache_spec(
@@ -107,18 +112,23 @@ def kv_cache_spec(
     slots = counts[-1]
 
     def pages(layer: LayerConfig, group: int | None) -> tuple[int, ...]:
-        attention = layer.attention
-        if attention is None or group is None:
+        if layer.attention is None or group is None:
             return ()
-        return page_shape(
-            counts[group], attention.num_kv_heads, page_size, attention.head_dim, tiled=form.tiled_kv_pages
-        )
+        # One array holds all, so that one copy fetches a page.
+        (heads, width), *others = dict.fromkeys((array.heads, array.width) for array in layer.attention.cached)
+        assert not others, "arrays of one shape"
+        shared = len(layer.attention.cached) == 1
+        return page_shape(counts[group], heads or 1, page_size, width, tiled=form.tiled_kv_pages, shared=shared)
 
     shapes = tuple(pages(layer, group) for group, layer in zip(groups, config.layers, strict=True))
     tiled, dtypes = form.tiled_state_tails, state_dtypes or StateDtypes()
     states = tuple(_pools(layer, slots, dtypes, tiled=tiled) for layer in config.layers)
     counted = tuple(layer.num_experts if count_experts else 0 for layer in config.layers)
-    return KVCacheSpec(shapes, form.kv_storage(dtype), states, counted)
+    spread = tuple(
+        layer.attention is not None and all(array.heads is not None for array in layer.attention.cached)
+        for layer in config.layers
+    )
+    return KVCacheSpec(shapes, spread, form.kv_storage(dtype), states, counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +171,13 @@ def bytes_of_groups(
     *,
     platform: str | None = None,
     state_dtypes: StateDtypes | None = None,
+    devices: int = 1,
 ) -> tuple[int, ...]:
-    """Bytes of one page of each of the cache groups, or of one slot, over its layers and all devices, padding
-    included."""
+    """Bytes of one page of each of the cache groups, or of one slot, over its layers, that each of so many devices has;
+    padding included."""
     per_token = kv_cache_spec(config, dtype, 1, 1, platform=platform, state_dtypes=state_dtypes)
 
     def of_one(group: CacheGroup) -> int:
-        return sum(per_token.bytes(layer) for layer in group.layers)
+        return sum(per_token.bytes(layer, devices) for layer in group.layers)
 
     return tuple(of_one(group) * (1 if group.kind is CacheKind.STATE else page_size) for group in cache_groups(config))

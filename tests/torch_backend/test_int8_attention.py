@@ -13,6 +13,7 @@ from helpers.triton_attention import AMPERE, HOPPER, TOLERANCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_jax.architectures.kinds.part import CachedArray
 from torch_backend.attention.interface import AttentionImplementation
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
@@ -212,6 +213,7 @@ def test_a_key_that_is_not_finite_is_seen_by_whoever_reads_it(operations: object
 
 
 def test_bytes() -> None:
-    assert KVForm(torch.bfloat16, torch.bfloat16).bytes_per_token(30, 3, 64) == 2 * 30 * 3 * 64 * 2
-    assert KVForm(torch.int8, torch.bfloat16).bytes_per_token(30, 3, 64) == 30 * 3 * (64 + 4 + 128)
-    assert KVForm(torch.int8, torch.int8).bytes_per_token(30, 3, 64) == 30 * 3 * 2 * 68
+    arrays = [CachedArray(name, 3, 64) for name in ("keys", "values")]
+    assert KVForm(torch.bfloat16, torch.bfloat16).bytes_per_token(arrays) == 2 * 3 * 64 * 2
+    assert KVForm(torch.int8, torch.bfloat16).bytes_per_token(arrays) == 3 * (64 + 4 + 128)
+    assert KVForm(torch.int8, torch.int8).bytes_per_token(arrays) == 3 * 2 * 68

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.kinds.part import CachedArray
 from sglang_jax.architectures.kinds.recurrent import RecurrentConfig
 from sglang_jax.architectures.model_config import ModelConfig
 from torch_backend.attention.interface import HeadForm
@@ -38,6 +40,12 @@ class ModelShard:
             return _part(count, self.rank, self.size)
         head = self.rank * count // self.size
         return range(head, head + 1)
+
+    def cached(self, arrays: Iterable[CachedArray]) -> tuple[CachedArray, ...]:
+        """Its part of what a layer keeps of each token: its kv heads, and all of what has none."""
+        return tuple(
+            array if array.heads is None else replace(array, heads=len(self.kv_heads(array.heads))) for array in arrays
+        )
 
     def intermediate(self, length: int) -> range:
         """Its part of a feed-forward layer of `length` columns."""

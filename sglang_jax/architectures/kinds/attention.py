@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.norm import NormConfig
-from sglang_jax.architectures.kinds.part import HIDDEN, Declared, HeadOrder, linear
+from sglang_jax.architectures.kinds.part import HIDDEN, CachedArray, Declared, HeadOrder, linear
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.kinds.sections import can_share
 from sglang_jax.architectures.tensor_names import Kind, Part
@@ -62,6 +62,11 @@ class AttentionConfig:
     input_multiplier: float = 1.0
     key_multiplier: float = 1.0
     output_multiplier: float = 1.0
+
+    @property
+    def cached(self) -> tuple[CachedArray, ...]:
+        """What is kept of each token: keys and values."""
+        return tuple(CachedArray(name, self.num_kv_heads, self.head_dim) for name in ("keys", "values"))
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
         """See `LayerPart`."""

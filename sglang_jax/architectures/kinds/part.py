@@ -43,6 +43,16 @@ class Declared:
     default: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CachedArray:
+    """What attention keeps of each token in pages: numbers `[heads, width]`, of which a device has whole heads; or
+    `[width]`, which every device has, where `heads` is None. States have `recurrent.StateArray`."""
+
+    name: str
+    heads: int | None
+    width: int
+
+
 class LayerPart(Protocol):
     """A part of a layer: attention, a recurrent layer, or a feed-forward one."""
 
