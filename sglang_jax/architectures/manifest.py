@@ -87,7 +87,8 @@ class ParameterSpec:
       its loaded weights. Empty where all are 1.
     - `sections`: of channels along the first axis, of each of which a device has a part where several share the layer
       (`kinds.sections`). Empty where it has a part of the axis.
-    - `block`, `blocks`: the tensor has so many blocks of rows for each head, of which this parameter is that one.
+    - `stored_head`, `first_in_head`: the tensor has so many rows for each head, of which those of this parameter begin
+      there. 0: it has the parameter's alone.
     - `places`: of a parameter of experts, where it may lie, one of which a checkpoint has; `tensor` and `gguf` name the
       first and the last.
     - `also`: other Hugging Face names of its tensor, one of which a checkpoint may have instead.
@@ -103,8 +104,8 @@ class ParameterSpec:
     offset: float = 0.0
     interleaved: bool = False
     rotated: int = 0
-    block: int = 0
-    blocks: int = 1
+    stored_head: int = 0
+    first_in_head: int = 0
     factors: Factors = ()
     sections: Sections = ()
     places: tuple[ExpertsPlace, ...] = ()
@@ -128,6 +129,11 @@ class ParameterSpec:
     def shape(self) -> tuple[int, ...]:
         """As stored."""
         return tuple(math.prod(sizes) for sizes in self.sizes)
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of its tensor, from `first_row` on, that hold it and what lies between."""
+        return self.sizes[0][0] * self.stored_head if self.stored_head else self.shape[0]
 
     @property
     def lengths(self) -> dict[Axis, int]:
@@ -175,7 +181,7 @@ class Manifest:
                 shapes |= spec.place(present).tensors(spec.shape)
                 continue
             tensor = spec.tensor_of(present)
-            rows = max(shapes.get(tensor, (0,))[0], spec.first_row + spec.blocks * spec.shape[0])
+            rows = max(shapes.get(tensor, (0,))[0], spec.first_row + spec.stored_rows)
             shapes[tensor] = (rows, *spec.shape[1:])
         return shapes
 
@@ -258,11 +264,9 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
             continue
         tensor = hf_name(name, parameter.kind, layer)
         if parameter.stored_as is None:
-            first = starts[parameter.part, parameter.kind] = rows.get(tensor, 0)
-            rows[tensor] = first + parameter.blocks * math.prod(parameter.sizes[0])
-        else:
-            first = starts[parameter.stored_as, parameter.kind]
-        yield ParameterSpec(
+            starts[parameter.part, parameter.kind] = rows.get(tensor, 0)
+        first = starts[parameter.stored_as or parameter.part, parameter.kind]
+        spec = ParameterSpec(
             ParameterName(parameter.part, parameter.kind, layer),
             parameter.axes,
             parameter.sizes,
@@ -272,12 +276,14 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
             parameter.offset,
             parameter.interleaved,
             parameter.rotated,
-            parameter.block,
-            parameter.blocks,
+            parameter.stored_head,
+            parameter.first_in_head,
             parameter.factors if any(factor != 1.0 for _, factor in parameter.factors) else (),
             parameter.sections,
             also=(hf_name(replace(name, hf=name.also), parameter.kind, layer),) if name.also else (),
         )
+        rows[tensor] = max(rows.get(tensor, 0), first + spec.stored_rows)
+        yield spec
 
 
 def _optional(config: ModelConfig) -> Iterator[ParameterSpec]:

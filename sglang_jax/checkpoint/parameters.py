@@ -173,24 +173,29 @@ def _stored_part(spec: ParameterSpec, index: Index | None) -> tuple[slice, Index
     """The rows of its tensor that hold the part of a parameter at `index`, and what that takes of the other axes."""
     rows, *rest = whole_index(spec.shape, index)
     first, last, _ = rows.indices(spec.shape[0])
-    return slice(spec.first_row + spec.blocks * first, spec.first_row + spec.blocks * last), tuple(rest)
+    if spec.stored_head:
+        head = spec.lengths[Axis.HEAD_DIM]
+        first, last = first // head * spec.stored_head, last // head * spec.stored_head
+    return slice(spec.first_row + first, spec.first_row + last), tuple(rest)
 
 
 def _multiplied(spec: ParameterSpec, stored: slice, found: Array) -> Array:
     """Rows of a parameter, or a thing of each row, times the row's factor: float32. `stored`: the rows of the tensor
     from which they come."""
     rows_of_runs, factors = zip(*spec.factors, strict=True)
-    first = (stored.start - spec.first_row) // spec.blocks
+    first = stored.start - spec.first_row
+    if spec.stored_head:
+        first = first // spec.stored_head * spec.lengths[Axis.HEAD_DIM]
     by = np.repeat(np.array(factors, np.float32), rows_of_runs)[first : first + len(found)]
     multiplied: Array = found.astype(np.float32) * by.reshape(-1, *[1] * (found.ndim - 1))
     return multiplied
 
 
 def _rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
-    """Rows of a tensor, or a thing of each row, as those of a parameter: its blocks of heads, in the model's order."""
-    if spec.blocks > 1:
-        heads = found.reshape(-1, spec.blocks, spec.lengths[Axis.HEAD_DIM], *found.shape[1:])
-        found = heads[:, spec.block].reshape(len(found) // spec.blocks, *found.shape[1:])
+    """Rows of a tensor, or a thing of each row, as those of a parameter: its part of each head, in the model's order."""
+    if spec.stored_head:
+        own = slice(spec.first_in_head, spec.first_in_head + spec.lengths[Axis.HEAD_DIM])
+        found = found.reshape(-1, spec.stored_head, *found.shape[1:])[:, own].reshape(-1, *found.shape[1:])
     if spec.interleaved or spec.rotated:
         head_dim = spec.lengths[Axis.HEAD_DIM]
         order = order_in_halves(head_dim, spec.rotated or head_dim, interleaved=spec.interleaved)

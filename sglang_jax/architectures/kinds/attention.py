@@ -72,13 +72,13 @@ class AttentionConfig:
         """See `LayerPart`."""
         queries, keys = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         order, taken = self._order(), self.input_multiplier
-        blocks = 2 if self.output_gate else 1
+        stored_head = 2 * self.head_dim if self.output_gate else 0
         of_queries = (queries, (hidden,)), (_HEADS, HIDDEN), self.bias
         for parameter in linear(Part.QUERY, *of_queries, order=order, input_scale=taken):
-            yield replace(parameter, blocks=blocks)
+            yield replace(parameter, stored_head=stored_head)
         if self.output_gate:
             gate = linear(Part.OUTPUT_GATE, *of_queries, stored_as=Part.QUERY, input_scale=taken)
-            yield from (replace(parameter, block=1, blocks=blocks) for parameter in gate)
+            yield from (replace(each, stored_head=stored_head, first_in_head=self.head_dim) for each in gate)
         of_keys = (keys, (hidden,)), (_KV_HEADS, HIDDEN), self.bias
         yield from linear(Part.KEY, *of_keys, order=order, input_scale=taken, output_scale=self.key_multiplier)
         stored_as = Part.KEY if self.values_are_keys else None

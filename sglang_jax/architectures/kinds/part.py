@@ -36,8 +36,8 @@ class Declared:
     interleaved: bool = False
     stored_as: Part | None = None
     rotated: int = 0
-    block: int = 0
-    blocks: int = 1
+    stored_head: int = 0
+    first_in_head: int = 0
     factors: Factors = ()
     sections: Sections = ()
     default: float | None = None
