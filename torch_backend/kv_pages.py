@@ -110,10 +110,16 @@ class KVPages:
         head_dim: int,
         form: KVForm | torch.dtype,
         device: torch.device,
+        *,
+        shared: bool = False,
     ) -> KVPages:
-        """Zeroed pages of a form, or of one type; float8 ones with scales of 1."""
+        """Zeroed pages of a form, or of one type; float8 ones with scales of 1. `shared`: values are the keys, as in
+        latent attention, which are in no type of 8 bits."""
         form = form if isinstance(form, KVForm) else KVForm(form, form)
         shape = (num_pages, kv_heads, page_size, head_dim)
+        if shared:
+            keys = torch.zeros(shape, dtype=form.keys, device=device)
+            return cls(keys, keys)
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (form.keys, form.values))
         if form.keys == torch.int8:
             token_scales = TokenScales.allocate(num_pages, kv_heads, page_size, head_dim, form, device)

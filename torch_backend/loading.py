@@ -202,7 +202,8 @@ def _allocate(
         states = state_dtypes.allocate(num_pages[-1], arrays, device)
         pages = None
         if layer.attention is not None and group is not None:
-            heads, head_dim = shard.kv_heads(layer.attention.num_kv_heads), layer.attention.head_dim
-            pages = KVPages.allocate(num_pages[group], len(heads), page_size, head_dim, form, device)
+            keys, *values = shard.cached(layer.attention.cached)
+            shape = num_pages[group], keys.heads or 1, page_size, keys.width
+            pages = KVPages.allocate(*shape, form, device, shared=not values)
         memory.append(LayerMemory(pages, states))
     return memory

@@ -38,7 +38,7 @@ class Asked:
         """Bytes of a token's keys and values on each of `size` devices; `narrow`: of 8 bits a number."""
         whole = self.options.kv_cache_dtype is KVCacheDtype.AUTO and not narrow
         width = bytes_per_weight(self.options.dtype) if whole else 1
-        return sum(2 * -(-layer.num_kv_heads // size) * layer.head_dim * width for layer in self.model.attention)
+        return sum(array.numbers(size) * width for layer in self.model.attention for array in layer.cached)
 
     @property
     def tokens(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.model_config import ModelConfig
 from tpu.figures import Deployment, ProgramFailure, ProgramFigures
 from tpu.operations import short_source
@@ -216,8 +217,12 @@ def _cache(deployment: Deployment) -> str:
 
 def _heads(config: ModelConfig) -> str:
     """The heads of the layers, each kind once."""
-    kinds = dict.fromkeys((mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) for mixer in config.attention)
-    found = [f"{heads} heads and {kv_heads} kv heads of {size}" for heads, kv_heads, size in kinds]
+    found = dict.fromkeys(
+        f"{mixer.num_heads} heads and {mixer.num_kv_heads} kv heads of {mixer.head_dim}"
+        if isinstance(mixer, AttentionConfig)
+        else f"{mixer.num_heads} heads and latent vectors of {mixer.latent} + {mixer.rotary_dim}"
+        for mixer in config.attention
+    )
     return " or ".join(found) or "no attention"
 
 

@@ -122,11 +122,10 @@ def roofline(
 
 
 def step_flops(config: ModelConfig, work: Work) -> float:
-    """Of the whole group: two for each weight and token, four for each key, query head and lane of it. Those of
-    recurrent states are few beside these, and left out."""
-    attention = 4.0 * sum(
-        attention.num_heads * attention.head_dim * work.within(attention.window).keys_seen
-        for attention in config.attention
+    """Of the whole group: two for each weight and token, and for each number of a query and a key that are multiplied.
+    Those of recurrent states are few beside these, and left out."""
+    attention = 2.0 * sum(
+        attention.products_per_key * work.within(attention.window).keys_seen for attention in config.attention
     )
     head = 2.0 * _table_weights(config) * work.rows
     unused = sum(weights * (1 - experts.share_computed) for weights, experts in _experts(config))
@@ -158,7 +157,7 @@ def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_b
     if not config.tie_word_embeddings:
         unread += _table_weights(config)
     unread_bytes = _bytes_per_weight(config, weight_bytes, tp) * unread / tp
-    sizes = [attention.num_kv_heads * attention.head_dim for attention in config.attention]
+    sizes = [sum(array.numbers(tp) for array in attention.cached) for attention in config.attention]
     keys = [work.within(attention.window).keys_read for attention in config.attention]
     read = sum(size * count for size, count in zip(sizes, keys, strict=True)) / max(sum(sizes), 1)
     kv = kv_bytes_per_token * (read + work.tokens)

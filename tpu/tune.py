@@ -157,7 +157,7 @@ def _heads(config: ModelConfig, sizes: Sequence[int], page_sizes: Sequence[int],
         for page_size in page_sizes:
             if page_size & (page_size - 1):
                 raise ConfigError(f"page_size must be a power of two, got {page_size}")
-            for mixer in built.attention:
+            for mixer in built.kv_attention:
                 heads, kv_heads = mixer.num_heads // size, mixer.num_kv_heads // size
                 found.append(Heads(heads, kv_heads, mixer.head_dim, page_size, storage))
     return tuple(dict.fromkeys(found))

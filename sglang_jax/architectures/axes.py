@@ -17,6 +17,8 @@ class Axis(StrEnum):
     HEAD_DIM = "head_dim"
     GATE_OR_UP = "gate_or_up"
     INTERMEDIATE = "intermediate"
+    LATENT = "latent"
+    """Of the short vectors that keys, values and queries of latent attention are projected from."""
     EXPERTS = "experts"
     PAGES = "pages"
     PAGE_OFFSET = "page_offset"

@@ -226,6 +226,8 @@ _SCALES = frozenset(
         Part.FEED_FORWARD_POST_NORM,
         Part.QUERY_NORM,
         Part.KEY_NORM,
+        Part.QUERY_LATENT_NORM,
+        Part.LATENT_NORM,
         Part.LAYER_SCALE,
         Part.STATE_NORM,
     }

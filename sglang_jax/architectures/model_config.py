@@ -9,17 +9,20 @@ from enum import StrEnum
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig, SquaredReluConfig
+from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.part import CachedArray, LayerPart
 from sglang_jax.architectures.kinds.recurrent import RecurrentConfig
 from sglang_jax.architectures.kinds.rope import RopeKind
+
+AnyAttention = AttentionConfig | LatentAttentionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
     """Attention and a recurrent layer with the same input; their outputs are added (Falcon-H1)."""
 
-    attention: AttentionConfig
+    attention: AnyAttention
     recurrent: RecurrentConfig
 
     def sharded(self, size: int) -> SideBySide:
@@ -27,7 +30,7 @@ class SideBySide:
         return SideBySide(attention=self.attention.sharded(size), recurrent=self.recurrent.sharded(size))
 
 
-Mixer = AttentionConfig | RecurrentConfig | SideBySide
+Mixer = AnyAttention | RecurrentConfig | SideBySide
 """The part of a layer that mixes tokens."""
 
 FeedForward = FeedForwardConfig | SquaredReluConfig | ExpertsConfig
@@ -72,18 +75,23 @@ class LayerConfig:
     learnt_scale: bool = False
 
     @property
-    def attention(self) -> AttentionConfig | None:
+    def attention(self) -> AnyAttention | None:
         """The attention part of the mixer, if any."""
         if isinstance(self.mixer, SideBySide):
             return self.mixer.attention
-        return self.mixer if isinstance(self.mixer, AttentionConfig) else None
+        return self.mixer if isinstance(self.mixer, AnyAttention) else None
+
+    @property
+    def kv_attention(self) -> AttentionConfig | None:
+        """The attention part, if it keeps keys and values of heads."""
+        return self.attention if isinstance(self.attention, AttentionConfig) else None
 
     @property
     def recurrent(self) -> RecurrentConfig | None:
         """The recurrent part of the mixer, if any."""
         if isinstance(self.mixer, SideBySide):
             return self.mixer.recurrent
-        return None if isinstance(self.mixer, AttentionConfig) else self.mixer
+        return None if isinstance(self.mixer, AnyAttention) else self.mixer
 
     @property
     def num_experts(self) -> int:
@@ -133,9 +141,14 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def attention(self) -> tuple[AttentionConfig, ...]:
+    def attention(self) -> tuple[AnyAttention, ...]:
         """Attention of the layers that have it, in order."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def kv_attention(self) -> tuple[AttentionConfig, ...]:
+        """Those of them that keep keys and values of heads."""
+        return tuple(layer.kv_attention for layer in self.layers if layer.kv_attention is not None)
 
     @property
     def feed_forward(self) -> tuple[FeedForward, ...]:
@@ -159,6 +172,11 @@ class ModelConfig:
     def keeps_states(self) -> bool:
         """Whether any layer has a recurrent state."""
         return any(layer.recurrent is not None for layer in self.layers)
+
+    @property
+    def keeps_latents(self) -> bool:
+        """Whether any layer has latent attention."""
+        return any(isinstance(attention, LatentAttentionConfig) for attention in self.attention)
 
     def with_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
         """The same model with `change` applied to every layer."""

@@ -25,6 +25,15 @@ class Part(StrEnum):
     KEY_NORM = "key_norm"
     SINKS = "sinks"
     OUTPUT_GATE = "output_gate"
+    QUERY_LATENT = "query_latent"
+    QUERY_LATENT_NORM = "query_latent_norm"
+    QUERY_UP = "query_up"
+    QUERY_ROTATED = "query_rotated"
+    LATENT = "latent"
+    LATENT_NORM = "latent_norm"
+    KEY_ROTATED = "key_rotated"
+    KEY_UP = "key_up"
+    VALUE_UP = "value_up"
     STATE_INPUT = "state_input"
     STATE_OUTPUT = "state_output"
     STATE_GATE = "state_gate"
@@ -162,6 +171,17 @@ EXPERTS_NAMES: TensorNames = {
 }
 """Of families with experts that have Qwen's names. transformers 5 stacks experts; its folders have those of each as a
 rule."""
+
+LATENT_NAMES: TensorNames = {
+    Part.QUERY_LATENT: TensorName("self_attn.q_a_proj"),
+    Part.QUERY_LATENT_NORM: TensorName("self_attn.q_a_layernorm"),
+    Part.QUERY_UP: TensorName("self_attn.q_b_proj"),
+    Part.LATENT: TensorName("self_attn.kv_a_proj_with_mqa"),
+    Part.KEY_ROTATED: TensorName("self_attn.kv_a_proj_with_mqa"),
+    Part.LATENT_NORM: TensorName("self_attn.kv_a_layernorm"),
+    Part.KEY_UP: TensorName("self_attn.kv_b_proj"),
+}
+"""Of latent attention. Queries that rotate, and values, lie in the tensors of other queries, and of keys."""
 
 POST_NORM_NAMES: TensorNames = {
     **LLAMA_NAMES,

@@ -138,7 +138,7 @@ def _without_offsets(layer: LayerConfig) -> LayerConfig:
         pre, post = (None if norm is None else replace(norm, offset=0.0) for norm in (norms.pre, norms.post))
         return SublayerNorms(pre=pre, post=post)
 
-    attention = layer.attention
+    attention = layer.kv_attention
     assert attention is not None, "no family with other layers has a form of GGUF files"
     qk_norm = attention.qk_norm
     if qk_norm is not None:

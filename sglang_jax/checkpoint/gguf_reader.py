@@ -191,7 +191,7 @@ def _stored_tensors(config: ModelConfig) -> dict[str, _Known]:
             continue
         heads = 0
         if permuted and spec.name.part in (Part.QUERY, Part.KEY) and spec.name.layer is not None:
-            attention = config.layers[spec.name.layer].attention
+            attention = config.layers[spec.name.layer].kv_attention
             assert attention is not None
             heads = attention.num_heads if spec.name.part is Part.QUERY else attention.num_kv_heads
         known.setdefault(spec.gguf, _Known(spec.tensor, heads, spec.name.part is Part.SHARED_ROUTER))

@@ -192,7 +192,7 @@ def _multiplied(spec: ParameterSpec, stored: slice, found: Array) -> Array:
 
 
 def _rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
-    """Rows of a tensor, or a thing of each row, as those of a parameter: its part of each head, in the model's order."""
+    """Rows of a tensor, or a thing of each row, as those of a parameter: its rows of heads, in the model's order."""
     if spec.stored_head:
         own = slice(spec.first_in_head, spec.first_in_head + spec.lengths[Axis.HEAD_DIM])
         found = found.reshape(-1, spec.stored_head, *found.shape[1:])[:, own].reshape(-1, *found.shape[1:])

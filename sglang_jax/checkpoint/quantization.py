@@ -24,8 +24,9 @@ FLOAT8_ROWS = Encoding(ValueType.FLOAT8_E4M3, None, "float32", activations=Activ
 
 _LARGEST = {ValueType.INT8: 127.0, ValueType.FLOAT8_E4M3: 448.0}
 _WEIGHTS_AT_A_TIME = 2**20
-_STAY_PLAIN = frozenset({Part.EMBEDDING, Part.HEAD, Part.ROUTER, Part.SHARED_ROUTER})
-"""Embeddings are looked up, few bits of a head or a router change which token or expert is the best."""
+_STAY_PLAIN = frozenset({Part.EMBEDDING, Part.HEAD, Part.ROUTER, Part.SHARED_ROUTER, Part.KEY_UP, Part.VALUE_UP})
+"""Embeddings are looked up, few bits of a head or a router change which token or expert is the best, and latent
+attention multiplies queries by what makes keys."""
 
 
 def all_plain(name: ParameterName) -> Encoding | None:

@@ -94,8 +94,10 @@ class JaxBackend:
     def choose(cls, config: EngineConfig, models: Models) -> JaxBackend:
         """The first `config.tp_size` devices of `config.device`, and what suits them.
 
-        **Raises:** `ConfigError` for options that the machine cannot meet.
+        **Raises:** `ConfigError` for options that the models or the machine cannot meet.
         """
+        for each in models.all:
+            TensorParallel.of(each.config, config.tp_size)  # a model that cannot be divided is refused on any machine
         devices = select_devices(config.device, config.tp_size)
         attention = choose_attention(config, devices[0])
         if attention.for_tpu:

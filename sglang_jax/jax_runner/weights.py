@@ -361,7 +361,7 @@ class _Source:
     def _kv_copies(self, name: ParameterName) -> int:
         """How often the model has each kv head of the checkpoint in a parameter's layer."""
         assert name.layer is not None
-        built, stored = (config.layers[name.layer].attention for config in (self._built, self._reader.config))
+        built, stored = (config.layers[name.layer].kv_attention for config in (self._built, self._reader.config))
         assert built is not None
         assert stored is not None
         return built.num_kv_heads // stored.num_kv_heads

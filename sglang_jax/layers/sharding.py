@@ -28,6 +28,7 @@ MESH_AXIS: dict[Axis, str | None] = {
     Axis.HEAD_DIM: None,
     Axis.GATE_OR_UP: None,
     Axis.INTERMEDIATE: "tensor",
+    Axis.LATENT: None,
     Axis.EXPERTS: None,
     Axis.PAGES: None,
     Axis.PAGE_OFFSET: None,

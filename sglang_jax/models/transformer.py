@@ -144,7 +144,7 @@ class Transformer(nnx.Module):
         for number, layer in enumerate(self.layers):
             group, attention = self.group_of_layer[number], layer.config.attention
             own = states if group is None else batches[group]
-            tables = None if attention is None else rotary[attention.rope, attention.head_dim]
+            tables = None if attention is None else rotary[attention.rope, attention.rotary_dim]
             step = LayerStep(own, tables)
             x, residual, written[number] = _run_layer(*nnx.split(layer), x, residual, step, written[number])
         hidden, _ = self.final_norm.add(x, residual)
@@ -162,7 +162,7 @@ class Transformer(nnx.Module):
     def _rotary_tables(self, positions: jax.Array) -> dict[tuple[RopeConfig | None, int], RotaryTables | None]:
         """By rope and size of heads, each computed once."""
         tables = rotary_tables_once if self.form.computes_again_for_each_reader else rotary_tables
-        kinds = dict.fromkeys((attention.rope, attention.head_dim) for attention in self.config.attention)
+        kinds = dict.fromkeys((attention.rope, attention.rotary_dim) for attention in self.config.attention)
         return {
             (rope, head_dim): None
             if rope is None

@@ -114,7 +114,7 @@ def _outputs(model: PreTrainedModel, name: str, module: nn.Linear, config: Model
     if last not in _KEYS_AND_VALUES:
         return _share(model, name, module.out_features, shard)
     layer = next(int(each) for each in path if each.isdigit())
-    attention = config.layers[layer].attention
+    attention = config.layers[layer].kv_attention
     assert attention is not None
     heads, size = shard.kv_heads(attention.num_kv_heads), module.out_features // attention.num_kv_heads
     return range(heads.start * size, heads.stop * size)

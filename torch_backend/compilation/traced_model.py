@@ -199,7 +199,7 @@ def check_sites(program: Program, config: ModelConfig, shard: ModelShard) -> Non
     """
     strange = sorted(program.sites.keys() - range(config.num_layers))
     for number, layer in enumerate(config.layers):
-        attention, site = layer.attention, program.sites.get(number)
+        attention, site = layer.kv_attention, program.sites.get(number)
         assert attention is not None
         if site is None or strange:
             raise refused(

@@ -178,7 +178,7 @@ def _compare(eager: PreTrainedModel, twin: TracedTransformer) -> float:
 
 def _empty_pages(twin: TracedTransformer, layer: int) -> LayerMemory:
     """Pages of a layer in which what was never written shows."""
-    attention = twin.config.layers[layer].attention
+    attention = twin.config.layers[layer].kv_attention
     assert attention is not None
     kv_heads = len(twin.shard.kv_heads(attention.num_kv_heads))
     shape = (1 + 2 * _COLUMNS, kv_heads, _PAGE, attention.head_dim)

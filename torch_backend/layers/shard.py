@@ -59,7 +59,7 @@ class ModelShard:
         """What its kernels must know of heads: the form of every layer, each once."""
         forms = (
             HeadForm(mixer.head_dim, len(self.heads(mixer.num_heads)) // len(self.kv_heads(mixer.num_kv_heads)))
-            for mixer in config.attention
+            for mixer in config.kv_attention
         )
         return tuple(dict.fromkeys(forms))
 

@@ -71,10 +71,10 @@ class Transformer(nn.Module):
         self.tied = config.tie_word_embeddings
         if self.tied:
             self.tie()
-        ropes = list(dict.fromkeys((attention.rope, attention.head_dim) for attention in config.attention))
+        ropes = list(dict.fromkeys((attention.rope, attention.rotary_dim) for attention in config.attention))
         self._rotary = tuple(_tables(rope, head_dim, config.max_position, device) for rope, head_dim in ropes)
         kinds = [
-            None if group is None or attention is None else (ropes.index((attention.rope, attention.head_dim)), group)
+            None if group is None or attention is None else (ropes.index((attention.rope, attention.rotary_dim)), group)
             for attention, group in zip(
                 (layer.attention for layer in config.layers), group_of_layers(config), strict=True
             )

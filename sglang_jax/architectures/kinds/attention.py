@@ -64,6 +64,16 @@ class AttentionConfig:
     output_multiplier: float = 1.0
 
     @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that tables of rotations are made for."""
+        return self.head_dim
+
+    @property
+    def products_per_key(self) -> int:
+        """Numbers that are multiplied for each query and key that it sees, of all heads, for scores and for values."""
+        return 2 * self.num_heads * self.head_dim
+
+    @property
     def cached(self) -> tuple[CachedArray, ...]:
         """What is kept of each token: keys and values."""
         return tuple(CachedArray(name, self.num_kv_heads, self.head_dim) for name in ("keys", "values"))

@@ -52,6 +52,10 @@ class CachedArray:
     heads: int | None
     width: int
 
+    def numbers(self, devices: int = 1) -> int:
+        """Of a token, that each of so many devices has."""
+        return self.width if self.heads is None else -(-self.heads // devices) * self.width
+
 
 class LayerPart(Protocol):
     """A part of a layer: attention, a recurrent layer, or a feed-forward one."""
