@@ -57,10 +57,7 @@ class LatentAttention(Loadable):
         assert own is not None
         assert kv is not None
         of_queries, latent, key = self.down(x).split(self._sizes, dim=-1)
-        if self.query_latent_norm is None:
-            of_queries = x
-        else:
-            of_queries = self.query_latent_norm(of_queries.contiguous())
+        of_queries = x if self.query_latent_norm is None else self.query_latent_norm(of_queries.contiguous())
         tokens, heads = len(x), self._heads
         plain, turning = self.query(of_queries).split([heads * config.key_dim, heads * config.rotary_dim], dim=-1)
         absorbed = _by_head(plain.reshape(tokens, heads, -1), self.key_up.view(heads, config.key_dim, -1))
