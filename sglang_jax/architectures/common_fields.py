@@ -12,7 +12,7 @@ from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
-from sglang_jax.architectures.model_config import FeedForward, LayerConfig, ModelConfig, SublayerNorms
+from sglang_jax.architectures.model_config import AnyAttention, FeedForward, LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.errors import CheckpointError, shown
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class CommonFields:
         )
 
     def pre_norm_layer(
-        self, attention: AttentionConfig, feed_forward: FeedForward, norm: NormConfig | None = None
+        self, attention: AnyAttention, feed_forward: FeedForward, norm: NormConfig | None = None
     ) -> LayerConfig:
         """A layer with a norm before attention and one before the feed-forward part: `norm`, or the usual one."""
         norms = SublayerNorms(pre=norm or self.norm())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sglang_jax.architectures.common_fields import CommonFields
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
@@ -16,15 +18,21 @@ _COUNTS = ("num_experts", "num_local_experts")
 
 
 def read_experts(
-    common: CommonFields, *, num_experts: int, chosen: int, size: str = "intermediate_size", default_size: int = 0
+    common: CommonFields,
+    *,
+    num_experts: int,
+    chosen: int,
+    size: str = "intermediate_size",
+    default_size: int = 0,
+    counts: Sequence[str] = _COUNTS,
 ) -> ExpertsConfig:
     """Experts with the file's numbers, or those given where it is silent; families change what is theirs. `size`: the
-    field with the columns of one; `default_size` 0: it must be there.
+    field with the columns of one; `default_size` 0: it must be there. `counts`: fields with the number of experts.
 
     **Raises:** `CheckpointError` for no experts, for too many, and for more chosen ones than there are.
     """
     fields = common.fields
-    count = _count(fields) or num_experts
+    count = _count(fields, counts) or num_experts
     if count * common.num_layers > MOST_EXPERTS:
         raise CheckpointError(
             f"{fields.file}: {shown(count)} experts in each of {common.num_layers} layers; the limit for all layers "
@@ -58,8 +66,8 @@ def positive(fields: JsonFields, name: str, default: int) -> int:
     return default if fields.value(name) is None else fields.required_integer(name)
 
 
-def _count(fields: JsonFields) -> int | None:
-    found = {name: fields.required_integer(name) for name in _COUNTS if fields.value(name) is not None}
+def _count(fields: JsonFields, names: Sequence[str]) -> int | None:
+    found = {name: fields.required_integer(name) for name in names if fields.value(name) is not None}
     if len(set(found.values())) > 1:
         raise CheckpointError(
             f"{fields.file}: {' and '.join(f'{name} is {count}' for name, count in found.items())}; they must be equal"

@@ -119,6 +119,8 @@ class ModelConfig:
     - `embedding_multiplier`: of embeddings, rounded to their dtype. `logit_multiplier`: of logits, before `logit_cap`
       makes them `logit_cap * tanh(logit / logit_cap)`.
     - `eos_token_ids`: those of config.json and of generation_config.json.
+    - `guessing_layers`: layers behind the last that guess further tokens. A checkpoint may have their tensors; nothing
+      uses them.
     - `max_position`: the context length that the checkpoint declares, or that it was tuned to by YaRN.
     """
 
@@ -134,6 +136,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_cap: float | None = None
+    guessing_layers: int = 0
     dtype: str = "bfloat16"
 
     @property

@@ -21,7 +21,7 @@ from sglang_jax.checkpoint.hf_quantization import Scheme, StoredQuantization
 from sglang_jax.checkpoint.kept_arrays import KeptArrays
 from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
-from sglang_jax.checkpoint.tensors import HARMLESS_PREFIX, expected_tensors, listed
+from sglang_jax.checkpoint.tensors import expected_tensors, listed, of_guessing_layers
 from sglang_jax.errors import CheckpointError
 
 _WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".weight_scale", ".input_scale"
@@ -61,7 +61,8 @@ class QuantizedReader:
                 plain = name not in self._packed and reader.is_plain(name)
                 if scheme is not None and not (plain and name in routers):
                     self._schemes[name] = scheme
-        checked = [name for name in self._stored if not name.startswith(HARMLESS_PREFIX)]
+        guessing = of_guessing_layers(config)
+        checked = [name for name in self._stored if not name.startswith(guessing)]
         faults = sorted(fault for name in checked for fault in self._faults(name))
         if faults:
             raise CheckpointError(

@@ -23,11 +23,17 @@ _HARMLESS = (
 """Old checkpoints store the rotary frequencies, which follow from the config. Some quantisers write scales of queries
 and probabilities: neither is ever rounded to 8 bits here."""
 
-HARMLESS_PREFIX = "mtp."
+_GUESSING = "mtp."
 """Layers that guess further tokens, which some checkpoints (Qwen3.5) bring; nothing here uses them."""
 
 _MOST_TOLD = 500
 """Faults that an error names: a model with experts may lack very many tensors."""
+
+
+def of_guessing_layers(config: ModelConfig) -> tuple[str, ...]:
+    """What names of tensors begin with that belong to layers which guess further tokens: nothing reads them."""
+    behind = range(config.num_layers, config.num_layers + config.guessing_layers)
+    return (_GUESSING, *(f"model.layers.{number}." for number in behind))
 
 
 def expected_tensors(config: ModelConfig, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -45,7 +51,8 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     **Raises:** `CheckpointError` naming the missing, extra and misshapen tensors, all or the first 500 of them.
     """
     expected = expected_tensors(config, reader.names())
-    present = {name for name in reader.names() if not name.endswith(_HARMLESS) and not name.startswith(HARMLESS_PREFIX)}
+    guessing = of_guessing_layers(config)
+    present = {name for name in reader.names() if not name.endswith(_HARMLESS) and not name.startswith(guessing)}
     if config.tie_word_embeddings:
         head = family_named(config.architecture).names[Part.HEAD]
         present.discard(hf_name(head, Kind.WEIGHT, None))

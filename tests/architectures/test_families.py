@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.family_cases import FAMILIES, HYBRIDS
+from helpers.family_cases import FAMILIES, HYBRIDS, LATENT
 from helpers.tiny_models import make_tiny_checkpoint
 from safetensors import safe_open
 
@@ -36,9 +36,9 @@ def configured(folder: Path, family: str, **values: Any) -> ModelConfig:
     return load_hf_config(folder)
 
 
-@pytest.mark.parametrize("name", FAMILIES | HYBRIDS)
+@pytest.mark.parametrize("name", FAMILIES | HYBRIDS | LATENT)
 def test_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    case = (FAMILIES | HYBRIDS)[name]
+    case = (FAMILIES | HYBRIDS | LATENT)[name]
     folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
     with safe_open(folder / "model.safetensors", "np") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -62,8 +62,13 @@ def test_norms_of_random_weights_multiply_by_1(name: str, tmp_path: Path) -> Non
 _WITHOUT_ATTENTION = ("granitemoehybrid", "mamba2", "nemotron_h")
 """Families whose layers have none unless the file says so."""
 
+_LATENT = sorted({case.architecture for case in LATENT.values()})
+"""Families with latent attention; tests/architectures/test_latent_families.py has their defaults."""
 
-@pytest.mark.parametrize("family", sorted({family.name for family in known_families()} - set(_WITHOUT_ATTENTION)))
+
+@pytest.mark.parametrize(
+    "family", sorted({family.name for family in known_families()} - {*_WITHOUT_ATTENTION, *_LATENT})
+)
 def test_silent_fields_take_transformers_defaults(family: str, tmp_path: Path) -> None:
     more = {"hidden_size_per_layer_input": 0} if family == "gemma4_text" else {}
     config = configured(tmp_path, family, **more)

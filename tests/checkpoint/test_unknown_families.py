@@ -25,8 +25,9 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("model_type", "class_name", "told"),
     [
-        ("glm4_moe", "Glm4MoeForCausalLM", ["n_routed_experts 128 (an unsupported kind of experts)"]),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", ["kv_lora_rank 512 (latent attention)"]),
+        ("glm4_moe", "Glm4MoeForCausalLM", ["supported families have the same fields, so this file"]),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", ["index_topk 2048 (sparse attention)"]),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", ["index_topk 512 (sparse attention)"]),
         ("bert", "BertForMaskedLM", ["type_vocab_size 2 (an encoder)"]),
         ("t5", "T5ForConditionalGeneration", ["is_encoder_decoder True (an encoder in addition to the decoder)"]),
         ("whisper", "WhisperForConditionalGeneration", ["num_mel_bins 80 (audio)", " and 12 more"]),

@@ -202,6 +202,27 @@ HYBRIDS: dict[str, FamilyCase] = {
 }
 """Families with layers that keep a recurrent state."""
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+
+LATENT: dict[str, FamilyCase] = {
+    "deepseek_v2": FamilyCase("deepseek_v2", 16, {"rope_parameters": _YARN}),
+    "deepseek_v2_lite": FamilyCase(
+        "deepseek_v2", 4, {"q_lora_rank": 24, "topk_method": "greedy", "v_head_dim": 16, "attention_bias": True}
+    ),
+    "deepseek_v3": FamilyCase("deepseek_v3", 16, {"rope_parameters": _YARN, "num_hidden_layers": 3}),
+    "deepseek_v3_in_halves": FamilyCase(
+        "deepseek_v3", 1, {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "rms_norm_eps": 1e-3}
+    ),
+}
+"""Families with latent attention."""
+
 
 EVERY_FAMILY = FAMILIES | {
     f"{name}_without_windows" if name in FAMILIES else name: FamilyCase(kind, 4, changes)

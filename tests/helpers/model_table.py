@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import transformers  # noqa: E402
-from helpers.family_cases import FAMILIES, HYBRIDS  # noqa: E402
+from helpers.family_cases import FAMILIES, HYBRIDS, LATENT  # noqa: E402
 from helpers.parity_cases import ARCHITECTURES  # noqa: E402
 from helpers.tiny_models import tiny_fields  # noqa: E402
 
@@ -77,7 +77,7 @@ def kinds_of_cache(model: ModelConfig) -> list[str]:
 
 def model_of(family: Family) -> ModelConfig:
     """The tiny model of the family that tests compare with transformers, with windows if it may have any."""
-    cases = [(case.architecture, case.changes) for case in (*FAMILIES.values(), *HYBRIDS.values())]
+    cases = [(case.architecture, case.changes) for case in (*FAMILIES.values(), *HYBRIDS.values(), *LATENT.values())]
     cases += ARCHITECTURES.values()
     changes = next(changes for architecture, changes in cases if architecture == family.name)
     config = transformers.AutoConfig.for_model(family.name, **tiny_fields(family.name, **changes))

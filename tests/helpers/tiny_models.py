@@ -54,6 +54,25 @@ _SMALL_CONFIG: dict[str, Any] = {
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 _LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+_GROUPED_EXPERTS = {
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.7,
+}
+
 _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -131,6 +150,8 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
     "olmoe": {**_EXPERTS, "intermediate_size": 48},
     "gpt_oss": {**_LOCAL_EXPERTS, "intermediate_size": 48, "head_dim": 16},
     "granitemoe": {**_LOCAL_EXPERTS, "intermediate_size": 48},
+    "deepseek_v2": {**_LATENT, **_GROUPED_EXPERTS, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**_LATENT, **_GROUPED_EXPERTS},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16},
 }
 
@@ -188,8 +209,9 @@ def make_tiny_model(architecture: str, *, seed: int = 0, **config_overrides: Any
                 scaled -= 1.0  # they multiply by 1 + w
             parameter.copy_(torch.from_numpy(scaled))
         for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.copy_(torch.from_numpy(_scaled(name, generator.standard_normal(1, dtype=np.float32))))
+            if name.endswith(("layer_scalar", "e_score_correction_bias")):
+                noise = generator.standard_normal(tuple(buffer.shape), dtype=np.float32)
+                buffer.copy_(torch.from_numpy(_scaled(name, noise)))
     return model.eval()
 
 

@@ -1,0 +1,185 @@
+"""What families with latent attention read alike: its sizes and the scale of its scores, and DeepSeek's experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from sglang_jax.architectures.common_fields import CommonFields, Defaults
+from sglang_jax.architectures.experts_form import positive, read_experts
+from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
+from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
+from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
+from sglang_jax.architectures.kinds.norm import NormConfig
+from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
+from sglang_jax.architectures.tensor_names import (
+    EXPERTS_NAMES,
+    LATENT_NAMES,
+    LLAMA_NAMES,
+    Part,
+    TensorName,
+    TensorNames,
+)
+from sglang_jax.errors import CheckpointError, shown
+
+DENSE_LATENT_NAMES: TensorNames = {**LLAMA_NAMES, **LATENT_NAMES}
+"""Of families without experts."""
+
+DEEPSEEK_NAMES: TensorNames = {
+    **EXPERTS_NAMES,
+    **LATENT_NAMES,
+    Part.ROUTER_CORRECTION: TensorName("mlp.gate.e_score_correction_bias", bare=True),
+    Part.SHARED_GATE: TensorName("mlp.shared_experts.gate_proj"),
+    Part.SHARED_UP: TensorName("mlp.shared_experts.up_proj"),
+    Part.SHARED_DOWN: TensorName("mlp.shared_experts.down_proj"),
+}
+"""Of families with DeepSeek's experts."""
+
+_LATENT_EPS = 1e-6
+"""Of the norms of latent vectors, whatever `rms_norm_eps` is."""
+
+_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentDefaults:
+    """What transformers takes for granted where config.json is silent. `value_dim` 0: of the hidden size, a part for
+    each head."""
+
+    latent: int = 512
+    query_latent: int | None = 1536
+    key_dim: int = 128
+    rotary_dim: int = 64
+    value_dim: int = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertDefaults:
+    """The same for experts. `chosen` 0: the file must say how many."""
+
+    num_experts: int
+    chosen: int
+    size: int
+    shared: int
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+
+
+def read_common(
+    fields: JsonFields, defaults: Defaults, latent: LatentDefaults, *, rope: RopeConfig | None = None
+) -> CommonFields:
+    """The common fields. Of a head, `qk_rope_head_dim` numbers rotate, whatever `head_dim` is."""
+    rotary_dim = positive(fields, "qk_rope_head_dim", latent.rotary_dim)
+    silent = JsonFields({**fields.values, "head_dim": rotary_dim}, fields.file, fields.within, fields.asked)
+    return replace(CommonFields.read(silent, defaults, rope=rope), fields=fields)
+
+
+def read_attention(common: CommonFields, defaults: LatentDefaults, *, interleaved: bool) -> LatentAttentionConfig:
+    """Latent attention with the file's sizes."""
+    fields = common.fields
+    key_dim = positive(fields, "qk_nope_head_dim", defaults.key_dim)
+    of_query = fields.count_or("q_lora_rank", defaults.query_latent)
+    if of_query == 0:
+        raise CheckpointError(f"{fields.file}: q_lora_rank is 0, it must be at least 1, or null")
+    bias = fields.boolean("attention_bias") or False
+    return LatentAttentionConfig(
+        num_heads=common.num_heads,
+        latent=positive(fields, "kv_lora_rank", defaults.latent),
+        query_latent=of_query,
+        key_dim=key_dim,
+        rotary_dim=common.head_dim,
+        value_dim=positive(fields, "v_head_dim", defaults.value_dim or common.hidden_size // common.num_heads),
+        scale=(key_dim + common.head_dim) ** -0.5 * _temperature(common.rope),
+        rope=common.rope,
+        norm=NormConfig(eps=_LATENT_EPS),
+        interleaved_rope=interleaved,
+        bias=bias,
+        out_bias=bias,
+    )
+
+
+def read_deepseek_experts(common: CommonFields, defaults: ExpertDefaults) -> ExpertsConfig:
+    """DeepSeek's experts: chosen in groups, with shared ones, which are as one. Families add how they are scored.
+
+    **Raises:** `CheckpointError` for groups that do not fit the experts.
+    """
+    fields = common.fields
+    experts = read_experts(
+        common,
+        num_experts=defaults.num_experts,
+        chosen=defaults.chosen or fields.required_integer("num_experts_per_tok"),
+        size="moe_intermediate_size",
+        default_size=defaults.size,
+        counts=_COUNTS,
+    )
+    frequency = fields.integer("moe_layer_freq")
+    if frequency not in (None, 1):
+        raise CheckpointError(f"{fields.file}: moe_layer_freq is {shown(frequency)}; supported: 1")
+    scale = fields.number("routed_scaling_factor")
+    shared = fields.count_or("n_shared_experts", defaults.shared) or 0
+    return replace(
+        experts,
+        scale=defaults.scale if scale is None else scale,
+        groups=fields.count_or("n_group", defaults.groups) or 1,
+        chosen_groups=fields.count_or("topk_group", defaults.chosen_groups) or 1,
+        shared_size=shared * experts.size,
+    )
+
+
+def read_balanced_experts(common: CommonFields, defaults: ExpertDefaults) -> ExpertsConfig:
+    """DeepSeek-V3's: scores are sigmoids, to which a correction is added for the choice."""
+    fields = common.fields
+    check_word(fields, "scoring_func", "sigmoid")
+    check_word(fields, "topk_method", "noaux_tc")
+    renormalised = fields.boolean("norm_topk_prob")
+    experts = replace(
+        read_deepseek_experts(common, defaults),
+        scores=ExpertScores.SIGMOID,
+        correction=True,
+        renormalised=renormalised is not False,
+    )
+    check_groups(fields, experts)
+    return experts
+
+
+def check_groups(fields: JsonFields, experts: ExpertsConfig) -> None:
+    """Raises `CheckpointError` for experts that cannot be chosen from groups."""
+    groups, chosen_groups = experts.groups, experts.chosen_groups
+    of_group, rest = divmod(experts.num_experts, groups)
+    least = experts.best_of_group if groups > 1 else 1
+    if rest or of_group < least or not chosen_groups <= groups or experts.chosen > chosen_groups * of_group:
+        raise CheckpointError(
+            f"{fields.file}: n_group {groups}, topk_group {chosen_groups} and num_experts_per_tok {experts.chosen} do "
+            f"not fit {experts.num_experts} experts: groups must be of equal size, {least} experts or more, and those "
+            "chosen must have enough of them"
+        )
+
+
+def check_word(fields: JsonFields, name: str, *supported: str) -> str:
+    """A field that must be one of these, or absent, which is the first."""
+    word = fields.string(name)
+    if word is not None and word not in supported:
+        raise CheckpointError(
+            f"{fields.file}: {name} {shown(word)} is not supported; supported: {', '.join(supported)}"
+        )
+    return word or supported[0]
+
+
+def first_dense(common: CommonFields, default: int) -> list[bool]:
+    """Which layers have experts: all but the first `first_k_dense_replace`."""
+    dense = common.fields.count_or("first_k_dense_replace", default) or 0
+    return [number >= dense for number in range(common.num_layers)]
+
+
+def guessing_layers(fields: JsonFields, default: int) -> int:
+    """Layers behind the last, which guess further tokens; a checkpoint may have their tensors."""
+    found = [fields.count(name, MOST_LAYERS) for name in ("num_nextn_predict_layers", "num_mtp_layers")]
+    return next((count for count in found if count is not None), default)
+
+
+def _temperature(rope: RopeConfig) -> float:
+    """By scaling with `mscale_all_dim`, scores are multiplied by the square of YaRN's temperature."""
+    if rope.kind is RopeKind.DEFAULT or not rope.mscale_all_dim or rope.factor <= 1.0:
+        return 1.0
+    return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
