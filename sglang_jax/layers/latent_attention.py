@@ -37,12 +37,12 @@ class LatentAttention(nnx.Module):
         keys, rotated, values = (
             [heads, (Axis.HEAD_DIM, size)] for size in (config.key_dim, config.rotary_dim, config.value_dim)
         )
-        self.query_latent = self.query_latent_norm = None
+        two_steps, query = config.query_latent is not None, Part.QUERY
         if config.query_latent is not None:
-            inputs = [(Axis.LATENT, config.query_latent)]
-            self.query_latent = Linear(hidden, inputs, (Part.QUERY_LATENT,), options, bias=config.bias)
-            self.query_latent_norm = Norm(inputs, config.norm, dtype, Part.QUERY_LATENT_NORM)
-        query = Part.QUERY if config.query_latent is None else Part.QUERY_UP
+            inputs, query = [(Axis.LATENT, config.query_latent)], Part.QUERY_UP
+        down = Linear(hidden, inputs, (Part.QUERY_LATENT,), options, bias=config.bias) if two_steps else None
+        self.query_latent = down
+        self.query_latent_norm = Norm(inputs, config.norm, dtype, Part.QUERY_LATENT_NORM) if two_steps else None
         self.query = Linear(inputs, keys, (query,), options)
         self.query_rotated = Linear(inputs, rotated, (Part.QUERY_ROTATED,), options)
         self.latent = Linear(hidden, latent, (Part.LATENT,), options, bias=config.bias)

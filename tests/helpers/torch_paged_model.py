@@ -64,7 +64,7 @@ class TorchPagedModel:
         shard = ModelShard.of(config, parallel.rank, parallel.size)
         if numba:
             attention = cpu_attention(dtype, *shard.head_forms(config))
-        head_dims = dict.fromkeys(attention.head_dim for attention in config.attention)
+        head_dims = dict.fromkeys(attention.head_dim for attention in config.kv_attention)
         kinds = {
             "dtype": dtype,
             "device": torch.device("cpu"),
@@ -88,9 +88,10 @@ class TorchPagedModel:
             states = StateDtypes(dtype, torch.float32).allocate(2 + 2 * ROWS, arrays, self.model.device)
             pages = None
             if layer.attention is not None:
-                kv_heads = len(shard.kv_heads(layer.attention.num_kv_heads))
-                shape = (1 + ROWS * columns, kv_heads, page_size, layer.attention.head_dim)
-                pages = KVPages(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
+                arrays = shard.cached(layer.attention.cached)
+                shape = (1 + ROWS * columns, arrays[0].heads or 1, page_size, arrays[0].width)
+                sides = [torch.full(shape, torch.nan, dtype=dtype) for _ in arrays]
+                pages = KVPages(sides[0], sides[-1])
             self.kv.append(LayerMemory(pages, tuple(pool.fill_(torch.nan) for pool in states)))
         self.slots, self.begin = slots_of_rows(ROWS), dict[int, int]()
         self.all_pages = pages_of_rows(num_paged_groups(self.model.config), ROWS, columns)

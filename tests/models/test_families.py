@@ -10,6 +10,7 @@ from helpers.family_cases import (
     EVERY_FAMILY,
     FAMILIES,
     HYBRIDS,
+    LATENT,
     check_alignments,
     check_family,
     check_hybrid,
@@ -36,6 +37,13 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     check_family(FAMILIES[name], tmp_path, _load)
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "deepseek_v3" else pytest.mark.soak) for name in LATENT]
+)
+def test_logits_of_latent_attention_equal_transformers(name: str, tmp_path: Path) -> None:
+    check_family(LATENT[name], tmp_path, _load)
+
+
 @pytest.mark.parametrize("page_size", [1, pytest.param(64, marks=pytest.mark.soak)])
 def test_layers_with_other_heads_in_pages_of_any_size(page_size: int, tmp_path: Path) -> None:
     check_family(replace(FAMILIES["gemma4"], page_size=page_size), tmp_path, _load)
@@ -53,9 +61,9 @@ def test_logits_of_models_that_keep_states_equal_transformers(name: str, tmp_pat
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", EVERY_FAMILY)
+@pytest.mark.parametrize("name", EVERY_FAMILY | LATENT)
 def test_chunks_and_hits_at_every_place_in_pages_of_every_size(name: str, tmp_path: Path) -> None:
-    check_alignments(EVERY_FAMILY[name], tmp_path, _load)
+    check_alignments((EVERY_FAMILY | LATENT)[name], tmp_path, _load)
 
 
 @pytest.mark.soak

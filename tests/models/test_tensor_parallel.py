@@ -44,12 +44,13 @@ for mesh in (make_mesh(jax.devices()), make_mesh(jax.devices(), data=2)):
 """
 
 _OTHER_HEADS = """
+import re
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
-from helpers.family_cases import FAMILIES
+from helpers.family_cases import FAMILIES, LATENT
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Quantization
@@ -84,6 +85,21 @@ for name in ("gpt_oss", "qwen2_moe"):
     assert all(leaf.addressable_shards[0].data.size * 4 == leaf.size for leaf in experts)
     for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
         assert np.abs(logits - wanted).max() < 2e-4
+
+# Latent attention: heads lie on four devices, of which each has all latent vectors. Sums over devices: of embeddings,
+# and two in each layer.
+case = LATENT["deepseek_v3"]
+folder = make_tiny_checkpoint(Path(sys.argv[1], "latent"), case.architecture, **case.changes)
+expected = PagedModel(folder).run(sequences, steps)
+model = PagedModel(folder, mesh=mesh)
+for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
+    assert np.abs(logits - wanted).max() < 2e-4
+assert all(leaf.addressable_shards[0].data.shape == leaf.shape for leaf in jax.tree.leaves(model.kv_caches))
+batch = model.batch([np.arange(9)] * 4, [0] * 4, {row: 1 for row in range(4)})
+with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    program = model._step.lower(model.state, model.kv_caches, batch).compile().as_text()
+collectives = re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)[(]", program)
+assert collectives == ["all-reduce"] * (1 + 2 * len(model.kv_caches)), collectives
 
 # Matrices of 8 bits, of which each device has its part with the scales of its rows; two kv heads, and experts.
 for name, kind in (("qwen3", INT8_ROWS), ("qwen2_moe", FLOAT8_ROWS)):

@@ -11,6 +11,7 @@ from helpers.family_cases import (
     EXPERTS,
     FAMILIES,
     HYBRIDS,
+    LATENT,
     FamilyCase,
     check_alignments,
     check_family,
@@ -31,6 +32,17 @@ def test_logits_equal_transformers(name: str, numba: bool, tmp_path: Path) -> No
         return TorchPagedModel(folder, numba=numba, page_size=page_size, columns=columns)
 
     check_family(FAMILIES[name], tmp_path, load)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_logits_of_latent_attention_equal_transformers(name: str, tmp_path: Path) -> None:
+    check_family(LATENT[name], tmp_path, _load)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LATENT)
+def test_chunks_and_hits_of_latent_attention_at_every_place(name: str, tmp_path: Path) -> None:
+    check_alignments(LATENT[name], tmp_path, _load)
 
 
 @pytest.mark.soak
