@@ -75,7 +75,8 @@ class TorchBackend:
         shards = [(each.config, ModelShard.of(each.config, parallel.rank, parallel.size)) for each in models.all]
         heads = dict.fromkeys(form for model, shard in shards for form in shard.head_forms(model))
         form = CpuForm(dtype, kv_form.keys, tuple(heads))
-        kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder())
+        latents = any(each.config.keeps_latents for each in models.all)
+        kernels = choose_kernels(config.attention_backend, device, form, config.cache_folder(), latents=latents)
         return cls(config, device, dtype, kv_form, kernels, parallel)
 
     @property

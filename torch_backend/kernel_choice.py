@@ -68,10 +68,12 @@ class Kernels:
         return self.attention_name is AttentionBackend.TRITON
 
 
-def choose_kernels(wanted: AttentionBackend, device: torch.device, form: CpuForm, cache_folder: Path) -> Kernels:
+def choose_kernels(
+    wanted: AttentionBackend, device: torch.device, form: CpuForm, cache_folder: Path, *, latents: bool = False
+) -> Kernels:
     """Triton kernels on a GPU; on a CPU CPU kernels for a model of `form`, which are kept in `cache_folder`, or torch
     operations. `wanted` says which attention. `auto` is torch operations, with a line in the log, on a CPU where CPU
-    kernels cannot be had.
+    kernels cannot be had, and where the model keeps latent vectors (`latents`), for which there are no others.
 
     **Raises:** `ConfigError` for one that does not run there.
     """
@@ -82,6 +84,14 @@ def choose_kernels(wanted: AttentionBackend, device: torch.device, form: CpuForm
             f"attention_backend {name.value} is not available in the torch backend on {device.type}: "
             f"choose {' or '.join(each.value for each in known)}, or auto"
         )
+    if latents:
+        if wanted not in (AttentionBackend.AUTO, AttentionBackend.NATIVE, AttentionBackend.REFERENCE):
+            raise ConfigError(
+                f"attention_backend {wanted.value} does not support latent attention: choose native, or auto"
+            )
+        if wanted is AttentionBackend.AUTO:
+            name = AttentionBackend.NATIVE
+            logger.info("Latent attention is computed by torch operations: there are no kernels of its own yet")
     if device.type == "cpu":
         return _on_cpu(name, wanted, form, cache_folder)
     # Imported here: a machine without a GPU needs no Triton.

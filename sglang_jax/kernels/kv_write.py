@@ -36,7 +36,7 @@ _LINES = 6
 def write_kv_on_tpu(
     kv_pages: jax.Array,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | None,
     runs: jax.Array,
     kv_scales: jax.Array | None = None,
     *,

@@ -140,7 +140,7 @@ def write_and_attend(
     implementation: AttentionImplementation,
     queries: jax.Array,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | None,
     kv_pages: jax.Array,
     batch: ForwardBatch,
     *,
@@ -153,7 +153,7 @@ def write_and_attend(
     operations, but not kernels.
 
     **Arguments:** `queries` `[T, heads, head_dim]`; `keys`, `values` `[T, kv_heads, head_dim]`; `kv_pages` as
-    `kernels.kv_storage` describes.
+    `kernels.kv_storage` describes. No `values`: they are the keys, which every device has.
 
     **Returns:** `[T, heads, head_dim]`, and the pages after the write.
     """
@@ -161,7 +161,7 @@ def write_and_attend(
     def run(
         queries: jax.Array,
         keys: jax.Array,
-        values: jax.Array,
+        values: jax.Array | None,
         kv_pages: jax.Array,
         batch: ForwardBatch,
         options: AttentionOptions,
@@ -175,8 +175,9 @@ def write_and_attend(
     if not implementation.for_tpu or mesh.empty:
         return run(queries, keys, values, kv_pages, batch, options)
     heads = partition_spec((Axis.TOKENS, Axis.HEADS, Axis.HEAD_DIM))
-    kv_heads = partition_spec((Axis.TOKENS, Axis.KV_HEADS, Axis.HEAD_DIM))
-    pages = partition_spec(KV_AXES)
+    kv_heads, pages = partition_spec((Axis.TOKENS, Axis.KV_HEADS, Axis.HEAD_DIM)), partition_spec(KV_AXES)
+    if values is None:
+        kv_heads = pages = PartitionSpec()
     by_device = jax.shard_map(
         run,
         mesh=mesh,

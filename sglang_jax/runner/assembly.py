@@ -30,6 +30,7 @@ from sglang_jax.runner.sizing import (
     describe_pools,
     pages_in_memory,
     pool_specs,
+    refuse_with_latents,
     refuse_with_states,
 )
 
@@ -61,6 +62,7 @@ def open_models(config: EngineConfig, checkpoint: Checkpoint) -> Models:
     a draft model that cannot be read.
     """
     refuse_with_states(config, checkpoint.config)
+    refuse_with_latents(config, checkpoint.config)
     refuse_without_experts(config, checkpoint.config)
     return Models(checkpoint, open_draft(config, checkpoint), quantization_of(config, checkpoint))
 

@@ -303,6 +303,15 @@ def refuse_with_states(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
+def refuse_with_latents(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises `ConfigError` for latent vectors in 8 bits, which nothing stores yet."""
+    if model.keeps_latents and config.kv_cache_dtype is not KVCacheDtype.AUTO:
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype.value}: latent attention caches one short vector of a token, which "
+            "is not stored in 8 bits yet: choose auto"
+        )
+
+
 def refuse_drafts_with_states(config: EngineConfig, model: ModelConfig, kernels: str) -> None:
     """For `kernels` that compute no states after guesses. Raises `ConfigError` where the options and the model would
     have them do so."""

@@ -36,6 +36,8 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     query_type: str = "float32"
+    shared: bool = False
+    """Values are the keys."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def make_step(case: Case, seed: int = 0) -> Step:
     unused = list(1 + rng.permutation(num_pages - 1))
     page_table = np.zeros((case.rows, case.columns), np.int32)
     storage = jnp.dtype(case.storage)
-    shape = (num_pages, case.kv_heads, 2, case.page_size, case.head_dim)
+    sides = 1 if case.shared else 2
+    shape = (num_pages, case.kv_heads, sides, case.page_size, case.head_dim)
     kv_pages = np.full(shape, np.nan, np.float32)
     queries = rng.standard_normal((case.tokens, case.kv_heads, case.group, case.head_dim)).astype(np.float32)
     queries = np.asarray(jnp.asarray(queries, case.query_type), np.float32)
@@ -94,7 +97,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
     expected = np.zeros_like(queries)
     place = 0
     for row, (length, count) in enumerate(zip(case.kv_lens, case.query_lens, strict=True)):
-        stored = rng.standard_normal((length, case.kv_heads, 2, case.head_dim)).astype(np.float32)
+        stored = rng.standard_normal((length, case.kv_heads, sides, case.head_dim)).astype(np.float32)
         if scales is not None:
             stored = stored / scales[:, :, None]
         stored = np.asarray(from_storage(to_storage(jnp.asarray(stored), storage)))
@@ -108,7 +111,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
         expected[mine] = softmax_attention(
             queries[mine],
             keys_values[:, :, 0],
-            keys_values[:, :, 1],
+            keys_values[:, :, sides - 1],
             scale,
             window=case.window,
             soft_cap=case.soft_cap,
@@ -140,11 +143,11 @@ def make_step(case: Case, seed: int = 0) -> Step:
 
 def _tile(plain: np.ndarray) -> np.ndarray:
     """Plain pages in the tiled form: what pads a written slot is 0, what pads another NaN."""
-    num_pages, kv_heads, _, page_size, head_dim = plain.shape
-    shape = page_shape(num_pages, kv_heads, page_size, head_dim, tiled=True)
-    each = shape[2] * shape[4] // 2
+    num_pages, kv_heads, sides, page_size, head_dim = plain.shape
+    shape = page_shape(num_pages, kv_heads, page_size, head_dim, tiled=True, shared=sides == 1)
+    each = shape[2] * shape[4] // sides
     wide = np.where(np.isnan(plain[..., :1]), np.nan, np.zeros(each)).astype(np.float32)
     wide[..., :head_dim] = plain
-    if shape[2] == 1:
+    if shape[2] < sides:
         wide = np.concatenate([wide[:, :, :1], wide[:, :, 1:]], axis=-1)
     return wide.reshape(shape)

@@ -221,6 +221,7 @@ FORMS = {
     "three per kv head, packed": heads(1, 3, 64, 16, **BFLOAT16),
     "one per kv head, int8": heads(3, 1, 80, 32, **BFLOAT16 | {"storage": "int8"}),
     "four per kv head, wide": heads(1, 4, 256, 128),
+    "latent vectors": heads(1, 16, 576, 16, shared=True),
 }
 
 

@@ -55,6 +55,12 @@ def test_heads(implementation: AttentionImplementation, group: int, head_dim: in
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_values_that_are_the_keys(implementation: AttentionImplementation, case: Case) -> None:
+    check(implementation, replace(case, kv_heads=1, group=4, head_dim=72, shared=True))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("page_size", [1, 4, 16, 256])
 def test_page_sizes_and_their_edges(implementation: AttentionImplementation, page_size: int) -> None:
     kv_lens = tuple(max(length, 1) for length in (page_size - 1, page_size, page_size + 1, 2 * page_size))

@@ -96,7 +96,7 @@ def write_kv(
     implementation: AttentionImplementation,
     kv_pages: jax.Array,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | None,
     write_slots: jax.Array,
     *,
     plan: jax.Array | None = None,

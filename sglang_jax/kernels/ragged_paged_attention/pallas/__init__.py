@@ -81,5 +81,6 @@ def pallas_attention(
         ).swapaxes(0, 1)[:tokens]
         decoded = jnp.pad(output, ((0, tokens - rows), (0, 0), (0, 0)))
         output = jnp.where((jnp.arange(tokens) < num_decode)[:, None, None], decoded, prefilled)
-    first = lanes // 2 if parts == 1 else 0
+    # Keys and values of small heads share lanes; where values are the keys, each has all of them.
+    first = lanes // 2 if parts == 1 and 2 * head_dim <= lanes else 0
     return output[:, :, first : first + head_dim]

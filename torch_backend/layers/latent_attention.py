@@ -1,0 +1,78 @@
+"""Latent attention over paged latent vectors: queries are multiplied by what makes keys, and not the keys made.
+
+See `sglang_jax/layers/latent_attention.py`, which says why that is the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
+from sglang_jax.architectures.tensor_names import Part
+from torch_backend.attention.interface import AttentionOptions
+from torch_backend.kv_pages import LayerMemory
+from torch_backend.layers.linear import Linear
+from torch_backend.layers.norm import Norm
+from torch_backend.layers.parameter import Loadable
+from torch_backend.layers.part import LayerStep, PartOptions
+from torch_backend.native_operations import rotate
+
+
+class LatentAttention(Loadable):
+    """Projections to latent vectors, cache write, attention, values, output projection.
+
+    Every rank has all latent vectors, and queries, keys and values of its heads.
+    """
+
+    def __init__(self, config: LatentAttentionConfig, options: PartOptions) -> None:
+        super().__init__()
+        hidden, dtype, self._heads = options.hidden_size, options.dtype, len(options.shard.heads(config.num_heads))
+        self.config = config
+        self._options = AttentionOptions(scale=config.scale)
+        inputs, query = hidden, Part.QUERY
+        down: tuple[Part, ...] = (Part.LATENT, Part.KEY_ROTATED)
+        self.query_latent_norm = None
+        if config.query_latent is not None:
+            inputs, query, down = config.query_latent, Part.QUERY_UP, (Part.QUERY_LATENT, *down)
+            self.query_latent_norm = Norm(
+                inputs, config.norm, Part.QUERY_LATENT_NORM, dtype=dtype, operations=options.operations
+            )
+        sizes = [config.query_latent or 0, config.latent, config.rotary_dim]
+        self.down = Linear(hidden, sum(sizes), down, options, bias=config.bias)
+        self._sizes = sizes
+        queries = self._heads * (config.key_dim + config.rotary_dim)
+        self.query = Linear(inputs, queries, (query, Part.QUERY_ROTATED), options)
+        self.latent_norm = Norm(
+            config.latent, config.norm, Part.LATENT_NORM, dtype=dtype, operations=options.operations
+        )
+        self.key_up = self.declare("key_up", (self._heads * config.key_dim, config.latent), dtype, Part.KEY_UP)
+        self.value_up = self.declare("value_up", (self._heads * config.value_dim, config.latent), dtype, Part.VALUE_UP)
+        # The sum over ranks adds the output's bias once.
+        bias = config.out_bias and options.shard.first
+        self.output = Linear(self._heads * config.value_dim, hidden, (Part.OUTPUT,), options, bias=bias)
+
+    def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """See `LayerPart`."""
+        own, kv, config = step.attention, memory.pages, self.config
+        assert own is not None
+        assert kv is not None
+        of_queries, latent, key = self.down(x).split(self._sizes, dim=-1)
+        of_queries = x if self.query_latent_norm is None else self.query_latent_norm(of_queries.contiguous())
+        tokens, heads = len(x), self._heads
+        plain, turning = self.query(of_queries).split([heads * config.key_dim, heads * config.rotary_dim], dim=-1)
+        absorbed = _by_head(plain.reshape(tokens, heads, -1), self.key_up.view(heads, config.key_dim, -1))
+        together = torch.cat((turning.reshape(tokens, heads, -1), key[:, None]), dim=1)
+        turned = rotate(together.to(torch.float32, copy=True), own.rotation).to(x.dtype)
+        rows = torch.cat((self.latent_norm(latent.contiguous()), turned[:, heads]), dim=-1)
+        slots = (own.write_slots // kv.page_size, own.write_slots % kv.page_size)
+        kv.keys.transpose(1, 2).index_put_(slots, rows[:, None].to(kv.keys.dtype))
+        queries = torch.cat((absorbed, turned[:, :heads]), dim=-1)
+        attended = own.attention(queries, kv, self._options)[..., : config.latent]
+        values = _by_head(attended, self.value_up.view(heads, config.value_dim, -1).transpose(1, 2))
+        output: torch.Tensor = self.output(values.reshape(tokens, -1))
+        return output
+
+
+def _by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """`x [T, heads, n]` by `[heads, n, m]` → `[T, heads, m]`."""
+    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
