@@ -106,6 +106,50 @@ def rope_from_hf(
             return _yarn(scaling, theta, original, max_position)
 
 
+def length_independent_longrope(
+    fields: JsonFields, *, max_position: int, default_theta: float, rotated: int
+) -> RopeConfig:
+    """As `rope_from_hf`, for a family whose files may have `longrope` scaling by the same factors for all lengths: of
+    the `rotated` numbers of a head, a factor for each pair.
+
+    **Raises:** `CheckpointError` for factors that depend on the length, of cosines too, or that do not fit.
+    """
+    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or JsonFields({}, fields.file)
+    if "longrope" not in (scaling.string("rope_type"), scaling.string("type")):
+        return rope_from_hf(fields, max_position, default_theta, scaling)
+    divisors = _factors(scaling, "short_factor", rotated)  # the long ones are of longer sequences than there are
+    original = (
+        scaling.count("original_max_position_embeddings")
+        or fields.count("original_max_position_embeddings")
+        or max_position
+    )
+    factor = scaling.number("factor") or max_position / original
+    if original < max_position or factor > 1.0 or scaling.number("attention_factor") not in (None, 1.0):
+        raise CheckpointError(
+            f"{fields.file}: rope scaling 'longrope' from {original} to {max_position} tokens, by factor {factor:g}, "
+            "is not supported: rotations would depend on the length; supported: an original context of "
+            "max_position_embeddings or more, and no factor"
+        )
+    plain = {name: value for name, value in scaling.values.items() if name in ("rope_theta", "partial_rotary_factor")}
+    rope = rope_from_hf(fields, max_position, default_theta, JsonFields(plain, fields.file, scaling.within))
+    return replace(rope, divisors=divisors)
+
+
+def _factors(scaling: JsonFields, name: str, rotated: int) -> tuple[float, ...]:
+    values = scaling.value(name)
+    numbers = [value for value in values if _is_factor(value)] if isinstance(values, list) else []
+    if not isinstance(values, list) or len(numbers) != len(values) or 2 * len(values) != rotated:
+        raise CheckpointError(
+            f"{scaling.file}: {scaling.within}{name} must be a list of {rotated // 2} numbers above 0, one for each "
+            "pair that rotates"
+        )
+    return tuple(float(number) for number in numbers)
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MOST_POSITIONS
+
+
 def _yarn(scaling: JsonFields, theta: float, original: int, max_position: int) -> RopeConfig:
     """YaRN (Peng et al. 2023). Without a factor, it is the ratio of the context lengths."""
     truncate = scaling.boolean("truncate")

@@ -52,7 +52,8 @@ class RotaryScaling:
         still, which are the last where a part of a head rotates."""
         rope = self.config
         rotated = rope.rotated_numbers(self.head_dim)
-        turning = self._of_rotated(rope.theta ** (-np.arange(0, rotated, 2, dtype=np.float64) / rotated))
+        base = rope.theta ** (-np.arange(0, rotated, 2, dtype=np.float64) / rotated)
+        turning = self._of_rotated(base / np.array(rope.divisors) if rope.divisors else base)
         return np.concatenate((turning, np.zeros((self.head_dim - rotated) // 2)))
 
     def _of_rotated(self, base: Frequencies) -> Frequencies:

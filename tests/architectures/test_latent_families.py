@@ -4,6 +4,7 @@ numbers as the oracle."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ def _yarn(factor: int, mscale: float, **more: float) -> dict[str, Any]:
     return {"rope_scaling": {**shape, "beta_slow": 1, "mscale": mscale, "mscale_all_dim": mscale} | more}
 
 
+_FACTORS = [1.0591, 1.1242, 1.2597, 1.538, 2.094, 3.1447, 4.938, 7.5245]
+_FACTORS += [10.4755, 13.062, 14.8553, 15.906, 16.462, 16.7403, 16.8758, 16.9409]
+
 RELEASED: dict[str, dict[str, Any]] = {
     "DeepSeek-V2-Lite": _OF_V2
     | _yarn(40, 0.707)
@@ -147,7 +151,143 @@ RELEASED: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "vocab_size": 163840,
     },
+    "GLM-4.7-Flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "eos_token_id": [154820, 154827, 154829],
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 202752,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 20,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 47,
+        "num_key_value_heads": 20,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 154820,
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.8,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
+    "MiniCPM3-4B": {
+        "architectures": ["MiniCPM3ForCausalLM"],
+        "model_type": "minicpm3",
+        "bos_token_id": 1,
+        "dim_model_base": 256,
+        "eos_token_id": [2, 73440],
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "initializer_range": 0.1,
+        "intermediate_size": 6400,
+        "kv_lora_rank": 256,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 40,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "type": "longrope",
+            "long_factor": _FACTORS,
+            "short_factor": _FACTORS,
+            "original_max_position_embeddings": 32768,
+        },
+        "scale_depth": 1.4,
+        "scale_emb": 12,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 73448,
+    },
+    "Youtu-LLM-2B": {
+        "architectures": ["YoutuForCausalLM"],
+        "model_type": "youtu",
+        "attention_bias": False,
+        "eos_token_id": 128001,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_interleave": True,
+        "rope_theta": 1600000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 128256,
+    },
+    "sarvam-105b": {
+        "architectures": ["SarvamMLAForCausalLM"],
+        "model_type": "sarvam_mla",
+        "attention_bias": False,
+        "eos_token_id": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 576,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 2048,
+        "n_group": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 32,
+        "num_shared_experts": 2,
+        "q_head_dim": 192,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "type": "deepseek_yarn",
+            "factor": 32,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 262144,
+    },
 }
+"""As released; of sarvam-105b, only as far as transformers tells, and with made-up numbers of shared experts."""
 
 
 def configured(folder: Path, values: dict[str, Any]) -> ModelConfig:
@@ -185,6 +325,20 @@ def configured(folder: Path, values: dict[str, Any]) -> ModelConfig:
             | {"scores": ExpertScores.SIGMOID, "renormalised": True, "correction": True},
             {"layers": 1, "size": 18432},
         ),
+        (
+            "GLM-4.7-Flash",
+            {"num_heads": 20, "query_latent": 768, "key_dim": 192, "value_dim": 256},
+            {"num_experts": 64, "chosen": 4, "size": 1536, "shared_size": 1536, "groups": 1, "scale": 1.8}
+            | {"scores": ExpertScores.SIGMOID, "renormalised": True, "correction": True},
+            {"layers": 1, "size": 10240},
+        ),
+        (
+            "sarvam-105b",
+            {"num_heads": 64, "query_latent": None, "key_dim": 128, "value_dim": 128, "rotary_dim": 64},
+            {"num_experts": 128, "chosen": 8, "size": 2048, "shared_size": 4096, "groups": 1, "scale": 2.5}
+            | {"scores": ExpertScores.SIGMOID, "renormalised": True, "correction": True},
+            {"layers": 1, "size": 16384},
+        ),
     ],
 )
 def test_released_models_with_experts(
@@ -201,7 +355,8 @@ def test_released_models_with_experts(
     assert config.num_layers == values["num_hidden_layers"]
     assert config.max_position == values["max_position_embeddings"]
     assert config.vocab_size == values["vocab_size"]
-    assert config.eos_token_ids == (values["eos_token_id"],)
+    ends = values["eos_token_id"]
+    assert config.eos_token_ids == (tuple(ends) if isinstance(ends, list) else (ends,))
     assert config.guessing_layers == values.get("num_nextn_predict_layers", 0)
     assert config.dtype == "bfloat16"
     assert len(set(config.attention)) == 1
@@ -216,9 +371,39 @@ def test_released_models_with_experts(
         assert {field: getattr(part, field) for field in expected} == expected
 
 
+def test_released_dense_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = configured(tmp_path, RELEASED["MiniCPM3-4B"])
+    found = config.attention[0]
+    assert isinstance(found, LatentAttentionConfig)
+    assert (found.num_heads, found.latent, found.query_latent) == (40, 256, 768)
+    assert (found.key_dim, found.rotary_dim, found.value_dim, found.interleaved_rope) == (64, 32, 64, False)
+    assert config.layers[0].residual_multiplier == 1.4 / math.sqrt(62)
+    assert (config.embedding_multiplier, config.logit_multiplier) == (12.0, 0.1)
+    assert (config.final_norm.eps, config.tie_word_embeddings, config.max_position) == (1e-5, True, 32768)
+    plain = configured(
+        tmp_path, RELEASED["MiniCPM3-4B"] | {"scale_depth": None, "dim_model_base": None, "rope_scaling": None}
+    )
+    assert (plain.layers[0].residual_multiplier, plain.logit_multiplier) == (1.0, 1.0)
+    config = configured(tmp_path, RELEASED["Youtu-LLM-2B"])
+    found = config.attention[0]
+    assert isinstance(found, LatentAttentionConfig)
+    assert (found.num_heads, found.query_latent, found.value_dim, found.interleaved_rope) == (16, 1536, 128, True)
+    assert {part.size for part in config.feed_forward} == {6144}
+    assert "unknown fields" not in caplog.text
+
+
+def test_layers_of_glm_have_experts_where_the_file_says_so(tmp_path: Path) -> None:
+    values = RELEASED["GLM-4.7-Flash"] | {"num_hidden_layers": 4}
+    for change, dense in (({}, 1), ({"first_k_dense_replace": 2}, 2)):
+        config = configured(tmp_path, values | change)
+        assert [isinstance(part, FeedForwardConfig) for part in config.feed_forward] == [n < dense for n in range(4)]
+    config = configured(tmp_path, values | {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]})
+    assert [isinstance(part, ExpertsConfig) for part in config.feed_forward] == [True, False, False, True]
+
+
 def small(values: dict[str, Any]) -> transformers.PreTrainedModel:
     """transformers' model of a released config, of two layers, without memory."""
-    few = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 64}
+    few = {"num_hidden_layers": 2}
     name = values["model_type"].replace("kimi_k2", "deepseek_v3")
     fields = {field: value for field, value in values.items() if field not in ("model_type", "architectures")}
     theirs = transformers.AutoConfig.for_model(name, **(fields | few))
@@ -236,10 +421,9 @@ def test_scores_and_rotations_of_released_models_are_scaled_as_by_transformers(n
     assert found.norm.eps == model.model.layers[0].self_attn.kv_a_layernorm.variance_epsilon
     assert found.rope is not None
     rotation = RotaryScaling(found.rope, found.rotary_dim, config.max_position)
-    kind = model.config.rope_parameters["rope_type"]
-    theirs = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](model.config, device="cpu")
-    assert rotation.attention_factor() == pytest.approx(theirs[1], rel=1e-12)
-    torch.testing.assert_close(torch.tensor(rotation.frequencies(), dtype=torch.float32), theirs[0])
+    theirs = type(model.model.rotary_emb)(model.config)
+    assert rotation.attention_factor() == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    torch.testing.assert_close(torch.tensor(rotation.frequencies(), dtype=torch.float32), theirs.inv_freq)
 
 
 @pytest.mark.parametrize("name", sorted({case.architecture for case in LATENT.values()}))
@@ -263,7 +447,7 @@ def test_silent_fields_take_transformers_defaults(name: str, tmp_path: Path) -> 
     assert expected == shapes
     found = config.attention[0]
     assert isinstance(found, LatentAttentionConfig)
-    assert found.interleaved_rope is getattr(theirs, "rope_interleave", True)
+    assert found.interleaved_rope is getattr(theirs, "rope_interleave", name == "deepseek_v2")
     assert config.max_position == theirs.max_position_embeddings
     assert config.final_norm.eps == theirs.rms_norm_eps
     assert config.tie_word_embeddings is theirs.tie_word_embeddings
@@ -291,6 +475,16 @@ def test_silent_fields_take_transformers_defaults(name: str, tmp_path: Path) -> 
         ("DeepSeek-V3", {"qk_rope_head_dim": 63}, "must be even for rotary embedding"),
         ("DeepSeek-V3", {"num_nextn_predict_layers": 5000}, "num_nextn_predict_layers is 5000, it must be in"),
         ("DeepSeek-V3", {"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not support"),
+        (
+            "GLM-4.7-Flash",
+            {"mlp_layer_types": ["dense"]},
+            "mlp_layer_types has 1 entries for 47 layers; supported",
+        ),
+        ("GLM-4.7-Flash", {"mlp_layer_types": ["linear"] * 47}, "mlp_layer_types has linear; supported: dense or spar"),
+        ("MiniCPM3-4B", {"max_position_embeddings": 65536}, "'longrope' from 32768 to 65536 tokens, by factor 2, is n"),
+        ("MiniCPM3-4B", {"qk_rope_head_dim": 16}, "short_factor must be a list of 8 numbers above 0, one for each"),
+        ("MiniCPM3-4B", {"scale_depth": 0.0}, "scale_depth is 0, it must be greater than 0"),
+        ("MiniCPM3-4B", {"rope_scaling": {"type": "su"}}, "rope scaling 'su' is not supported; supported: default"),
         ("DeepSeek-V2", {"norm_topk_prob": True}, "norm_topk_prob true of deepseek_v2 is not supported"),
         ("DeepSeek-V2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported; supported: greedy, gro"),
         ("DeepSeek-V2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported; supported: softmax"),

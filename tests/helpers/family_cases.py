@@ -220,6 +220,26 @@ LATENT: dict[str, FamilyCase] = {
     "deepseek_v3_in_halves": FamilyCase(
         "deepseek_v3", 1, {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "rms_norm_eps": 1e-3}
     ),
+    "glm4_moe_lite": FamilyCase(
+        "glm4_moe_lite",
+        16,
+        {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"], "rms_norm_eps": 1e-3},
+    ),
+    "minicpm3": FamilyCase(
+        "minicpm3",
+        4,
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.1, 1.5, 2.5, 6.0],
+                "long_factor": [1.1, 1.5, 2.5, 6.0],
+                "original_max_position_embeddings": 512,
+            }
+        },
+    ),
+    "youtu": FamilyCase("youtu", 64, {"rope_parameters": _YARN}),
+    "sarvam_mla": FamilyCase("sarvam_mla", 1, {"rope_parameters": _YARN}),
 }
 """Families with latent attention."""
 

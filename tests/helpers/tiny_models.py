@@ -152,6 +152,10 @@ _ARCHITECTURE_CONFIG: dict[str, dict[str, Any]] = {
     "granitemoe": {**_LOCAL_EXPERTS, "intermediate_size": 48},
     "deepseek_v2": {**_LATENT, **_GROUPED_EXPERTS, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**_LATENT, **_GROUPED_EXPERTS},
+    "glm4_moe_lite": {**_LATENT, **_GROUPED_EXPERTS},
+    "minicpm3": {**_LATENT, "scale_emb": 3.5, "scale_depth": 0.7, "dim_model_base": 40},
+    "youtu": _LATENT,
+    "sarvam_mla": {**_LATENT, **_GROUPED_EXPERTS, "q_lora_rank": None},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16},
 }
 

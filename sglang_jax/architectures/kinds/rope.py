@@ -24,7 +24,8 @@ class RopeConfig:
 
     Fields that a kind does not use keep their default. `original_max_position` is the context length before scaling;
     `turning`: fraction of the pairs that rotate (`PROPORTIONAL`). `rotated`: fraction of a head, from its start, that
-    rotates like a head of that size; the rest has no positions.
+    rotates like a head of that size; the rest has no positions. `divisors`: of the frequency of each pair, before all
+    scaling; empty where they are 1.
     """
 
     kind: RopeKind = RopeKind.DEFAULT
@@ -41,6 +42,7 @@ class RopeConfig:
     truncate: bool = True
     turning: float = 1.0
     rotated: float = 1.0
+    divisors: tuple[float, ...] = ()
 
     def longest_context(self, max_position: int) -> int:
         """Tokens that the scaling reaches, for a model that declares `max_position`. Of YaRN it is what the model was
