@@ -24,7 +24,7 @@ from sglang_jax.architectures.model_config import ModelConfig  # noqa: E402
 from sglang_jax.architectures.registry import Family, known_families  # noqa: E402
 from sglang_jax.config import EngineConfig, KVCacheDtype, SpeculativeAlgorithm  # noqa: E402
 from sglang_jax.errors import ConfigError  # noqa: E402
-from sglang_jax.runner.sizing import refuse_drafts_with_states, refuse_with_states  # noqa: E402
+from sglang_jax.runner.sizing import refuse_drafts_with_states, refuse_with_latents, refuse_with_states  # noqa: E402
 
 PAGE = ROOT / "docs/models.md"
 HEAD = """| Class | Cache | GGUF | 8-bit KV | N-grams | Draft model |
@@ -53,10 +53,15 @@ def row(family: Family) -> list[str]:
         f"`{family.class_name}`",
         ", ".join(kinds_of_cache(model)),
         "" if family.gguf is None else f"`{family.gguf.name}`",
-        answer(refuse_with_states, EngineConfig(kv_cache_dtype=KVCacheDtype.INT8), model),
+        answer(_refuse_8_bits, EngineConfig(kv_cache_dtype=KVCacheDtype.INT8), model),
         answer(lambda *given: refuse_drafts_with_states(*given, "TPUs"), ngram, model).replace("no", "not on TPUs"),
         answer(refuse_with_states, EngineConfig(speculative_algorithm=SpeculativeAlgorithm.DRAFT), model),
     ]
+
+
+def _refuse_8_bits(config: EngineConfig, model: ModelConfig) -> None:
+    refuse_with_states(config, model)
+    refuse_with_latents(config, model)
 
 
 def answer(refuse: Callable[[EngineConfig, ModelConfig], None], config: EngineConfig, model: ModelConfig) -> str:
@@ -71,6 +76,7 @@ def kinds_of_cache(model: ModelConfig) -> list[str]:
     """What layers keep of a sequence."""
     windows = {attention.window for attention in model.attention}
     kinds = ["all tokens"] if None in windows else []
+    kinds = ["latent vectors of all tokens"] if model.keeps_latents else kinds
     kinds += ["a window"] if windows - {None} else []
     return kinds + (["a state"] if model.keeps_states else [])
 
