@@ -296,8 +296,15 @@ def load_tokenizer(
     )
 
 
+def import_tokenizers() -> type[Any]:
+    """The class of tokenizers of folders, imported only where one is read: see above."""
+    from transformers import PreTrainedTokenizerFast
+
+    found: type[Any] = PreTrainedTokenizerFast
+    return found
+
+
 def _from_folder(folder: Path) -> TokenizerFiles:
-    from transformers import PreTrainedTokenizerFast  # here: see above
     from transformers.utils.hub import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
     if not (folder / TOKENIZER_FILE).is_file():
@@ -312,7 +319,7 @@ def _from_folder(folder: Path) -> TokenizerFiles:
     for file in (*folder.glob(CHAT_TEMPLATE_FILE), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")):
         _read_template(file)  # transformers reads it too, but names no file in its errors
     with _damage_named(folder):
-        files: TokenizerFiles = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        files: TokenizerFiles = import_tokenizers().from_pretrained(str(folder), local_files_only=True)
     return files
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from sglang_jax.config import EngineConfig
+from sglang_jax.config import EngineConfig, ModelImpl
 from sglang_jax.engine.channel import ClientChannel, CoreChannel, Published, Ready, StartFailed
 from sglang_jax.engine.client import AsyncEngineClient
 from sglang_jax.engine.core import Core, CoreLoader
@@ -89,6 +89,11 @@ async def launch_core(
 
     **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
     """
+    if in_process and config.model_impl is ModelImpl.TRANSFORMERS:
+        from sglang_jax.checkpoint.tokenizer import import_tokenizers  # here: as above
+
+        # Of two threads that begin to import from transformers at once, one finds modules half made.
+        await asyncio.to_thread(import_tokenizers)
     meanwhile = asyncio.to_thread(load_tokenizer, config)
     link, tokenizer = await _launch(config, in_process, load, placement, meanwhile)
     return AsyncEngineClient(SingleLink(link), tokenizer)

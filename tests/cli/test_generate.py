@@ -21,6 +21,7 @@ from helpers.recommended_sampling import (
     recorded_sampling,
     values_of,
 )
+from helpers.tiny_models import make_tiny_checkpoint
 
 from sglang_jax.cli import generate as generate_module
 from sglang_jax.cli.generate import Timing, generate, prompt_ids, stream_to_terminal
@@ -220,3 +221,12 @@ def test_an_interrupt_while_the_model_is_loaded_waits_for_nothing() -> None:
         _, errors = process.communicate(timeout=40)
     assert process.returncode == 130
     assert errors == b"\nInterrupted.\n"
+
+
+def test_two_threads_import_from_transformers(tmp_path: Path) -> None:
+    """One that reads the tokenizer, and one that reads a model of transformers."""
+    make_tiny_checkpoint(tmp_path, "llama")
+    options = ("--backend", "torch", "--model-impl", "transformers", "--dtype", "float32", "--max-tokens", "2")
+    command = [sys.executable, "-m", "sglang_jax", "generate", "--model-path", str(tmp_path), *options, "hello"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert finished.returncode == 0, finished.stderr

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,14 @@ from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS, Quantizat
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.config import EngineConfig, LoadFormat, WeightQuantization
 from sglang_jax.errors import CheckpointError, ConfigError
+from sglang_jax.jax_runner.loading import load_rank as load_on_jax
 from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, build_model, parameters
+from sglang_jax.runner.protocol import Runner
 from sglang_jax.runner.quantization import describe_matrices, encodings_of, kept_encodings, quantization_of
 from torch_backend import weights as torch_weights
+from torch_backend.loading import load_rank as load_on_torch
 
 ROUNDING = 1e-5
 """Of float32 products, whose scales come before or after them, in parts of the largest logit."""
@@ -242,3 +246,41 @@ def test_scales_follow_the_layout_of_their_matrices(arrange: str) -> None:
     getattr(model, arrange)()
     for found, expected in zip(products(), before, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("backend", "load"), [("jax", load_on_jax), ("torch", load_on_torch)])
+def test_a_runner_quantises_as_it_is_asked_and_says_so(
+    backend: str, load: Callable[..., Runner], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its draft model is left as it is stored, in weights and in the type of its keys and values."""
+    make_tiny_checkpoint(tmp_path, "qwen3")
+    checkpoint = open_checkpoint(str(tmp_path))
+    common = {
+        "model_path": str(tmp_path),
+        "dtype": "float32",
+        "speculative_algorithm": "draft",
+        "speculative_draft_model_path": str(tmp_path),
+        "max_total_tokens": 64,
+        "max_running_requests": 2,
+        "chunked_prefill_size": 16,
+        "skip_warmup": True,
+    }
+    reports = []
+    for changes in ({}, {"quantization": "int8", "kv_cache_dtype": "int8"}):
+        with caplog.at_level(logging.INFO):
+            runner = load(EngineConfig.model_validate(common | changes), checkpoint)
+        reports.append(runner.report())
+        runner.close()
+    plain, quantised = reports
+    assert "weights" not in plain.details
+    assert quantised.details["weights"] == "14 of 15 matrices in int8"
+    assert sum("14 of 15 matrices in int8" in message for message in caplog.messages) == 1
+    quantization, layers = Quantization(INT8_ROWS), checkpoint.config.kv_attention
+    shapes = [spec.shape for spec in manifest_of(checkpoint.config).specs.values() if quantization.takes(spec)]
+    saved = sum(3 * rows * columns - 4 * rows for rows, columns in shapes)
+    # JAX has a scale for the keys of each kv head, and for its values; Torch one of each token.
+    of_heads = sum(2 * 4 * attention.num_kv_heads for attention in layers) if backend == "jax" else 0
+    assert plain.weight_bytes - quantised.weight_bytes == saved - of_heads
+    head_dim, of_token = layers[0].head_dim, 4 if backend == "torch" else 0
+    each = plain.kv_bytes // (2 * 4 * head_dim)
+    assert quantised.kv_bytes == each * (4 * head_dim + head_dim + of_token)
