@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.family_cases import FAMILIES, HYBRIDS
+from helpers.family_cases import FAMILIES, HYBRIDS, LATENT
 from helpers.quick_programs import xla_flags
 from helpers.small_configs import small_config
 from helpers.tiny_models import make_tiny_checkpoint
@@ -227,9 +227,9 @@ def test_shapes_are_those_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> No
         build(unbiased, "float32")
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "qwen2_moe", "gpt_oss", "deepseek_v3"])
 def test_layers_with_states_and_experts_are_restored_bit_exact(name: str, tmp_path: Path) -> None:
-    config = load_hf_config(make_tiny_checkpoint(tmp_path / "hf", (FAMILIES | HYBRIDS)[name].architecture))
+    config = load_hf_config(make_tiny_checkpoint(tmp_path / "hf", (FAMILIES | HYBRIDS | LATENT)[name].architecture))
     model, restored = loaded(config, "float32"), build(config, "float32")
     save_orbax(tmp_path / "saved", config, model)
     restore_orbax(tmp_path / "saved", restored, config, make_mesh(jax.devices()[:1]))

@@ -167,6 +167,23 @@ def test_options_that_cannot_be_met_are_refused_before_weights_are_read(
         make_runner(options(folder, **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8: latent attention caches one short vector of a token"),
+        ({"attention_backend": "numba"}, "attention_backend numba does not support latent attention: choose native"),
+        ({"attention_backend": "sage"}, "attention_backend sage does not support latent attention: choose native"),
+    ],
+)
+def test_what_latent_attention_does_not_go_with_is_refused(
+    changes: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "deepseek_v3")
+    config = EngineConfig.model_validate({"model_path": str(folder), "backend": "torch"} | changes)
+    with pytest.raises(ConfigError, match=message):
+        create_runner(config, open_checkpoint(str(folder)))
+
+
 def test_memory_that_holds_no_request_is_refused_with_its_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
