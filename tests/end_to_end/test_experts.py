@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.batch_command import run_with
 from helpers.echo_server import EchoServer, serve_echo
-from helpers.family_cases import FAMILIES
+from helpers.family_cases import FAMILIES, LATENT
 from helpers.guessed_outputs import check_same_outputs
 from helpers.scheduling import RecordingChannel
 from helpers.schemas import conforms
@@ -46,11 +46,15 @@ PERSON = {
 }
 
 
-@pytest.fixture(scope="module", params=[("qwen2_moe", "torch"), ("gpt_oss", "jax")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[("qwen2_moe", "torch"), ("gpt_oss", "jax"), ("deepseek_v3", "torch"), ("deepseek_v2", "jax")],
+    ids="-".join,
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Both have layers with a window; one has layers without experts, too."""
+    """The first two have layers with a window, the others latent attention; all but one layers without experts, too."""
     name, backend = request.param
-    case, folder = FAMILIES[name], Path(tmp_path_factory.mktemp(name))
+    case, folder = (FAMILIES | LATENT)[name], Path(tmp_path_factory.mktemp(name))
     make_tiny_checkpoint(folder, case.architecture, **case.changes)
     config = EngineConfig(
         model_path=str(folder),
@@ -199,7 +203,7 @@ def test_answers_follow_a_schema(server: EchoServer) -> None:
         return answer
 
     form = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
-    plain: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
+    plain: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 110}
     plain |= {"temperature": 1, "seed": 4, "n": 3}
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(ask, ({**plain, "response_format": form}, plain)))
