@@ -208,7 +208,7 @@ def test_models_with_sinks_are_refused_before_weights_are_read(
     case = FAMILIES["granite_swa"]
     folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
     kernels = Kernels(NativeAttention(), AttentionBackend.FLASHINFER, NativeOperations(), NativeSampler())
-    monkeypatch.setattr(building, "choose_kernels", lambda *given: kernels)
+    monkeypatch.setattr(building, "choose_kernels", lambda *given, **options: kernels)
     monkeypatch.setattr(SafetensorsReader, "read", read)
     config = EngineConfig(model_path=str(folder), device=Device.CPU, model_impl=impl)
     with pytest.raises(
