@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Insertion, Node, Probe
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.window_kv import WindowKV
-from sglang_jax.runner.plan import PoolSpec
+from sglang_jax.runner.plan import PoolSpec, SlotCopies
 
 _SLACK = 8
 """The share of a window that a row may keep in vain while pages are not short: giving up each page by itself costs the
@@ -32,7 +33,17 @@ class Group(ABC):
     """What all groups share: taking, sharing, retiring and giving back pages of one pool.
 
     **Arguments:** `lengths`: of the rows, the same for all groups; `component`: what the tree holds of this group.
+
+    - `grows`: rows take pages of it as they grow, from `KVCache`, which makes room in all such groups. Others have a
+      fixed number for each row, and make room themselves.
+    - `slack`: pages behind what it will read that a row may keep while pages are not short; 0 where it keeps all.
+    - `least_gain`: tokens that what is kept of a row must save to be worth it, where that serves at one length only; 0
+      where every page serves.
     """
+
+    grows: ClassVar[bool] = True
+    slack: int = 0
+    least_gain: int = 0
 
     def __init__(self, spec: PoolSpec, component: PooledComponent, lengths: RowLengths, columns: int) -> None:
         self.spec = spec
@@ -143,7 +154,50 @@ class Group(ABC):
 
     @abstractmethod
     def open(self, record: RowKV, node: Node, pages: int) -> None:
-        """A row starts with the prefix of so many pages, at least one, that ends at `node`."""
+        """A row starts with the prefix of so many pages that ends at `node`; of none only where rows do not grow."""
+
+    def part_at(self, record: RowKV, length: int) -> bool:
+        """Another prompt shares so many tokens with this one: a chunk is to end there, if that is worth it. False if it
+        is not."""
+        return False
+
+    def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
+        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end, so that what is there may be kept."""
+        return end
+
+    def most_queries(self, rows: Index) -> Index | None:
+        """Tokens that the next step may compute of decode rows `rows` `[rows]`, which may have drafts; 0 of rows that
+        it may not have, None where nothing limits them."""
+        return None
+
+    def cross_boundary(self, rows: Index, lengths: Index, step: int, wanted: bool) -> None:  # noqa: B027
+        """Decode rows `rows` `[rows]` continue after `lengths` `[rows]` tokens, whole pages, in `step`, which is
+        planned now. `wanted`: others, who come first, want memory."""
+
+    def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
+        """What those of `rows` `[rows]`, all of the sequences of `step`, start with that is not in their own place."""
+        return ()
+
+    def let_go(self, rows: Index, reading: Index, records: Mapping[int, RowKV], tight: bool) -> None:  # noqa: B027
+        """Gives up what no query of `rows` `[rows]` from position `reading` `[rows]` on will see. Not `tight`: only
+        where a row has more than `slack` to give."""
+
+    def keep_end(self, record: RowKV, most: int) -> int:
+        """A request ends: of its first `most` tokens, which are committed, how many are to be inserted."""
+        return most
+
+    def reads_unproven(self, record: RowKV) -> bool:
+        """Whether a row that has just started reads what nothing proves, though all nodes on its path are proven."""
+        return False
+
+    def prove(self, record: RowKV) -> None:  # noqa: B027
+        """What the record's row sampled was finite: the tree proves the nodes on its path, the group what else it
+        read."""
+
+    def in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
+        """Whether `node`, whose pages end at column `last`, holds what the record read or wrote and nothing proves,
+        though the node itself is proven."""
+        return False
 
     def run(self, record: RowKV, first: int, last: int, going_on: bool) -> Pages:
         """What the row gives the tree for columns `[first, last)`, `[columns]`, 0 where there is nothing. `going_on`:
@@ -346,10 +400,6 @@ class WindowGroup(Group):
         self._held_from[record.row] = 0
 
     def let_go(self, rows: Index, reading: Index, records: Mapping[int, RowKV], tight: bool) -> None:
-        """Gives up what no query of `rows` `[rows]` from position `reading` `[rows]` on will see.
-
-        Not `tight`: only of rows that have an eighth of a window to give.
-        """
         needed = reading // self.page_size - self.reach
         held = self._held_from[rows]
         behind = needed - held >= (1 if tight else self.slack)
@@ -369,16 +419,21 @@ class WindowGroup(Group):
         self.free_columns(rows, held, needed)
         self._held_from[rows] = needed
 
-    def prove(self, record: RowKV, node: Node) -> None:
-        """What a row with the prefix that ends at `node` sampled was finite."""
+    def reads_unproven(self, record: RowKV) -> bool:
+        last = record.matched // self.page_size
+        for node in record.locked_node.path():
+            if self.in_doubt(record, node, last):
+                return True
+            last -= node.length
+        return False
+
+    def prove(self, record: RowKV) -> None:
         last = record.cache_protected_len // self.page_size
         # The sample is of the token behind the committed ones, or, where the first sample did not tell, of the next.
         read_from = max(record.kv_committed_len - self.window + 1, 0)
-        self.component.prove(node, last - self.pages_for(read_from))
+        self.component.prove(record.locked_node, last - self.pages_for(read_from))
 
     def in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
-        """Whether `node`, whose pages end at column `last`, holds pages that the record reads and that nothing proves,
-        though the node itself is proven."""
         return self.component.in_doubt(node, last - record.matched // self.page_size + self.reach)
 
     def _uncover(self, record: RowKV, held_from: int) -> None:

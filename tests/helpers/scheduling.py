@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 from helpers import fake_grammars
+from helpers.caches import states_of
 from helpers.fake_grammars import FakeCompiler, FakeGrammars
 
 from sglang_jax.architectures import CacheKind
@@ -160,9 +161,9 @@ class Bench:
         self.channel = RecordingChannel()
         grammars = FakeCompiler(FakeGrammars(VOCAB, EOS))
         self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel, grammars=grammars)
-        if self.scheduler.cache.states is not None:
-            self.scheduler.cache.states.least_gain = self.least_gain
-            self.scheduler.cache.states.gain_over_loss = self.gain_over_loss
+        if (states := states_of(self.scheduler.cache)) is not None:
+            states.least_gain = self.least_gain
+            states.gain_over_loss = self.gain_over_loss
         if self.subject is None:
             self.runner.namespace_of = lambda row: self.scheduler.rows.at(row).namespace
         if self.scribble and self.subject is None:

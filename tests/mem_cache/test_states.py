@@ -28,8 +28,8 @@ def cache_of(slots: int = 8, pages: int = 60, rows: int = 4, track: int = PAGE, 
 
 
 def states_of(cache: KVCache) -> StateGroup:
-    assert cache.states is not None
-    return cache.states
+    (states,) = (group for group in cache.groups if isinstance(group, StateGroup))
+    return states
 
 
 def open_row(cache: KVCache, tokens: list[int]) -> RowKV:
@@ -397,7 +397,7 @@ def test_states_alone_need_no_pages() -> None:
     states_of(cache).least_gain = 1
     run(cache, PROMPT)
     assert cached(cache, PROMPT) == 28
-    assert cache.first_with_pages is None
+    assert cache.first_growing is None
 
 
 def test_a_second_unpin_and_a_second_owner_are_noticed() -> None:
