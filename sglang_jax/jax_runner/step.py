@@ -177,11 +177,11 @@ def build_batch(
 
     own_table = page_table[inputs.rows]
     states = None
-    if table.states:
-        own_table, slots = own_table[:, :-1], own_table[:, -1]
+    if table.slots is not None:
+        slots = own_table[:, table.slots]
         states = _state_rows(inputs, slots, sequences, places, table.first_draft_slot, guesses)
     # Where layers keep states alone there are no pages, and nobody looks at any.
-    tables = jnp.split(own_table, table.groups, axis=1) if table.groups else [jnp.zeros_like(inputs.rows)[:, None]]
+    tables = [own_table[:, first:last] for first, last in table.paged] or [jnp.zeros_like(inputs.rows)[:, None]]
     first, *further = map(pages_of, tables)
     # A row whose logits were not finite holds no token; its request ends once the host has seen it. Nor has a draft
     # one for which there is nothing to guess by.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.full_kv import FullKV
@@ -28,21 +27,19 @@ def build_groups(
     state_interval: int,
     ledger: bool,
 ) -> tuple[Group, ...]:
-    """The groups of pools. `state_interval`: see `StateGroup`; `ledger`: record who owns each page.
-
-    **Raises:** `ValueError` for several pools of states.
-    """
+    """The groups of pools. `state_interval`: see `StateGroup`; `ledger`: record who owns each page. Raises `ValueError`
+    for several pools of states."""
 
     def build(number: int, spec: PoolSpec) -> Group:
         pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)
-        if spec.kind is CacheKind.STATE:
+        if spec.kind.keeps_states:
             return StateGroup(spec, States(pool, eviction), lengths, number, state_interval)
         order = EvictionOrder(eviction)
         if spec.window is not None:
             return WindowGroup(spec, WindowKV(pool, order, spec.window), lengths, columns, step_tokens)
         return FullGroup(spec, FullKV(pool, order), lengths, columns)
 
-    kept = sum(spec.kind is CacheKind.STATE for spec in pools)
-    if kept > 1:
-        raise ValueError(f"{kept} pools of states: layers that keep states share the slots of one pool")
+    kept = [spec.name for spec in pools if spec.kind.keeps_states]
+    if len(kept) > 1:
+        raise ValueError(f"pools of states {', '.join(kept)}: layers that keep states share the slots of one pool")
     return tuple(build(number, spec) for number, spec in enumerate(pools))

@@ -14,7 +14,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from sglang_jax.architectures import CacheKind
 from sglang_jax.mem_cache.component import PooledComponent
 from sglang_jax.mem_cache.ledger import RETIRED, Owners, Pages, request_owner, request_owners
 from sglang_jax.mem_cache.lengths import Index, RowLengths
@@ -34,11 +33,10 @@ class Group(ABC):
 
     **Arguments:** `lengths`: of the rows, the same for all groups; `component`: what the tree holds of this group.
 
-    - `grows`: rows take pages of it as they grow, from `KVCache`, which makes room in all such groups. Others have a
-      fixed number for each row, and make room themselves.
-    - `slack`: pages behind what it will read that a row may keep while pages are not short; 0 where it keeps all.
-    - `least_gain`: tokens that what is kept of a row must save to be worth it, where that serves at one length only; 0
-      where every page serves.
+    - `grows`: `KVCache` gives rows pages as they grow. Otherwise a row has as many whatever its length, and the group
+      makes room itself.
+    - `slack`: pages that a row may keep in vain while pages are not short; 0 where it never gives up any.
+    - `least_gain`: tokens that what a row leaves must save, where it serves at one length only; else 0.
     """
 
     grows: ClassVar[bool] = True
@@ -47,6 +45,7 @@ class Group(ABC):
 
     def __init__(self, spec: PoolSpec, component: PooledComponent, lengths: RowLengths, columns: int) -> None:
         self.spec = spec
+        self.name = spec.name
         self.page_size = spec.page_size
         self.pool = component.pool
         self.component = component
@@ -54,11 +53,6 @@ class Group(ABC):
         self.lengths = lengths
         self.num_evicted = 0
         self._retired: deque[tuple[int, Pages]] = deque()
-
-    @property
-    def name(self) -> str:
-        """What metrics, logs and errors call it."""
-        return "swa" if self.spec.kind is CacheKind.WINDOW else "full"
 
     @property
     def unit(self) -> str:
@@ -157,8 +151,7 @@ class Group(ABC):
         """A row starts with the prefix of so many pages that ends at `node`; of none only where rows do not grow."""
 
     def part_at(self, record: RowKV, length: int) -> bool:
-        """Another prompt shares so many tokens with this one: a chunk is to end there, if that is worth it. False if it
-        is not."""
+        """Another prompt shares so many tokens: ends a chunk there, if that is worth it. False if it is not."""
         return False
 
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
@@ -166,16 +159,15 @@ class Group(ABC):
         return end
 
     def most_queries(self, rows: Index) -> Index | None:
-        """Tokens that the next step may compute of decode rows `rows` `[rows]`, which may have drafts; 0 of rows that
-        it may not have, None where nothing limits them."""
+        """Tokens that a step with drafts may compute of decode rows `rows` `[rows]`, 0 for none; None for no limit."""
         return None
 
     def cross_boundary(self, rows: Index, lengths: Index, step: int, wanted: bool) -> None:  # noqa: B027
-        """Decode rows `rows` `[rows]` continue after `lengths` `[rows]` tokens, whole pages, in `step`, which is
-        planned now. `wanted`: others, who come first, want memory."""
+        """In `step`, decode rows `rows` continue after `lengths` tokens, whole pages, `[rows]` both. `wanted`: waiting
+        requests, which come first, want memory."""
 
     def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
-        """What those of `rows` `[rows]`, all of the sequences of `step`, start with that is not in their own place."""
+        """What `rows` `[rows]`, all of the sequences of `step`, start with that is not in their own slot."""
         return ()
 
     def let_go(self, rows: Index, reading: Index, records: Mapping[int, RowKV], tight: bool) -> None:  # noqa: B027
@@ -187,16 +179,14 @@ class Group(ABC):
         return most
 
     def reads_unproven(self, record: RowKV) -> bool:
-        """Whether a row that has just started reads what nothing proves, though all nodes on its path are proven."""
+        """Whether a row that has just started reads what nothing proves, whatever its nodes."""
         return False
 
     def prove(self, record: RowKV) -> None:  # noqa: B027
-        """What the record's row sampled was finite: the tree proves the nodes on its path, the group what else it
-        read."""
+        """What the record's row sampled was finite. The tree proves nodes; the group proves what it read beyond."""
 
     def in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
-        """Whether `node`, whose pages end at column `last`, holds what the record read or wrote and nothing proves,
-        though the node itself is proven."""
+        """Whether a proven `node`, whose pages end at column `last`, holds what the record used and nothing proves."""
         return False
 
     def run(self, record: RowKV, first: int, last: int, going_on: bool) -> Pages:
@@ -204,13 +194,11 @@ class Group(ABC):
         the request goes on."""
         return self.table.run(record.row, first, last)
 
-    @abstractmethod
-    def pin(self, node: Node, pages: int) -> None:
+    def pin(self, node: Node, pages: int) -> None:  # noqa: B027
         """A session depends on the prefix of so many pages, at least one, that ends at `node`, where a request may
         start; the tree has locked it."""
 
-    @abstractmethod
-    def unpin(self, node: Node, pages: int) -> None:
+    def unpin(self, node: Node, pages: int) -> None:  # noqa: B027
         """Takes one `pin` of this very node back, before the tree's lock goes."""
 
     @abstractmethod
@@ -306,12 +294,6 @@ class FullGroup(Group):
 
     def open(self, record: RowKV, node: Node, pages: int) -> None:
         self.table.write_run(record.row, 0, self.component.collect(node, pages))
-
-    def pin(self, node: Node, pages: int) -> None:
-        """The tree's lock is all that there is."""
-
-    def unpin(self, node: Node, pages: int) -> None:
-        """See `pin`."""
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
         there = added.already_there // self.page_size

@@ -82,9 +82,9 @@ class KVCache:
             ledger=debug,
         )
         self._growing = [group for group in self.groups if group.grows]
-        self._others = [group for group in self.groups if not group.grows]
-        # The others may evict, and nodes be joined for it, which the row is to cover by then.
-        self._others_last = sorted(enumerate(self.groups), key=lambda one: not one[1].grows)
+        self._fixed = [group for group in self.groups if not group.grows]
+        # The fixed ones may evict, and nodes be joined for it, which the row is to cover by then.
+        self._fixed_last = sorted(enumerate(self.groups), key=lambda one: not one[1].grows)
         self._shrinking = [group for group in self.groups if group.slack]
         self._drafts = drafts
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
@@ -142,17 +142,6 @@ class KVCache:
         """Pages that were evicted so far."""
         return sum(group.num_evicted for group in self.groups)
 
-    def named_groups(self) -> list[tuple[str, Group]]:
-        """Each group with the name that operators read: with its window where windows differ, and with a number from 2
-        on where that is alike too, as pages have another shape."""
-        several = sum(group.spec.window is not None for group in self.groups) > 1
-        named: dict[str, Group] = {}
-        for group in self.groups:
-            name = f"{group.name} {group.spec.window}" if several and group.spec.window else group.name
-            alike = sum(other.name == group.name and other.spec.window == group.spec.window for other in named.values())
-            named[f"{name} {alike + 1}" if alike else name] = group
-        return list(named.items())
-
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)
@@ -190,7 +179,7 @@ class KVCache:
         self._lag[row] = _CLIENT_LAG if session and stops else 0
         if probe.length:
             self.lengths.start(record.row, probe.length)
-        for group in (*self._growing, *self._others) if probe.length else self._others:
+        for group in (*self._growing, *self._fixed) if probe.length else self._fixed:
             group.open(record, node, probe.length // self.page_size)
             record.on_trust |= group.reads_unproven(record)
         self.part_at(record, probe.known)
@@ -278,21 +267,22 @@ class KVCache:
             self._let_go_now_and_then(True)
             if not self.extend_rows(rows, lengths):
                 return None
-        if self._others:
+        if self._fixed:
             at_boundary = np.bitwise_and(before, self._within_page) == 0
             self._cross_boundary(rows[at_boundary], before[at_boundary], prompts_wait)
         self.lengths.in_question[rows] += widths - ONE
         return lengths
 
     def _cross_boundary(self, rows: Index, lengths: Index, prompts_wait: bool) -> None:
-        for group in self._others if len(rows) else ():
+        for group in self._fixed if len(rows) else ():
             group.cross_boundary(rows, lengths, self.launched_step + 1, prompts_wait and bool(self._free_rows))
 
     def most_queries(self, rows: Index) -> Index | None:
         """What all groups let the next step compute of `rows` `[rows]`: see `Group.most_queries`."""
-        limits = [group.most_queries(rows) for group in self._others] if self._drafts else []
-        known = [limit for limit in limits if limit is not None]
-        return np.minimum.reduce(known) if known else None
+        if not self._drafts:
+            return None
+        limits = [most for group in self._fixed if (most := group.most_queries(rows)) is not None]
+        return np.minimum.reduce(limits) if limits else None
 
     def shorten(self, rows: Index, widths: Int32, counts: Int32) -> None:
         """Of the `widths` tokens that a step was planned to compute of `rows`, `counts` are theirs: all `[rows]`. It
@@ -357,7 +347,7 @@ class KVCache:
         runs = tuple([group.run(record, first, last, step is not None) for group in self.groups])
         run = bytes(tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES])
         added = self.tree.insert(locked, run, runs, request_owner(row), record.serial)
-        repointed = [group.share(record, added, first, runs[number], step) for number, group in self._others_last]
+        repointed = [group.share(record, added, first, runs[number], step) for number, group in self._fixed_last]
         record.locked_node = added.node
         self.lengths.cache_protected[row] = length
         if any(repointed):
@@ -412,10 +402,9 @@ class KVCache:
 
     def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
         """What sequences of `step`, those of `rows` `[rows]`, start with that is not in their own place."""
-        copies: tuple[SlotCopies, ...] = ()
-        for group in self._others:
-            copies += group.take_copies(rows, step)
-        return copies
+        if not self._fixed:
+            return ()
+        return tuple([copies for group in self._fixed for copies in group.take_copies(rows, step)])
 
     def _free_row(self, row: int) -> None:
         self.lengths.start(row, 0)

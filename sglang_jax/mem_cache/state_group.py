@@ -64,10 +64,6 @@ class StateGroup(Group):
         self._finished_step = -1
 
     @property
-    def name(self) -> str:
-        return "mamba"
-
-    @property
     def unit(self) -> str:
         return "slot"
 

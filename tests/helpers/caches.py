@@ -95,7 +95,7 @@ def small_cache(
     pages: int = 32, page_size: int = 4, rows: int = 4, context: int = 64, *, reuse: bool = True
 ) -> KVCache:
     """A cache with a ledger; `pages` does not count the pad page."""
-    return KVCache((PoolSpec(CacheKind.FULL, pages + 1, page_size),), rows, context, reuse=reuse, debug=True)
+    return KVCache((PoolSpec("full", CacheKind.FULL, pages + 1, page_size),), rows, context, reuse=reuse, debug=True)
 
 
 def states_of(cache: KVCache) -> StateGroup | None:

@@ -58,12 +58,13 @@ def test_nothing_is_written_behind_windows() -> None:
         return None, [batch.write_slots, batch.further[0].write_slots]  # type: ignore[attr-defined]
 
     page_size, columns, length = 4, 8, 20
-    draft = DraftModel(ModelFunctions(forward, forward), 1, 0, 2, (None, 5))  # type: ignore[arg-type]
+    draft = DraftModel(ModelFunctions(forward, forward), (1, 2), 0, 2, (None, 5))  # type: ignore[arg-type]
     pages = jnp.arange(1, 1 + 3 * columns, dtype=jnp.int32)
     table = jnp.stack([pages, pages * 0])
     drafted = DraftedTokens.empty(2, 3)
     known = replace(KnownTokens.empty(2, columns * page_size), lengths=jnp.array([length, 0], jnp.int32))
-    run = make_catch_up(draft, 16, page_size, None, TableLayout(3))
+    layout = TableLayout(tuple((first, first + columns) for first in (0, columns, 2 * columns)))
+    run = make_catch_up(draft, 16, page_size, None, layout)
     packed = pack_missed(np.zeros(1, np.int32), np.array([AT_ONCE]), np.array([14]), 16, 1)
     state = run([], DraftState((), drafted), RowState(table, known, None), jnp.asarray(packed))  # type: ignore[arg-type]
     full, window = (np.asarray(slots) for slots in state.kv)
