@@ -324,14 +324,14 @@ def _logprobs_of(
     )
 
 
-def make_settle(dump_row: int) -> Callable[[list[States], jax.Array, jax.Array, jax.Array], list[States]]:
+def make_settle(dump_row: int, slots: int) -> Callable[[list[States], jax.Array, jax.Array, jax.Array], list[States]]:
     """What follows a step with drafts where layers keep states, as a function of (their pools, which are to be donated,
     page table, `KnownTokens.right`, packed rows): each row's own slot takes the state after its last draft that was
-    right. `packed`: see `pack_settled`."""
+    right. `slots`: the page table's column of these; `packed`: see `pack_settled`."""
 
     def settle(states: list[States], page_table: jax.Array, right: jax.Array, packed: jax.Array) -> list[States]:
         rows, first_drafts = packed
-        own, right = page_table[rows, -1], right[rows]
+        own, right = page_table[rows, slots], right[rows]
         sources = jnp.where(right > 0, first_drafts + right - 1, own)
 
         def one(number: jax.Array, states: list[States]) -> list[States]:

@@ -13,7 +13,7 @@ import pytest
 from sglang_jax.jax_runner.draft_model import DraftModel, DraftState, RowState, make_catch_up, pack_missed
 from sglang_jax.jax_runner.drafter import Drafter
 from sglang_jax.jax_runner.drafts import DraftedTokens, KnownTokens
-from sglang_jax.jax_runner.step import ModelFunctions
+from sglang_jax.jax_runner.step import ModelFunctions, make_settle
 from sglang_jax.runner.draft_model import AT_ONCE
 from sglang_jax.runner.page_tables import TableLayout
 
@@ -74,3 +74,12 @@ def test_nothing_is_written_behind_windows() -> None:
     assert window[:14].tolist() == np.where(positions >= length - 5, own[2], 0).tolist()
     assert not full[14:].any()
     assert not window[14:].any()
+
+
+def test_rows_keep_states_in_the_slot_that_their_column_names() -> None:
+    """The column of slots may be before that of a draft model's pages."""
+    table = jnp.array([[9, 1, 7], [8, 2, 6], [0, 0, 0]], jnp.int32)
+    right = jnp.array([2, 0, 0], jnp.int32)
+    packed = jnp.array([[0, 1, 2], [3, 5, 0]], jnp.int32)  # the second row had one draft, which was wrong
+    ((pool,),) = make_settle(2, 1)([(jnp.arange(6.0),)], table, right, packed)
+    assert pool.tolist() == [0, 4, 2, 3, 4, 5]
