@@ -82,7 +82,7 @@ class EmptyCore:
     """The scheduler over a runner without a model."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
-        pool = PoolSpec(CacheKind.FULL, ROWS * CONTEXT // 8 // config.page_size + 1, config.page_size)
+        pool = PoolSpec("full", CacheKind.FULL, ROWS * CONTEXT // 8 // config.page_size + 1, config.page_size)
         spec = RunnerSpec((pool,), ROWS, ROWS + PROMPT_TOKENS, CONTEXT, VOCABULARY, prompt_tokens=PROMPT_TOKENS)
         self._loop = SchedulerLoop(EmptyRunner(spec), (), config, channel)
         info = ModelInfo(

@@ -70,7 +70,7 @@ class Burst:
         policy: SchedulePolicy = SchedulePolicy.FCFS,
     ) -> None:
         pages = (pool_tokens or rows * context) // page_size + rows + 1
-        spec = RunnerSpec((PoolSpec(CacheKind.FULL, pages, page_size),), rows, CHUNK + rows, context, 1000)
+        spec = RunnerSpec((PoolSpec("full", CacheKind.FULL, pages, page_size),), rows, CHUNK + rows, context, 1000)
         config = EngineConfig(
             chunked_prefill_size=CHUNK, page_size=page_size, debug_memory=False, schedule_policy=policy
         )

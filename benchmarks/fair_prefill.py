@@ -113,7 +113,7 @@ def run(chunk: int, target_ms: float | None, seconds: float, *, plain: bool) -> 
     """A few minutes of simulated time."""
     device = Device()
     pages = (8 * CONTEXT + DECODING * 8192 + 200_000) // 16
-    spec = RunnerSpec((PoolSpec(CacheKind.FULL, pages, 16),), 256, 8192, CONTEXT, 1000, SHAPES)
+    spec = RunnerSpec((PoolSpec("full", CacheKind.FULL, pages, 16),), 256, 8192, CONTEXT, 1000, SHAPES)
     config = EngineConfig(chunked_prefill_size=chunk, target_itl_ms=target_ms, debug_memory=False)
     channel = ClockedChannel(device)
     scheduler = Scheduler(TimedRunner(spec, device), (0,), config, channel, clock=lambda: device.now)

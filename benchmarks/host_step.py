@@ -90,11 +90,11 @@ def steady(rows: int, context: int, page_size: int, second: CacheKind | None = N
     layers of a kind if given."""
     total = context + STEPS + 2 * rows + 64
     pages = rows * -(-total // page_size) + 1
-    pools = [PoolSpec(CacheKind.FULL, pages, page_size)]
+    pools = [PoolSpec("full", CacheKind.FULL, pages, page_size)]
     if second is CacheKind.WINDOW:
-        pools.append(PoolSpec(second, pages, page_size, WINDOW))
+        pools.append(PoolSpec("swa", second, pages, page_size, WINDOW))
     elif second is CacheKind.STATE:
-        pools.append(PoolSpec(second, 3 * rows, page_size))
+        pools.append(PoolSpec("mamba", second, 3 * rows, page_size))
     spec = RunnerSpec(tuple(pools), rows, max(8192, 2 * rows), total, 1000)
     config = EngineConfig(chunked_prefill_size=8192, page_size=page_size, debug_memory=False)
     scheduler = Scheduler(FreeRunner(spec), (0,), config, EncodingChannel())

@@ -41,9 +41,9 @@ WINDOW = 1024
 def build(page_size: int, window: int | None, numbers: random.Random) -> tuple[KVCache, list[np.ndarray]]:
     """A cache whose tree has `NODES` nodes, and the prompts that are in it (`[PROMPT]` each)."""
     pages = 12_000_000 // page_size
-    pools = [PoolSpec(CacheKind.FULL, pages, page_size)]
+    pools = [PoolSpec("full", CacheKind.FULL, pages, page_size)]
     if window is not None:
-        pools.append(PoolSpec(CacheKind.WINDOW, pages, page_size, window))
+        pools.append(PoolSpec("swa", CacheKind.WINDOW, pages, page_size, window))
     cache = KVCache(tuple(pools), 8, PROMPT + page_size)
     prompts: list[np.ndarray] = []
     while cache.tree.num_nodes < NODES:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_jax.architectures.manifest import ParameterName
-from sglang_jax.architectures.model_config import CacheGroup, CacheKind, cache_groups
+from sglang_jax.architectures.model_config import CacheGroup, cache_groups
 from sglang_jax.checkpoint import Checkpoint, ModelConfig
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.config import AttentionBackend, EngineConfig, KVCacheDtype, MambaDtype
@@ -170,12 +170,14 @@ class TorchBackend:
     def groups_of(self, model: UnloadedModel) -> tuple[GroupMemory, ...]:
         """See `Backend`."""
         groups = cache_groups(model.config)
-        return tuple(GroupMemory(self._bytes_of_one(model, group), group.kind, group.window) for group in groups)
+        return tuple(
+            GroupMemory(group.name, self._bytes_of_one(model, group), group.kind, group.window) for group in groups
+        )
 
     def _bytes_of_one(self, model: UnloadedModel, group: CacheGroup) -> int:
         """Of a page, or of a slot."""
         layers = [model.config.layers[number] for number in group.layers]
-        if group.kind is CacheKind.STATE:
+        if group.kind.keeps_states:
             own = (model.shard.recurrent(layer.recurrent) for layer in layers if layer.recurrent is not None)
             return sum(self.state_dtypes.bytes_of_slot(recurrent.state) for recurrent in own)
         attention = layers[0].attention

@@ -7,7 +7,7 @@ here is equal).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,19 +30,19 @@ _MOST_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class WithDraft:
-    """A model, and a draft model beside it in steps with chunks. `first_group`: the number of the draft model's first
-    cache group among those of both."""
+    """A model, and a draft model beside it in steps with chunks. `groups`: the numbers of the draft model's cache
+    groups among those with pages of both."""
 
     model: Model
     draft: Model
-    first_group: int
+    groups: tuple[int, ...]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """See `Model`: of the model."""
         hidden = self.model.forward(batch)
         if not batch.decode_only:
             pages = (GroupPages(batch.write_slots, batch.page_table), *batch.further)
-            self.draft.forward(_with_pages(batch, pages[self.first_group :]))
+            self.draft.forward(_with_pages(batch, [pages[group] for group in self.groups]))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class WithDraft:
         return self.model.logits(hidden)
 
 
-def _with_pages(batch: ForwardBatch, pages: tuple[GroupPages, ...]) -> ForwardBatch:
+def _with_pages(batch: ForwardBatch, pages: Sequence[GroupPages]) -> ForwardBatch:
     first, *further = pages
     return replace(batch, write_slots=first.write_slots, page_table=first.page_table, further=tuple(further))
 
@@ -86,7 +86,6 @@ class Drafter:
     def __init__(
         self,
         draft: Model,
-        first_group: int,
         windows: tuple[int | None, ...],
         rows: RowTensors,
         table: TableLayout,
@@ -96,7 +95,6 @@ class Drafter:
         assert rows.known is not None
         assert rows.drafted is not None
         self._draft = draft
-        self._first_group = first_group
         self._windows = windows
         self._page_table = rows.page_table
         self._known: KnownTokens = rows.known
@@ -146,7 +144,7 @@ class Drafter:
     ) -> torch.Tensor:
         columns = (positions // self._page_size).long()
         pages = []
-        tables = self._page_table.chunk(self._table.groups, 1)[self._first_group :]
+        tables = [self._page_table[:, slice(*self._table.paged[group])] for group in self._table.draft]
         for table, window in zip(tables, self._windows, strict=True):
             slots = table[row_of_token, columns].long() * self._page_size + positions % self._page_size
             if window is not None:  # pages that it has left behind may be somebody else's by now

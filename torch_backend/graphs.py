@@ -148,14 +148,14 @@ class StepGraphs:
         if mixed and drafts:
             raise ValueError("steps with prompts are not captured where there are drafts")
         self.layouts = {
-            Bucket(rows): StepLayout.decode(rows, deltas=table.pools * rows, drafts=drafts, states=table.states)
+            Bucket(rows): StepLayout.decode(rows, deltas=len(table.starts) * rows, drafts=drafts, states=table.states)
             for rows in buckets
         }
         self._chunks = min(_CHUNKS, dump_row + 1)
         for bucket in mixed:
             pages = bucket.decode + self._chunks + bucket.prompt // page_size
             self.layouts[bucket] = StepLayout.mixed(
-                bucket.decode, self._chunks, bucket.prompt, table.pools * pages, states=table.states
+                bucket.decode, self._chunks, bucket.prompt, len(table.starts) * pages, states=table.states
             )
         self._capture = capture
         self._forward = forward

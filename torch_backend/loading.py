@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from sglang_jax.architectures.model_config import group_of_layers
+from sglang_jax.architectures.model_config import group_of_layers, num_slots
 from sglang_jax.architectures.tensor_names import Kind
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.config import EngineConfig
@@ -26,7 +26,7 @@ from torch_backend.key_means import give_key_means
 from torch_backend.kv_pages import KVForm, KVPages, LayerMemory, StateDtypes
 from torch_backend.models import Transformer
 from torch_backend.parallel import SINGLE, TensorParallel
-from torch_backend.runner import DraftPart, TorchRunner
+from torch_backend.runner import TorchRunner
 from torch_backend.streams import CpuThread, CudaStream, Stream
 from torch_backend.weights import load_kv_parameters
 
@@ -92,7 +92,7 @@ def _load_on(
     if draft is not None:
         draft.load()
         own = _allocate(draft, assembly.draft_pages, config.page_size, device, backend.state_dtypes)
-        drafting = DraftPart(PagedTransformer(draft.model, own), len(assembly.pages))
+        drafting = PagedTransformer(draft.model, own)
     most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
     capture = _capture(stream, config, device, kernels)
     return TorchRunner(
@@ -197,9 +197,10 @@ def _allocate(
     """Pages, or slots, of every layer: of each group `num_pages`."""
     config, shard, form = model.config, model.shard, model.kv_form
     memory: list[LayerMemory] = []
+    slots = num_slots(config, num_pages)
     for layer, group in zip(config.layers, group_of_layers(config), strict=True):
         arrays = () if layer.recurrent is None else shard.recurrent(layer.recurrent).state
-        states = state_dtypes.allocate(num_pages[-1], arrays, device)
+        states = state_dtypes.allocate(slots, arrays, device)
         pages = None
         if layer.attention is not None and group is not None:
             keys, *values = shard.cached(layer.attention.cached)

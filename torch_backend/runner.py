@@ -121,14 +121,6 @@ def _of_all_sequences(found: Logprobs | None, plan: StepPlan) -> TopLogprobs:
     return TopLogprobs(logprobs, top_ids, top_logprobs)
 
 
-@dataclass(frozen=True, slots=True)
-class DraftPart:
-    """A draft model with its KV pages. `first_group`: the number of its first cache group among those of both."""
-
-    model: Model
-    first_group: int
-
-
 class _Closed:
     """In the place of a model that was let go of."""
 
@@ -152,7 +144,7 @@ class TorchRunner:
     **Arguments:** `model` and its KV pages are handed over; `stream` and `sampler` are the device's (the CPU's unless
     given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager), and
     `mixed_buckets` the sizes of steps with prompts; `details` go into the report; `draft`: a model with KV pages that
-    guesses, whose cache groups are the spec's last ones; `states`: the model's pools of states, whose slots behind
+    guesses, whose pools the spec has as `draft`; `states`: the model's pools of states, whose slots behind
     those of the spec's pool take the states after drafts; `counted`: int64 `[experts]` of each layer, by its number, in
     which the model counts the tokens that choose each expert.
     """
@@ -171,17 +163,17 @@ class TorchRunner:
         weight_bytes: int = 0,
         kv_bytes: int = 0,
         details: Mapping[str, str] | None = None,
-        draft: DraftPart | None = None,
+        draft: Model | None = None,
         states: Sequence[torch.Tensor] = (),
         counted: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self._spec = spec
-        self._model: Model = model if draft is None else WithDraft(model, draft.model, draft.first_group)
+        self._table = TableLayout.of(spec)
+        self._model: Model = model if draft is None else WithDraft(model, draft, self._table.draft)
         self._device = device
         self._stream = stream or CpuThread()
         self._sampler = sampler or NativeSampler()
         self._page_size = spec.pools[0].page_size
-        self._table = TableLayout.of(spec)
         self._states = tuple(states)
         rows = spec.max_rows + 1
         self._dump_row = spec.max_rows
@@ -193,10 +185,8 @@ class TorchRunner:
         self._drafter = None
         if draft is not None:
             to_device = partial(integers_to_device, self._stream)
-            windows = tuple(pool.window for pool in spec.pools[draft.first_group :])
-            self._drafter = Drafter(
-                draft.model, draft.first_group, windows, self._rows, self._table, self._page_size, to_device
-            )
+            windows = tuple(pool.window for pool in spec.pools if pool.draft)
+            self._drafter = Drafter(draft, windows, self._rows, self._table, self._page_size, to_device)
         self._sampling = SamplingState.empty(rows, spec.vocab_size, device)
         self._needs = RowNeeds(rows)
         self._graphs: StepGraphs | None = None
@@ -355,7 +345,7 @@ class TorchRunner:
         if plan.row_updates.hints and self._rows.known is not None:
             hints = plan.row_updates.hints
             self._rows.known.hint(integers_to_device(self._stream, pack_hints(hints, len(hints), self._dump_row)))
-        deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
+        deltas = side_by_side(plan.page_deltas, self._table.starts)
         if self._drafter is not None and wanted is not None:
             self._apply_deltas(deltas)
             deltas = _without_entries(deltas)
@@ -386,7 +376,7 @@ class TorchRunner:
         moves = DraftMoves.of(unfolded, partial(integers_to_device, self._stream))
         if moves is None:
             return
-        slots = self._rows.page_table[inputs.rows.long(), -1]
+        slots = self._rows.page_table[inputs.rows.long(), self._table.slots]
         sources, targets = moves.slots(own_slots(inputs, slots, self._table.first_draft_slot), told)
         for pool in self._states:
             pool.index_copy_(0, targets, pool[sources])

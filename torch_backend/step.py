@@ -82,16 +82,15 @@ def build_batch(
     """Applies the page-table deltas, and says where each token stands and which slots its KV goes to."""
     state.page_table.index_put_((inputs.delta_rows.long(), inputs.delta_columns.long()), inputs.delta_pages)
     rows = inputs.rows.long()
-    paged = state.page_table[:, :-1] if table.states else state.page_table
     # Where layers keep states alone there are no pages, and nobody looks at any.
-    tables = [own[rows] for own in paged.chunk(table.groups, 1)] if table.groups else [torch.zeros_like(rows)[:, None]]
+    tables = [state.page_table[:, first:last][rows] for first, last in table.paged] or [torch.zeros_like(rows)[:, None]]
     sequences = places = rows[:0]
     own_token = state.last_tokens[rows] if state.known is None else inputs.own
     if inputs.num_decode == len(rows):
         tokens = own_token
         positions = (inputs.kv_lens - 1).clamp(min=0)
         columns = (positions // page_size).long()[:, None]
-        pages = [own.gather(1, columns if table.groups else columns * 0)[:, 0] for own in tables]
+        pages = [own.gather(1, columns if table.paged else columns * 0)[:, 0] for own in tables]
     else:
         count = len(inputs.tokens)
         ends = inputs.query_starts[1:]
@@ -100,14 +99,14 @@ def build_batch(
         tokens = torch.where(inputs.tokens < 0, own_token[sequences], inputs.tokens)
         positions = ((inputs.kv_lens - ends)[sequences] + places).clamp(min=0)
         columns = (positions // page_size).long()
-        pages = [own[sequences, columns if table.groups else columns * 0] for own in tables]
+        pages = [own[sequences, columns if table.paged else columns * 0] for own in tables]
     first, *further = [
         GroupPages(page.long() * page_size + positions % page_size, own)
         for page, own in zip(pages, tables, strict=True)
     ]
     states = None
-    if table.states:
-        states = _state_rows(inputs, state.page_table[rows, -1], sequences, places, table.first_draft_slot)
+    if table.slots is not None:
+        states = _state_rows(inputs, state.page_table[rows, table.slots], sequences, places, table.first_draft_slot)
     return ForwardBatch(
         # A row whose logits were not finite holds no token; its request ends once the host has seen it. Nor has a
         # draft one for which there is nothing to guess by.

@@ -19,7 +19,6 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from sglang_jax.architectures import CacheKind
 from sglang_jax.config import Dtype, KVCacheDtype, SpeculativeAlgorithm
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
@@ -168,9 +167,9 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
         box=_box([tuple(device.coords) for device in mesh.devices.flat], topology),
         hbm=memory.available,
         weights=memory.weights,
-        page=sum(group.page for group in memory.groups if group.kind is not CacheKind.STATE),
+        page=sum(group.page for group in memory.groups if not group.kind.keeps_states),
         page_size=options.page_size,
-        slot=sum(group.page for group in memory.groups if group.kind is CacheKind.STATE),
+        slot=sum(group.page for group in memory.groups if group.kind.keeps_states),
         num_pages=sizes.num_pages[0],
         kv=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
         pools=describe_pools(memory, sizes, options.page_size),

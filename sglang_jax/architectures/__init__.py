@@ -23,6 +23,7 @@ from sglang_jax.architectures.model_config import (
     SideBySide,
     SublayerNorms,
     cache_groups,
+    group_names,
 )
 
 __all__ = [
@@ -47,4 +48,5 @@ __all__ = [
     "StateDtype",
     "SublayerNorms",
     "cache_groups",
+    "group_names",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -52,6 +52,11 @@ class CacheKind(StrEnum):
     FULL = "full"
     WINDOW = "window"
     STATE = "state"
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether pools have slots for states, and no pages."""
+        return self is CacheKind.STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,22 +194,34 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers with attention that share pages, because they need the same tokens of a sequence and keep the same arrays
-    of each; or the layers with a recurrent state. `window`: tokens that a query attends to, its own included; None
-    for the other kinds.
+    of each; or the layers with a recurrent state. `name`: see `group_names`. `window`: tokens that a query attends to,
+    its own included; None for the other kinds.
 
     `runner.sizing.GroupMemory` has the size of a group's pages, `PoolSpec` the pages that a runner has for it."""
 
+    name: str
     kind: CacheKind
     layers: tuple[int, ...]
     window: int | None = None
 
 
+_NAMES = {CacheKind.FULL: "full", CacheKind.WINDOW: "swa", CacheKind.STATE: "mamba"}
+
+
+def group_names(lifetimes: Sequence[tuple[CacheKind, int | None]]) -> tuple[str, ...]:
+    """A name for each group of a model, by kind and window, for metrics, logs and errors: `full`, `swa` (with the
+    window's size if there are several), `mamba` for states. Groups that differ only in the arrays of a token have a
+    number from 2 on."""
+    several = sum(window is not None for _, window in lifetimes) > 1
+    names = [f"{_NAMES[kind]} {window}" if window and several else _NAMES[kind] for kind, window in lifetimes]
+    numbers = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return tuple(f"{name} {number}" if number > 1 else name for name, number in zip(names, numbers, strict=True))
+
+
 def group_of_layers(config: ModelConfig) -> tuple[int | None, ...]:
     """For each layer, the index in `cache_groups` of the group with its pages; None without attention."""
     groups = enumerate(cache_groups(config))
-    number_of = {
-        layer: number for number, group in groups if group.kind is not CacheKind.STATE for layer in group.layers
-    }
+    number_of = {layer: number for number, group in groups if not group.kind.keeps_states for layer in group.layers}
     return tuple(number_of.get(layer) for layer in range(config.num_layers))
 
 
@@ -216,14 +233,21 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     for number, layer in enumerate(config.layers):
         if (attention := layer.attention) is not None:
             alike.setdefault((attention.window, attention.cached), []).append(number)
-    paged = tuple(
-        CacheGroup(CacheKind.FULL if window is None else CacheKind.WINDOW, tuple(layers), window)
+    found = [
+        (CacheKind.FULL if window is None else CacheKind.WINDOW, tuple(layers), window)
         for (window, _), layers in sorted(alike.items(), key=lambda group: group[0][0] or 0)
-    )
-    kept = tuple(number for number, layer in enumerate(config.layers) if layer.recurrent is not None)
-    return (*paged, CacheGroup(CacheKind.STATE, kept)) if kept else paged
+    ]
+    if kept := tuple(number for number, layer in enumerate(config.layers) if layer.recurrent is not None):
+        found.append((CacheKind.STATE, kept, None))
+    names = group_names([(kind, window) for kind, _, window in found])
+    return tuple(CacheGroup(name, *group) for name, group in zip(names, found, strict=True))
 
 
 def num_paged_groups(config: ModelConfig) -> int:
-    """The number of `cache_groups` with pages: all except the one for states, which is last."""
-    return sum(group.kind is not CacheKind.STATE for group in cache_groups(config))
+    """The number of `cache_groups` with pages: all except the one for states."""
+    return sum(not group.kind.keeps_states for group in cache_groups(config))
+
+
+def num_slots(config: ModelConfig, counts: Sequence[int]) -> int:
+    """Of `counts` of pages, or slots, of each of `cache_groups`, that of the group for states; 0 if there is none."""
+    return sum(count for group, count in zip(cache_groups(config), counts, strict=True) if group.kind.keeps_states)

@@ -194,7 +194,7 @@ def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDef
         bos_token_id=checkpoint.config.bos_token_id,
         dtype=runner.report().details.get("dtype", checkpoint.config.dtype),
         generation_defaults=defaults,
-        keeps_states=any(pool.kind is CacheKind.STATE for pool in spec.pools),
+        keeps_states=any(pool.kind.keeps_states for pool in spec.pools),
     )
     return Ready(
         model_info=info,

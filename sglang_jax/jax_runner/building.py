@@ -284,7 +284,7 @@ def _groups(
         devices=parallel.size,
     )
     groups = zip(sizes, cache_groups(parallel.config), strict=True)
-    return tuple(GroupMemory(size, group.kind, group.window) for size, group in groups)
+    return tuple(GroupMemory(group.name, size, group.kind, group.window) for size, group in groups)
 
 
 def _least_of_nodes(available: int) -> int:

@@ -36,13 +36,13 @@ class DraftModel:
     """What a draft model computes. A runner has the weights, and what is kept of layers, of both models in one list
     each, the draft model's last.
 
-    - `first_group`: the number of its first cache group among those of both models.
+    - `groups`: the numbers of its cache groups among those with pages of both models.
     - `num_weights`, `num_layers`: how many of the lists' last entries are its own.
     - `windows`: of its cache groups, None for those that see everything.
     """
 
     functions: ModelFunctions
-    first_group: int
+    groups: tuple[int, ...]
     num_weights: int
     num_layers: int
     windows: tuple[int | None, ...]
@@ -60,7 +60,7 @@ class DraftModel:
                 return group
             return replace(group, write_slots=jnp.where(batch.positions >= lengths - window, group.write_slots, 0))
 
-        own_pages = zip(pages[self.first_group :], self.windows, strict=True)
+        own_pages = zip([pages[group] for group in self.groups], self.windows, strict=True)
         first, *further = [kept(group, window) for group, window in own_pages]
         own = replace(batch, write_slots=first.write_slots, page_table=first.page_table, further=tuple(further))
         hidden, kv = self.functions.forward(weights, own, kv)

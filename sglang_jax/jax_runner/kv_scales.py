@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig
-from sglang_jax.architectures.model_config import num_paged_groups
+from sglang_jax.architectures.model_config import cache_groups, num_paged_groups
 from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
@@ -106,10 +106,10 @@ def calibration_inputs(
     """The pages that the program of a calibration takes, and its batch."""
     config = parallel.config
     length = min(LENGTH, config.max_position)
-    num_groups = num_paged_groups(config)
-    counts = (1 + ROWS * -(-length // page_size),) * num_groups + (1 + ROWS,) * config.keeps_states
+    pages = -(-length // page_size)
+    counts = tuple(1 + ROWS * (1 if group.kind.keeps_states else pages) for group in cache_groups(config))
     spec = kv_cache_spec(config, dtype, counts, page_size, platform=platform, state_dtypes=StateDtypes(dtype))
-    batch = calibration_batch(parallel.vocab_size, length, page_size, num_groups)
+    batch = calibration_batch(parallel.vocab_size, length, page_size, num_paged_groups(config))
     return spec, replace(batch, states=_fresh_states(length)) if config.keeps_states else batch
 
 

@@ -9,7 +9,6 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sglang_jax.architectures.model_config import cache_groups
 from sglang_jax.config import EngineConfig
 from sglang_jax.jax_runner.buckets import Buckets
 from sglang_jax.jax_runner.draft_model import DraftModel
@@ -42,13 +41,12 @@ def programs_of(
     computed with, so the caller loads weights into another one of the same config. `draft`: likewise, of a draft model.
     """
     functions, placed = _placed(model, parallel, mesh)
-    kv, guesses = cache.memory(mesh), None
+    kv, guesses, table = cache.memory(mesh), None, TableLayout.of(spec)
     if draft is not None:
         own, own_parallel, own_cache = draft
         own_functions, own_placed = _placed(own, own_parallel, mesh)
-        first_group = len(cache_groups(parallel.config))
-        windows = tuple(pool.window for pool in spec.pools[first_group:])
-        guesses = DraftModel(own_functions, first_group, len(own_placed), own_parallel.config.num_layers, windows)
+        windows = tuple(pool.window for pool in spec.pools if pool.draft)
+        guesses = DraftModel(own_functions, table.draft, len(own_placed), own_parallel.config.num_layers, windows)
         placed, kv = [*placed, *own_placed], (*kv, *own_cache.memory(mesh))
     rows = whole(jax.eval_shape(partial(empty_rows, spec, None, drafted=draft is not None)), mesh)
     return Programs(
@@ -58,7 +56,7 @@ def programs_of(
         Buckets.ladder(spec.max_rows, spec.token_budget, config.page_size, len(spec.pools)),
         config.page_size,
         mesh,
-        TableLayout.of(spec),
+        table,
         spec.max_samples - 1,
         guesses,
     )

@@ -357,7 +357,9 @@ class Programs:
     def _build_settle(self) -> Executable:
         shapes, known = self._state_shapes, self._state_shapes.known
         assert known is not None, "a runner that drafts"
-        settle = jax.jit(make_settle(self.dump_row), donate_argnums=0, out_shardings=states_of(self._placement.kv))
+        assert self.table.slots is not None, "a model that keeps states"
+        run = make_settle(self.dump_row, self.table.slots)
+        settle = jax.jit(run, donate_argnums=0, out_shardings=states_of(self._placement.kv))
         packed = _integers(2, self.dump_row)
         return settle.lower(states_of(shapes.kv), shapes.page_table, known.right, packed).compile()
 

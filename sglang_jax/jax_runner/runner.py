@@ -198,7 +198,7 @@ class JaxRunner:
         masked = plan.masked is not None
         bucket = self._programs.pick(plan.num_tokens, len(plan.rows), plan.num_decode, masked=masked)
         self._replace_rows(plan.row_updates)
-        deltas = side_by_side(plan.page_deltas, self._spec.max_pages_per_row)
+        deltas = side_by_side(plan.page_deltas, self._programs.table.starts)
         deltas = self._apply_excess(deltas, 0 if self._guesses(unfolded) else bucket.deltas)
         if self._drafter is not None:
             if self._guesses(unfolded):

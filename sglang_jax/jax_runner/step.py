@@ -177,11 +177,11 @@ def build_batch(
 
     own_table = page_table[inputs.rows]
     states = None
-    if table.states:
-        own_table, slots = own_table[:, :-1], own_table[:, -1]
+    if table.slots is not None:
+        slots = own_table[:, table.slots]
         states = _state_rows(inputs, slots, sequences, places, table.first_draft_slot, guesses)
     # Where layers keep states alone there are no pages, and nobody looks at any.
-    tables = jnp.split(own_table, table.groups, axis=1) if table.groups else [jnp.zeros_like(inputs.rows)[:, None]]
+    tables = [own_table[:, first:last] for first, last in table.paged] or [jnp.zeros_like(inputs.rows)[:, None]]
     first, *further = map(pages_of, tables)
     # A row whose logits were not finite holds no token; its request ends once the host has seen it. Nor has a draft
     # one for which there is nothing to guess by.
@@ -324,14 +324,14 @@ def _logprobs_of(
     )
 
 
-def make_settle(dump_row: int) -> Callable[[list[States], jax.Array, jax.Array, jax.Array], list[States]]:
+def make_settle(dump_row: int, slots: int) -> Callable[[list[States], jax.Array, jax.Array, jax.Array], list[States]]:
     """What follows a step with drafts where layers keep states, as a function of (their pools, which are to be donated,
     page table, `KnownTokens.right`, packed rows): each row's own slot takes the state after its last draft that was
-    right. `packed`: see `pack_settled`."""
+    right. `slots`: the page table's column of these; `packed`: see `pack_settled`."""
 
     def settle(states: list[States], page_table: jax.Array, right: jax.Array, packed: jax.Array) -> list[States]:
         rows, first_drafts = packed
-        own, right = page_table[rows, -1], right[rows]
+        own, right = page_table[rows, slots], right[rows]
         sources = jnp.where(right > 0, first_drafts + right - 1, own)
 
         def one(number: jax.Array, states: list[States]) -> list[States]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_jax.architectures import CacheKind
+from collections.abc import Sequence
+
 from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.eviction import EvictionOrder
 from sglang_jax.mem_cache.full_kv import FullKV
@@ -16,9 +17,8 @@ from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import PoolSpec
 
 
-def build_group(
-    number: int,
-    spec: PoolSpec,
+def build_groups(
+    pools: Sequence[PoolSpec],
     lengths: RowLengths,
     columns: int,
     *,
@@ -26,12 +26,20 @@ def build_group(
     step_tokens: int,
     state_interval: int,
     ledger: bool,
-) -> Group:
-    """The group of pool `number`. `state_interval`: see `StateGroup`; `ledger`: record who owns each page."""
-    pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)
-    if spec.kind is CacheKind.STATE:
-        return StateGroup(spec, States(pool, eviction), lengths, number, state_interval)
-    order = EvictionOrder(eviction)
-    if spec.window is not None:
-        return WindowGroup(spec, WindowKV(pool, order, spec.window), lengths, columns, step_tokens)
-    return FullGroup(spec, FullKV(pool, order), lengths, columns)
+) -> tuple[Group, ...]:
+    """The groups of pools. `state_interval`: see `StateGroup`; `ledger`: record who owns each page. Raises `ValueError`
+    for several pools of states."""
+
+    def build(number: int, spec: PoolSpec) -> Group:
+        pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)
+        if spec.kind.keeps_states:
+            return StateGroup(spec, States(pool, eviction), lengths, number, state_interval)
+        order = EvictionOrder(eviction)
+        if spec.window is not None:
+            return WindowGroup(spec, WindowKV(pool, order, spec.window), lengths, columns, step_tokens)
+        return FullGroup(spec, FullKV(pool, order), lengths, columns)
+
+    kept = [spec.name for spec in pools if spec.kind.keeps_states]
+    if len(kept) > 1:
+        raise ValueError(f"pools of states {', '.join(kept)}: layers that keep states share the slots of one pool")
+    return tuple(build(number, spec) for number, spec in enumerate(pools))

@@ -81,24 +81,19 @@ class Component(ABC):
     def accepts_end(self, node: Node) -> bool:
         """Whether a request may start at the node's end."""
 
-    @abstractmethod
-    def pin(self, node: Node) -> None:
-        """The node got its first lock."""
+    def pin(self, node: Node) -> None:  # noqa: B027
+        """The node got its first lock. This and the next four do nothing where locks keep nothing."""
 
-    @abstractmethod
-    def unpin(self, node: Node) -> None:
+    def unpin(self, node: Node) -> None:  # noqa: B027
         """The node's last lock went."""
 
-    @abstractmethod
-    def session_begins(self, node: Node) -> None:
+    def session_begins(self, node: Node) -> None:  # noqa: B027
         """The first session depends on the prefix that ends at the node or below."""
 
-    @abstractmethod
-    def session_ends(self, node: Node) -> None:
+    def session_ends(self, node: Node) -> None:  # noqa: B027
         """The last one no longer does."""
 
-    @abstractmethod
-    def turn_spare(self, node: Node, spare: bool) -> None:
+    def turn_spare(self, node: Node, spare: bool) -> None:  # noqa: B027
         """Sessions alone depend on the node and what is below it from now on; or no longer, not `spare`."""
 
     @abstractmethod

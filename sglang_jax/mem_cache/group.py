@@ -10,10 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
-from sglang_jax.architectures import CacheKind
 from sglang_jax.mem_cache.component import PooledComponent
 from sglang_jax.mem_cache.ledger import RETIRED, Owners, Pages, request_owner, request_owners
 from sglang_jax.mem_cache.lengths import Index, RowLengths
@@ -21,7 +21,7 @@ from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Insertion, Node, Probe
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.window_kv import WindowKV
-from sglang_jax.runner.plan import PoolSpec
+from sglang_jax.runner.plan import PoolSpec, SlotCopies
 
 _SLACK = 8
 """The share of a window that a row may keep in vain while pages are not short: giving up each page by itself costs the
@@ -32,10 +32,20 @@ class Group(ABC):
     """What all groups share: taking, sharing, retiring and giving back pages of one pool.
 
     **Arguments:** `lengths`: of the rows, the same for all groups; `component`: what the tree holds of this group.
+
+    - `grows`: `KVCache` gives rows pages as they grow. Otherwise a row has as many whatever its length, and the group
+      makes room itself.
+    - `slack`: pages that a row may keep in vain while pages are not short; 0 where it never gives up any.
+    - `least_gain`: tokens that what a row leaves must save, where it serves at one length only; else 0.
     """
+
+    grows: ClassVar[bool] = True
+    slack: int = 0
+    least_gain: int = 0
 
     def __init__(self, spec: PoolSpec, component: PooledComponent, lengths: RowLengths, columns: int) -> None:
         self.spec = spec
+        self.name = spec.name
         self.page_size = spec.page_size
         self.pool = component.pool
         self.component = component
@@ -43,11 +53,6 @@ class Group(ABC):
         self.lengths = lengths
         self.num_evicted = 0
         self._retired: deque[tuple[int, Pages]] = deque()
-
-    @property
-    def name(self) -> str:
-        """What metrics, logs and errors call it."""
-        return "swa" if self.spec.kind is CacheKind.WINDOW else "full"
 
     @property
     def unit(self) -> str:
@@ -143,20 +148,57 @@ class Group(ABC):
 
     @abstractmethod
     def open(self, record: RowKV, node: Node, pages: int) -> None:
-        """A row starts with the prefix of so many pages, at least one, that ends at `node`."""
+        """A row starts with the prefix of so many pages that ends at `node`; of none only where rows do not grow."""
+
+    def part_at(self, record: RowKV, length: int) -> bool:
+        """Another prompt shares so many tokens: ends a chunk there, if that is worth it. False if it is not."""
+        return False
+
+    def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
+        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end, so that what is there may be kept."""
+        return end
+
+    def most_queries(self, rows: Index) -> Index | None:
+        """Tokens that a step with drafts may compute of decode rows `rows` `[rows]`, 0 for none; None for no limit."""
+        return None
+
+    def cross_boundary(self, rows: Index, lengths: Index, step: int, wanted: bool) -> None:  # noqa: B027
+        """In `step`, decode rows `rows` continue after `lengths` tokens, whole pages, `[rows]` both. `wanted`: waiting
+        requests, which come first, want memory."""
+
+    def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
+        """What `rows` `[rows]`, all of the sequences of `step`, start with that is not in their own slot."""
+        return ()
+
+    def let_go(self, rows: Index, reading: Index, records: Mapping[int, RowKV], tight: bool) -> None:  # noqa: B027
+        """Gives up what no query of `rows` `[rows]` from position `reading` `[rows]` on will see. Not `tight`: only
+        where a row has more than `slack` to give."""
+
+    def keep_end(self, record: RowKV, most: int) -> int:
+        """A request ends: of its first `most` tokens, which are committed, how many are to be inserted."""
+        return most
+
+    def reads_unproven(self, record: RowKV) -> bool:
+        """Whether a row that has just started reads what nothing proves, whatever its nodes."""
+        return False
+
+    def prove(self, record: RowKV) -> None:  # noqa: B027
+        """What the record's row sampled was finite. The tree proves nodes; the group proves what it read beyond."""
+
+    def in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
+        """Whether a proven `node`, whose pages end at column `last`, holds what the record used and nothing proves."""
+        return False
 
     def run(self, record: RowKV, first: int, last: int, going_on: bool) -> Pages:
         """What the row gives the tree for columns `[first, last)`, `[columns]`, 0 where there is nothing. `going_on`:
         the request goes on."""
         return self.table.run(record.row, first, last)
 
-    @abstractmethod
-    def pin(self, node: Node, pages: int) -> None:
+    def pin(self, node: Node, pages: int) -> None:  # noqa: B027
         """A session depends on the prefix of so many pages, at least one, that ends at `node`, where a request may
         start; the tree has locked it."""
 
-    @abstractmethod
-    def unpin(self, node: Node, pages: int) -> None:
+    def unpin(self, node: Node, pages: int) -> None:  # noqa: B027
         """Takes one `pin` of this very node back, before the tree's lock goes."""
 
     @abstractmethod
@@ -253,12 +295,6 @@ class FullGroup(Group):
     def open(self, record: RowKV, node: Node, pages: int) -> None:
         self.table.write_run(record.row, 0, self.component.collect(node, pages))
 
-    def pin(self, node: Node, pages: int) -> None:
-        """The tree's lock is all that there is."""
-
-    def unpin(self, node: Node, pages: int) -> None:
-        """See `pin`."""
-
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
         there = added.already_there // self.page_size
         return there > 0 and self._repoint(record.row, added.node, first, own, there, step)
@@ -346,10 +382,6 @@ class WindowGroup(Group):
         self._held_from[record.row] = 0
 
     def let_go(self, rows: Index, reading: Index, records: Mapping[int, RowKV], tight: bool) -> None:
-        """Gives up what no query of `rows` `[rows]` from position `reading` `[rows]` on will see.
-
-        Not `tight`: only of rows that have an eighth of a window to give.
-        """
         needed = reading // self.page_size - self.reach
         held = self._held_from[rows]
         behind = needed - held >= (1 if tight else self.slack)
@@ -369,16 +401,21 @@ class WindowGroup(Group):
         self.free_columns(rows, held, needed)
         self._held_from[rows] = needed
 
-    def prove(self, record: RowKV, node: Node) -> None:
-        """What a row with the prefix that ends at `node` sampled was finite."""
+    def reads_unproven(self, record: RowKV) -> bool:
+        last = record.matched // self.page_size
+        for node in record.locked_node.path():
+            if self.in_doubt(record, node, last):
+                return True
+            last -= node.length
+        return False
+
+    def prove(self, record: RowKV) -> None:
         last = record.cache_protected_len // self.page_size
         # The sample is of the token behind the committed ones, or, where the first sample did not tell, of the next.
         read_from = max(record.kv_committed_len - self.window + 1, 0)
-        self.component.prove(node, last - self.pages_for(read_from))
+        self.component.prove(record.locked_node, last - self.pages_for(read_from))
 
     def in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
-        """Whether `node`, whose pages end at column `last`, holds pages that the record reads and that nothing proves,
-        though the node itself is proven."""
         return self.component.in_doubt(node, last - record.matched // self.page_size + self.reach)
 
     def _uncover(self, record: RowKV, held_from: int) -> None:

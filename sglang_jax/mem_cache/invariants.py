@@ -53,19 +53,19 @@ def page_balance(cache: KVCache, group: Group) -> PageBalance:
 
 def check_conservation(cache: KVCache) -> None:
     """**Raises:** `InvariantError` if a page is lost or counted twice. Cheap enough for every step."""
-    for name, group in cache.named_groups():
+    for group in cache.groups:
         balance = page_balance(cache, group)
         if not balance.balanced:
-            raise InvariantError(f"pages of group {name} do not add up: {balance}")
+            raise InvariantError(f"pages of group {group.name} do not add up: {balance}")
 
 
 def idle_fault(cache: KVCache) -> str:
     """What is wrong with the books while no request has a row and no step is in flight; empty if nothing is. O(1)."""
-    for name, group in cache.named_groups():
+    for group in cache.groups:
         session = group.component.session
         if group.available + session != group.pool.total or cache.open_rows or not cache.all_rows_free:
             return (
-                f"group {name}: {group.pool.num_free} pages free, {group.component.evictable} evictable and "
+                f"group {group.name}: {group.pool.num_free} pages free, {group.component.evictable} evictable and "
                 f"{session} kept for sessions of {group.pool.total}, {group.component.protected - session} protected, "
                 f"{group.retired_pages} retired, rows in use: {sorted(cache.open_rows)}"
             )

@@ -7,19 +7,16 @@ row grows in all groups or in none.
 
 from __future__ import annotations
 
-from bisect import insort
-
 import numpy as np
 
 from sglang_jax.config import EvictionPolicy
-from sglang_jax.mem_cache.build import build_group
-from sglang_jax.mem_cache.group import Group, WindowGroup
+from sglang_jax.mem_cache.build import build_groups
+from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.ledger import request_owner
 from sglang_jax.mem_cache.lengths import ONE, Index, RowLengths
 from sglang_jax.mem_cache.pins import Kept, Pins
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Bookmark, Namespace, Probe, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
-from sglang_jax.mem_cache.state_group import MOST_BRANCHES, StateGroup
 from sglang_jax.mem_cache.trust import Trust
 from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec, SlotCopies
 
@@ -27,7 +24,7 @@ TokenBytes = bytes | memoryview
 """Token ids as the bytes of int32."""
 
 _UNBOUNDED = 2**31 - 1
-"""Pages of a model whose layers all keep states."""
+"""Pages where no group grows."""
 
 _MOST_BETWEEN = 8
 """Steps in which some row takes a page, between those in which rows give up what is behind their windows."""
@@ -75,31 +72,27 @@ class KVCache:
         self.lengths = RowLengths(max_rows, drafts)
         columns = -(-max_context // self.page_size)
         most = max_context if step_tokens is None else min(step_tokens, max_context)
-        self.groups: tuple[Group, ...] = tuple(
-            build_group(
-                number,
-                pool,
-                self.lengths,
-                columns,
-                eviction=eviction,
-                step_tokens=most,
-                state_interval=state_interval if reuse else 0,
-                ledger=debug,
-            )
-            for number, pool in enumerate(pools)
+        self.groups = build_groups(
+            pools,
+            self.lengths,
+            columns,
+            eviction=eviction,
+            step_tokens=most,
+            state_interval=state_interval if reuse else 0,
+            ledger=debug,
         )
-        self.states = self._state_group()
-        # It may evict, and nodes be joined for it, which the row is to cover by then.
-        self._states_last = sorted(enumerate(self.groups), key=lambda one: one[1] is self.states)
+        self._growing = [group for group in self.groups if group.grows]
+        self._fixed = [group for group in self.groups if not group.grows]
+        # The fixed ones may evict, and nodes be joined for it, which the row is to cover by then.
+        self._fixed_last = sorted(enumerate(self.groups), key=lambda one: not one[1].grows)
+        self._shrinking = [group for group in self.groups if group.slack]
         self._drafts = drafts
-        self._paged = [group for group in self.groups if group is not self.states]
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
         self.pins = Pins(self.tree, self.groups)
         self.open_rows: dict[int, RowKV] = {}
-        self._windows = [group for group in self.groups if isinstance(group, WindowGroup)]
-        self.trust = Trust(self.tree, self._windows, self.states)
+        self.trust = Trust(self.tree, self.groups)
         # A step with drafts may take a row further than a page.
-        self._steps_between = 1 if drafts else min([_MOST_BETWEEN, *(group.slack for group in self._windows)])
+        self._steps_between = 1 if drafts else min([_MOST_BETWEEN, *(group.slack for group in self._shrinking)])
         self._steps_since_let_go = 0
         self._lag: Index = np.zeros(max_rows, np.intp)
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -124,15 +117,20 @@ class KVCache:
 
     @property
     def available_pages(self) -> int:
-        """Pages that every group with pages could hand out now: free, or evictable."""
-        if len(self._paged) == 1:
-            return self._paged[0].available
-        return min([group.available for group in self._paged], default=_UNBOUNDED)
+        """Pages that every group which grows could hand out now: free, or evictable."""
+        if len(self._growing) == 1:
+            return self._growing[0].available
+        return min([group.available for group in self._growing], default=_UNBOUNDED)
 
     @property
-    def first_with_pages(self) -> Group | None:
-        """The first group that has pages; None where layers keep states alone."""
-        return self._paged[0] if self._paged else None
+    def first_growing(self) -> Group | None:
+        """The first group that grows; None where layers keep states alone."""
+        return self._growing[0] if self._growing else None
+
+    @property
+    def least_gain(self) -> int:
+        """The largest `Group.least_gain`: 0 where every page that is computed serves other prompts."""
+        return max([group.least_gain for group in self.groups])
 
     @property
     def retired_pages(self) -> int:
@@ -143,17 +141,6 @@ class KVCache:
     def num_evicted(self) -> int:
         """Pages that were evicted so far."""
         return sum(group.num_evicted for group in self.groups)
-
-    def named_groups(self) -> list[tuple[str, Group]]:
-        """Each group with the name that operators read: with its window where windows differ, and with a number from 2
-        on where that is alike too, as pages have another shape."""
-        several = len(self._windows) > 1
-        named: dict[str, Group] = {}
-        for group in self.groups:
-            name = f"{group.name} {group.spec.window}" if several and group.spec.window else group.name
-            alike = sum(other.name == group.name and other.spec.window == group.spec.window for other in named.values())
-            named[f"{name} {alike + 1}" if alike else name] = group
-        return list(named.items())
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
@@ -192,37 +179,28 @@ class KVCache:
         self._lag[row] = _CLIENT_LAG if session and stops else 0
         if probe.length:
             self.lengths.start(record.row, probe.length)
-            for group in self._paged:
-                group.open(record, node, probe.length // self.page_size)
-            record.on_trust = self.trust.reads_unproven_windows(record)
-        if self.states is not None:
-            self.states.open(record, node, probe.length // self.page_size)
-            record.on_trust |= record.origin is not None and not record.origin.proven
-            self.part_at(record, probe.known)
-            record.shared_end = shared_len // self.page_size * self.page_size
+        for group in (*self._growing, *self._fixed) if probe.length else self._fixed:
+            group.open(record, node, probe.length // self.page_size)
+            record.on_trust |= group.reads_unproven(record)
+        self.part_at(record, probe.known)
+        record.shared_end = shared_len // self.page_size * self.page_size
         self.open_rows[record.row] = record
         self.tree.writing.add(record.serial)
         return record
 
     def part_at(self, record: RowKV, length: int) -> bool:
-        """Another prompt begins like this one for so many tokens: where layers keep states, a chunk is to end there, if
-        that is still to come and worth it. False if it is not."""
-        states = self.states
-        if states is None or not self.reuse or length <= record.kv_allocated_len:
+        """Another prompt shares so many tokens with this one: a chunk is to end there, if that is still to come, and
+        worth it to some group. False if it is not."""
+        if not self.reuse or length <= record.kv_allocated_len:
             return False
-        if length in record.branches:
-            return True
-        if length - record.state_len < states.least_gain or len(record.branches) >= MOST_BRANCHES:
-            return False
-        insort(record.branches, length)
-        return True
+        ends = [group.part_at(record, length) for group in self.groups]
+        return any(ends)
 
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
-        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end: before its end where a state is to be
-        kept."""
-        if self.states is None or not self.reuse:
-            return end
-        return self.states.chunk_end(record, start, end, total)
+        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end: where all groups let it."""
+        for group in self.groups if self.reuse else ():
+            end = group.chunk_end(record, start, end, total)
+        return end
 
     def extend_row(self, record: RowKV, length: int) -> bool:
         """`extend_rows` for one."""
@@ -237,7 +215,7 @@ class KVCache:
         counts = np.maximum(-(-lengths // size) - first, 0)
         total = int(counts.sum())
         if total:
-            if not evict and any(total > group.pool.num_free for group in self._paged):
+            if not evict and any(total > group.pool.num_free for group in self._growing):
                 return False
             if not self._make_room(total):
                 return False
@@ -267,12 +245,12 @@ class KVCache:
         needy = rows[crossing]
         if len(needy):
             held = lengths[crossing]
-            if self._windows:
+            if self._shrinking:
                 self._let_go_now_and_then(not self._has(len(needy)))
             if not self._grow(needy, held // self.page_size):
                 return None
-            self._change_slots(needy, held, prompts_wait)
-        if self._windows:
+            self._cross_boundary(needy, held, prompts_wait)
+        if self._shrinking:
             self.lengths.first_query[rows] = lengths
         lengths += ONE
         self.lengths.kv_allocated[rows] = lengths
@@ -281,31 +259,30 @@ class KVCache:
     def _extend_by(self, rows: Index, widths: Int32, evict: bool, prompts_wait: bool) -> Index | None:
         before = self.lengths.kv_planned[rows]
         lengths = before + widths
-        if self._windows:
+        if self._shrinking:
             self._let_go_now_and_then(False)
         if not self.extend_rows(rows, lengths, evict=evict):
-            if not self._windows or not evict:
+            if not self._shrinking or not evict:
                 return None
             self._let_go_now_and_then(True)
             if not self.extend_rows(rows, lengths):
                 return None
-        if self.states is not None:
+        if self._fixed:
             at_boundary = np.bitwise_and(before, self._within_page) == 0
-            self._change_slots(rows[at_boundary], before[at_boundary], prompts_wait)
+            self._cross_boundary(rows[at_boundary], before[at_boundary], prompts_wait)
         self.lengths.in_question[rows] += widths - ONE
         return lengths
 
-    def _change_slots(self, rows: Index, lengths: Index, prompts_wait: bool) -> None:
-        """Decode rows `rows` `[rows]` go on after `lengths` `[rows]` tokens, whole pages."""
-        if self.states is not None and len(rows):
-            self.states.change_slots(rows, lengths, self.launched_step + 1, prompts_wait and bool(self._free_rows))
+    def _cross_boundary(self, rows: Index, lengths: Index, prompts_wait: bool) -> None:
+        for group in self._fixed if len(rows) else ():
+            group.cross_boundary(rows, lengths, self.launched_step + 1, prompts_wait and bool(self._free_rows))
 
     def most_queries(self, rows: Index) -> Index | None:
-        """Where layers keep states and steps have drafts: how many tokens the next step may compute at most of decode
-        rows `rows` `[rows]`, 0 of those that it is not to have; None where nothing limits them."""
-        if self.states is None or not self._drafts:
+        """What all groups let the next step compute of `rows` `[rows]`: see `Group.most_queries`."""
+        if not self._drafts:
             return None
-        return self.states.most_queries(rows)
+        limits = [most for group in self._fixed if (most := group.most_queries(rows)) is not None]
+        return np.minimum.reduce(limits) if limits else None
 
     def shorten(self, rows: Index, widths: Int32, counts: Int32) -> None:
         """Of the `widths` tokens that a step was planned to compute of `rows`, `counts` are theirs: all `[rows]`. It
@@ -322,7 +299,7 @@ class KVCache:
         if not held.any():
             return False
         rows = rows[held]
-        for group in self._paged:
+        for group in self._growing:
             group.free_columns(rows, first[held], last[held])
         self.lengths.kv_allocated[rows] = self.lengths.kv_planned[rows]
         return True
@@ -337,19 +314,19 @@ class KVCache:
 
     def relieve_sessions(self) -> bool:
         """Pages are short: a session lets go of what nobody else keeps; False if there is none."""
-        return self.pins.relieve(self._paged)
+        return self.pins.relieve(self._growing)
 
     def let_go(self, rows: Index, *, tight: bool = False) -> None:
         """Gives up what no step in flight and none to come will read of `rows` `[rows]`, which the next step does not
         have yet. `tight`: to the page; else windows may keep a little of the tree's."""
-        if self._windows:
+        if self._shrinking:
             # What a request that is over leaves behind ends with what it has committed.
             reading = self.lengths.kv_committed[rows]
             if self.in_flight:  # by now it is known how many drafts of the step before that one were right
                 reading = np.minimum(reading, self.lengths.first_query[rows])
             if not tight:
                 reading = np.maximum(reading - self._lag[rows], 0)
-            for group in self._windows:
+            for group in self._shrinking:
                 group.let_go(rows, reading, self.open_rows, tight)
 
     def cache_prefix(self, record: RowKV, tokens: TokenBytes, length: int, step: int | None) -> None:
@@ -370,7 +347,7 @@ class KVCache:
         runs = tuple([group.run(record, first, last, step is not None) for group in self.groups])
         run = bytes(tokens[protected * TOKEN_BYTES : length * TOKEN_BYTES])
         added = self.tree.insert(locked, run, runs, request_owner(row), record.serial)
-        repointed = [group.share(record, added, first, runs[number], step) for number, group in self._states_last]
+        repointed = [group.share(record, added, first, runs[number], step) for number, group in self._fixed_last]
         record.locked_node = added.node
         self.lengths.cache_protected[row] = length
         if any(repointed):
@@ -383,14 +360,14 @@ class KVCache:
         """The one way a request gives its KV up: finish, retract, abort and close all end here.
 
         `tokens`: int32 bytes of at least the committed tokens; with `insert` their whole pages are kept in the tree,
-        where layers keep states those up to the last state. `kept`: it was a turn of a session, which goes on from what
+        as far as groups can use them. `kept`: it was a turn of a session, which goes on from what
         is left behind. No step in flight may use the row.
         """
         most = record.kv_committed_len if kept is None else min(record.kv_committed_len, kept.length)
-        if insert and self.states is None:
+        if insert and self.reuse:
+            for group in self.groups:
+                most = group.keep_end(record, most)
             self.cache_prefix(record, tokens, most, None)
-        elif insert and self.states is not None and self.reuse:
-            self._keep_last_state(self.states, record, tokens, most)
         if kept is not None:
             self.pins.move(kept, record)
         allocated = self.pages_for(record.kv_allocated_len)
@@ -400,14 +377,6 @@ class KVCache:
         self.tree.join_path(record.locked_node, self.pages_for(record.cache_protected_len - record.matched))
         self.tree.unlock(record.locked_node)
         self._free_row(record.row)
-
-    def _keep_last_state(self, states: StateGroup, record: RowKV, tokens: TokenBytes, most: int) -> None:
-        length = states.last_state(record, most)
-        if length <= record.state_len:
-            return
-        if length == record.cache_protected_len:
-            states.leave_last_state(record)
-        self.cache_prefix(record, tokens, length, None)
 
     def launched(self, step: int) -> None:
         """Step `step` is in flight, with all that rows were extended by."""
@@ -432,14 +401,10 @@ class KVCache:
         return tuple([group.table.take_deltas() for group in self.groups])
 
     def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
-        """What sequences of `step`, those of `rows` `[rows]`, begin with that do not go on in their own slot."""
-        return () if self.states is None else self.states.take_copies(rows, step)
-
-    def _state_group(self) -> StateGroup | None:
-        found = [group for group in self.groups if isinstance(group, StateGroup)]
-        if len(found) > 1:
-            raise ValueError(f"{len(found)} pools of states: layers that keep states share the slots of one pool")
-        return found[0] if found else None
+        """What sequences of `step`, those of `rows` `[rows]`, start with that is not in their own place."""
+        if not self._fixed:
+            return ()
+        return tuple([copies for group in self._fixed for copies in group.take_copies(rows, step)])
 
     def _free_row(self, row: int) -> None:
         self.lengths.start(row, 0)
@@ -458,25 +423,25 @@ class KVCache:
 
     def _has(self, count: int) -> bool:
         """Whether every group could hand out so many pages."""
-        return all(count <= group.pool.num_free or count <= group.available for group in self._paged)
+        return all(count <= group.pool.num_free or count <= group.available for group in self._growing)
 
     def _make_room(self, count: int) -> bool:
         """Evicts until every group has so many free pages; False, with nothing changed, where one cannot."""
         if not self._has(count):
             return False
-        for group in self._paged:
+        for group in self._growing:
             shortfall = count - group.pool.num_free
             if shortfall > 0:
                 group.num_evicted += self.tree.evict(group.component, shortfall)
         return True
 
     def _give(self, rows: Index, columns: Index) -> None:
-        for group in self._paged:
+        for group in self._growing:
             group.table.write(rows, columns, group.take(len(rows), group.owners(rows)))
 
     def _give_runs(self, rows: Index, first: Index, counts: Index) -> None:
         """Gives each row `counts` pages from column `first` on, `[rows]` each."""
         for row, column, count in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True):
             if count:
-                for group in self._paged:
+                for group in self._growing:
                     group.table.write_run(row, column, group.take(count, request_owner(row)))

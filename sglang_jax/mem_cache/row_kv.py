@@ -8,6 +8,9 @@ from sglang_jax.mem_cache.lengths import RowLengths
 from sglang_jax.mem_cache.radix_tree import Namespace, Node
 from sglang_jax.mem_cache.state import Snapshot
 
+MOST_BRANCHES = 4
+"""Branch points of a prompt: each costs a chunk's end, and there may be as many as there are prompts."""
+
 
 @dataclass(slots=True)
 class RowKV:

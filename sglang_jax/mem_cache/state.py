@@ -192,21 +192,6 @@ class States(PooledComponent):
     def accepts_end(self, node: Node) -> bool:
         return self.snapshot(node) is not None
 
-    def pin(self, node: Node) -> None:
-        """What is pinned by `pin_snapshot` counts, not what is locked."""
-
-    def unpin(self, node: Node) -> None:
-        """See `pin`."""
-
-    def session_begins(self, node: Node) -> None:
-        """See `pin`."""
-
-    def session_ends(self, node: Node) -> None:
-        """See `pin`."""
-
-    def turn_spare(self, node: Node, spare: bool) -> None:
-        """See `pin`."""
-
     def frees(self, node: Node, count: int) -> bool:
         value = self.snapshot(node)
         return value is not None and value.spare

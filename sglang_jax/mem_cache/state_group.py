@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
 
 import numpy as np
@@ -11,7 +12,7 @@ from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.ledger import Pages, request_owner
 from sglang_jax.mem_cache.lengths import Index, RowLengths
 from sglang_jax.mem_cache.radix_tree import Insertion, Node
-from sglang_jax.mem_cache.row_kv import RowKV
+from sglang_jax.mem_cache.row_kv import MOST_BRANCHES, RowKV
 from sglang_jax.mem_cache.state import States
 from sglang_jax.runner.plan import Bool, Int32, PoolSpec, SlotCopies
 
@@ -21,9 +22,6 @@ LEAST_GAIN = 32
 GAIN_OVER_LOSS = 128
 """A step that ends a chunk at a page boundary is less full by the tokens behind it. A state there must save so many
 times as many: then it costs less than 1 % of the steps of a prompt."""
-
-MOST_BRANCHES = 4
-"""Branch points of a prompt: each costs a chunk's end, and there may be as many as there are prompts."""
 
 _UNLIMITED = 2**31 - 1
 _LEFT_TO_SNAPSHOTS = 4
@@ -43,6 +41,7 @@ class StateGroup(Group):
     """
 
     component: States
+    grows = False
     least_gain = LEAST_GAIN
     gain_over_loss = GAIN_OVER_LOSS
 
@@ -63,10 +62,6 @@ class StateGroup(Group):
         self._second_len: Index = np.zeros(rows, np.intp)
         self._second_step: NDArray[np.int64] = np.zeros(rows, np.int64)
         self._finished_step = -1
-
-    @property
-    def name(self) -> str:
-        return "mamba"
 
     @property
     def unit(self) -> str:
@@ -139,11 +134,18 @@ class StateGroup(Group):
             slot = self._take_one(row)
         self._set_slot(row, slot)
 
+    def part_at(self, record: RowKV, length: int) -> bool:
+        if length in record.branches:
+            return True
+        if length - record.state_len < self.least_gain or len(record.branches) >= MOST_BRANCHES:
+            return False
+        insort(record.branches, length)
+        return True
+
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
-        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end, so that its state may be kept: at the
-        first branch point in it, where other prompts will probably part from it, at the last page boundary before the
-        prompt's last token, or else at its last page boundary if others go on alike behind it, or if the state is worth
-        what the step is less full; but not where no slot would be there to keep it."""
+        """At the first branch point in it, where other prompts will probably part from it, at the last page boundary
+        before the prompt's last token, or else at its last page boundary if others go on alike behind it, or if the
+        state is worth what the step is less full; but not where no slot would be there to keep it."""
         if not self.available:
             return end
         on_trial = record.session or self.component.has_room_on_trial()
@@ -204,6 +206,15 @@ class StateGroup(Group):
             self.component.pass_by(node)
         record.origin_node = None
 
+    def keep_end(self, record: RowKV, most: int) -> int:
+        """Up to the last state; keys behind it would serve nobody."""
+        length = self.last_state(record, most)
+        if length <= record.state_len:
+            return 0
+        if length == record.cache_protected_len:
+            self._leave_last_state(record)
+        return length
+
     def last_state(self, record: RowKV, most: int) -> int:
         """Tokens up to the last page boundary, of the first `most` that a request has committed at its end, at which
         there is a state; 0 if there is none but snapshots."""
@@ -223,7 +234,7 @@ class StateGroup(Group):
         own = record.kv_committed_len <= most and self._ends_on_boundary(record)
         return int(self._slots[record.row] if own else self._second[record.row])
 
-    def leave_last_state(self, record: RowKV) -> None:
+    def _leave_last_state(self, record: RowKV) -> None:
         """A request ends whose last state is that at the end of the prefix it depends on: the node gets it, if it has
         none."""
         node, slot = record.locked_node, self._slot_of_last_state(record, record.cache_protected_len)
@@ -255,10 +266,9 @@ class StateGroup(Group):
         self.component.unpin_snapshot(node, session=True)
         self.component.give_back()
 
-    def change_slots(self, rows: Index, lengths: Index, step: int, wanted: bool) -> None:
-        """Decode rows `rows` `[rows]` go on after `lengths` `[rows]` tokens, whole pages, in `step`, which is planned
-        now: those on a boundary do so in their second slot, and what they began with stays. Where slots are `wanted` by
-        others, who come first, rows leave them one, or stay where they are so that second slots can be taken back."""
+    def cross_boundary(self, rows: Index, lengths: Index, step: int, wanted: bool) -> None:
+        """Those at an interval go on in their second slot, and what they began with stays. Where slots are `wanted`,
+        rows leave one, or stay where they are so that second slots can be taken back."""
         if not self._changes or (wanted and not self._unclaimed):
             return
         at = self._in_session[rows]
@@ -283,21 +293,19 @@ class StateGroup(Group):
         self._second_step[moving] = step
         self.table.write(moving, self._column[: len(moving)], second)
 
-    def most_queries(self, rows: Index) -> Index:
-        """Tokens up to the next boundary at which decode rows `rows` `[rows]` change slots: a step that went beyond it
-        would leave no state there. 0 of a row that is there if all drafts in flight are right: only once it is known
-        where it is can it be told to change slots."""
-        lengths = self.lengths.kv_planned[rows]
+    def most_queries(self, rows: Index) -> Index | None:
+        """Tokens up to the next boundary at which rows change slots: a step that went beyond it would leave no state
+        there. 0 of a row that is there if all drafts in flight are right: only once it is known where it is can it be
+        told to change slots."""
         if not self._changes:
-            return np.full(len(rows), _UNLIMITED, np.intp)
+            return None
+        lengths = self.lengths.kv_planned[rows]
         interval = np.where(self._in_session[rows], self.page_size, self.interval or _UNLIMITED)
         beyond = lengths % interval
         waits = (beyond == 0) & (self.lengths.in_question[rows] > 0)
         return np.where(waits, 0, interval - beyond)
 
     def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
-        """What those of `rows` `[rows]`, all of the sequences of `step`, begin with that do not begin with their own
-        slot."""
         if not self._pending:
             return ()
         sources = self._sources[rows]
@@ -317,8 +325,10 @@ class StateGroup(Group):
         while self._beginning and self._beginning[0][0] <= step:
             self._let_go(self._beginning.popleft()[1])
 
+    def reads_unproven(self, record: RowKV) -> bool:
+        return record.origin is not None and not record.origin.proven
+
     def prove(self, record: RowKV) -> None:
-        """What the record's row sampled was finite."""
         if record.origin is not None:
             record.origin.proven = True
         last = record.cache_protected_len // self.page_size
@@ -330,8 +340,7 @@ class StateGroup(Group):
                 snapshot.proven = True
             last -= node.length
 
-    def in_doubt(self, record: RowKV, node: Node) -> bool:
-        """Whether the node has a state that the record wrote or began with, and that nothing proves."""
+    def in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
         snapshot = self.component.snapshot(node)
         if snapshot is None or snapshot.proven:
             return False

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_jax.mem_cache.group import WindowGroup
+from sglang_jax.mem_cache.group import Group
 from sglang_jax.mem_cache.radix_tree import Node, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
-from sglang_jax.mem_cache.state_group import StateGroup
 
 
 class Trust:
     """KV is in the tree before anything was sampled from it. A sample that is finite proves what it read; one that is
     not puts in doubt what its row computed, and what it read that nothing has proven.
 
-    Nodes are proven as a whole, up to the root; of layers with a window the pages that a sample read, by themselves;
-    and so is each state.
+    Nodes are proven as a whole, up to the root; what a group needs proven by itself (window pages, states), by
+    `Group.prove`.
     """
 
-    def __init__(self, tree: RadixTree, windows: Sequence[WindowGroup], states: StateGroup | None) -> None:
+    def __init__(self, tree: RadixTree, groups: Sequence[Group]) -> None:
         self._tree = tree
-        self._windows = windows
-        self._states = states
-
-    def reads_unproven_windows(self, record: RowKV) -> bool:
-        """Whether a row that has just begun reads window pages that nothing proves."""
-        last = record.matched // self._tree.page_size
-        for node in record.locked_node.path() if self._windows else ():
-            if self._window_in_doubt(record, node, last):
-                return True
-            last -= node.length
-        return False
+        self._groups = groups
 
     def prove(self, record: RowKV, step: int) -> bool:
         """What a row sampled in `step` was finite: all that it read, and what it will still add, is fit to be shared.
@@ -46,10 +35,8 @@ class Trust:
     def add(self, record: RowKV) -> None:
         """What the row, which is proven, depends on now is fit to be shared."""
         self._tree.prove(record.locked_node)
-        for group in self._windows:
-            group.prove(record, record.locked_node)
-        if self._states is not None:
-            self._states.prove(record)
+        for group in self._groups:
+            group.prove(record)
 
     def distrust(self, record: RowKV) -> None:
         """A row sampled something that is not finite: nothing that it computed, or read unproven, is matched again. Who
@@ -75,9 +62,5 @@ class Trust:
         return (
             node.writer == record.serial
             or not node.proven
-            or self._window_in_doubt(record, node, last)
-            or (self._states is not None and self._states.in_doubt(record, node))
+            or any(group.in_doubt(record, node, last) for group in self._groups)
         )
-
-    def _window_in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
-        return any(group.in_doubt(record, node, last) for group in self._windows)

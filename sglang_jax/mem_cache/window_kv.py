@@ -245,21 +245,6 @@ class WindowKV(PooledComponent):
         value = self.held(node)
         return value.proven < min(count, len(value.pages))
 
-    def pin(self, node: Node) -> None:
-        """What is covered counts, not what is locked."""
-
-    def unpin(self, node: Node) -> None:
-        """See `pin`."""
-
-    def session_begins(self, node: Node) -> None:
-        """See `pin`."""
-
-    def session_ends(self, node: Node) -> None:
-        """See `pin`."""
-
-    def turn_spare(self, node: Node, spare: bool) -> None:
-        """See `pin`."""
-
     def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
         total, missing = 0, self.reach
         while missing > 0 and node.parent is not None:

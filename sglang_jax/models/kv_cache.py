@@ -13,11 +13,11 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.recurrent import LAST_INPUTS, StateArray, StateDtype
 from sglang_jax.architectures.model_config import (
     CacheGroup,
-    CacheKind,
     LayerConfig,
     ModelConfig,
     cache_groups,
     group_of_layers,
+    num_slots,
 )
 from sglang_jax.kernels.causal_convolution import tail_shape
 from sglang_jax.kernels.kv_storage import page_shape
@@ -109,7 +109,7 @@ def kv_cache_spec(
     form = PlatformForm.of(platform or jax.default_backend())
     groups = group_of_layers(config)
     counts = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(cache_groups(config))
-    slots = counts[-1]
+    slots = num_slots(config, counts)
 
     def pages(layer: LayerConfig, group: int | None) -> tuple[int, ...]:
         if layer.attention is None or group is None:
@@ -180,4 +180,4 @@ def bytes_of_groups(
     def of_one(group: CacheGroup) -> int:
         return sum(per_token.bytes(layer, devices) for layer in group.layers)
 
-    return tuple(of_one(group) * (1 if group.kind is CacheKind.STATE else page_size) for group in cache_groups(config))
+    return tuple(of_one(group) * (1 if group.kind.keeps_states else page_size) for group in cache_groups(config))

@@ -114,7 +114,7 @@ class Assembly(Generic[Model]):
 
     - `memory`: of one device, with both models.
     - `pages`: pages, or slots, that the arrays of each cache group of the model have; `draft_pages`: of the draft
-      model's groups, which come behind.
+      model's groups.
     """
 
     model: Model
@@ -128,7 +128,7 @@ class Assembly(Generic[Model]):
     @property
     def kv_bytes(self) -> int:
         """Bytes of all pools on one device."""
-        counts = zip(self.memory.groups, (*self.pages, *self.draft_pages), strict=True)
+        counts = zip(self.memory.groups, pages_in_memory(self.memory, self.sizes), strict=True)
         return sum(group.page * pages for group, pages in counts)
 
 
@@ -140,8 +140,7 @@ def settle(config: EngineConfig, models: Models, backend: Backend[Model]) -> Ass
     """
     model = backend.build(models)
     draft = None if models.draft is None else backend.build_draft(models.draft)
-    own = backend.groups_of(model)
-    memory = Memory(backend.platform, backend.available(), backend.weights_of(model), own)
+    memory = Memory(backend.platform, backend.available(), backend.weights_of(model), backend.groups_of(model))
     if draft is not None:
         memory = with_draft(memory, backend.weights_of(draft), backend.groups_of(draft))
     served = models.main.config
@@ -154,9 +153,10 @@ def settle(config: EngineConfig, models: Models, backend: Backend[Model]) -> Ass
         sizes.max_rows,
         sizes.token_budget,
     )
-    pages = pages_in_memory(memory, sizes)
+    counts = list(zip(memory.groups, pages_in_memory(memory, sizes), strict=True))
+    pages, draft_pages = (tuple(count for group, count in counts if group.draft is own) for own in (False, True))
     spec = runner_spec(config, served, memory, sizes, backend.mixed_shapes(sizes))
-    return Assembly(model, draft, memory, sizes, spec, pages[: len(own)], pages[len(own) :])
+    return Assembly(model, draft, memory, sizes, spec, pages, draft_pages)
 
 
 def runner_spec(

@@ -1,6 +1,6 @@
 """A second, smaller model that guesses what the main one samples: what both backends need of it.
 
-Its layers are further layers of the model, with cache groups of their own behind the model's: one more entry in every
+Its layers are further layers of the model, with cache groups of their own (`PoolSpec.draft`): one more entry in every
 list that follows from these groups, and nothing that scheduler or cache would have to know. Steps with chunks compute
 it beside the model. Steps of decode rows do not; before one with drafts it computes what it has missed of each row that
 has some (`DraftLag`), and then one guess after the other.
@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.architectures.model_config import CacheKind
 from sglang_jax.checkpoint.opening import Checkpoint, open_checkpoint
 from sglang_jax.checkpoint.resolve import resolve_tokenizer
 from sglang_jax.checkpoint.token_table import load_token_table
@@ -90,8 +89,8 @@ def _refuse_other_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Ch
 def with_draft(memory: Memory, weights: int, groups: tuple[GroupMemory, ...]) -> Memory:
     """What the device has to hold if a draft model is beside the model: the `weights`, in bytes, and the cache `groups`
     of the former are added."""
-    assert all(group.kind is not CacheKind.STATE for group in (*memory.groups, *groups)), "no drafts beside states"
-    return replace(memory, weights=memory.weights + weights, groups=(*memory.groups, *groups))
+    own = [replace(group, name=f"draft {group.name}", draft=True) for group in groups]
+    return replace(memory, weights=memory.weights + weights, groups=(*memory.groups, *own))
 
 
 class DraftLag:

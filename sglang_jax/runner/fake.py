@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.architectures import CacheKind
 from sglang_jax.runner import fake_model
 from sglang_jax.runner.expert_load import ExpertLoad
 from sglang_jax.runner.plan import (
@@ -97,7 +96,7 @@ class FakeRunner:
         self._slots = [[0xBAD] * (pool.num_pages * self._page_size) for pool in spec.pools]
         self._tables = [np.zeros((spec.max_rows, pool.columns(spec.max_context)), np.int32) for pool in spec.pools]
         self._states = {
-            number: [0xBAD] * pool.num_pages for number, pool in enumerate(spec.pools) if pool.kind is CacheKind.STATE
+            number: [0xBAD] * pool.num_pages for number, pool in enumerate(spec.pools) if pool.kind.keeps_states
         }
         self._last_token: Int32 = np.full(spec.max_rows, -7, np.int32)
         self._kv_lens: Int32 = np.zeros(spec.max_rows, np.int32)

@@ -38,16 +38,19 @@ DRAFT = -2
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """The KV pages of one cache group of the model (`architectures.CacheGroup` has its layers). `num_pages` includes
-    the pad page 0, which is never allocated. `window`: tokens that a query attends to, its own included; None for all.
+    """The KV pages of one cache group of the model (`architectures.CacheGroup` has its layers), or of its draft model
+    (`draft`). `name`: unique in a runner. `num_pages` includes the pad page 0, which is never allocated. `window`:
+    tokens that a query attends to, its own included; None for all.
 
     In a pool of kind `state`, pages are slots: each has the states of the group's layers after some number of a row's
     tokens. Its `page_size` is that of the other pools, because states are shared at the ends of pages."""
 
+    name: str
     kind: CacheKind
     num_pages: int
     page_size: int
     window: int | None = None
+    draft: bool = False
 
     def __post_init__(self) -> None:
         wrong = self.window is None or self.window < 1 if self.kind is CacheKind.WINDOW else self.window is not None
@@ -58,7 +61,7 @@ class PoolSpec:
 
     def columns(self, max_context: int) -> int:
         """Columns of its page table, for rows of at most `max_context` tokens."""
-        return 1 if self.kind is CacheKind.STATE else -(-max_context // self.page_size)
+        return 1 if self.kind.keeps_states else -(-max_context // self.page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,10 @@ class RunnerSpec:
     max_drafts: int | None = None
     prompt_tokens: int = 512
 
+    def __post_init__(self) -> None:
+        if len({pool.name for pool in self.pools}) < len(self.pools):
+            raise ValueError(f"pools named {', '.join(pool.name for pool in self.pools)}: names must differ")
+
     @property
     def max_pages_per_row(self) -> int:
         """Columns of each page table, except those of states."""
@@ -102,8 +109,8 @@ class RunnerSpec:
     @property
     def max_total_tokens(self) -> int:
         """Tokens that the first pool with pages holds. If there are only states: slots times the maximum context."""
-        pool = next((pool for pool in self.pools if pool.kind is not CacheKind.STATE), self.pools[0])
-        tokens = self.max_context if pool.kind is CacheKind.STATE else pool.page_size
+        pool = next((pool for pool in self.pools if not pool.kind.keeps_states), self.pools[0])
+        tokens = self.max_context if pool.kind.keeps_states else pool.page_size
         return (pool.num_pages - 1) * tokens
 
 
@@ -346,20 +353,20 @@ def refuse_foreign_memory(plan: StepPlan, spec: RunnerSpec) -> None:
 
     **Raises:** `ValueError` naming the first invalid row.
     """
-    for number, (deltas, pool) in enumerate(zip(plan.page_deltas, spec.pools, strict=True)):
+    for deltas, pool in zip(plan.page_deltas, spec.pools, strict=True):
         if _outside(deltas.pages, pool.num_pages):
             first = int(np.argmax(deltas.pages.view(np.uint32) >= pool.num_pages))
             raise ValueError(
                 f"step {plan.step} gives row {deltas.rows[first]} page {deltas.pages[first]} in column "
-                f"{deltas.columns[first]} of page table {number}: its pool has pages 0 to {pool.num_pages - 1}"
+                f"{deltas.columns[first]} of page table {pool.name}: its pool has pages 0 to {pool.num_pages - 1}"
             )
     for copies in plan.copies:
-        slots = spec.pools[copies.pool].num_pages
+        pool = spec.pools[copies.pool]
         for places in (copies.sources, copies.targets):
-            if _outside(places, slots):
+            if _outside(places, pool.num_pages):
                 raise ValueError(
                     f"step {plan.step} copies states between slots {copies.sources.tolist()} and "
-                    f"{copies.targets.tolist()}: pool {copies.pool} has slots 0 to {slots - 1}"
+                    f"{copies.targets.tolist()}: pool {pool.name} has slots 0 to {pool.num_pages - 1}"
                 )
     most = spec.max_pages_per_row * spec.pools[0].page_size
     if _outside(plan.kv_lens, most + 1):

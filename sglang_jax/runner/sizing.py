@@ -39,12 +39,14 @@ that many begin with are worth a window each."""
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """What a cache group takes: bytes of one page, or of one slot for states, over all of its layers. `kind`, `window`:
-    see `CacheGroup`."""
+    """What a cache group takes: bytes of one page, or of one slot for states, over all of its layers. The other fields
+    are those of its `PoolSpec`."""
 
+    name: str
     page: int
     kind: CacheKind = CacheKind.FULL
     window: int | None = None
+    draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Memory:
     """What the device has. Bytes.
 
     - `available`: before weights are loaded; `weights`: what these take.
-    - `groups`: of the model's cache, in its order; those with a window come last.
+    - `groups`: of the model's cache, in its order, and of a draft model's.
     """
 
     platform: str
@@ -127,18 +129,13 @@ def _bytes_of_texts(config: EngineConfig, rows: int, context: int) -> int:
     return 0 if config.max_samples == 1 else 4 * 4 * (rows + 1) * (context + 1)
 
 
-def _keeps_states(memory: Memory) -> bool:
-    """Whether some group keeps states."""
-    return any(group.kind is CacheKind.STATE for group in memory.groups)
-
-
 def _slot_bytes(memory: Memory) -> int:
-    return sum(group.page for group in memory.groups if group.kind is CacheKind.STATE)
+    return sum(group.page for group in memory.groups if group.kind.keeps_states)
 
 
 def _draft_slots(config: EngineConfig, memory: Memory, rows: int) -> int:
     """Drafts pay where few rows decode; beside each there is a row, as rows and drafts together are at most `rows`."""
-    if config.max_samples == 1 or not _keeps_states(memory):
+    if config.max_samples == 1 or not _slot_bytes(memory):
         return 0
     return min(rows - 1, _MOST_DRAFT_SLOTS)
 
@@ -166,7 +163,7 @@ class _Pools:
         self._context = context
         self._rows = rows
         self._prompt_tokens = prompt_tokens
-        self._page_bytes = sum(group.page for group in memory.groups if group.kind is not CacheKind.STATE)
+        self._page_bytes = sum(group.page for group in memory.groups if not group.kind.keeps_states)
         self.has_pages = self._page_bytes > 0
         self.all_windows = all(group.kind is not CacheKind.FULL for group in memory.groups)
         self.has_windows = any(group.kind is CacheKind.WINDOW for group in memory.groups)
@@ -177,11 +174,11 @@ class _Pools:
 
     def slots(self, full: int) -> int | None:
         """Slots for states; None for a model without any."""
-        kept = [group for group in self._groups if group.kind is CacheKind.STATE]
+        kept = [group for group in self._groups if group.kind.keeps_states]
         return self._pages_of(kept[0], full) if kept else None
 
     def _pages_of(self, group: GroupMemory, full: int) -> int:
-        if group.kind is CacheKind.STATE:
+        if group.kind.keeps_states:
             return self._num_slots(group.page, full)
         return self._window_pages(group.window, full) if group.window else full
 
@@ -256,7 +253,7 @@ def _pages_that_fit(config: EngineConfig, memory: Memory, pools: _Pools, max_row
 def pages_in_memory(memory: Memory, sizes: Sizes) -> tuple[int, ...]:
     """Pages, or slots, that the arrays of each group have: those of its pool, and of states those for drafts."""
     return tuple(
-        pages + (sizes.draft_slots if group.kind is CacheKind.STATE else 0)
+        pages + (sizes.draft_slots if group.kind.keeps_states else 0)
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
     )
 
@@ -264,7 +261,7 @@ def pages_in_memory(memory: Memory, sizes: Sizes) -> tuple[int, ...]:
 def pool_specs(memory: Memory, sizes: Sizes, page_size: int) -> tuple[PoolSpec, ...]:
     """The pools that a runner of these sizes has."""
     return tuple(
-        PoolSpec(group.kind, pages, page_size, group.window)
+        PoolSpec(group.name, group.kind, pages, page_size, group.window, group.draft)
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
     )
 
@@ -281,9 +278,11 @@ def describe_pools(memory: Memory, sizes: Sizes, page_size: int) -> str:
 
 
 def _contents(group: GroupMemory, pages: int, page_size: int) -> str:
-    if group.kind is CacheKind.STATE:
+    if group.kind.keeps_states:
         return f"{pages} recurrent states"
-    return f"{pages * page_size} KV tokens{f' with a window of {group.window}' if group.window else ''}"
+    window = f" with a window of {group.window}" if group.window else ""
+    of_draft = f" ({group.name})" if group.draft else ""
+    return f"{pages * page_size} KV tokens{window}{of_draft}"
 
 
 def refuse_with_states(config: EngineConfig, model: ModelConfig) -> None:

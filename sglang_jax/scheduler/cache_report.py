@@ -87,11 +87,11 @@ def report_cache(cache: KVCache, sessions: Iterable[Session], now: float | None 
 
 def _groups(cache: KVCache, nodes: list[Node]) -> list[GroupReport]:
     reports = []
-    for name, group in cache.named_groups():
+    for group in cache.groups:
         balance = page_balance(cache, group)
         reports.append(
             GroupReport(
-                name=name,
+                name=group.name,
                 unit="slot" if group.unit == "slot" else "page",
                 total=balance.total,
                 free=balance.free,

@@ -122,7 +122,7 @@ class Endings:
         self.end(request, "error", insert=False, error=error)
 
     def _too_small_for(self, tokens: int) -> Group:
-        group = self._cache.too_small_for(tokens) or self._cache.first_with_pages
+        group = self._cache.too_small_for(tokens) or self._cache.first_growing
         assert group is not None, "states do not grow"
         return group
 

@@ -232,9 +232,8 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
 
 
 class GroupUsage(msgspec.Struct, frozen=True):
-    """KV tokens of one cache group, or its slots where it has states. `name`: `full`, `swa` for layers with a sliding
-    window (where windows differ, with their size), or `mamba` for those that keep a recurrent state; where groups
-    differ in the shape of their pages alone, with a number from 2 on. `unit`: what is counted, `token` or `slot`.
+    """KV tokens of one cache group, or its slots where it has states. `name`: see `architectures.group_names`; of a
+    draft model's groups, `draft` and that. `unit`: what is counted, `token` or `slot`.
     `session_tokens`: of the used ones those that sessions keep."""
 
     name: str

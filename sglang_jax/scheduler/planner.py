@@ -285,7 +285,7 @@ class Planner:
 
     def _longest_chunks(self, work: list[int]) -> list[int]:
         """Tokens of each of the prompts under way up to where its next chunk is to end at the latest."""
-        if self._cache.states is None:
+        if not self._cache.least_gain:
             return work
         most = []
         for request, left in zip(self._rows.prefilling, work, strict=True):

@@ -150,13 +150,13 @@ class Scheduler:
     def num_used_tokens(self) -> int:
         """Tokens of the first group's pages that are neither free nor evictable; where layers keep states alone, of its
         slots, with as many tokens as a row may have in each."""
-        group = self.cache.first_with_pages
+        group = self.cache.first_growing
         return round(self.cache.groups[0].usage * self.max_total_tokens) if group is None else group.used_tokens
 
     @property
     def num_session_tokens(self) -> int:
         """Tokens of the first group's pages that sessions keep; of slots, where layers keep states alone."""
-        group = self.cache.first_with_pages or self.cache.groups[0]
+        group = self.cache.first_growing or self.cache.groups[0]
         return group.component.session * group.page_size
 
     @property

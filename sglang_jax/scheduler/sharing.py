@@ -8,7 +8,7 @@ import numpy as np
 
 from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, Probe
-from sglang_jax.mem_cache.state_group import MOST_BRANCHES
+from sglang_jax.mem_cache.row_kv import MOST_BRANCHES
 from sglang_jax.scheduler.request import Request
 
 Offer = tuple[Namespace, int, bytes]
@@ -25,7 +25,7 @@ class UnderWay:
 
     def __init__(self, cache: KVCache, prompts: list[Request]) -> None:
         self._cache = cache
-        self._by_length = cache.states is not None
+        self._by_length = cache.least_gain > 0
         self._prompts: list[Request] = []
         self._offers: set[Offer] = set()
         for request in prompts:
@@ -74,9 +74,8 @@ class UnderWay:
     def _alike(self, one: Request, waiting: Request, known: int) -> int | None:
         """After how many tokens a state of one prompt would serve a waiting one, that is worth more than what is there
         after `known` tokens; None if nowhere."""
-        states, page = self._cache.states, self._cache.page_size
-        assert states is not None
-        limit, least = waiting.match_limit // page * page, known + max(states.least_gain, page)
+        page = self._cache.page_size
+        limit, least = waiting.match_limit // page * page, known + max(self._cache.least_gain, page)
         if least > limit or one.namespace != waiting.namespace:
             return None
         if not one.tokens.startswith(waiting.tokens[: least * TOKEN_BYTES]):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.architectures import CacheKind
 from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.request import Request
@@ -133,13 +132,12 @@ class StepLog:
 
     def _names_groups(self) -> bool:
         """Whether there is more to tell of than one pool for layers that see all tokens."""
-        groups = self._scheduler.cache.groups
-        return len(groups) > 1 or groups[0].spec.kind is not CacheKind.FULL
+        return [group.name for group in self._scheduler.cache.groups] != ["full"]
 
     def _groups(self) -> list[GroupUsage]:
         return [
-            GroupUsage(name, group.used_tokens, group.max_tokens, group.unit, group.session_tokens)
-            for name, group in self._scheduler.cache.named_groups()
+            GroupUsage(group.name, group.used_tokens, group.max_tokens, group.unit, group.session_tokens)
+            for group in self._scheduler.cache.groups
         ]
 
     def _write_prefill_line(self, planned: Planned) -> None:

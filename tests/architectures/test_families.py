@@ -147,8 +147,8 @@ def test_gemma3_in_both_spellings(tmp_path: Path) -> None:
     local, _, whole = (layer.mixer for layer in config.layers[:3])
     assert (local.rope.theta, whole.rope.theta, whole.rope.factor) == (5e4, 2e6, 8.0)
     assert cache_groups(config) == (
-        CacheGroup(CacheKind.FULL, (2, 5)),
-        CacheGroup(CacheKind.WINDOW, (0, 1, 3, 4, 6, 7), 4096),
+        CacheGroup("full", CacheKind.FULL, (2, 5)),
+        CacheGroup("swa", CacheKind.WINDOW, (0, 1, 3, 4, 6, 7), 4096),
     )
 
 

@@ -113,7 +113,7 @@ def test_layers_with_heads_of_their_own(tmp_path: Path) -> None:
     oracle = _oracle()
     folder = _write(oracle, tmp_path / "model")
     groups = cache_groups(open_checkpoint(str(folder)).config)
-    assert groups == (CacheGroup(CacheKind.FULL, (0, 2, 3)), CacheGroup(CacheKind.FULL, (1,)))
+    assert groups == (CacheGroup("full", CacheKind.FULL, (0, 2, 3)), CacheGroup("full 2", CacheKind.FULL, (1,)))
     sequences = prompts()
     for model in (PagedModel(folder), TorchPagedModel(folder), TorchPagedModel(folder, numba=True)):
         for tokens, logits in zip(sequences, model.run(sequences, STEPS), strict=True):

@@ -294,7 +294,7 @@ def test_layers_with_a_window_that_sequences_can_outgrow(
     assert [layer.mixer.window for layer in config.layers] == windows
     full = tuple(number for number, window in enumerate(windows) if window is None)
     sliding = tuple(number for number, window in enumerate(windows) if window is not None)
-    groups = [CacheGroup(CacheKind.FULL, full), CacheGroup(CacheKind.WINDOW, sliding, 1024)]
+    groups = [CacheGroup("full", CacheKind.FULL, full), CacheGroup("swa", CacheKind.WINDOW, sliding, 1024)]
     assert cache_groups(config) == tuple(group for group in groups if group.layers)
 
 

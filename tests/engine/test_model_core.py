@@ -46,7 +46,7 @@ class WarmRunner(FakeRunner):
 
 
 def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> WarmRunner:
-    pool = PoolSpec(CacheKind.FULL, 9, config.page_size)
+    pool = PoolSpec("full", CacheKind.FULL, 9, config.page_size)
     return WarmRunner(RunnerSpec((pool,), 4, 64, 256, checkpoint.config.vocab_size))
 
 

@@ -17,6 +17,7 @@ from sglang_jax.mem_cache.ledger import PageLedger, Pages, request_owner
 from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.radix_tree import Insertion, Namespace, Node, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
+from sglang_jax.mem_cache.state_group import StateGroup
 from sglang_jax.runner.plan import PoolSpec
 
 PREVIOUS_OWNER = request_owner(0)
@@ -94,7 +95,12 @@ def small_cache(
     pages: int = 32, page_size: int = 4, rows: int = 4, context: int = 64, *, reuse: bool = True
 ) -> KVCache:
     """A cache with a ledger; `pages` does not count the pad page."""
-    return KVCache((PoolSpec(CacheKind.FULL, pages + 1, page_size),), rows, context, reuse=reuse, debug=True)
+    return KVCache((PoolSpec("full", CacheKind.FULL, pages + 1, page_size),), rows, context, reuse=reuse, debug=True)
+
+
+def states_of(cache: KVCache) -> StateGroup | None:
+    """The group of layers that keep states, if there are any."""
+    return next((group for group in cache.groups if isinstance(group, StateGroup)), None)
 
 
 def compute(cache: KVCache, record: RowKV, tokens: list[int], step: int | None = None) -> None:

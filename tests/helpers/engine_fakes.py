@@ -329,7 +329,9 @@ class FakeModelCore:
     `model_path` grammars it follows those of requests."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
-        pool = PoolSpec(CacheKind.FULL, (config.max_total_tokens or 1024) // config.page_size + 1, config.page_size)
+        pool = PoolSpec(
+            "full", CacheKind.FULL, (config.max_total_tokens or 1024) // config.page_size + 1, config.page_size
+        )
         spec = RunnerSpec((pool,), config.max_running_requests or MAX_RUNNING, 64, 128, FAKE_VOCAB_SIZE)
         runner = FakeRunner(spec, invalid_token=FAKE_INVALID if config.model_path == "numerical" else None)
         self._grammars = fake_grammars(config) if config.model_path == "grammars" else None

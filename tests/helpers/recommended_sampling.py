@@ -47,7 +47,7 @@ def recorded_sampling() -> Iterator[list[SamplingParams]]:
     seen: list[SamplingParams] = []
 
     def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Recorder:
-        pool = PoolSpec(CacheKind.FULL, 65, config.page_size)
+        pool = PoolSpec("full", CacheKind.FULL, 65, config.page_size)
         return Recorder(RunnerSpec((pool,), 4, 64, 256, checkpoint.config.vocab_size), seen)
 
     with pytest.MonkeyPatch.context() as patch:

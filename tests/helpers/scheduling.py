@@ -9,9 +9,10 @@ from typing import Protocol
 
 import numpy as np
 from helpers import fake_grammars
+from helpers.caches import states_of
 from helpers.fake_grammars import FakeCompiler, FakeGrammars
 
-from sglang_jax.architectures import CacheKind
+from sglang_jax.architectures import CacheKind, group_names
 from sglang_jax.config import EngineConfig
 from sglang_jax.mem_cache.ledger import OwnershipError
 from sglang_jax.mem_cache.page_pool import PagePool
@@ -140,7 +141,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         groups = ((self.window, self.pages), *self.more)
-        pools = tuple(_pool(sees, pages + 1, self.page_size) for sees, pages in groups)
+        pools = pools_of([(sees, pages + 1) for sees, pages in groups], self.page_size)
         spec = RunnerSpec(
             pools,
             self.rows,
@@ -160,9 +161,9 @@ class Bench:
         self.channel = RecordingChannel()
         grammars = FakeCompiler(FakeGrammars(VOCAB, EOS))
         self.scheduler = Scheduler(self.runner, (EOS,), self.config, self.channel, grammars=grammars)
-        if self.scheduler.cache.states is not None:
-            self.scheduler.cache.states.least_gain = self.least_gain
-            self.scheduler.cache.states.gain_over_loss = self.gain_over_loss
+        if (states := states_of(self.scheduler.cache)) is not None:
+            states.least_gain = self.least_gain
+            states.gain_over_loss = self.gain_over_loss
         if self.subject is None:
             self.runner.namespace_of = lambda row: self.scheduler.rows.at(row).namespace
         if self.scribble and self.subject is None:
@@ -221,10 +222,17 @@ class Bench:
                 assert self.channel.output(request_id) == self.wanted[request_id], f"request {request_id}"
 
 
-def _pool(sees: Sees, pages: int, page_size: int) -> PoolSpec:
-    if isinstance(sees, CacheKind):
-        return PoolSpec(sees, pages, page_size)
-    return PoolSpec(CacheKind.FULL if sees is None else CacheKind.WINDOW, pages, page_size, sees)
+def pools_of(groups: Sequence[tuple[Sees, int]], page_size: int) -> tuple[PoolSpec, ...]:
+    """Pools of so many pages, pad pages included, with the names that a model's would have."""
+
+    def lifetime(sees: Sees) -> tuple[CacheKind, int | None]:
+        if isinstance(sees, CacheKind):
+            return sees, None
+        return (CacheKind.FULL if sees is None else CacheKind.WINDOW), sees
+
+    lifetimes = [lifetime(sees) for sees, _ in groups]
+    named = zip(group_names(lifetimes), lifetimes, groups, strict=True)
+    return tuple(PoolSpec(name, kind, pages, page_size, window) for name, (kind, window), (_, pages) in named)
 
 
 def scribble_on_free(scheduler: Scheduler, runner: FakeRunner) -> None:

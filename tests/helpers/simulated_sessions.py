@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from helpers.caches import states_of
 from helpers.scheduling import VOCAB
 from helpers.simulation import Simulation, Strategy
 from helpers.stand_in_subject import Undecided
@@ -338,7 +339,7 @@ class SessionSimulation(Simulation):
     @property
     def _pins_are_exact(self) -> bool:
         """Pins end at the last page where nothing was cut off, and no state is wanted that there may be no slot for."""
-        return self._pins_serve and self.bench.scheduler.cache.states is None
+        return self._pins_serve and states_of(self.bench.scheduler.cache) is None
 
     @property
     def _pins_serve(self) -> bool:
@@ -366,7 +367,7 @@ class SessionSimulation(Simulation):
         cached = self.bench.channel.cached[number]
         if session.pin not in self.lost_pins and self._pins_serve:
             assert cached >= talk.pinned, "a turn computes what its session keeps"
-            self.met["began where its pin was, with states"] += self.bench.scheduler.cache.states is not None
+            self.met["began where its pin was, with states"] += states_of(self.bench.scheduler.cache) is not None
         if session.pin not in self.lost_pins and self._pins_are_exact and talk.kept:
             assert cached >= talk.kept, "a turn computes what its session keeps"
             self.met["began where the last turn ended"] += 1

@@ -103,7 +103,9 @@ class SleepingCore:
     rows as in the options. The model's architecture is the id of the core's process."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
-        pool = PoolSpec(CacheKind.FULL, (config.max_total_tokens or 4096) // config.page_size + 1, config.page_size)
+        pool = PoolSpec(
+            "full", CacheKind.FULL, (config.max_total_tokens or 4096) // config.page_size + 1, config.page_size
+        )
         spec = RunnerSpec((pool,), config.max_running_requests or 8, 256, CONTEXT, FAKE_VOCAB_SIZE)
         kind, _, seconds = config.model_path.partition(":")
         runner = SleepingRunner(FakeRunner(spec), float(seconds), TRAPS[kind])

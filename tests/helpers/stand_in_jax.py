@@ -68,9 +68,10 @@ def stand_in_runner(
     """A runner of the stand-in, whose unused pages hold NaN: reading one shows. `draft`: the weights of another one
     that guesses; `window`: see `windows_of_layers`."""
     models = 1 if draft is None else 2
-    pools = (PoolSpec(CacheKind.FULL, num_pages, page_size),) * models
+    names = ("full", "draft full")[:models]
+    pools = tuple(PoolSpec(name, CacheKind.FULL, num_pages, page_size, draft=name != "full") for name in names)
     if window is not None:
-        pools += (PoolSpec(CacheKind.WINDOW, num_pages, page_size, window),)
+        pools += (PoolSpec("swa", CacheKind.WINDOW, num_pages, page_size, window),)
         model = ModelFunctions(partial(_forward, window=window), _logits)
     spec = RunnerSpec(
         pools,
@@ -94,6 +95,6 @@ def stand_in_runner(
         page_size,
         table=TableLayout.of(spec),
         most_guesses=max_samples - 1,
-        draft=None if draft is None else DraftModel(STAND_IN, 1, len(draft), LAYERS, (None,)),
+        draft=None if draft is None else DraftModel(STAND_IN, (1,), len(draft), LAYERS, (None,)),
     )
     return JaxRunner(programs, on_device, kv, spec, {})

@@ -12,7 +12,7 @@ from sglang_jax.architectures import CacheKind
 from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from torch_backend.batch import ForwardBatch
 from torch_backend.graphs import Bucket, Capture
-from torch_backend.runner import DraftPart, TorchRunner
+from torch_backend.runner import TorchRunner
 
 CPU = torch.device("cpu")
 
@@ -69,9 +69,10 @@ def stand_in_runner(
 ) -> TorchRunner:
     """A runner of the stand-in on the CPU. One that drafts captures no steps with prompts. `draft`: the weights of
     another one that guesses; `window`: see `windows_of_layers`."""
-    pools = (PoolSpec(CacheKind.FULL, num_pages, page_size),) * (1 if draft is None else 2)
+    names = ("full",) if draft is None else ("full", "draft full")
+    pools = tuple(PoolSpec(name, CacheKind.FULL, num_pages, page_size, draft=name != "full") for name in names)
     if window is not None:
-        pools += (PoolSpec(CacheKind.WINDOW, num_pages, page_size, window),)
+        pools += (PoolSpec("swa", CacheKind.WINDOW, num_pages, page_size, window),)
     spec = RunnerSpec(
         pools,
         max_rows,
@@ -81,7 +82,7 @@ def stand_in_runner(
         max_samples=max_samples,
         drafts_with_prompts=draft is None,
     )
-    guessing = None if draft is None else DraftPart(model(draft, num_pages, page_size), first_group=1)
+    guessing = None if draft is None else model(draft, num_pages, page_size)
     paged = model(weights, num_pages, page_size, window)
     mixed = mixed_buckets if max_samples == 1 else ()
     return TorchRunner(

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
+from helpers.caches import states_of
 from helpers.scheduling import Bench
 
 from sglang_jax.mem_cache.group import Group, WindowGroup
@@ -106,15 +107,15 @@ class Watch:
         """No state stays pinned for a step that is over, or for a row that has begun, and a row has two slots at most;
         with reuse switched off, one, and the tree none."""
         cache = self._scheduler.cache
-        if cache.states is None:
+        if (states := states_of(cache)) is None:
             return
-        late = [step for step, _ in cache.states._beginning if step <= cache.finished_step]
+        late = [step for step, _ in states._beginning if step <= cache.finished_step]
         assert not late, f"states stay pinned though steps {late} have finished"
-        assert cache.states._pending == np.count_nonzero(cache.states._sources)
-        slots = [len(cache.states.owned(record, 0)) for record in cache.open_rows.values()]
+        assert states._pending == np.count_nonzero(states._sources)
+        slots = [len(states.owned(record, 0)) for record in cache.open_rows.values()]
         assert max(slots, default=0) <= 1 + cache.reuse, f"rows have {slots} slots"
-        assert cache.reuse or cache.states.pool.num_free == cache.states.pool.total - len(slots)
-        self.met["began with a copy of a state"] += bool(cache.states._beginning)
+        assert cache.reuse or states.pool.num_free == states.pool.total - len(slots)
+        self.met["began with a copy of a state"] += bool(states._beginning)
         self.met["second slots"] += max(slots, default=0) > 1
 
     def _around(

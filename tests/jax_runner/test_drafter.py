@@ -13,7 +13,7 @@ import pytest
 from sglang_jax.jax_runner.draft_model import DraftModel, DraftState, RowState, make_catch_up, pack_missed
 from sglang_jax.jax_runner.drafter import Drafter
 from sglang_jax.jax_runner.drafts import DraftedTokens, KnownTokens
-from sglang_jax.jax_runner.step import ModelFunctions
+from sglang_jax.jax_runner.step import ModelFunctions, make_settle
 from sglang_jax.runner.draft_model import AT_ONCE
 from sglang_jax.runner.page_tables import TableLayout
 
@@ -58,12 +58,13 @@ def test_nothing_is_written_behind_windows() -> None:
         return None, [batch.write_slots, batch.further[0].write_slots]  # type: ignore[attr-defined]
 
     page_size, columns, length = 4, 8, 20
-    draft = DraftModel(ModelFunctions(forward, forward), 1, 0, 2, (None, 5))  # type: ignore[arg-type]
+    draft = DraftModel(ModelFunctions(forward, forward), (1, 2), 0, 2, (None, 5))  # type: ignore[arg-type]
     pages = jnp.arange(1, 1 + 3 * columns, dtype=jnp.int32)
     table = jnp.stack([pages, pages * 0])
     drafted = DraftedTokens.empty(2, 3)
     known = replace(KnownTokens.empty(2, columns * page_size), lengths=jnp.array([length, 0], jnp.int32))
-    run = make_catch_up(draft, 16, page_size, None, TableLayout(3))
+    layout = TableLayout(tuple((first, first + columns) for first in (0, columns, 2 * columns)))
+    run = make_catch_up(draft, 16, page_size, None, layout)
     packed = pack_missed(np.zeros(1, np.int32), np.array([AT_ONCE]), np.array([14]), 16, 1)
     state = run([], DraftState((), drafted), RowState(table, known, None), jnp.asarray(packed))  # type: ignore[arg-type]
     full, window = (np.asarray(slots) for slots in state.kv)
@@ -73,3 +74,12 @@ def test_nothing_is_written_behind_windows() -> None:
     assert window[:14].tolist() == np.where(positions >= length - 5, own[2], 0).tolist()
     assert not full[14:].any()
     assert not window[14:].any()
+
+
+def test_rows_keep_states_in_the_slot_that_their_column_names() -> None:
+    """The column of slots may be before that of a draft model's pages."""
+    table = jnp.array([[9, 1, 7], [8, 2, 6], [0, 0, 0]], jnp.int32)
+    right = jnp.array([2, 0, 0], jnp.int32)
+    packed = jnp.array([[0, 1, 2], [3, 5, 0]], jnp.int32)  # the second row had one draft, which was wrong
+    ((pool,),) = make_settle(2, 1)([(jnp.arange(6.0),)], table, right, packed)
+    assert pool.tolist() == [0, 4, 2, 3, 4, 5]

@@ -106,7 +106,7 @@ def test_however_many_chunks_a_turn_had_they_and_what_they_follow_become_one() -
 
 def test_a_window_is_not_joined_over_a_gap() -> None:
     """A long turn has given up what lies before its window: what the node above has would end up in the wrong place."""
-    cache = KVCache((PoolSpec(CacheKind.WINDOW, 25, 4, 9),), 4, 64, step_tokens=16, debug=True)
+    cache = KVCache((PoolSpec("swa", CacheKind.WINDOW, 25, 4, 9),), 4, 64, step_tokens=16, debug=True)
     record, tokens = open_row(cache, PROMPT), int32_bytes(PROMPT)
     compute(cache, record, PROMPT[:8])
     assert cache.extend_row(record, 28)

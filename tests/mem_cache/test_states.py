@@ -21,15 +21,15 @@ PROMPT = list(range(1, 31))
 
 def cache_of(slots: int = 8, pages: int = 60, rows: int = 4, track: int = PAGE, reuse: bool = True) -> KVCache:
     """Full attention, and states in so many slots, each worth what it costs."""
-    pools = (PoolSpec(CacheKind.FULL, pages + 1, PAGE), PoolSpec(CacheKind.STATE, slots + 1, PAGE))
+    pools = (PoolSpec("full", CacheKind.FULL, pages + 1, PAGE), PoolSpec("mamba", CacheKind.STATE, slots + 1, PAGE))
     cache = KVCache(pools, rows, 200, state_interval=track, reuse=reuse, debug=True)
     states_of(cache).least_gain = 1
     return cache
 
 
 def states_of(cache: KVCache) -> StateGroup:
-    assert cache.states is not None
-    return cache.states
+    (states,) = (group for group in cache.groups if isinstance(group, StateGroup))
+    return states
 
 
 def open_row(cache: KVCache, tokens: list[int]) -> RowKV:
@@ -393,11 +393,11 @@ def test_no_row_without_a_slot() -> None:
 
 
 def test_states_alone_need_no_pages() -> None:
-    cache = KVCache((PoolSpec(CacheKind.STATE, 5, PAGE),), 4, 200, state_interval=PAGE, debug=True)
+    cache = KVCache((PoolSpec("mamba", CacheKind.STATE, 5, PAGE),), 4, 200, state_interval=PAGE, debug=True)
     states_of(cache).least_gain = 1
     run(cache, PROMPT)
     assert cached(cache, PROMPT) == 28
-    assert cache.first_with_pages is None
+    assert cache.first_growing is None
 
 
 def test_a_second_unpin_and_a_second_owner_are_noticed() -> None:
@@ -417,13 +417,13 @@ def test_a_second_unpin_and_a_second_owner_are_noticed() -> None:
 
 def test_two_pools_of_states_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="share the slots of one pool"):
-        KVCache(tuple(PoolSpec(CacheKind.STATE, 9, PAGE) for _ in range(2)), 4, 200)
+        KVCache(tuple(PoolSpec("mamba", CacheKind.STATE, 9, PAGE) for _ in range(2)), 4, 200)
 
 
 def test_a_state_that_goes_for_a_rows_own_joins_no_nodes_that_it_is_yet_to_cover() -> None:
     """What a row has computed was cached meanwhile by another; its next slot is that of a state on the way there. The
     window stands behind the states, so that it would hear of the row's new prefix last."""
-    pools = (PoolSpec(CacheKind.STATE, 5 + 1, PAGE), PoolSpec(CacheKind.WINDOW, 60 + 1, PAGE, 5))
+    pools = (PoolSpec("mamba", CacheKind.STATE, 5 + 1, PAGE), PoolSpec("swa", CacheKind.WINDOW, 60 + 1, PAGE, 5))
     cache = KVCache(pools, 6, 200, state_interval=0, debug=True)
     states_of(cache).least_gain = 1
     run(cache, PROMPT[:9])

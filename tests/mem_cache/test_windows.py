@@ -21,8 +21,8 @@ PROMPT = list(range(1, 41))
 
 def cache_of(window: int = 9, pages: int = 24, full: int | None = 40, rows: int = 4) -> KVCache:
     """A group that sees all (but for `full=None`), and one with a window of `window` tokens and `pages` pages."""
-    pools = [] if full is None else [PoolSpec(CacheKind.FULL, full + 1, PAGE)]
-    pools.append(PoolSpec(CacheKind.WINDOW, pages + 1, PAGE, window))
+    pools = [] if full is None else [PoolSpec("full", CacheKind.FULL, full + 1, PAGE)]
+    pools.append(PoolSpec("swa", CacheKind.WINDOW, pages + 1, PAGE, window))
     return KVCache(tuple(pools), rows, 200, step_tokens=16, debug=True)
 
 
@@ -298,7 +298,7 @@ def test_what_was_proven_stays_when_another_fails_behind_it() -> None:
 
 
 def test_pages_of_all_groups_hold_as_many_tokens() -> None:
-    pools = (PoolSpec(CacheKind.FULL, 9, 4), PoolSpec(CacheKind.WINDOW, 9, 8, 5))
+    pools = (PoolSpec("full", CacheKind.FULL, 9, 4), PoolSpec("swa", CacheKind.WINDOW, 9, 8, 5))
     with pytest.raises(ValueError, match=r"same number of tokens, got \[4, 8\]"):
         KVCache(pools, 2, 32)
 
@@ -306,7 +306,7 @@ def test_pages_of_all_groups_hold_as_many_tokens() -> None:
 @pytest.mark.parametrize("tokens", [0, 3, 12])
 def test_pages_hold_a_power_of_two(tokens: int) -> None:
     with pytest.raises(ValueError, match=f"pages of {tokens} tokens; it must be a power of two"):
-        PoolSpec(CacheKind.FULL, 9, tokens)
+        PoolSpec("full", CacheKind.FULL, 9, tokens)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_pages_hold_a_power_of_two(tokens: int) -> None:
 )
 def test_a_pool_has_the_window_that_its_kind_has(kind: CacheKind, window: int | None) -> None:
     with pytest.raises(ValueError, match=f"kind {kind} has a window of {window}"):
-        PoolSpec(kind, 9, 4, window)
+        PoolSpec("one", kind, 9, 4, window)
 
 
 def test_wrong_books_of_a_window_are_noticed() -> None:

@@ -254,7 +254,9 @@ def test_a_page_outside_the_pool_is_refused_by_name_and_changes_nothing(driver: 
     page = driver.runner.spec.pools[0].num_pages + beyond
     driver.free_pages.append(page)
     wrong = driver.admit(PROMPTS[0])
-    with pytest.raises(ValueError, match=rf"row {wrong.row} page {page} in column \d+ of page table 0: its pool has"):
+    with pytest.raises(
+        ValueError, match=rf"row {wrong.row} page {page} in column \d+ of page table full: its pool has"
+    ):
         driver.launch([(wrong, len(PROMPTS[0]))])
     wrong.pages.remove(page)
     driver.release(wrong)

@@ -12,8 +12,8 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes, describe_pools, pool_specs
 
 GIB = 2**30
-CPU = Memory("cpu", available=16 * GIB, weights=GIB, groups=(GroupMemory(2**20),))
-TPU = Memory("tpu", available=16 * GIB, weights=GIB, groups=(GroupMemory(2**20),))
+CPU = Memory("cpu", available=16 * GIB, weights=GIB, groups=(GroupMemory("full", 2**20),))
+TPU = Memory("tpu", available=16 * GIB, weights=GIB, groups=(GroupMemory("full", 2**20),))
 
 
 def test_defaults_on_a_cpu() -> None:
@@ -52,7 +52,7 @@ def test_the_budget_has_room_for_prefill_beside_all_decode_rows() -> None:
 
 @pytest.mark.parametrize(("gib", "tokens"), [(16, 1024), (22, 2048), (45, 4096), (78, 8192), (139, 8192)])
 def test_a_step_of_a_gpu_has_as_many_prompt_tokens_as_its_memory_suggests(gib: int, tokens: int) -> None:
-    gpu = Memory("cuda", gib * GIB, GIB, (GroupMemory(2**20),))
+    gpu = Memory("cuda", gib * GIB, GIB, (GroupMemory("full", 2**20),))
     sizes = choose_sizes(EngineConfig(), 8192, gpu)
     assert (sizes.prompt_tokens, sizes.token_budget) == (tokens, tokens)
     sizes = choose_sizes(EngineConfig(chunked_prefill_size=96), 8192, gpu)
@@ -73,7 +73,7 @@ def test_a_context_may_be_as_long_as_rope_scaling_reaches() -> None:
 
 
 def test_memory_that_holds_no_request_is_refused_with_its_numbers() -> None:
-    small = Memory("cpu", available=1200 * 2**20, weights=1000 * 2**20, groups=(GroupMemory(2**20),))
+    small = Memory("cpu", available=1200 * 2**20, weights=1000 * 2**20, groups=(GroupMemory("full", 2**20),))
     with pytest.raises(ConfigError, match=r"1,200 MiB .* 0\.85: after 1,000 MiB .* 32 MiB of KV .* 512 tokens"):
         choose_sizes(EngineConfig(), 8192, small)
     assert choose_sizes(EngineConfig(mem_fraction_static=0.99), 8192, small).num_pages[0] == 188
@@ -87,7 +87,10 @@ def test_a_pool_that_memory_cannot_hold_is_refused() -> None:
 
 
 GEMMA = Memory(
-    "tpu", available=16 * GIB, weights=GIB, groups=(GroupMemory(2**20), GroupMemory(5 * 2**20, CacheKind.WINDOW, 1024))
+    "tpu",
+    available=16 * GIB,
+    weights=GIB,
+    groups=(GroupMemory("full", 2**20), GroupMemory("swa", 5 * 2**20, CacheKind.WINDOW, 1024)),
 )
 """One layer of six sees all tokens."""
 
@@ -104,13 +107,13 @@ def test_a_pool_for_windows_is_a_share_of_the_other() -> None:
 
 
 def test_by_default_a_long_window_has_a_larger_share() -> None:
-    half = Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20), GroupMemory(2**20, CacheKind.WINDOW, 4096)))
+    half = Memory("tpu", 16 * GIB, GIB, (GroupMemory("full", 2**20), GroupMemory("swa", 2**20, CacheKind.WINDOW, 4096)))
     full, window = choose_sizes(EngineConfig(max_total_tokens=160_000), 32768, half).num_pages
     assert (full - 1, window - 1) == (10_000, 5_000 + (4096 + 2 * 528) // 16)
 
 
 def test_where_all_layers_have_windows_the_context_may_be_longer_than_the_pool() -> None:
-    alone = Memory("cpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.WINDOW, 4096),))
+    alone = Memory("cpu", 16 * GIB, GIB, (GroupMemory("swa", 2**20, CacheKind.WINDOW, 4096),))
     sizes = choose_sizes(EngineConfig(max_total_tokens=8000), 32768, alone)
     assert (sizes.num_pages, sizes.max_context) == ((501,), 32768)
     (pool,) = pool_specs(alone, sizes, 16)
@@ -121,11 +124,14 @@ def test_where_all_layers_have_windows_the_context_may_be_longer_than_the_pool()
     ("memory", "why"),
     [
         (
-            Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.WINDOW, 4096),)),
+            Memory("tpu", 16 * GIB, GIB, (GroupMemory("swa", 2**20, CacheKind.WINDOW, 4096),)),
             "all layers have sliding windows",
         ),
         (TPU, "no layer of the model has a sliding window"),
-        (Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20, CacheKind.STATE),)), "no layer of the model has a sliding"),
+        (
+            Memory("tpu", 16 * GIB, GIB, (GroupMemory("mamba", 2**20, CacheKind.STATE),)),
+            "no layer of the model has a sliding",
+        ),
     ],
 )
 def test_a_ratio_that_does_nothing_is_told(memory: Memory, why: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,7 +157,7 @@ def test_the_log_names_each_pool() -> None:
     )
 
 
-HYBRID = Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20), GroupMemory(40 * 2**20, CacheKind.STATE)))
+HYBRID = Memory("tpu", 16 * GIB, GIB, (GroupMemory("full", 2**20), GroupMemory("mamba", 40 * 2**20, CacheKind.STATE)))
 """A state takes as much as 640 tokens of keys and values."""
 
 
@@ -179,13 +185,13 @@ def test_with_the_prefix_cache_off_no_spare_slots_are_held() -> None:
 
 
 def test_small_states_are_at_most_as_many_as_ends_of_pages() -> None:
-    tiny = Memory("tpu", 16 * GIB, GIB, (GroupMemory(2**20), GroupMemory(2**10, CacheKind.STATE)))
+    tiny = Memory("tpu", 16 * GIB, GIB, (GroupMemory("full", 2**20), GroupMemory("mamba", 2**10, CacheKind.STATE)))
     sizes = choose_sizes(EngineConfig(max_total_tokens=1600, max_running_requests=8), 1024, tiny)
     assert sizes.num_pages == (101, 1 + 100 + 16)
 
 
 def test_a_model_of_states_alone_has_slots_and_any_context() -> None:
-    alone = Memory("tpu", 16 * GIB, GIB, (GroupMemory(40 * 2**20, CacheKind.STATE),))
+    alone = Memory("tpu", 16 * GIB, GIB, (GroupMemory("mamba", 40 * 2**20, CacheKind.STATE),))
     sizes = choose_sizes(EngineConfig(mem_fraction_static=0.5), 32768, alone)
     assert sizes.num_pages == (7 * 1024 // 40,)
     assert (sizes.max_context, sizes.max_rows) == (32768, (7 * 1024 // 40 - 1) // 2)

@@ -36,6 +36,12 @@ PLAIN: dict[type, st.SearchStrategy[Any]] = {
 
 PAGES = st.sampled_from([1, 2, 8])
 
+POOLS = st.one_of(
+    st.builds(PoolSpec, st.text(), st.just(CacheKind.FULL), st.integers(1, 2**31 - 1), PAGES, draft=st.booleans()),
+    st.builds(PoolSpec, st.text(), st.just(CacheKind.WINDOW), st.integers(1, 9), PAGES, window=st.integers(1, 9)),
+    st.builds(PoolSpec, st.text(), st.just(CacheKind.STATE), st.integers(1, 9), PAGES),
+)
+
 # Those that check what they are given, with values that they take.
 CHECKED: dict[type, st.SearchStrategy[Any]] = {
     SamplingParams: st.builds(
@@ -51,9 +57,7 @@ CHECKED: dict[type, st.SearchStrategy[Any]] = {
         ignore_eos=st.booleans(),
         seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     ),
-    PoolSpec: st.builds(PoolSpec, st.just(CacheKind.FULL), st.integers(1, 2**31 - 1), PAGES)
-    | st.builds(PoolSpec, st.just(CacheKind.WINDOW), st.integers(1, 9), PAGES, window=st.integers(1, 9))
-    | st.builds(PoolSpec, st.just(CacheKind.STATE), st.integers(1, 9), PAGES),
+    tuple[PoolSpec, ...]: st.lists(POOLS, max_size=2, unique_by=lambda pool: pool.name).map(tuple),
 }
 
 

@@ -233,9 +233,9 @@ def test_slots_outside_the_pool_are_not_copied() -> None:
         page_deltas=(nothing, nothing),
         copies=(SlotCopies(1, one, 4 * one),),
     )
-    pools = (PoolSpec(CacheKind.FULL, 9, 16), PoolSpec(CacheKind.STATE, 4, 16))
+    pools = (PoolSpec("full", CacheKind.FULL, 9, 16), PoolSpec("mamba", CacheKind.STATE, 4, 16))
     spec = RunnerSpec(pools, max_rows=1, token_budget=1, max_context=32, vocab_size=9)
-    with pytest.raises(ValueError, match=r"between slots \[1\] and \[4\]: pool 1 has slots 0 to 3"):
+    with pytest.raises(ValueError, match=r"between slots \[1\] and \[4\]: pool mamba has slots 0 to 3"):
         refuse_foreign_memory(plan, spec)
     refuse_foreign_memory(replace(plan, copies=(SlotCopies(1, one, 3 * one),)), spec)
 

@@ -10,6 +10,7 @@ from types import FrameType
 
 import numpy as np
 import pytest
+from helpers.caches import states_of
 from helpers.scheduling import Bench, Sees
 from helpers.simulation import STATE
 
@@ -101,8 +102,9 @@ def test_states_of_turns_that_went_on_make_room_for_those_of_the_newest(in_sessi
             next(talk)
     computed = [len(prompt) - bench.channel.cached[number] for number, prompt in bench.prompts.items()]
     assert max(computed) <= 3 + 5 + 4 + 8, computed
-    assert bench.scheduler.cache.states is not None
-    assert bench.scheduler.cache.states.num_evicted > 2 * TURNS, "slots were free all the time"
+    states = states_of(bench.scheduler.cache)
+    assert states is not None
+    assert states.num_evicted > 2 * TURNS, "slots were free all the time"
     bench.check_outputs()
 
 

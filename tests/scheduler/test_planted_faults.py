@@ -234,7 +234,7 @@ def reclaim_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages behind a window go while the step in flight still reads them."""
 
     def let_go(self: KVCache, rows: np.ndarray, *, tight: bool = False) -> None:
-        for group in self._windows:
+        for group in self._shrinking:
             group.let_go(rows, self.lengths.kv_allocated[rows], self.open_rows, tight)
 
     monkeypatch.setattr(KVCache, "let_go", let_go)
@@ -410,7 +410,7 @@ def reclaim_behind_the_longest_guess(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def let_go(self: KVCache, rows: np.ndarray, *, tight: bool = False) -> None:
         reading = (self.lengths.first_query if self.in_flight else self.lengths.kv_committed)[rows]
-        for group in self._windows:
+        for group in self._shrinking:
             group.let_go(rows, reading, self.open_rows, tight)
 
     monkeypatch.setattr(KVCache, "let_go", let_go)
@@ -496,7 +496,7 @@ def keep_the_pin_of_who_never_began(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def snapshot_a_page_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state at a boundary that decoding passes is taken for that of the one before."""
-    change = StateGroup.change_slots
+    change = StateGroup.cross_boundary
 
     def change_a_page_later(self: StateGroup, rows: np.ndarray, lengths: np.ndarray, *others: Any) -> None:
         before = self._second.copy()
@@ -504,7 +504,7 @@ def snapshot_a_page_off(monkeypatch: pytest.MonkeyPatch) -> None:
         moved = (self._second != before) & (self._second_len > self.page_size)
         self._second_len[moved] -= self.page_size
 
-    monkeypatch.setattr(StateGroup, "change_slots", change_a_page_later)
+    monkeypatch.setattr(StateGroup, "cross_boundary", change_a_page_later)
 
 
 def keep_a_state_beyond_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,7 +544,7 @@ def let_go_of_a_source_at_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doubt_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StateGroup, "in_doubt", lambda self, record, node: False)
+    monkeypatch.setattr(StateGroup, "in_doubt", lambda self, record, node, last: False)
 
 
 def keep_a_state_beyond_a_leafs_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,8 +555,8 @@ def keep_a_state_beyond_a_leafs_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def prove_what_no_sample_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """All pages of a window's layers are proven, not only those of the last window."""
 
-    def prove(self: WindowGroup, record: RowKV, node: Node) -> None:
-        self.component.prove(node, record.cache_protected_len // self.page_size)
+    def prove(self: WindowGroup, record: RowKV) -> None:
+        self.component.prove(record.locked_node, record.cache_protected_len // self.page_size)
 
     monkeypatch.setattr(WindowGroup, "prove", prove)
 

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from helpers.caches import states_of
 from helpers.scheduling import Bench
 from helpers.simulated_sessions import ROOM_FOR_TURNS, SessionSimulation
 from helpers.simulation import STATE, simulate
@@ -36,8 +37,8 @@ def test_each_turn_gives_what_the_whole_conversation_gives_and_computes_what_is_
     """New to the cache is what is new, and less than a page before it; the token that was sampled last is among it.
     With states that are not worth a step each, it may be as many tokens more as would be worth one."""
     talk, page = Talk(bench), bench.page_size
-    if bench.scheduler.cache.states is not None:
-        bench.scheduler.cache.states.least_gain = 12
+    if (states := states_of(bench.scheduler.cache)) is not None:
+        states.least_gain = 12
         page += 12
     for number in range(10):
         before = len(talk.history)

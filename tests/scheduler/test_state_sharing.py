@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.caches import states_of
 from helpers.scheduling import Bench
 
 from sglang_jax.architectures import CacheKind
@@ -276,7 +277,7 @@ def test_with_reuse_off_a_row_has_one_slot_and_prompts_one_chunk() -> None:
         bench.add(PROMPT, sampling=endless(4, seed=k))
     for _ in range(30):
         bench.scheduler.step()
-        states = bench.scheduler.cache.states
+        states = states_of(bench.scheduler.cache)
         assert states is not None
         assert states.pool.total - states.pool.num_free == len(bench.scheduler.cache.open_rows)
     assert not any(plan.copies for plan in bench.runner.plans)
@@ -291,7 +292,7 @@ def test_an_aborted_request_leaves_its_snapshots_and_no_pin() -> None:
         bench.scheduler.step()
     bench.scheduler.abort(first)
     bench.run()
-    states = bench.scheduler.cache.states
+    states = states_of(bench.scheduler.cache)
     assert states is not None
     assert states.component.protected == 0
     assert states.available == states.pool.total

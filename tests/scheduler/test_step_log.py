@@ -163,11 +163,11 @@ def test_states_are_counted_in_slots(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_windows_of_several_sizes_are_told_apart() -> None:
     bench = Bench(more=((8, 10), (20, 16)))
-    assert [name for name, _ in bench.scheduler.cache.named_groups()] == ["full", "swa 8", "swa 20"]
+    assert [group.name for group in bench.scheduler.cache.groups] == ["full", "swa 8", "swa 20"]
 
 
 def test_groups_that_differ_in_the_shape_of_their_pages_alone_are_numbered() -> None:
     bench = Bench(more=((None, 10), (8, 10), (8, 16)))
-    names = [name for name, _ in bench.scheduler.cache.named_groups()]
+    names = [group.name for group in bench.scheduler.cache.groups]
     assert names == ["full", "full 2", "swa 8", "swa 8 2"]
     assert [group.name for group in bench.scheduler.log.stats(0).groups] == names

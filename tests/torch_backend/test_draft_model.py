@@ -37,7 +37,8 @@ def test_nothing_is_written_behind_windows() -> None:
     rows.page_table[0] = torch.arange(1, 1 + 3 * COLUMNS)
     known.lengths[0], drafted.lengths[0] = LENGTH, 4
     model = Recorder()
-    drafter = Drafter(model, 1, (None, WINDOW), rows, TableLayout(3), PAGE_SIZE, torch.from_numpy)
+    layout = TableLayout(tuple((first, first + COLUMNS) for first in (0, COLUMNS, 2 * COLUMNS)), draft=(1, 2))
+    drafter = Drafter(model, (None, WINDOW), rows, layout, PAGE_SIZE, torch.from_numpy)
     zero = np.zeros(1, np.int32)
     drafter.guess(ToGuess(zero, zero + 2, zero, zero + 14), lambda logits, *_: torch.zeros(len(logits)).int())
     pages = rows.page_table[0].view(3, COLUMNS).tolist()

@@ -331,7 +331,7 @@ def test_a_real_model_can_be_captured(
 ) -> None:
     """All of its layers but attention, whose captured kind is Triton's."""
     checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, family)), model_impl=impl)
-    spec = RunnerSpec((PoolSpec(CacheKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
+    spec = RunnerSpec((PoolSpec("full", CacheKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
     outputs = []
     for attention, recorder in ((NativeAttention(), None), (CapturableAttention(), capture)):
         model = load(checkpoint, attention)
@@ -362,7 +362,7 @@ def test_captured_steps_count_tokens_as_others_do(
     # Tiles read on the host how many rows each expert has.
     monkeypatch.setattr(Experts, "_sorted", lambda layer, x, choice, multiply: layer._by_all(x, choice))
     checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "qwen3_moe", head_dim=32)))
-    spec = RunnerSpec((PoolSpec(CacheKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
+    spec = RunnerSpec((PoolSpec("full", CacheKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
     found = []
     for recorder in (None, capture):
         model = load_ours(checkpoint, CapturableAttention())

@@ -128,7 +128,7 @@ def runner_of(checkpoint: Checkpoint, states: StateImplementation, capture: Fake
         assert layer.recurrent is not None
         pools = StateDtypes(torch.float32, torch.float32).allocate(9, layer.recurrent.state, CPU)
         memory.append(LayerMemory(None, tuple(pool.fill_(torch.nan) for pool in pools)))
-    spec = RunnerSpec((PoolSpec(CacheKind.STATE, 9, 64),), 4, 32, CONTEXT, checkpoint.config.vocab_size)
+    spec = RunnerSpec((PoolSpec("mamba", CacheKind.STATE, 9, 64),), 4, 32, CONTEXT, checkpoint.config.vocab_size)
     return TorchRunner(
         PagedTransformer(model, memory),
         spec,
