@@ -153,7 +153,7 @@ class EngineConfig(BaseModel):
         0.9,
         gt=0.0,
         allow_inf_nan=False,
-        description="memory for recurrent states, as a fraction of that for the KV cache",
+        description="memory for recurrent states, as a fraction of that for the KV cache, a draft model's included",
     )
     mamba_ssm_dtype: MambaDtype = Field(
         MambaDtype.FLOAT32,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from sglang_jax.architectures import CacheKind, ModelConfig
 from sglang_jax.architectures.model_config import num_paged_groups
-from sglang_jax.config import EngineConfig, KVCacheDtype, SpeculativeAlgorithm
+from sglang_jax.config import EngineConfig, KVCacheDtype
 from sglang_jax.errors import ConfigError, NoRoomError
 from sglang_jax.runner.plan import PoolSpec
 
@@ -286,19 +286,11 @@ def _contents(group: GroupMemory, pages: int, page_size: int) -> str:
 
 
 def refuse_with_states(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises `ConfigError` for what does not go with layers that keep a recurrent state: a type for keys and values
-    that no layer has, and a second model that guesses tokens, whose pages no runner has beside states yet."""
-    if not model.keeps_states:
-        return
-    if config.kv_cache_dtype is not KVCacheDtype.AUTO and not num_paged_groups(model):
+    """Raises `ConfigError` for a type of keys and values where the layers keep only recurrent states."""
+    if config.kv_cache_dtype is not KVCacheDtype.AUTO and model.keeps_states and not num_paged_groups(model):
         raise ConfigError(
             f"kv_cache_dtype {config.kv_cache_dtype.value}: the model has only recurrent states, no keys and values: "
             "choose auto; --mamba-ssm-dtype bfloat16 makes states smaller"
-        )
-    if config.speculative_algorithm is SpeculativeAlgorithm.DRAFT:
-        raise ConfigError(
-            "speculative_algorithm draft: draft models do not support models with recurrent states yet: choose ngram "
-            "or none"
         )
 
 

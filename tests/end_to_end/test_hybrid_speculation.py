@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.family_cases import FAMILIES
 from helpers.guessed_outputs import check_same_outputs
 from helpers.tiny_models import make_tiny_checkpoint
 
@@ -17,6 +18,8 @@ from sglang_jax.runner.protocol import Runner
 from torch_backend.runner import TorchRunner
 
 DELTA_NET, MAMBA, BESIDE_ATTENTION, CONVOLUTIONS = "qwen3_5_text", "mamba2", "falcon_h1", "lfm2"
+DRAFT, WINDOWS = SpeculativeAlgorithm.DRAFT, "gemma3"
+"""A draft model, which has layers with a window and some without."""
 SOAK = pytest.mark.soak
 
 CHANGES = {CONVOLUTIONS: {"layer_types": ["full_attention", "conv"]}}
@@ -30,16 +33,24 @@ CHANGES = {CONVOLUTIONS: {"layer_types": ["full_attention", "conv"]}}
         pytest.param((MAMBA, Backend.TORCH), marks=SOAK),
         pytest.param((BESIDE_ATTENTION, Backend.TORCH), marks=SOAK),
         (CONVOLUTIONS, Backend.TORCH),
+        (MAMBA, Backend.TORCH, DRAFT),
         pytest.param((DELTA_NET, Backend.JAX), marks=SOAK),
         pytest.param((MAMBA, Backend.JAX), marks=SOAK),
         pytest.param((BESIDE_ATTENTION, Backend.JAX), marks=SOAK),
         pytest.param((CONVOLUTIONS, Backend.JAX), marks=SOAK),
+        pytest.param((MAMBA, Backend.JAX, DRAFT), marks=SOAK),
+        pytest.param((CONVOLUTIONS, Backend.JAX, DRAFT), marks=SOAK),
     ],
     ids=lambda param: "-".join(map(str, param)),
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    family, backend = request.param
+    family, backend, *draft = request.param
     folder = make_tiny_checkpoint(Path(tmp_path_factory.mktemp(family)), family, **CHANGES.get(family, {}))
+    guesses: dict[str, object] = {"speculative_algorithm": SpeculativeAlgorithm.NGRAM}
+    if draft:
+        case, folder_of_draft = FAMILIES[WINDOWS], Path(tmp_path_factory.mktemp("draft"))
+        make_tiny_checkpoint(folder_of_draft, case.architecture, **case.changes)
+        guesses = {"speculative_algorithm": DRAFT, "speculative_draft_model_path": str(folder_of_draft)}
     config = EngineConfig(
         model_path=str(folder),
         backend=backend,
@@ -54,8 +65,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         mamba_track_interval=8,
         skip_warmup=True,
         debug_memory=True,
-        speculative_algorithm=SpeculativeAlgorithm.NGRAM,
         speculative_num_draft_tokens=5,
+        **guesses,
     )
     runner = load_backend(config)(config, open_checkpoint(str(folder)))
     yield config, runner

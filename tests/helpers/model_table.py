@@ -27,7 +27,7 @@ from sglang_jax.errors import ConfigError  # noqa: E402
 from sglang_jax.runner.sizing import refuse_drafts_with_states, refuse_with_latents, refuse_with_states  # noqa: E402
 
 PAGE = ROOT / "docs/models.md"
-HEAD = """| Class | Cache | GGUF | 8-bit KV | N-grams | Draft model |
+HEAD = """| Class | Cache | GGUF | 8-bit KV | Speculation | Can draft |
 |---|---|---|---|---|---|
 """
 _TABLE = re.compile(r"^\| Class \| Cache .*\n(?:\|.*\n)*", re.MULTILINE)
@@ -55,7 +55,7 @@ def row(family: Family) -> list[str]:
         "" if family.gguf is None else f"`{family.gguf.name}`",
         answer(_refuse_8_bits, EngineConfig(kv_cache_dtype=KVCacheDtype.INT8), model),
         answer(lambda *given: refuse_drafts_with_states(*given, "TPUs"), ngram, model).replace("no", "not on TPUs"),
-        answer(refuse_with_states, EngineConfig(speculative_algorithm=SpeculativeAlgorithm.DRAFT), model),
+        "no" if model.keeps_states else "yes",
     ]
 
 

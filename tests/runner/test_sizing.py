@@ -9,6 +9,7 @@ import pytest
 from sglang_jax.architectures import CacheKind
 from sglang_jax.config import EngineConfig
 from sglang_jax.errors import ConfigError
+from sglang_jax.runner.draft_model import with_draft
 from sglang_jax.runner.sizing import GroupMemory, Memory, choose_sizes, describe_pools, pool_specs
 
 GIB = 2**30
@@ -196,3 +197,12 @@ def test_a_model_of_states_alone_has_slots_and_any_context() -> None:
     assert sizes.num_pages == (7 * 1024 // 40,)
     assert (sizes.max_context, sizes.max_rows) == (32768, (7 * 1024 // 40 - 1) // 2)
     assert describe_pools(alone, sizes, 16) == "178 recurrent states in 7,160 MiB"
+
+
+def test_pages_of_a_draft_model_beside_states_alone_bound_the_context() -> None:
+    """States then take a share of what these pages take, as beside attention."""
+    states = Memory("tpu", 16 * GIB, GIB, (GroupMemory("mamba", 40 * 2**20, CacheKind.STATE),))
+    both = with_draft(states, GIB, (GroupMemory("full", 2**20),))
+    sizes = choose_sizes(EngineConfig(max_total_tokens=16 * 1000), 32768, both)
+    assert (sizes.num_pages, sizes.max_context) == ((1 + 900 // 40, 1001), 16000)
+    assert describe_pools(both, sizes, 16).endswith(", 16000 KV tokens (draft full) in 1,001 MiB")
