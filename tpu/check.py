@@ -28,6 +28,7 @@ from sglang_jax.config import (
     EngineConfig,
     KVCacheDtype,
     LoadFormat,
+    SpeculativeAlgorithm,
     WeightQuantization,
 )
 from sglang_jax.errors import ConfigError
@@ -99,6 +100,16 @@ DOES_NOT_FIT = 1
     show_default=True,
     type=click.Choice([backend.value for backend in AttentionBackend]),
     help="attention implementation; auto: the server's choice on a TPU",
+)
+@click.option(
+    "--speculative-algorithm",
+    default=SpeculativeAlgorithm.NONE.value,
+    show_default=True,
+    type=click.Choice([algorithm.value for algorithm in SpeculativeAlgorithm]),
+    help="how the server guesses tokens ahead; draft: not supported here yet",
+)
+@option_by_all_names(
+    "speculative_num_draft_tokens", type=click.IntRange(min=1), help="maximum guesses per request and step"
 )
 @click.option(
     "--all", "everything", is_flag=True, help="compile every program, not only the largest and smallest steps"

@@ -38,7 +38,7 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
 from sglang_jax.runner.assembly import runner_spec
-from sglang_jax.runner.sizing import choose_sizes, describe_pools, refuse_drafts_with_states, refuse_with_states
+from sglang_jax.runner.sizing import choose_sizes, describe_pools, pages_in_memory, refuse_with_states
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
 from tpu.figures import Deployment, Kept, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
@@ -137,7 +137,6 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     parallel = TensorParallel.of(request.model, options.tp_size)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])
-    refuse_drafts_with_states(options, request.model, "TPUs")
     kv_dtype = kv_dtype_of(options, dtype)
     model = build_model(
         parallel.config,
@@ -151,9 +150,8 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
     memory = memory_of_one_device(parallel, model, kv_dtype, options.page_size, _PLATFORM, hbm, state_dtypes=states)
     sizes = choose_sizes(options, parallel.config.default_context, memory, parallel.config.longest_context)
     spec = runner_spec(options, request.model, memory, sizes, mixed_shapes(options, sizes))
-    cache = kv_cache_spec(
-        parallel.config, kv_dtype, sizes.num_pages, options.page_size, platform=_PLATFORM, state_dtypes=states
-    )
+    pages = pages_in_memory(memory, sizes)
+    cache = kv_cache_spec(parallel.config, kv_dtype, pages, options.page_size, platform=_PLATFORM, state_dtypes=states)
     programs = programs_of(model, parallel, cache, spec, options, mesh)
     buckets = programs.buckets
     builders = programs.builders()
@@ -171,7 +169,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
         page_size=options.page_size,
         slot=sum(group.page for group in memory.groups if group.kind.keeps_states),
         num_pages=sizes.num_pages[0],
-        kv=sum(group.page * pages for group, pages in zip(memory.groups, sizes.num_pages, strict=True)),
+        kv=sum(group.page * count for group, count in zip(memory.groups, pages, strict=True)),
         pools=describe_pools(memory, sizes, options.page_size),
         max_rows=sizes.max_rows,
         token_budget=sizes.token_budget,

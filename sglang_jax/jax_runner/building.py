@@ -40,7 +40,7 @@ from sglang_jax.models import (
 from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.runner.assembly import Models
 from sglang_jax.runner.quantization import encodings_of, keeps_blocks
-from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes, refuse_drafts_with_states
+from sglang_jax.runner.sizing import GroupMemory, Memory, Sizes
 
 _ATTENTION = {
     AttentionBackend.XLA: AttentionImplementation.XLA,
@@ -100,8 +100,6 @@ class JaxBackend:
             TensorParallel.of(each.config, config.tp_size)  # a model that cannot be divided is refused on any machine
         devices = select_devices(config.device, config.tp_size)
         attention = choose_attention(config, devices[0])
-        if attention.for_tpu:
-            refuse_drafts_with_states(config, models.main.config, "TPUs")
         return cls(config, devices, make_mesh(devices), select_dtype(config.dtype, devices[0]), attention)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,3 +52,35 @@ class StateRows:
             return self
         first = self.drafts == 0
         return replace(self, begin=jnp.where(first, self.begin, 0), own=jnp.where(first, self.own, 0), drafts=None)
+
+    def of_draft(self, number: jax.Array) -> DraftStep:
+        """What the drafts with this number, from 1, of all rows are as a decode step of their own."""
+        assert self.drafts is not None
+        wanted = self.drafts == number
+        ends = jnp.cumsum(wanted)
+        places = jnp.searchsorted(ends, 1 + jnp.arange(len(ends)), method="compare_all")
+        real = places < len(ends)
+        places = jnp.where(real, places, 0)
+        step = replace(
+            self,
+            begin=jnp.where(real, self.own[places - 1], 0),
+            fresh=~real,
+            own=jnp.where(real, self.own[places], 0),
+            num_decode=ends[-1].astype(jnp.int32),
+            drafts=None,
+        )
+        return DraftStep(step, places, wanted, ends - 1)
+
+
+class DraftStep(NamedTuple):
+    """Some drafts of a step with R sequences as a step of their own: `rows`, with padding behind the drafts. They begin
+    with what the sequences before them have left in slots.
+
+    - `places`: int32 `[R]`, the sequence that each of `rows` is; of padding of no account.
+    - `wanted`: bool `[R]`, the sequences that are such drafts; `numbers`: int32 `[R]`, which of `rows` each of them is.
+    """
+
+    rows: StateRows
+    places: jax.Array
+    wanted: jax.Array
+    numbers: jax.Array

@@ -303,15 +303,5 @@ def refuse_with_latents(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def refuse_drafts_with_states(config: EngineConfig, model: ModelConfig, kernels: str) -> None:
-    """For `kernels` that compute no states after guesses. Raises `ConfigError` where the options and the model would
-    have them do so."""
-    if model.keeps_states and config.max_samples > 1:
-        raise ConfigError(
-            f"speculative_algorithm {config.speculative_algorithm.value}: the model has recurrent states, and the "
-            f"kernels for {kernels} cannot undo wrong guesses in them yet: choose none"
-        )
-
-
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"

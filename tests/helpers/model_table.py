@@ -22,13 +22,13 @@ from helpers.tiny_models import tiny_fields  # noqa: E402
 from sglang_jax.architectures.json_fields import JsonFields  # noqa: E402
 from sglang_jax.architectures.model_config import ModelConfig  # noqa: E402
 from sglang_jax.architectures.registry import Family, known_families  # noqa: E402
-from sglang_jax.config import EngineConfig, KVCacheDtype, SpeculativeAlgorithm  # noqa: E402
+from sglang_jax.config import EngineConfig, KVCacheDtype  # noqa: E402
 from sglang_jax.errors import ConfigError  # noqa: E402
-from sglang_jax.runner.sizing import refuse_drafts_with_states, refuse_with_latents, refuse_with_states  # noqa: E402
+from sglang_jax.runner.sizing import refuse_with_latents, refuse_with_states  # noqa: E402
 
 PAGE = ROOT / "docs/models.md"
-HEAD = """| Class | Cache | GGUF | 8-bit KV | Speculation | Can draft |
-|---|---|---|---|---|---|
+HEAD = """| Class | Cache | GGUF | 8-bit KV | Can draft |
+|---|---|---|---|---|
 """
 _TABLE = re.compile(r"^\| Class \| Cache .*\n(?:\|.*\n)*", re.MULTILINE)
 
@@ -48,13 +48,11 @@ def model_table() -> str:
 
 def row(family: Family) -> list[str]:
     model = model_of(family)
-    ngram = EngineConfig(speculative_algorithm=SpeculativeAlgorithm.NGRAM)
     return [
         f"`{family.class_name}`",
         ", ".join(kinds_of_cache(model)),
         "" if family.gguf is None else f"`{family.gguf.name}`",
         answer(_refuse_8_bits, EngineConfig(kv_cache_dtype=KVCacheDtype.INT8), model),
-        answer(lambda *given: refuse_drafts_with_states(*given, "TPUs"), ngram, model).replace("no", "not on TPUs"),
         "no" if model.keeps_states else "yes",
     ]
 

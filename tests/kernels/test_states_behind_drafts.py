@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.state_steps import DRAFTED_SLOTS, DraftedStep, drafted_step, random_scan
+from helpers.tpu_interpreter import CopyMode, Interpreted
 
 from sglang_jax.kernels.causal_convolution import tail_shape
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
@@ -18,7 +22,8 @@ from sglang_jax.kernels.state_scan import ScanInputs
 from sglang_jax.kernels.states import convolve_states, scan_states
 
 STEP = drafted_step()
-XLA = AttentionImplementation.XLA
+XLA, PALLAS = AttentionImplementation.XLA, AttentionImplementation.PALLAS
+Run = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def rows_of(begin: list[int], own: list[int], drafts: list[int] | None) -> StateRows:
@@ -45,22 +50,47 @@ def filled(*shape: int) -> jax.Array:
     return jnp.asarray(pool)
 
 
-scan_once = jax.jit(lambda inputs, pool, rows: scan_states(XLA, inputs, pool, rows))
+scan_once = jax.jit(partial(scan_states, XLA))
 convolve_once = jax.jit(lambda x, weight, pool, rows: convolve_states(XLA, x, weight, None, pool, rows))
+
+
+def in_interpreter(function: Run) -> Run:
+    """TPU kernels, in the mode of the interpreter that shows a state that is read before it is written."""
+    interpreted = Interpreted(function)
+
+    def run(*arguments: object) -> tuple[jax.Array, jax.Array]:
+        found, races = interpreted.run(CopyMode.EAGER, *arguments)
+        assert not races
+        return found
+
+    return run
+
+
+SCANS = {"xla": scan_once, "pallas": in_interpreter(partial(scan_states, PALLAS))}
+CONVOLUTIONS = {
+    "xla": convolve_once,
+    "pallas": in_interpreter(lambda x, weight, pool, rows: convolve_states(PALLAS, x, weight, None, pool, rows)),
+}
 
 
 def one_by_one(step: DraftedStep, sequence: int) -> StateRows:
     return rows_of([step.source(sequence)], [step.own[sequence]], None)
 
 
-@pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "mamba"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_matrices_behind_drafts_are_those_of_decode_steps(delta: bool, dtype: jnp.dtype) -> None:
+@pytest.mark.parametrize(
+    ("run", "dtype", "delta"),
+    [
+        *itertools.product([SCANS["xla"]], [jnp.float32, jnp.bfloat16], [True, False]),
+        (SCANS["pallas"], jnp.float32, True),
+        (SCANS["pallas"], jnp.bfloat16, False),
+    ],
+)
+def test_matrices_behind_drafts_are_those_of_decode_steps(run: Run, delta: bool, dtype: jnp.dtype) -> None:
     count = len(STEP.own)
     arrays = [None if array is None else jnp.asarray(array[:count]) for array in random_scan(delta)]
     inputs, pool = ScanInputs(*arrays), filled(4, 8, 16).astype(dtype)
     expected = pool
-    found, pool = scan_once(inputs, pool, rows_of(STEP.begin, STEP.own, STEP.drafts))
+    found, pool = run(inputs, pool, rows_of(STEP.begin, STEP.own, STEP.drafts))
     assert pool.dtype == dtype
     for sequence in range(count):
         part = ScanInputs(*(None if array is None else array[sequence : sequence + 1] for array in arrays))
@@ -70,8 +100,12 @@ def test_matrices_behind_drafts_are_those_of_decode_steps(delta: bool, dtype: jn
 
 
 @pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("tiled", [False, True], ids=["plain slots", "tiled slots"])
-def test_last_inputs_behind_drafts_are_those_of_decode_steps(width: int, tiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("run", "tiled"),
+    [(CONVOLUTIONS["xla"], False), (CONVOLUTIONS["xla"], True), (CONVOLUTIONS["pallas"], True)],
+    ids=["xla, plain slots", "xla, tiled slots", "pallas"],
+)
+def test_last_inputs_behind_drafts_are_those_of_decode_steps(run: Run, tiled: bool, width: int) -> None:
     count = len(STEP.own)
     rng = np.random.default_rng(4)
     x, weight = rng.standard_normal((count, 5), np.float32), rng.standard_normal((5, width), np.float32)
@@ -80,7 +114,7 @@ def test_last_inputs_behind_drafts_are_those_of_decode_steps(width: int, tiled: 
     if tiled:
         pool = pool.reshape(DRAFTED_SLOTS, width - 1, -1).at[1:, :, 5:].multiply(0).reshape(pool.shape)
     expected = pool
-    found, pool = convolve_once(jnp.asarray(x), jnp.asarray(weight), pool, rows_of(STEP.begin, STEP.own, STEP.drafts))
+    found, pool = run(jnp.asarray(x), jnp.asarray(weight), pool, rows_of(STEP.begin, STEP.own, STEP.drafts))
     for sequence in range(count):
         part = jnp.asarray(x[sequence : sequence + 1])
         output, expected = convolve_once(part, jnp.asarray(weight), expected, one_by_one(STEP, sequence))
