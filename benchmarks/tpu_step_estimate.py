@@ -96,7 +96,7 @@ def row(text: str, latency: float) -> dict[str, Any]:
         Work.decode(wanted.rows, wanted.context),
         Device(chip.bf16_flops * share, chip.hbm_bandwidth * share, wanted.topology.exchange_bandwidth(deployment.box)),
         tp=wanted.tp,
-        weight_bytes=weight_bytes(config) // wanted.tp,
+        weight_bytes=weight_bytes(config, wanted.tp),
         kv_bytes_per_token=deployment.page // deployment.page_size // 2 * config.num_layers,
     )
     step = config.num_layers * (layer + attention + write) + around + least.exchange * 1e6

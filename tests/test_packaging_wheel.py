@@ -60,6 +60,8 @@ def test_the_wheel_has_the_data_that_a_server_or_a_check_reads_and_no_other(file
         "sglang_jax/py.typed",
         "torch_backend/py.typed",
         "tpu/py.typed",
+        "tpu/shapes/deepseek-v2-lite.json",
+        "tpu/shapes/deepseek-v3.json",
         "tpu/shapes/gemma-3-27b.json",
         "tpu/shapes/llama-3.1-8b.json",
         "tpu/shapes/qwen3-32b.json",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from sglang_jax.architectures.kinds.part import CachedArray
+from sglang_jax.architectures.manifest import ParameterName
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.config import EngineConfig, KVCacheDtype
 from tpu.choices import bytes_per_weight, can_be_spread, memory_fraction, weight_bytes
 from tpu.topologies import GIB, Topology
@@ -15,6 +18,7 @@ from tpu.topologies import GIB, Topology
 _MOST_CHIPS = 256
 _SHARE_OF_WEIGHTS = 0.9
 """Of the memory for weights and KV: with more weights there is hardly a token beside them."""
+_LANES = 128
 _LEAST_TOKENS = 512
 """That the KV cache must hold: see `runner.sizing`."""
 _EXCEEDED = re.compile(r"Exceeded hbm capacity by (?P<size>[\d.]+)(?P<unit>[KMG])")
@@ -23,22 +27,24 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A model on a slice with the options that the server would be started with."""
+    """A model on a slice with the options that the server would be started with. `encodings`: of matrices that are not
+    plain numbers."""
 
     model: ModelConfig
     topology: Topology
     options: EngineConfig
+    encodings: Mapping[ParameterName, Encoding] = field(default_factory=dict)
 
     def weights(self, size: int) -> int:
         """Bytes on each of `size` devices."""
-        options = self.options
-        return weight_bytes(self.model, bytes_per_weight(options.dtype), options.quantization) // size
+        return weight_bytes(self.model, size, bytes_per_weight(self.options.dtype), self.encodings.get)
 
     def kv_token(self, size: int, *, narrow: bool = False) -> int:
-        """Bytes of a token's keys and values on each of `size` devices; `narrow`: of 8 bits a number."""
+        """Bytes of a token's keys and values, or latent vectors, on each of `size` devices, in whole lanes;
+        `narrow`: of 8 bits a number."""
         whole = self.options.kv_cache_dtype is KVCacheDtype.AUTO and not narrow
         width = bytes_per_weight(self.options.dtype) if whole else 1
-        return sum(array.numbers(size) * width for layer in self.model.attention for array in layer.cached)
+        return sum(width * _lanes_of(layer.cached, size) for layer in self.model.attention)
 
     @property
     def tokens(self) -> int:
@@ -52,7 +58,8 @@ def what_would_fit(asked: Asked) -> str | None:
     tp = options.tp_size
     limit = topology.chip.hbm * (1 if options.max_total_tokens else options.mem_fraction_static)
     wide, narrow = (asked.weights(tp) + asked.tokens * asked.kv_token(tp, narrow=narrow) for narrow in (False, True))
-    found = [f"--kv-cache-dtype {KVCacheDtype.FLOAT8_E4M3.value}"] if narrow < limit <= wide else []
+    helps = narrow < limit <= wide and not asked.model.keeps_latents
+    found = [f"--kv-cache-dtype {KVCacheDtype.FLOAT8_E4M3.value}"] if helps else []
     return " or ".join([*found, *_more_devices(asked)]) or None
 
 
@@ -79,12 +86,22 @@ def _more_devices(asked: Asked) -> list[str]:
     usable = topology.chip.hbm * memory_fraction(topology.chip)
     for slice_ in (topology, *_larger(topology)):
         for size in range(tp + 1, slice_.devices + 1):
+            if slice_.devices % size or not can_be_spread(asked.model, size):
+                continue
             weights = asked.weights(size)
-            room = weights < usable * _SHARE_OF_WEIGHTS and weights + asked.tokens * asked.kv_token(size) < usable
-            if slice_.devices % size == 0 and room and can_be_spread(asked.model, size):
+            if weights < usable * _SHARE_OF_WEIGHTS and weights + asked.tokens * asked.kv_token(size) < usable:
                 where = "" if slice_ is topology else f" --topology {slice_}"
                 return [f"--tp {size}{where} ({weights / GIB:.1f} GiB of weights on each device)"]
     return []
+
+
+def _lanes_of(arrays: Sequence[CachedArray], size: int) -> int:
+    """Numbers that a token takes in pages for TPUs: see `kernels.kv_storage`."""
+    first = arrays[0]
+    heads = first.numbers(size) // first.width
+    if len(arrays) * first.width <= _LANES:
+        return heads * _LANES
+    return heads * len(arrays) * -(-first.width // _LANES) * _LANES
 
 
 def _larger(topology: Topology) -> Iterator[Topology]:

@@ -163,14 +163,16 @@ def check(
     )
     found = _compile(request, partial(heading, model, slice_, tp, compiler=_compiler()))
     if isinstance(found, Refusal):
-        remedy = what_would_fit(Asked(request.model, slice_, request.options))
+        remedy = what_would_fit(Asked(request.model, slice_, request.options, request.encodings))
         click.echo(f"DOES NOT FIT: {found.reason}" + ("" if remedy is None else f". Would fit: {remedy}"))
         return DOES_NOT_FIT
     report = Report(
         model, slice_, tp, found.deployment, found.programs, found.failures, found.notices, roofline_context
     )
     if (shortage := _shortage(report)) is not None:
-        report = replace(report, remedy=what_would_help(Asked(request.model, slice_, request.options), shortage))
+        report = replace(
+            report, remedy=what_would_help(Asked(request.model, slice_, request.options, request.encodings), shortage)
+        )
     click.echo("\n".join(render(report)))
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")

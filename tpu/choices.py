@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import chain
 
+from sglang_jax.architectures.axes import Axis
+from sglang_jax.architectures.manifest import ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
+from sglang_jax.architectures.tensor_names import Part
+from sglang_jax.checkpoint.encoding import Encoding
+from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.config import Dtype, WeightQuantization
 from sglang_jax.errors import ConfigError
 from sglang_jax.jax_runner.parallel import TensorParallel
+from sglang_jax.runner.quantization import encodings_by_option
 from tpu.machine import Machine
-from tpu.roofline import matrix_weights_of_layers
 from tpu.topologies import GIB, Chip
 
 PAGE_SIZE = 64
@@ -19,6 +26,11 @@ MEETING_PORT = 8482
 """Where the nodes of a slice meet, on node 0: JAX's own default."""
 
 _SMALL_HBM = 20 * GIB
+
+_DIVIDED = frozenset({Axis.VOCABULARY, Axis.HEADS, Axis.KV_HEADS, Axis.INTERMEDIATE, Axis.CHANNELS, Axis.STATE_HEADS})
+"""Axes that a tensor-parallel group divides, as `layers.sharding` has them, which imports JAX."""
+
+_FLOAT32 = frozenset({Part.ROUTER, Part.SHARED_ROUTER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,8 @@ def choose(
             f"{topology} has {nodes} nodes and {devices} devices, which one replica must use completely, but the "
             f"model can use {chosen}: choose a smaller slice, or --dp-size {nodes}, one replica per node"
         )
-    weights = weight_bytes(model, bytes_per_weight(dtype), quantization) // chosen
+    encodings = encodings_by_option(model, quantization)
+    weights = weight_bytes(model, chosen, bytes_per_weight(dtype), encodings)
     usable = int(topology.chip.hbm * fraction)
     if weights >= usable:
         raise ConfigError(
@@ -113,12 +126,27 @@ def bytes_per_weight(dtype: Dtype) -> int:
     return 4 if dtype is Dtype.FLOAT32 else 2
 
 
-def weight_bytes(model: ModelConfig, width: int = 2, quantization: WeightQuantization = WeightQuantization.AUTO) -> int:
-    """Bytes of the matrices, of `width` bytes a number, or of one in quantised layers; norms, biases and scales are too
-    few to count."""
-    tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
-    of_layers = width if quantization is WeightQuantization.AUTO else 1
-    return of_layers * matrix_weights_of_layers(model) + width * tables
+def weight_bytes(model: ModelConfig, size: int = 1, width: int = 2, encodings: Encodings = all_plain) -> int:
+    """Bytes of the matrices on each of `size` devices, of `width` bytes a number where `encodings` say nothing else;
+    norms and biases are too few to count. Every device has all of a matrix without heads or columns to divide by, such
+    as routers and what makes latent vectors.
+
+    **Raises:** `ConfigError` if the model cannot be spread over so many devices.
+    """
+    specs = manifest_of(TensorParallel.of(model, size).config).specs.values()
+    tied = model.tie_word_embeddings
+    matrices = (spec for spec in specs if spec.is_matrix and not (tied and spec.name.part is Part.HEAD))
+    return sum(_bytes_of_matrix(spec, size, width, encodings(spec.name)) for spec in matrices)
+
+
+def _bytes_of_matrix(spec: ParameterSpec, size: int, width: int, encoding: Encoding | None) -> int:
+    rows, numbers = math.prod(spec.shape[:-1]), math.prod(spec.shape)
+    of_rows, of_all = ((size if _DIVIDED & set(chain(*axes)) else 1) for axes in (spec.axes[:-1], spec.axes))
+    if spec.name.part in _FLOAT32:
+        return 4 * numbers // of_all
+    if encoding is None or encoding.block is not None:
+        return width * numbers // of_all
+    return numbers // of_all + 4 * rows // of_rows
 
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:

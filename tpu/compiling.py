@@ -38,7 +38,13 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.sharding import make_mesh, named_sharding
 from sglang_jax.models import Transformer, build_model, kv_cache_spec
 from sglang_jax.runner.assembly import runner_spec
-from sglang_jax.runner.sizing import choose_sizes, describe_pools, pages_in_memory, refuse_with_states
+from sglang_jax.runner.sizing import (
+    choose_sizes,
+    describe_pools,
+    pages_in_memory,
+    refuse_with_latents,
+    refuse_with_states,
+)
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
 from tpu.figures import Deployment, Kept, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
@@ -134,6 +140,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
             "separately"
         )
     refuse_with_states(options, request.model)
+    refuse_with_latents(options, request.model)
     parallel = TensorParallel.of(request.model, options.tp_size)
     dtype = jnp.dtype(jnp.bfloat16 if options.dtype is Dtype.AUTO else options.dtype.value)
     attention = choose_attention(options, mesh.devices.flat[0])

@@ -28,6 +28,14 @@ def quantization_wanted(wanted: WeightQuantization) -> Quantization | None:
     return None if encoding is None else Quantization(encoding)
 
 
+def encodings_by_option(model: ModelConfig, wanted: WeightQuantization) -> Encodings:
+    """How an option keeps each matrix of a model whose checkpoint has plain numbers."""
+    quantization, specs = quantization_wanted(wanted), manifest_of(model).specs
+    if quantization is None:
+        return all_plain
+    return {name: quantization.encoding for name, spec in specs.items() if quantization.takes(spec)}.get
+
+
 def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantization | None:
     """How the options say that the matrices of a checkpoint are quantised while they are read.
 

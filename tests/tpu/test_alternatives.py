@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.small_configs import small_config
 
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.config import Dtype, EngineConfig, KVCacheDtype
+from sglang_jax.config import Dtype, EngineConfig, KVCacheDtype, WeightQuantization
+from sglang_jax.runner.quantization import encodings_by_option, kept_encodings
 from tpu.alternatives import Asked, shortage_in, what_would_fit, what_would_help
 from tpu.shapes import load_shape
 from tpu.topologies import GIB, parse_topology
@@ -44,6 +47,25 @@ def test_smaller_keys_and_values_where_these_have_no_room() -> None:
     assert what_would_fit(asked("v6e-1", 1, llama, **many)) == f"--kv-cache-dtype fp8_e4m3 or {larger}"
     narrow = many | {"kv_cache_dtype": KVCacheDtype.INT8}
     assert what_would_fit(asked("v6e-1", 1, llama, **narrow)) == larger
+
+
+def test_latent_vectors_have_no_8_bits() -> None:
+    """Of DeepSeek-V2-Lite a token takes 27 arrays of 640 lanes in bfloat16, on each of two devices as on one."""
+    model = load_shape("deepseek-v2-lite")
+    of_two = asked("v6e:2x2", 2, model, max_total_tokens=600_000)
+    assert of_two.kv_token(2) == of_two.kv_token(4) == 27 * 640 * 2
+    assert what_would_fit(of_two) == "--tp 4 (7.4 GiB of weights on each device)"
+
+
+def test_what_every_device_has_counts_on_each() -> None:
+    """The latent projections, routers and scales of outputs of DeepSeek-V3: 1.7 GiB on each device."""
+    model = load_shape("deepseek-v3")
+    encodings = kept_encodings(model, encodings_by_option(model, WeightQuantization.FLOAT8_E4M3))
+    wanted = replace(asked("v6e:4x4", 16, model), encodings=encodings)
+    assert what_would_fit(wanted) == "--tp 32 --topology v6e:4x8 (21.2 GiB of weights on each device)"
+    latents, routers = 61 * (7168 + 4) * (1536 + 512 + 64), 58 * 4 * 7168 * 256
+    scales = 4 * 7168 * (58 * 256 + 58 + 3 + 61)
+    assert 2 * wanted.weights(64) - wanted.weights(32) == latents + routers + scales
 
 
 @pytest.mark.parametrize(

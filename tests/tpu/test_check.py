@@ -291,14 +291,19 @@ REFUSED = {
         "--context-length 2048 exceeds the model's maximum of 1024 positions"
     ),
 }
-NOT_WITH_STATES = ("--topology", "v6e-1", "--kv-cache-dtype", "int8")
+NOT_IN_8_BITS = ("--topology", "v6e-1", "--kv-cache-dtype", "int8")
 
 
 def test_options_that_cannot_be(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
     commands = [("--model", str(model), *arguments) for arguments in REFUSED]
-    answers = check_several(*commands, ("--model", str(tmp_path), *NOT_WITH_STATES))
-    messages = [*REFUSED.values(), "--kv-cache-dtype int8: the model has only recurrent states, no keys and values"]
+    no_states = ("--model", str(tmp_path), *NOT_IN_8_BITS)
+    answers = check_several(*commands, no_states, ("--model", "deepseek-v2-lite", *NOT_IN_8_BITS))
+    messages = [
+        *REFUSED.values(),
+        "--kv-cache-dtype int8: the model has only recurrent states, no keys and values",
+        "--kv-cache-dtype int8: latent attention caches one short vector of a token, which is not stored in 8 bits yet",
+    ]
     for answer, message in zip(answers, messages, strict=True):
         assert message in answer.error
         assert answer.status == 2

@@ -70,13 +70,13 @@ def _power_of_two(number: int) -> int:
 def _warn(shape: Shape, phase: Phase) -> None:
     if shape.chip is not Chip.INTERPRETER:
         logger.warning(
-            "No tuned blocks of %s on %s for %d heads, %d kv heads of %d, pages of %d, %s: using a cost model. "
-            "To tune them: python -m tpu.tune",
+            "No tuned blocks of %s on %s for %d heads, %s of %d, pages of %d, %s: using a cost model%s",
             phase.value,
             shape.chip.value,
             shape.heads,
-            shape.kv_heads,
+            "latent vectors" if shape.shared else f"{shape.kv_heads} kv heads",
             shape.head_dim,
             shape.page_size,
             shape.storage,
+            "" if shape.shared else ". To tune them: python -m tpu.tune",
         )

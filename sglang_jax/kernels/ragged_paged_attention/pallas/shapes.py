@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sglang_jax.errors import ConfigError
-from sglang_jax.kernels.kv_storage import page_shape
+from sglang_jax.kernels.kv_storage import LANES, page_shape
 
 MIB = 1 << 20
 
@@ -113,7 +113,12 @@ class Shape:
     @property
     def head_dim(self) -> int:
         """The largest that has such pages."""
-        return self.lanes if self.parts == 2 else self.lanes // 2
+        return self.lanes if self.parts == 2 or self.shared else self.lanes // 2
+
+    @property
+    def shared(self) -> bool:
+        """Values are the keys too: one part of more lanes than small heads share."""
+        return self.parts == 1 and self.lanes > LANES
 
     @property
     def bytes_per_key(self) -> int:
