@@ -90,7 +90,7 @@ def read_attention(common: CommonFields, defaults: LatentDefaults, *, interleave
         key_dim=key_dim,
         rotary_dim=common.head_dim,
         value_dim=positive(fields, "v_head_dim", defaults.value_dim or common.hidden_size // common.num_heads),
-        scale=(key_dim + common.head_dim) ** -0.5 * _temperature(common.rope),
+        scale=(key_dim + common.head_dim) ** -0.5 * _temperature(fields, common.rope),
         rope=common.rope,
         norm=NormConfig(eps=_LATENT_EPS),
         interleaved_rope=interleaved,
@@ -178,8 +178,10 @@ def guessing_layers(fields: JsonFields, default: int) -> int:
     return next((count for count in found if count is not None), default)
 
 
-def _temperature(rope: RopeConfig) -> float:
-    """By scaling with `mscale_all_dim`, scores are multiplied by the square of YaRN's temperature."""
-    if rope.kind is RopeKind.DEFAULT or not rope.mscale_all_dim or rope.factor <= 1.0:
+def _temperature(fields: JsonFields, rope: RopeConfig) -> float:
+    """By scaling of any kind with `mscale_all_dim`, scores are multiplied by the square of YaRN's temperature."""
+    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling")
+    mscale = None if scaling is None else scaling.number("mscale_all_dim")
+    if rope.kind is RopeKind.DEFAULT or not mscale or rope.factor <= 1.0:
         return 1.0
-    return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return (0.1 * mscale * math.log(rope.factor) + 1.0) ** 2

@@ -79,6 +79,7 @@ def _yarn(factor: int, mscale: float, **more: float) -> dict[str, Any]:
     return {"rope_scaling": {**shape, "beta_slow": 1, "mscale": mscale, "mscale_all_dim": mscale} | more}
 
 
+_LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}
 _FACTORS = [1.0591, 1.1242, 1.2597, 1.538, 2.094, 3.1447, 4.938, 7.5245]
 _FACTORS += [10.4755, 13.062, 14.8553, 15.906, 16.462, 16.7403, 16.8758, 16.9409]
 
@@ -411,10 +412,12 @@ def small(values: dict[str, Any]) -> transformers.PreTrainedModel:
         return transformers.AutoModelForCausalLM.from_config(theirs)
 
 
-@pytest.mark.parametrize("name", RELEASED)
-def test_scores_and_rotations_of_released_models_are_scaled_as_by_transformers(name: str, tmp_path: Path) -> None:
-    model = small(RELEASED[name])
-    config = configured(tmp_path, RELEASED[name])
+@pytest.mark.parametrize(
+    "values", [*RELEASED.values(), RELEASED["DeepSeek-V3"] | _LINEAR], ids=[*RELEASED, "DeepSeek-V3-linear"]
+)
+def test_scores_and_rotations_are_scaled_as_by_transformers(values: dict[str, Any], tmp_path: Path) -> None:
+    model = small(values)
+    config = configured(tmp_path, values)
     found = config.attention[0]
     assert isinstance(found, LatentAttentionConfig)
     assert found.scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-12)
