@@ -116,11 +116,10 @@ def read_deepseek_experts(common: CommonFields, defaults: ExpertDefaults) -> Exp
     frequency = fields.integer("moe_layer_freq")
     if frequency not in (None, 1):
         raise CheckpointError(f"{fields.file}: moe_layer_freq is {shown(frequency)}; supported: 1")
-    scale = fields.number("routed_scaling_factor")
     shared = fields.count_or("n_shared_experts", defaults.shared) or 0
     return replace(
         experts,
-        scale=defaults.scale if scale is None else scale,
+        scale=fields.positive("routed_scaling_factor", defaults.scale),
         groups=fields.count_or("n_group", defaults.groups) or 1,
         chosen_groups=fields.count_or("topk_group", defaults.chosen_groups) or 1,
         shared_size=shared * experts.size,

@@ -475,6 +475,8 @@ def test_silent_fields_take_transformers_defaults(name: str, tmp_path: Path) -> 
         ("DeepSeek-V3", {"n_group": 128, "topk_group": 2}, "those chosen must have enough of them"),
         ("DeepSeek-V3", {"moe_layer_freq": 2}, "moe_layer_freq is 2; supported: 1"),
         ("DeepSeek-V3", {"q_lora_rank": 0}, "q_lora_rank is 0, it must be at least 1, or null"),
+        ("DeepSeek-V3", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0, it must be greater than 0"),
+        ("DeepSeek-V3", {"rms_norm_eps": -1.0}, "rms_norm_eps is -1, it must be greater than 0"),
         ("DeepSeek-V3", {"qk_rope_head_dim": 63}, "must be even for rotary embedding"),
         ("DeepSeek-V3", {"num_nextn_predict_layers": 5000}, "num_nextn_predict_layers is 5000, it must be in"),
         ("DeepSeek-V3", {"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not support"),
