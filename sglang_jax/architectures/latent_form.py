@@ -120,10 +120,15 @@ def read_deepseek_experts(common: CommonFields, defaults: ExpertDefaults) -> Exp
     return replace(
         experts,
         scale=fields.positive("routed_scaling_factor", defaults.scale),
-        groups=fields.count_or("n_group", defaults.groups) or 1,
-        chosen_groups=fields.count_or("topk_group", defaults.chosen_groups) or 1,
+        groups=_groups(fields, "n_group", defaults.groups),
+        chosen_groups=_groups(fields, "topk_group", defaults.chosen_groups),
         shared_size=shared * experts.size,
     )
+
+
+def _groups(fields: JsonFields, name: str, default: int) -> int:
+    """At least 1; 1 for null, `default` where the field is absent."""
+    return positive(fields, name, 1 if name in fields.values else default)
 
 
 def read_balanced_experts(common: CommonFields, defaults: ExpertDefaults) -> ExpertsConfig:

@@ -470,6 +470,8 @@ def test_silent_fields_take_transformers_defaults(name: str, tmp_path: Path) -> 
         ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: sigmoid"),
         ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; supported: noaux_tc"),
         ("DeepSeek-V3", {"n_group": 7}, "n_group 7, topk_group 4 and num_experts_per_tok 8 do not fit 256 experts"),
+        ("DeepSeek-V3", {"topk_group": 0}, "topk_group is 0, it must be at least 1"),
+        ("DeepSeek-V3", {"index_topk": 2048}, "index_topk is 2048, which deepseek_v3 does not support here"),
         ("DeepSeek-V3", {"topk_group": 9}, "n_group 8, topk_group 9 and"),
         ("DeepSeek-V3", {"n_group": 256}, "groups must be of equal size, 2 experts or more"),
         ("DeepSeek-V3", {"n_group": 128, "topk_group": 2}, "those chosen must have enough of them"),
