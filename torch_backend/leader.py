@@ -7,9 +7,12 @@ from contextlib import ExitStack
 from sglang_jax import logs
 from sglang_jax.checkpoint import Checkpoint
 from sglang_jax.config import EngineConfig
+from sglang_jax.runner.assembly import open_models
 from sglang_jax.runner.group import GroupRunner
+from torch_backend.building import refuse_orbax
 from torch_backend.devices import select_device
 from torch_backend.followers import LocalFollowers
+from torch_backend.layers.shard import ModelShard
 from torch_backend.loading import load_rank
 from torch_backend.process_group import join, leave
 
@@ -31,6 +34,7 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
     **Raises:** `ConfigError`, `CheckpointError` as for one device; `RuntimeError` if another process fails.
     """
     select_device(config.device, config.tp_size - 1)
+    _refuse(config, checkpoint)
     followers = LocalFollowers(config, logs.own_level())
     with ExitStack() as undo:
         undo.callback(followers.close)
@@ -47,3 +51,10 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
         runner = load_rank(config, checkpoint, parallel)
         undo.pop_all()
     return TorchGroupRunner(runner, followers)
+
+
+def _refuse(config: EngineConfig, checkpoint: Checkpoint) -> None:
+    """Raises `ConfigError` for what every rank would refuse, before there are any: each would print a traceback."""
+    refuse_orbax(checkpoint)
+    for model in open_models(config, checkpoint).all:
+        ModelShard.of(model.config, 0, config.tp_size)

@@ -99,7 +99,7 @@ class CommonFields:
 
     def norm(self, field: str = "rms_norm_eps") -> NormConfig:
         """An RMS norm with the file's epsilon."""
-        return NormConfig(eps=self.fields.number(field) or self.defaults.eps)
+        return NormConfig(eps=self.fields.positive(field, self.defaults.eps))
 
     def attention(self) -> AttentionConfig:
         """Attention over all keys, rotated, without biases; families change what is theirs."""

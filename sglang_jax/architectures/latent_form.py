@@ -90,7 +90,7 @@ def read_attention(common: CommonFields, defaults: LatentDefaults, *, interleave
         key_dim=key_dim,
         rotary_dim=common.head_dim,
         value_dim=positive(fields, "v_head_dim", defaults.value_dim or common.hidden_size // common.num_heads),
-        scale=(key_dim + common.head_dim) ** -0.5 * _temperature(common.rope),
+        scale=(key_dim + common.head_dim) ** -0.5 * _temperature(fields, common.rope),
         rope=common.rope,
         norm=NormConfig(eps=_LATENT_EPS),
         interleaved_rope=interleaved,
@@ -116,15 +116,19 @@ def read_deepseek_experts(common: CommonFields, defaults: ExpertDefaults) -> Exp
     frequency = fields.integer("moe_layer_freq")
     if frequency not in (None, 1):
         raise CheckpointError(f"{fields.file}: moe_layer_freq is {shown(frequency)}; supported: 1")
-    scale = fields.number("routed_scaling_factor")
     shared = fields.count_or("n_shared_experts", defaults.shared) or 0
     return replace(
         experts,
-        scale=defaults.scale if scale is None else scale,
-        groups=fields.count_or("n_group", defaults.groups) or 1,
-        chosen_groups=fields.count_or("topk_group", defaults.chosen_groups) or 1,
+        scale=fields.positive("routed_scaling_factor", defaults.scale),
+        groups=_groups(fields, "n_group", defaults.groups),
+        chosen_groups=_groups(fields, "topk_group", defaults.chosen_groups),
         shared_size=shared * experts.size,
     )
+
+
+def _groups(fields: JsonFields, name: str, default: int) -> int:
+    """At least 1; 1 for null, `default` where the field is absent."""
+    return positive(fields, name, 1 if name in fields.values else default)
 
 
 def read_balanced_experts(common: CommonFields, defaults: ExpertDefaults) -> ExpertsConfig:
@@ -178,8 +182,10 @@ def guessing_layers(fields: JsonFields, default: int) -> int:
     return next((count for count in found if count is not None), default)
 
 
-def _temperature(rope: RopeConfig) -> float:
-    """By scaling with `mscale_all_dim`, scores are multiplied by the square of YaRN's temperature."""
-    if rope.kind is RopeKind.DEFAULT or not rope.mscale_all_dim or rope.factor <= 1.0:
+def _temperature(fields: JsonFields, rope: RopeConfig) -> float:
+    """By scaling of any kind with `mscale_all_dim`, scores are multiplied by the square of YaRN's temperature."""
+    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling")
+    mscale = None if scaling is None else scaling.number("mscale_all_dim")
+    if rope.kind is RopeKind.DEFAULT or not mscale or rope.factor <= 1.0:
         return 1.0
-    return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return (0.1 * mscale * math.log(rope.factor) + 1.0) ** 2

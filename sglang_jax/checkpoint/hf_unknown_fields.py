@@ -27,6 +27,7 @@ _CHANGES_OUTPUTS = frozenset(
         "final_logit_softcapping",
         "global_head_dim",
         "hidden_size_per_layer_input",
+        "index_topk",
         "kv_lora_rank",
         "layer_rope_theta",
         "logit_scale",

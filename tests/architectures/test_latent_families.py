@@ -79,6 +79,7 @@ def _yarn(factor: int, mscale: float, **more: float) -> dict[str, Any]:
     return {"rope_scaling": {**shape, "beta_slow": 1, "mscale": mscale, "mscale_all_dim": mscale} | more}
 
 
+_LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}
 _FACTORS = [1.0591, 1.1242, 1.2597, 1.538, 2.094, 3.1447, 4.938, 7.5245]
 _FACTORS += [10.4755, 13.062, 14.8553, 15.906, 16.462, 16.7403, 16.8758, 16.9409]
 
@@ -411,10 +412,12 @@ def small(values: dict[str, Any]) -> transformers.PreTrainedModel:
         return transformers.AutoModelForCausalLM.from_config(theirs)
 
 
-@pytest.mark.parametrize("name", RELEASED)
-def test_scores_and_rotations_of_released_models_are_scaled_as_by_transformers(name: str, tmp_path: Path) -> None:
-    model = small(RELEASED[name])
-    config = configured(tmp_path, RELEASED[name])
+@pytest.mark.parametrize(
+    "values", [*RELEASED.values(), RELEASED["DeepSeek-V3"] | _LINEAR], ids=[*RELEASED, "DeepSeek-V3-linear"]
+)
+def test_scores_and_rotations_are_scaled_as_by_transformers(values: dict[str, Any], tmp_path: Path) -> None:
+    model = small(values)
+    config = configured(tmp_path, values)
     found = config.attention[0]
     assert isinstance(found, LatentAttentionConfig)
     assert found.scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-12)
@@ -467,11 +470,15 @@ def test_silent_fields_take_transformers_defaults(name: str, tmp_path: Path) -> 
         ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: sigmoid"),
         ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; supported: noaux_tc"),
         ("DeepSeek-V3", {"n_group": 7}, "n_group 7, topk_group 4 and num_experts_per_tok 8 do not fit 256 experts"),
+        ("DeepSeek-V3", {"topk_group": 0}, "topk_group is 0, it must be at least 1"),
+        ("DeepSeek-V3", {"index_topk": 2048}, "index_topk is 2048, which deepseek_v3 does not support here"),
         ("DeepSeek-V3", {"topk_group": 9}, "n_group 8, topk_group 9 and"),
         ("DeepSeek-V3", {"n_group": 256}, "groups must be of equal size, 2 experts or more"),
         ("DeepSeek-V3", {"n_group": 128, "topk_group": 2}, "those chosen must have enough of them"),
         ("DeepSeek-V3", {"moe_layer_freq": 2}, "moe_layer_freq is 2; supported: 1"),
         ("DeepSeek-V3", {"q_lora_rank": 0}, "q_lora_rank is 0, it must be at least 1, or null"),
+        ("DeepSeek-V3", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0, it must be greater than 0"),
+        ("DeepSeek-V3", {"rms_norm_eps": -1.0}, "rms_norm_eps is -1, it must be greater than 0"),
         ("DeepSeek-V3", {"qk_rope_head_dim": 63}, "must be even for rotary embedding"),
         ("DeepSeek-V3", {"num_nextn_predict_layers": 5000}, "num_nextn_predict_layers is 5000, it must be in"),
         ("DeepSeek-V3", {"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not support"),

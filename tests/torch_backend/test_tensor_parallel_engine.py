@@ -188,9 +188,12 @@ def test_followers_do_not_outlive_rank_0(folder: Path) -> None:
         assert not ranks[0].is_running()
 
 
-def test_heads_that_cannot_be_divided_are_an_error_and_leave_nothing_behind(folder: Path) -> None:
+def test_heads_that_cannot_be_divided_are_an_error_and_leave_nothing_behind(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match="4 heads and 2 kv heads cannot be spread over 3 devices"):
         Engine(config=config(folder, tp_size=3))
+    assert "Traceback" not in capfd.readouterr().err
     assert followers() == []
     assert not torch.distributed.is_initialized()
 
