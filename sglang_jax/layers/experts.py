@@ -66,9 +66,11 @@ class Experts(nnx.Module):
             logits = logits + self.router_bias[...]
         correction = None if self.correction is None else self.correction[...]
         choice = choose_experts(config, logits, correction, step.padding)
-        products = ExpertProducts.of(config, len(x), for_tpu=self.for_tpu)
+        weights = self._weights()
+        widened = self.for_tpu and weights.widened
+        products = ExpertProducts.of(config, len(x), for_tpu=self.for_tpu, widened=widened)
         multiply = partial(multiply_experts, products, gate=self._gated)
-        found = _on_each_device(multiply, x.astype(self.dtype), self._weights(), choice)
+        found = _on_each_device(multiply, x.astype(self.dtype), weights, choice)
         if self.down_bias is not None:
             found = found + matmul(choice.by_expert(config.num_experts), self.down_bias[...])
         if self.shared is not None:

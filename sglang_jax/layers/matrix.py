@@ -9,7 +9,9 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
+from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.reader import Role
@@ -18,6 +20,7 @@ from sglang_jax.layers.block_matrix import BlockMatrix
 from sglang_jax.layers.layout import InputsFirst, Layout
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.part import PartOptions
+from sglang_jax.layers.sharding import partition_spec
 
 
 class Matrix(Protocol):
@@ -70,13 +73,28 @@ class ScaledMatrix(nnx.Module):
         self.values = parameter([*inputs, *outputs], values, *parts, role=Role.VALUES)
         self.scales = parameter(outputs, jnp.dtype(jnp.float32), *parts, role=Role.SCALES)
         self.inputs = len(inputs)
+        self.input_axes = (Axis.TOKENS, *(axis for axis, _ in inputs))
         self.dtype = dtype
         self.layout: Layout = InputsFirst()
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `Matrix`."""
-        kernel, scales = self.values[...].astype(self.dtype), self.scales[...]
-        product = self.layout.multiply(x.astype(self.dtype), kernel, of_outputs=of_outputs)
+        x, values, scales = x.astype(self.dtype), self.values[...], self.scales[...]
+        mesh, inputs = jax.sharding.get_abstract_mesh(), partition_spec(self.input_axes)
+        if mesh.empty or mesh.shape["tensor"] == 1 or "tensor" not in inputs:
+            return self._product(x, values, scales, of_outputs)
+
+        def sums(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
+            return jax.lax.psum(self._product(x, values, scales, of_outputs), "tensor")
+
+        # Scaled before it is summed: the compiler rounds what devices exchange if rounding is all that follows the sum.
+        places = inputs, partition_spec(self.values.axes), partition_spec(self.scales.axes)
+        return jax.shard_map(sums, mesh=mesh, in_specs=places, out_specs=PartitionSpec(), check_vma=False)(
+            x, values, scales
+        )
+
+    def _product(self, x: jax.Array, values: jax.Array, scales: jax.Array, of_outputs: bool) -> jax.Array:
+        product = self.layout.multiply(x, values.astype(self.dtype), of_outputs=of_outputs)
         return product.reshape(len(x), *scales.shape) * scales
 
     def arrange(self, layout: Layout) -> None:

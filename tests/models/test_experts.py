@@ -381,7 +381,30 @@ def test_a_tpu_reads_all_experts_where_a_step_needs_nearly_all() -> None:
         config = ExpertsConfig(num_experts=128, chosen=8, size=768)
         return ExpertProducts.of(config, tokens, for_tpu=for_tpu)
 
+    def of_widened(tokens: int) -> products.ExpertProducts:
+        return ExpertProducts.of(ExpertsConfig(num_experts=128, chosen=8, size=768), tokens, for_tpu=True, widened=True)
+
     found = [of(tokens) for tokens in (1, 8, 64, 256, 512)]
     ragged, every = ExpertProducts.RAGGED, ExpertProducts.ALL
     assert found == [ragged, ragged, every, every, ragged]
     assert of(64, for_tpu=False) is ExpertProducts.TILES
+    assert [of_widened(tokens) for tokens in (1, 512, 4096, 8192)] == [every, every, every, ragged]
+
+
+def test_all_experts_of_many_rows_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 7 rows three at a time; the last part has two that nobody asked for."""
+    layer, config, arrays = build("jax all experts", "renormalised", monkeypatch, of_8_bits=("down",))
+    x = np.random.default_rng(0).standard_normal((7, HIDDEN)).astype(np.float32)
+    whole = layer(x, 1)
+    monkeypatch.setattr(products, "_ROWS_AT_ONCE", 3)
+    np.testing.assert_allclose(layer(x, 0), expected(config, arrays, x), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(layer(x, 1), whole, rtol=2e-5, atol=2e-5)
+
+
+def test_grouped_products_read_8_bits_as_if_they_were_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do for chips that can."""
+    layer, *_ = build("jax ragged", "renormalised", monkeypatch, "bfloat16", of_8_bits=("gate", "up", "down"))
+    x = np.random.default_rng(0).standard_normal((7, HIDDEN)).astype(np.float32)
+    widened = layer(x, 0)
+    monkeypatch.setattr(products, "_reads", lambda kernel: True)
+    assert np.array_equal(layer(x, 0), widened)

@@ -111,6 +111,12 @@ for name, kind in (("qwen3", INT8_ROWS), ("qwen2_moe", FLOAT8_ROWS)):
     assert all(leaf.addressable_shards[0].data.size * 4 == leaf.size for leaf in values)
     for logits, wanted in zip(model.run(sequences, steps), expected, strict=True):
         assert np.abs(logits - wanted).max() < 2e-4
+    # Scales come before the sums, which are as many as without them.
+    batch = model.batch([np.arange(9)] * 4, [0] * 4, {row: 1 for row in range(4)})
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = model._step.lower(model.state, model.kv_caches, batch).compile().as_text()
+    collectives = re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)[(]", program)
+    assert collectives == ["all-reduce"] * (1 + 2 * len(model.kv_caches)), (name, collectives)
 """
 
 _EXPERTS = """

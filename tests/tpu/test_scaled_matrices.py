@@ -38,9 +38,22 @@ for encoding in (INT8_ROWS, FLOAT8_ROWS):
     shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place), state)
     multiply = jax.jit(lambda state, x: nnx.merge(graph, state).multiply(x))
     print("PROGRAM", multiply.lower(shapes, x).compile().as_text())
+
+from sglang_jax.kernels.experts import Choice, ExpertProducts, ExpertWeights, multiply_experts
+
+def array(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+matrices = [array(jnp.float8_e4m3fn, 64, 32, 512)] * 3
+scales = [array(jnp.float32, 64, width) for width in (32, 32, 512)]
+weights = ExpertWeights(*matrices, None, None, *scales)
+choice = Choice(array(jnp.int32, 32, 8), array(jnp.float32, 32, 8))
+multiply = jax.jit(lambda *given: multiply_experts(ExpertProducts.ALL, *given, lambda gate, up: jax.nn.silu(gate) * up))
+print("PROGRAM", multiply.lower(array(jnp.bfloat16, 32, 512), weights, choice).compile().as_text())
 """
 
 _WEIGHTS = 4096 * 2 * 8192
+_OF_EXPERTS = 64 * 32 * 512
 
 
 def test_they_are_widened_in_the_product_alone() -> None:
@@ -50,11 +63,12 @@ def test_they_are_widened_in_the_product_alone() -> None:
     child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, env=environment, check=False)
     assert child.returncode == 0, child.stderr
     _, *programs = child.stdout.split("PROGRAM")
-    for program, stored in zip(programs, ("s8", "f8e4m3fn"), strict=True):
+    expected = [("s8", _WEIGHTS), ("f8e4m3fn", _WEIGHTS), ("f8e4m3fn", _OF_EXPERTS)]
+    for program, (stored, weights) in zip(programs, expected, strict=True):
         (entry,) = re.findall(r"^ENTRY .*?^}", program, re.DOTALL | re.MULTILINE)
         arrays = [
             (kind, math.prod(map(int, sizes.split(","))))
             for kind, sizes in re.findall(r"= \(?([a-z0-9]+)\[([\d,]+)\]", entry)
         ]
-        assert (stored, _WEIGHTS) in arrays
-        assert not [kind for kind, size in arrays if kind in ("bf16", "f32") and size >= _WEIGHTS // 2]
+        assert (stored, weights) in arrays
+        assert not [kind for kind, size in arrays if kind in ("bf16", "f32") and size >= weights // 2]
