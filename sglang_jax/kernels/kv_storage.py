@@ -12,7 +12,8 @@ There are two forms:
   Heads of up to 64 have one part: keys in the lower half of the lanes, values in the upper half, which costs nothing
   for 64. Pages of 16 tokens or more are whole tiles; 8-bit pages of 16 are half ones, which the kernels put together.
 
-Where values are the keys too, as of latent attention, there is one part in both forms, with keys in all lanes.
+Where values are the keys too, as of latent attention, there is one part in both forms, with keys in all lanes; tiled
+ones of up to 64 numbers are in both halves of the lanes.
 
 bfloat16 may be held as its bits in uint16, and float8_e4m3fn in uint8. XLA's CPU backend widens their scatters and
 gathers and with them copies the whole cache at each step; integers it leaves alone. The bits are turned into numbers
@@ -71,7 +72,8 @@ def rows_of_pages(
     """Keys and values `[T, kv_heads, head_dim]` as rows of these pages: `[T, kv_heads, parts, lanes]`. No `values`:
     they are the keys."""
     _, _, parts, _, lanes = kv_pages.shape
-    sides = jnp.stack([keys] if values is None else [keys, values], axis=2)
+    in_all_lanes = values is None and 2 * keys.shape[2] > lanes
+    sides = jnp.stack([keys] if in_all_lanes else [keys, keys if values is None else values], axis=2)
     if kv_scales is not None:
         sides = sides.astype(jnp.float32) / kv_scales[:, :, None]
     padded = jnp.pad(sides, ((0, 0), (0, 0), (0, 0), (0, parts * lanes // sides.shape[2] - sides.shape[3])))
@@ -115,7 +117,7 @@ def gather_kv(
 
     def gather(part: int) -> jax.Array:
         found = kv_pages.at[pages, :, part * (parts - 1)].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        first = 0 if shared else part * (2 - parts) * (lanes // 2)
+        first = part * (2 - parts) * (lanes // 2)
         found = jnp.moveaxis(found, -4, -3)[..., first : first + head_dim]  # [..., kv_heads, n, page_size, head_dim]
         numbers = from_storage(found.reshape(*rows, kv_heads, count * page_size, head_dim))
         return numbers if kv_scales is None else numbers * kv_scales[:, part, None, None]

@@ -18,6 +18,7 @@ from sglang_jax.architectures import ModelConfig
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
+from sglang_jax.architectures.kinds.part import CachedArray
 from sglang_jax.checkpoint import expected_tensors, open_checkpoint
 from sglang_jax.checkpoint.hf_config import load_hf_config
 from sglang_jax.checkpoint.rotary import RotaryScaling
@@ -400,6 +401,13 @@ def test_layers_of_glm_have_experts_where_the_file_says_so(tmp_path: Path) -> No
         assert [isinstance(part, FeedForwardConfig) for part in config.feed_forward] == [n < dense for n in range(4)]
     config = configured(tmp_path, values | {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]})
     assert [isinstance(part, ExpertsConfig) for part in config.feed_forward] == [True, False, False, True]
+
+
+def test_a_token_leaves_one_vector_whatever_heads_there_are(tmp_path: Path) -> None:
+    found = configured(tmp_path, RELEASED["DeepSeek-V3"]).attention[0]
+    assert found.cached == (CachedArray("latent", None, 512 + 64),)
+    assert [found.cached[0].numbers(devices) for devices in (1, 8)] == [576, 576]
+    assert found.products_per_key == 128 * (512 + 64) + 128 * 512, "for scores and for values"
 
 
 def small(values: dict[str, Any]) -> transformers.PreTrainedModel:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.attention_steps import Case, Step, make_step
 
-from sglang_jax.kernels.kv_storage import gather_kv, write_kv
+from sglang_jax.kernels.kv_storage import gather_kv, page_shape, write_kv
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, ragged_paged_attention, xla
 
 IMPLEMENTATIONS = (AttentionImplementation.REFERENCE, AttentionImplementation.XLA)
@@ -181,6 +181,16 @@ def test_keys_and_values_are_stored_where_slots_say() -> None:
     untouched = np.setdiff1d(np.arange(20), slots)
     assert not np.asarray(found_keys)[:, untouched].any()
     assert not np.asarray(found_values)[:, untouched].any()
+
+
+@pytest.mark.parametrize("size", [40, 576])
+def test_latent_vectors_in_tiles_are_keys_and_values(size: int) -> None:
+    pages = jnp.full(page_shape(3, 1, 4, size, tiled=True, shared=True), jnp.nan)
+    latents = np.random.default_rng(0).standard_normal((4, 1, size)).astype(np.float32)
+    written = write_kv(pages, jnp.asarray(latents), None, jnp.arange(8, 12))
+    for found in gather_kv(written, jnp.asarray([2]), size):
+        np.testing.assert_array_equal(found[0], latents[:, 0])
+    assert np.isfinite(written[2]).all(), "what pads them is 0"
 
 
 def test_memory_follows_blocks_and_not_the_table() -> None:

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from helpers.small_configs import small_config
 
+from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.errors import CheckpointError
 from sglang_jax.jax_runner.weights import load_weights
@@ -111,6 +112,16 @@ def test_bytes_of_a_token_are_those_of_the_caches() -> None:
             caches = allocate(spec, make_mesh(jax.devices()[:1]))
             pages = bytes_of_groups(CONFIG, jnp.dtype(dtype), PAGE_SIZE)
             assert sum(array.nbytes for array in jax.tree.leaves(caches)) == 8 * sum(pages)
+
+
+@pytest.mark.parametrize(("platform", "lanes"), [("cpu", 576), ("tpu", 640)])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_each_device_has_the_latent_vectors_of_all_tokens(platform: str, lanes: int, devices: int) -> None:
+    sizes = {"num_heads": 8, "latent": 512, "query_latent": None, "key_dim": 128, "rotary_dim": 64, "value_dim": 128}
+    latent = LatentAttentionConfig(**sizes, scale=0.1, rope=None, norm=CONFIG.final_norm)
+    config = CONFIG.with_layers(lambda layer: replace(layer, mixer=latent))
+    found = bytes_of_groups(config, jnp.dtype("bfloat16"), PAGE_SIZE, platform=platform, devices=devices)
+    assert found == (3 * PAGE_SIZE * lanes * 2,)
 
 
 def test_one_bfloat16_row_is_multiplied_like_many() -> None:

@@ -217,3 +217,4 @@ def test_bytes() -> None:
     assert KVForm(torch.bfloat16, torch.bfloat16).bytes_per_token(arrays) == 2 * 3 * 64 * 2
     assert KVForm(torch.int8, torch.bfloat16).bytes_per_token(arrays) == 3 * (64 + 4 + 128)
     assert KVForm(torch.int8, torch.int8).bytes_per_token(arrays) == 3 * 2 * 68
+    assert KVForm(torch.bfloat16, torch.bfloat16).bytes_per_token([CachedArray("latent", None, 576)]) == 2 * 576
