@@ -1,9 +1,13 @@
-"""Latent attention over paged latent vectors: queries are multiplied by what makes keys, and not the keys made.
+"""Latent attention over paged latent vectors, in two forms.
 
-A score is `(W_k c) . q`, where c is the latent vector of a token, W_k a head's key projection and q its query: it is
-`c . (W_k^T q)`. So attention sees one kv head for all query heads, whose keys are the latent vectors with the rotated
-keys behind them, and whose values are the latent vectors, which the heads' value projections turn into values
-afterwards. Queries are rounded to the type of activations once more than in the expanded form.
+Absorbed: a score is `(W_k c) . q`, where c is the latent vector of a token, W_k a head's key projection and q its
+query: it is `c . (W_k^T q)`. So attention sees one kv head for all query heads, whose keys are the latent vectors with
+the rotated keys behind them, and whose values are the latent vectors, which the heads' value projections turn into
+values afterwards. Decode rows and short chunks take this form, and on TPUs all rows.
+
+Expanded: keys and values of heads are made from the cached vectors. For many queries this takes fewer products: rows
+with at least `LatentAttentionConfig.expands_from` tokens take it. Which form a row takes depends only on the number of
+its own tokens. The forms differ in what they round to the type of activations: see docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -17,13 +21,16 @@ from flax import nnx
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.tensor_names import Part
-from sglang_jax.kernels.ragged_paged_attention import AttentionOptions
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, AttentionOptions, expanded_attention
 from sglang_jax.layers.attention import write_and_attend
+from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.parameter import parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 from sglang_jax.layers.rotary import apply_rotary
+
+_TOKENS_PER_BLOCK = 64
 
 
 class LatentAttention(nnx.Module):
@@ -58,27 +65,93 @@ class LatentAttention(nnx.Module):
         of_queries = x
         if self.query_latent is not None and self.query_latent_norm is not None:
             of_queries = self.query_latent_norm(self.query_latent(x))
-        absorbed = _by_head("thk,hkl->thl", self.query(of_queries), self.key_up[...])
+        plain = self.query(of_queries)
         queries, keys = self.query_rotated(of_queries), self.key_rotated(x)[:, None]
         if step.rotary is not None:
             queries, keys = apply_rotary(queries, *step.rotary), apply_rotary(keys, *step.rotary)
         latent = self.latent_norm(self.latent(x))[:, None]
-        attended, kv_pages = write_and_attend(
+        values, kv_pages = attend_latents(
             self.implementation,
-            jnp.concatenate([absorbed, queries], axis=-1),
+            self.config,
+            (plain, queries),
             jnp.concatenate([latent, keys], axis=-1),
-            None,
+            (self.key_up[...], self.value_up[...]),
             memory.pages,
             step.batch,
-            scale=self.config.scale,
-            options=AttentionOptions(),
         )
-        values = _by_head("thl,hvl->thv", attended[..., : self.config.latent], self.value_up[...])
         return self.output(values), replace(memory, pages=kv_pages)
 
 
-def _by_head(form: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """A product for each head, in the type of `x`; sums are float32."""
+def attend_latents(
+    implementation: AttentionImplementation,
+    config: LatentAttentionConfig,
+    queries: tuple[jax.Array, jax.Array],
+    cached: jax.Array,
+    up: tuple[jax.Array, jax.Array],
+    kv_pages: jax.Array,
+    batch: ForwardBatch,
+) -> tuple[jax.Array, jax.Array]:
+    """Stores a step's latent vectors, and attends to all that the queries see, each row in the form for its length.
+
+    **Arguments:** `queries` `[T, heads, key_dim]` and `[T, heads, rotary_dim]`; `cached` `[T, 1, latent + rotary_dim]`;
+    `up` makes keys `[heads, key_dim, latent]` and values `[heads, value_dim, latent]`.
+
+    **Returns:** `[T, heads, value_dim]`, and the pages after the write.
+    """
+    (plain, rotated), (key_up, value_up) = queries, up
+    expanded = _expanded_rows(implementation, config, batch)
+    needed = None if expanded is None else _tokens_of_others(expanded, batch)
+    attended, kv_pages = write_and_attend(
+        implementation,
+        jnp.concatenate([_by_head("thk,hkl->htl", plain, key_up, needed), rotated], axis=-1),
+        cached,
+        None,
+        kv_pages,
+        batch,
+        scale=config.scale,
+        options=AttentionOptions(unread=expanded),
+    )
+    values = _by_head("thl,hvl->htv", attended[..., : config.latent], value_up, needed)
+    if expanded is not None:  # each of the two is 0 for the other's rows
+        asked = jnp.concatenate([plain, rotated], axis=-1)
+        values += expanded_attention(asked, kv_pages, batch, expanded, key_up, value_up, scale=config.scale)
+    return values, kv_pages
+
+
+def _expanded_rows(
+    implementation: AttentionImplementation, config: LatentAttentionConfig, batch: ForwardBatch
+) -> jax.Array | None:
+    """bool `[R]`: rows for the expanded form; None where a step of this size has none."""
+    least, tokens = config.expands_from, len(batch.tokens)
+    decode = tokens == len(batch.kv_lens)
+    if implementation is not AttentionImplementation.XLA or least is None or tokens < least or decode:
+        return None
+    return batch.query_starts[1:] - batch.query_starts[:-1] >= least
+
+
+def _tokens_of_others(expanded: jax.Array, batch: ForwardBatch) -> jax.Array:
+    """bool `[T]`: tokens of rows in the absorbed form; without padding."""
+    places, ends = jnp.arange(len(batch.tokens)), batch.query_starts[1:]
+    return ~expanded[jnp.searchsorted(ends, places, side="right")] & (places < ends[-1])
+
+
+def _by_head(form: str, x: jax.Array, kernel: jax.Array, needed: jax.Array | None = None) -> jax.Array:
+    """A product for each head, in the type of `x`; sums are float32. `form` has heads first in the result, which come
+    second then: XLA's CPU backend fails for some products of bfloat16 otherwise, and takes ten times as long for some
+    of float32. `needed`: bool `[T]`, None for all; blocks of tokens of which none is needed are skipped, and give 0."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    product = jnp.einsum(form, x.astype(kernel.dtype), kernel, precision=precision, preferred_element_type=jnp.float32)
-    return product.astype(x.dtype)
+
+    def product(x: jax.Array) -> jax.Array:
+        narrow = x.astype(kernel.dtype)
+        found = jnp.einsum(form, narrow, kernel, precision=precision, preferred_element_type=jnp.float32)
+        return found.astype(x.dtype).swapaxes(0, 1)
+
+    if needed is None:
+        return product(x)
+    blocks = -(-len(x) // _TOKENS_PER_BLOCK)
+    behind = blocks * _TOKENS_PER_BLOCK - len(x)
+    parts = jnp.pad(x, ((0, behind), (0, 0), (0, 0))).reshape(blocks, _TOKENS_PER_BLOCK, *x.shape[1:])
+    some = jnp.pad(needed, (0, behind)).reshape(blocks, -1).any(axis=1)
+    skipped = jnp.zeros_like(jax.eval_shape(product, parts[0]))
+    found = jax.lax.map(lambda each: jax.lax.cond(each[0], product, lambda _: skipped, each[1]), (some, parts))
+    return found.reshape(-1, *found.shape[2:])[: len(x)]

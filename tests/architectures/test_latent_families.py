@@ -520,3 +520,25 @@ def test_only_tensors_of_declared_guessing_layers_are_let_pass(tmp_path: Path) -
         (folder / "config.json").write_text(json.dumps(fewer | change))
         with pytest.raises(CheckpointError, match=r"extra: model\.layers\.2\.input_layernorm\.weight"):
             open_checkpoint(str(folder), LoadFormat.AUTO)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "least"),
+    [
+        ("DeepSeek-V2-Lite", {}, 171),
+        ("GLM-4.7-Flash", {}, 399),
+        ("DeepSeek-V2-Lite", {"kv_lora_rank": 129}, 16512),
+        ("DeepSeek-V2-Lite", {"kv_lora_rank": 128}, None),
+    ],
+)
+def test_rows_are_expanded_where_that_takes_fewer_products(
+    name: str, change: dict[str, Any], least: int | None, tmp_path: Path
+) -> None:
+    layer = configured(tmp_path, RELEASED[name] | change).layers[0].mixer
+    assert isinstance(layer, LatentAttentionConfig)
+    assert layer.expands_from == least
+    made = layer.key_dim + layer.value_dim
+    for queries in (1, 170, 171, 398, 399, 16511, 16512):
+        absorbed = queries * (2 * layer.latent + layer.rotary_dim)
+        expanded = queries * (made + layer.rotary_dim) + layer.latent * made
+        assert (absorbed >= expanded) == (least is not None and queries >= least)

@@ -58,9 +58,9 @@ _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
     "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
+    "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
+    "v_head_dim": 4,
 }
 _GROUPED_EXPERTS = {
     "moe_intermediate_size": 48,

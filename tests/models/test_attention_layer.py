@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -11,14 +12,17 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.attention_steps import softmax_attention
+from helpers.latent_steps import LATENTS, Numbers, make_latent_step
 from helpers.small_configs import small_config
 
 from sglang_jax.architectures.kinds.attention import QKNorm
+from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.kinds.norm import NormConfig, NormKind
-from sglang_jax.kernels.kv_storage import page_shape
-from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
+from sglang_jax.kernels.kv_storage import page_shape, to_storage
+from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, expanded
 from sglang_jax.layers.attention import Attention
 from sglang_jax.layers.batch import ForwardBatch
+from sglang_jax.layers.latent_attention import attend_latents
 from sglang_jax.layers.parameter import Parameter
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 from sglang_jax.layers.rotary import apply_rotary
@@ -136,3 +140,117 @@ def test_only_8_bit_pages_have_scales() -> None:
         scales = layer_with_weights(kv_dtype=jnp.dtype(kind)).kv_scales
         assert scales is not None
         assert scales.shape == (2, 2)
+
+
+class Absorbed(LatentAttentionConfig):
+    """Whatever the length of rows."""
+
+    @property
+    def expands_from(self) -> None:
+        return None
+
+
+ABSORBED = Absorbed(**{each.name: getattr(LATENTS, each.name) for each in fields(LATENTS)})
+LATENT_FORMS = {"by length": LATENTS, "absorbed": ABSORBED}
+LATENT_TOKENS, LATENT_ROWS, LATENT_COLUMNS = 120, 5, 72
+_latents = jax.jit(attend_latents, static_argnums=(0, 1))
+
+
+def latent_outputs(
+    config: LatentAttentionConfig,
+    kv_lens: tuple[int, ...],
+    query_lens: tuple[int, ...],
+    dtype: str = "float32",
+    page_size: int = 16,
+) -> tuple[Numbers, Numbers]:
+    """What attention gives and what it should, in a program of one shape for each size of pages."""
+
+    def rounded(numbers: Numbers) -> Numbers:
+        return np.asarray(jnp.asarray(numbers, dtype).astype(jnp.float32), np.float64)
+
+    def padded(array: np.ndarray, size: int, mode: str = "constant") -> np.ndarray:
+        return np.pad(array, [(0, size - len(array)), *[(0, 0)] * (array.ndim - 1)], mode=mode)
+
+    step = make_latent_step(LATENTS, kv_lens, query_lens, page_size=page_size, rounded=rounded)
+    pages = 1 + LATENT_ROWS * -(-LATENT_COLUMNS // page_size) * 2
+    kv_pages = np.full((pages, 1, 1, *step.pages.shape[1:]), np.nan)
+    kv_pages[: len(step.pages), 0, 0] = step.pages
+    kv_pages.reshape(-1, kv_pages.shape[-1])[step.write_slots] = np.nan
+    storage = jnp.dtype(jnp.uint16 if dtype == "bfloat16" else dtype)
+    table = padded(step.page_table, LATENT_ROWS)
+    columns = -(-LATENT_COLUMNS // page_size) + 1
+    batch = ForwardBatch(
+        tokens=jnp.zeros(LATENT_TOKENS, jnp.int32),
+        positions=jnp.zeros(LATENT_TOKENS, jnp.int32),
+        write_slots=jnp.asarray(padded(step.write_slots, LATENT_TOKENS), jnp.int32),
+        page_table=jnp.asarray(np.pad(table, ((0, 0), (0, columns - table.shape[1])))),
+        kv_lens=jnp.asarray(padded(step.kv_lens, LATENT_ROWS)),
+        query_starts=jnp.asarray(padded(step.query_starts, LATENT_ROWS + 1, "edge")),
+        num_decode=jnp.int32(step.num_decode),
+    )
+    plain, rotated, cached = (
+        jnp.asarray(padded(part, LATENT_TOKENS), dtype) for part in (step.plain, step.rotated, step.cached[:, None])
+    )
+    up = (jnp.asarray(step.key_up, dtype), jnp.asarray(step.value_up, dtype))
+    stored = to_storage(jnp.asarray(kv_pages, jnp.float32), storage)
+    found, _ = _latents(AttentionImplementation.XLA, config, (plain, rotated), cached, up, stored, batch)
+    assert found.dtype == jnp.dtype(dtype)
+    assert not found[len(step.plain) :].any()
+    return np.asarray(found[: len(step.plain)].astype(jnp.float32), np.float64), step.expected
+
+
+LATENT_STEPS = {
+    "mixed": ((9, 1, 30, 70, 45), (1, 1, 13, 70, 7)),
+    "alike": ((20, 9, 20, 20, 33), (12, 7, 12, 12, 12)),
+    "decode": ((9, 1, 30), (1, 1, 1)),
+}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several tiles and blocks, of which some are partial, also in short sequences."""
+    monkeypatch.setattr(expanded, "_KEYS_PER_TILE", 16)
+    monkeypatch.setattr(expanded, "_QUERIES_PER_BLOCK", 5)
+    _latents.clear_cache()
+    yield
+    _latents.clear_cache()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_both_forms_of_latent_attention_in_one_step(page_size: int) -> None:
+    for kv_lens, query_lens in LATENT_STEPS.values():
+        for config in LATENT_FORMS.values():
+            found, expected = latent_outputs(config, kv_lens, query_lens, page_size=page_size)
+            assert np.abs(found - expected).max() < 2e-6
+    for place in range(70):
+        found, expected = latent_outputs(LATENTS, (70,), (70 - place,), page_size=page_size)
+        assert np.abs(found - expected).max() < 2e-6, f"{place} tokens are cached"
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_an_expanded_row_does_not_depend_on_other_rows() -> None:
+    alone, _ = latent_outputs(LATENTS, (70,), (20,))
+    for kv_lens, query_lens in (((9, 70, 33), (1, 20, 7)), ((70, 70, 80), (20, 20, 9)), ((30, 5, 70), (30, 1, 20))):
+        found, _ = latent_outputs(LATENTS, kv_lens, query_lens)
+        last = int(np.cumsum(query_lens)[kv_lens.index(70)])
+        assert np.array_equal(found[last - 20 : last], alone)
+
+
+def test_rows_take_the_form_for_their_length() -> None:
+    counts = LATENT_STEPS["mixed"][1]
+    outputs = (latent_outputs(config, *LATENT_STEPS["mixed"])[0] for config in LATENT_FORMS.values())
+    parts = (np.split(found, np.cumsum(counts)[:-1]) for found in outputs)
+    same = [np.array_equal(*pair) for pair in zip(*parts, strict=True)]
+    assert same == [count < 8 for count in counts]
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [("bfloat16", 2**-8), ("float16", 2**-11)])
+@pytest.mark.parametrize("form", LATENT_FORMS)
+def test_rounding_of_latent_attention(form: str, dtype: str, unit: float) -> None:
+    """As docs/architecture.md states it, in units of the type's rounding, `unit`: root mean squares of errors over
+    those of outputs, and the largest error over the largest output."""
+    found, expected = latent_outputs(LATENT_FORMS[form], (9, 40, 70, 45, 80), (1, 13, 70, 7, 20), dtype)
+    error = found - expected
+    assert np.sqrt((error**2).mean() / (expected**2).mean()) < unit
+    assert np.abs(error).max() < 1.5 * unit * np.abs(expected).max()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from helpers.latent_steps import LATENTS, Numbers, make_latent_step
 from helpers.torch_attention_steps import Case, error, make_step
 
-from torch_backend.attention.interface import AttentionImplementation
+from torch_backend.attention import latent
+from torch_backend.attention.interface import AttentionImplementation, AttentionOptions, LatentHeads
 from torch_backend.attention.native import NativeAttention
 from torch_backend.attention.reference import ReferenceAttention
+from torch_backend.batch import ForwardBatch
+from torch_backend.kv_pages import KVPages
 
 IMPLEMENTATIONS = [ReferenceAttention(), NativeAttention()]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -92,3 +98,115 @@ def test_layers_of_different_form_in_one_step() -> None:
     for options in (plain.options, windowed, plain.options, windowed):
         alone = ReferenceAttention().prepare(plain.batch)(plain.queries, plain.kv, options)
         assert (shared(plain.queries, plain.kv, options) - alone).abs().max() < TOLERANCE[torch.float32]
+
+
+LATENT_FORMS = {"absorbed": None, "expanded": 2, "by length": LATENTS.expands_from}
+"""From how many queries of a row on it is expanded."""
+
+LATENT_STEPS = {
+    "mixed": ((9, 1, 30, 70, 45, 8, 20), (1, 1, 13, 70, 7, 8, 1)),
+    "alike": ((20, 9, 20, 20, 33), (12, 1, 12, 12, 12)),
+    "decode": ((9, 1, 30), (1, 1, 1)),
+}
+every_form = pytest.mark.parametrize("least", LATENT_FORMS.values(), ids=LATENT_FORMS)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles and blocks, of which some are partial, also in short sequences."""
+    monkeypatch.setattr(latent, "_KEYS_PER_TILE", 16)
+    monkeypatch.setattr(latent, "_QUERIES_PER_BLOCK", 5)
+
+
+def latent_outputs(
+    kv_lens: tuple[int, ...],
+    query_lens: tuple[int, ...],
+    least: int | None,
+    dtype: torch.dtype = torch.float32,
+    implementation: AttentionImplementation | None = None,
+    **options: Any,
+) -> tuple[Numbers, Numbers]:
+    """What attention gives, and what it should."""
+
+    def rounded(numbers: Numbers) -> Numbers:
+        return torch.from_numpy(numbers).to(dtype).double().numpy()
+
+    step = make_latent_step(LATENTS, kv_lens, query_lens, rounded=rounded, **options)
+    pages = torch.from_numpy(step.pages[:, None]).to(dtype)
+    batch = ForwardBatch(
+        tokens=torch.zeros(len(step.plain), dtype=torch.int32),
+        positions=torch.zeros(len(step.plain), dtype=torch.int32),
+        write_slots=torch.from_numpy(step.write_slots),
+        page_table=torch.from_numpy(step.page_table),
+        kv_lens=torch.from_numpy(step.kv_lens),
+        query_starts=torch.from_numpy(step.query_starts),
+        num_decode=step.num_decode,
+    )
+    key_up, value_up, plain, rotated = (
+        torch.from_numpy(part).to(dtype) for part in (step.key_up, step.value_up, step.plain, step.rotated)
+    )
+    options = AttentionOptions(LATENTS.scale, latents=LatentHeads(key_up, value_up, least))
+    with torch.inference_mode():
+        prepared = (implementation or NativeAttention()).prepare(batch)
+        found = prepared(torch.cat((plain, rotated), dim=-1), KVPages(pages, pages), options)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    return found.double().numpy(), step.expected
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("name", LATENT_STEPS)
+@every_form
+def test_both_forms_of_latent_attention_in_one_step(least: int | None, name: str, page_size: int) -> None:
+    found, expected = latent_outputs(*LATENT_STEPS[name], least, page_size=page_size)
+    assert np.abs(found - expected).max() < 2e-6
+
+
+def test_rows_take_the_form_for_their_length() -> None:
+    counts = LATENT_STEPS["mixed"][1]
+    by_length, absorbed = (
+        latent_outputs(*LATENT_STEPS["mixed"], LATENT_FORMS[form])[0] for form in ("by length", "absorbed")
+    )
+    parts = (np.split(found, np.cumsum(counts)[:-1]) for found in (by_length, absorbed))
+    same = [np.array_equal(*pair) for pair in zip(*parts, strict=True)]
+    assert same == [count < 8 for count in counts]
+
+
+def test_latent_attention_of_the_reference() -> None:
+    found, expected = latent_outputs(*LATENT_STEPS["mixed"], 2, implementation=ReferenceAttention())
+    assert np.abs(found - expected).max() < 2e-6
+
+
+def test_latent_tiles_of_full_size() -> None:
+    found, expected = latent_outputs((1100, 600, 30), (700, 600, 1), 2)
+    assert np.abs(found - expected).max() < 2e-6
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_latent_chunks_and_hits_at_every_place(page_size: int) -> None:
+    for place in range(70):
+        found, expected = latent_outputs((70,), (70 - place,), 2, page_size=page_size)
+        assert np.abs(found - expected).max() < 2e-6, f"{place} tokens are cached"
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_an_expanded_row_does_not_depend_on_other_rows() -> None:
+    alone, _ = latent_outputs((70,), (20,), LATENTS.expands_from)
+    for kv_lens, query_lens in (((9, 70, 33), (1, 20, 7)), ((70, 70, 80), (20, 20, 9)), ((30, 5, 70), (30, 1, 20))):
+        found, _ = latent_outputs(kv_lens, query_lens, LATENTS.expands_from)
+        last = int(np.cumsum(query_lens)[kv_lens.index(70)])
+        assert np.array_equal(found[last - 20 : last], alone)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+@every_form
+def test_rounding_of_latent_attention(least: int | None, dtype: torch.dtype, unit: float) -> None:
+    """As docs/architecture.md states it, in units of the type's rounding, `unit`: root mean squares of errors over
+    those of outputs, and the largest error over the largest output."""
+    found, expected = latent_outputs((9, 40, 70, 45, 200), (1, 13, 70, 7, 90), least, dtype)
+    error = found - expected
+    assert np.sqrt((error**2).mean() / (expected**2).mean()) < unit
+    assert np.abs(error).max() < 1.5 * unit * np.abs(expected).max()

@@ -12,6 +12,19 @@ from torch_backend.kv_pages import KVPages
 
 
 @dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """What makes keys and values of heads from cached latent vectors, behind which lies a rotated key for all heads.
+
+    - `key_up` `[heads, key_dim, latent]`, `value_up` `[heads, value_dim, latent]`.
+    - `expands_from`: see `LatentAttentionConfig`.
+    """
+
+    key_up: torch.Tensor
+    value_up: torch.Tensor
+    expands_from: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """What a layer's attention computes. Query i of a sequence, at position p, sees key j iff `j <= p` and, with a
     window, `p - j < window`.
@@ -20,12 +33,15 @@ class AttentionOptions:
     - `window`: keys that a query sees at most; None for all before it.
     - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)` before the mask; None for none.
     - `sinks`: float32 `[heads]`, a score of each head that joins the softmax's sum and has no value; None for none.
+    - `latents`: where pages hold latent vectors. Queries are `[T, heads, key_dim + rotary_dim]` then, and outputs
+      `[T, heads, value_dim]`.
     """
 
     scale: float
     window: int | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    latents: LatentHeads | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ here, which is to let the queries of one kv head share its keys as a matter of s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from torch_backend.attention.integer_scores import integer_scores
 from torch_backend.attention.interface import AttentionOptions
+from torch_backend.attention.latent import ExpandedPlan, absorbed
 from torch_backend.attention.page_gather import PageGather
 from torch_backend.attention.page_groups import SequenceGroup, group_sequences
 from torch_backend.batch import ForwardBatch
@@ -42,6 +44,7 @@ class _Form(NamedTuple):
     dtype: torch.dtype
     window: int | None
     explicit: bool
+    expands_from: int | None
 
 
 class NativeStep:
@@ -51,14 +54,17 @@ class NativeStep:
         self._batch = batch
         self._groups = group_sequences(batch, first)
         self._complete = sum(group.num_tokens for group in self._groups) == batch.tokens.shape[0]
-        self._plans: dict[_Form, list[_Plan]] = {}
+        self._plans: dict[_Form, list[_Plan | ExpandedPlan]] = {}
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         """See `StepAttention`."""
         plans = self._plans_of(queries, kv, options)
         if len(plans) == 1 and self._complete:
             return plans[0].attend(queries, kv, options)
-        output = torch.empty_like(queries) if self._complete else torch.zeros_like(queries)
+        width = queries.shape[2] if options.latents is None else options.latents.value_up.shape[1]
+        output = queries.new_empty((*queries.shape[:2], width))
+        if not self._complete:
+            output.zero_()
         self.attend_into(output, queries, kv, options)
         return output
 
@@ -68,15 +74,21 @@ class NativeStep:
             tokens = plan.group.tokens
             output[tokens] = plan.attend(queries[tokens], kv, options)
 
-    def _plans_of(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> list[_Plan]:
+    def _plans_of(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> list[_Plan | ExpandedPlan]:
         # What is stored in 8 bits is widened to float32, so that it is not rounded once more.
         dtype = queries.dtype if kv.key_scale is None and kv.token_scales is None else torch.float32
         explicit = options.soft_cap is not None or options.sinks is not None or kv.token_scales is not None
-        form = _Form(kv.keys.shape, dtype, options.window, explicit)
+        expands_from = None if options.latents is None else options.latents.expands_from
+        form = _Form(kv.keys.shape, dtype, options.window, explicit, expands_from)
         plans = self._plans.get(form)
         if plans is None:
-            plans = self._plans[form] = [_Plan(group, self._batch, kv, form) for group in self._groups]
+            plans = self._plans[form] = [self._plan(group, kv, form) for group in self._groups]
         return plans
+
+    def _plan(self, group: SequenceGroup, kv: KVPages, form: _Form) -> _Plan | ExpandedPlan:
+        if form.expands_from is not None and group.count >= form.expands_from:
+            return ExpandedPlan(group, self._batch)
+        return _Plan(group, self._batch, kv, form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +116,11 @@ class _Plan:
         self._blocks = self._make_blocks(kv.keys.device)
 
     def attend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        """Queries of the group `[tokens, heads, head_dim]` → the same shape, contiguous."""
+        """Queries of the group `[tokens, heads, head_dim]` → outputs, contiguous."""
+        attend = partial(self._attend, kv=kv, options=options)
+        return attend(queries) if options.latents is None else absorbed(queries, options.latents, attend).contiguous()
+
+    def _attend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         keys, values = self._gather(kv)
         integers = None if kv.token_scales is None else self._gather.key_scales(kv.token_scales)
         wide = queries if queries.dtype == self._form.dtype else queries.to(self._form.dtype)

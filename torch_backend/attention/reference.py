@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from torch_backend.attention.interface import AttentionOptions
+from torch_backend.attention.latent import absorbed
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages, TokenScales
 
@@ -25,6 +28,11 @@ class ReferenceStep:
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         """See `StepAttention`."""
+        if options.latents is None:
+            return self._attend(queries, kv, options)
+        return absorbed(queries, options.latents, partial(self._attend, kv=kv, options=options)).contiguous()
+
+    def _attend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         batch = self._batch
         output = torch.zeros_like(queries)
         starts = batch.query_starts.tolist()

@@ -1,7 +1,4 @@
-"""Latent attention over paged latent vectors: queries are multiplied by what makes keys, and not the keys made.
-
-See `sglang_jax/layers/latent_attention.py`, which says why that is the same.
-"""
+"""Latent attention over paged latent vectors, in the form that takes fewer products: see `attention/latent.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import torch
 
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.tensor_names import Part
-from torch_backend.attention.interface import AttentionOptions
+from torch_backend.attention.interface import AttentionOptions, LatentHeads
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.norm import Norm
@@ -28,7 +25,6 @@ class LatentAttention(Loadable):
         super().__init__()
         hidden, dtype, self._heads = options.hidden_size, options.dtype, len(options.shard.heads(config.num_heads))
         self.config = config
-        self._options = AttentionOptions(scale=config.scale)
         inputs, query = hidden, Part.QUERY
         down: tuple[Part, ...] = (Part.LATENT, Part.KEY_ROTATED)
         self.query_latent_norm = None
@@ -60,19 +56,17 @@ class LatentAttention(Loadable):
         of_queries = x if self.query_latent_norm is None else self.query_latent_norm(of_queries.contiguous())
         tokens, heads = len(x), self._heads
         plain, turning = self.query(of_queries).split([heads * config.key_dim, heads * config.rotary_dim], dim=-1)
-        absorbed = _by_head(plain.reshape(tokens, heads, -1), self.key_up.view(heads, config.key_dim, -1))
         together = torch.cat((turning.reshape(tokens, heads, -1), key[:, None]), dim=1)
         turned = rotate(together.to(torch.float32, copy=True), own.rotation).to(x.dtype)
         rows = torch.cat((self.latent_norm(latent.contiguous()), turned[:, heads]), dim=-1)
         slots = (own.write_slots // kv.page_size, own.write_slots % kv.page_size)
         kv.keys.transpose(1, 2).index_put_(slots, rows[:, None].to(kv.keys.dtype))
-        queries = torch.cat((absorbed, turned[:, :heads]), dim=-1)
-        attended = own.attention(queries, kv, self._options)[..., : config.latent]
-        values = _by_head(attended, self.value_up.view(heads, config.value_dim, -1).transpose(1, 2))
-        output: torch.Tensor = self.output(values.reshape(tokens, -1))
+        queries = torch.cat((plain.reshape(tokens, heads, -1), turned[:, :heads]), dim=-1)
+        attended = own.attention(queries, kv, self._attention_options())
+        output: torch.Tensor = self.output(attended.reshape(tokens, -1))
         return output
 
-
-def _by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """`x [T, heads, n]` by `[heads, n, m]` → `[T, heads, m]`."""
-    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
+    def _attention_options(self) -> AttentionOptions:
+        config, heads = self.config, self._heads
+        key_up, value_up = self.key_up.view(heads, config.key_dim, -1), self.value_up.view(heads, config.value_dim, -1)
+        return AttentionOptions(scale=config.scale, latents=LatentHeads(key_up, value_up, config.expands_from))

@@ -57,6 +57,19 @@ class LatentAttentionConfig:
         return self.num_heads * (2 * self.latent + self.rotary_dim)
 
     @property
+    def expands_from(self) -> int | None:
+        """The fewest queries of a row for which it takes fewer products to make the keys and values of heads from the
+        cached vectors (the expanded form) than to multiply queries by these (the absorbed form); None if it never does.
+
+        For T queries over S tokens, the absorbed form takes `T * S * (2 * latent + rotary_dim)` multiply-adds per head,
+        and the expanded form `T * S * (key_dim + rotary_dim + value_dim) + S * latent * (key_dim + value_dim)`. S drops
+        out, so the choice depends only on the number of a row's tokens in the step.
+        """
+        made = self.key_dim + self.value_dim
+        saved = 2 * self.latent - made
+        return max(-(-self.latent * made // saved), 2) if saved > 0 else None
+
+    @property
     def cached(self) -> tuple[CachedArray, ...]:
         """What is kept of each token: the latent vector, and behind it the rotated key."""
         return (CachedArray("latent", None, self.latent + self.rotary_dim),)

@@ -8,6 +8,7 @@ import jax
 
 from sglang_jax.kernels import kv_storage
 from sglang_jax.kernels.kv_write import find_runs, write_kv_on_tpu
+from sglang_jax.kernels.ragged_paged_attention.expanded import expanded_attention
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions, Sequences
 from sglang_jax.kernels.ragged_paged_attention.pallas import pallas_attention
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import current_vmem_limit
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionImplementation",
     "AttentionOptions",
     "Sequences",
+    "expanded_attention",
     "plan_writes",
     "ragged_paged_attention",
     "write_kv",

@@ -33,12 +33,14 @@ class AttentionOptions:
     - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2).
     - `sinks`: float32 `[heads]`, a score per head that joins the softmax and brings no value (gpt-oss).
     - `kv_scales`: float32 `[kv_heads, 2]`, what a head's stored keys (0) and values (1) are to be multiplied by.
+    - `unread`: bool `[R]`, rows of several tokens that XLA attention leaves out: their output is 0.
     """
 
     window: int | None = field(default=None, metadata={"static": True})
     soft_cap: float | None = field(default=None, metadata={"static": True})
     sinks: jax.Array | None = None
     kv_scales: jax.Array | None = None
+    unread: jax.Array | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from sglang_jax.kernels.kv_storage import gather_kv
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions, Sequences
+from sglang_jax.kernels.ragged_paged_attention.softmax import Softmax
 
 _DECODE_KEYS = 128
 _QUERIES_PER_BLOCK = 64
@@ -24,71 +25,6 @@ _LARGE_BLOCK = 4
 """Small blocks in a large one. Whole steps of 512 tokens of SmolLM2-135M on 2 cores, in milliseconds, without large
 blocks but with all of 64 / 128 / 256 keys: eight prompts of 64 tokens 174 / 201 / 337; 512 tokens behind 1,536 others
 1,036 / 1,003 / 804."""
-_FEW_QUERIES = 4
-"""This many times fewer than keys."""
-_MASKED = -1e30
-"""Score of a key that a query must not see: finite, since infinities subtracted from each other are NaN."""
-
-
-class _Softmax(NamedTuple):
-    """A softmax in progress: over the keys so far, the largest score and the sum of exponentials (`[..., q]`), and
-    the weighted sum of values (`[..., q, head_dim]`)."""
-
-    largest: jax.Array
-    total: jax.Array
-    weighted: jax.Array
-
-    @classmethod
-    def start(cls, queries: jax.Array, sinks: jax.Array | None) -> _Softmax:
-        """Over no keys, or over the sinks alone: `[..., q]` or a shape that broadcasts to it."""
-        rows = queries.shape[:-1]
-        if sinks is not None:
-            return cls(jnp.broadcast_to(sinks, rows), jnp.ones(rows), jnp.zeros(queries.shape))
-        return cls(jnp.full(rows, _MASKED), jnp.zeros(rows), jnp.zeros(queries.shape))
-
-    def add(
-        self,
-        queries: jax.Array,
-        keys: jax.Array,
-        values: jax.Array,
-        visible: jax.Array | None,
-        soft_cap: float | None,
-    ) -> _Softmax:
-        """Takes in a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`, or
-        None if every query sees every key."""
-        scores = _products(queries, keys)
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        if visible is not None:
-            scores = jnp.where(visible, scores, _MASKED)
-        largest = jnp.maximum(self.largest, scores.max(-1))
-        weights = jnp.exp(scores - largest[..., None])
-        if visible is not None:
-            weights = jnp.where(visible, weights, 0.0)
-        shrink = jnp.exp(self.largest - largest)
-        added = jnp.einsum("...qk,...kd->...qd", weights, values, precision=jax.lax.Precision.HIGHEST)
-        return _Softmax(
-            largest,
-            self.total * shrink + weights.sum(-1),
-            self.weighted * shrink[..., None] + added,
-        )
-
-    def result(self) -> jax.Array:
-        """The attention output; 0 for a query that saw no key."""
-        return self.weighted / jnp.where(self.total > 0, self.total, 1.0)[..., None]
-
-
-def _products(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """`[..., q, k]` of queries `[..., q, d]` and keys `[..., k, d]`.
-
-    XLA's CPU backend packs the right side first. Of few queries that is to be theirs, or packing takes longer than the
-    product (of 32 decode rows with 3 queries to a kv head, 20 ms of attention in place of 26).
-    """
-    if queries.shape[-2] * _FEW_QUERIES > keys.shape[-2]:
-        return jnp.einsum("...qd,...kd->...qk", queries, keys, precision=jax.lax.Precision.HIGHEST)
-    products = jnp.einsum("...kd,...qd->...kq", keys, queries, precision=jax.lax.Precision.HIGHEST)
-    # Without the barrier the compiler takes away the transposition, and exchanges the sides for it.
-    return jax.lax.optimization_barrier(products).swapaxes(-1, -2)
 
 
 def xla_attention(
@@ -132,7 +68,7 @@ def _decode(
     pages_per_block = _pages(_DECODE_KEYS, page_size)
     keys_per_block = pages_per_block * page_size
 
-    def block(index: jax.Array, softmax: _Softmax) -> _Softmax:
+    def block(index: jax.Array, softmax: Softmax) -> Softmax:
         pages = jax.lax.dynamic_slice(page_table, (0, index * pages_per_block), (rows, pages_per_block))
         keys, values = gather_kv(kv_pages, pages, head_dim, options.kv_scales)
         places = index * keys_per_block + jnp.arange(keys_per_block)
@@ -147,7 +83,7 @@ def _decode(
     if options.window is not None:
         starts = jnp.where(kv_lens > 0, jnp.maximum(kv_lens - options.window, 0), jnp.iinfo(jnp.int32).max)
         first = jnp.minimum(starts.min() // keys_per_block, blocks)
-    softmax = _Softmax.start(queries, _sinks(options, kv_heads))
+    softmax = Softmax.start(queries, _sinks(options, kv_heads))
     return jax.lax.fori_loop(first, blocks, block, softmax).result()
 
 
@@ -164,6 +100,8 @@ def _prefill(
     width = min(_QUERIES_PER_BLOCK, tokens)
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
     lengths = jnp.where(jnp.arange(rows) < batch.num_decode, 0, ends - starts)
+    if options.unread is not None:
+        lengths = jnp.where(options.unread, 0, lengths)
     block_ends = jnp.cumsum(-(-lengths // width))
     padding = ((0, width), (0, 0), (0, 0), (0, 0))
     queries = jnp.pad(queries, padding)
@@ -204,7 +142,7 @@ def _one_sequence(
         mine = jax.lax.dynamic_slice_in_dim(pages, index * pages_per_block, blocks * pages_per_block)
         return gather_kv(kv_pages, mine, head_dim, options.kv_scales)
 
-    def masked(index: jax.Array, softmax: _Softmax) -> _Softmax:
+    def masked(index: jax.Array, softmax: Softmax) -> Softmax:
         keys, values = gather(index, 1)
         places = index * keys_per_block + jnp.arange(keys_per_block)
         seen = places < keys_seen
@@ -217,12 +155,12 @@ def _one_sequence(
         visible = jnp.repeat(visible, group, axis=0)[None]
         return softmax.add(packed, keys, values, visible, options.soft_cap)
 
-    def large(number: jax.Array, softmax: _Softmax) -> _Softmax:
+    def large(number: jax.Array, softmax: Softmax) -> Softmax:
         keys, values = gather(whole.start + number * large_block, large_block)
         return softmax.add(packed, keys, values, None, options.soft_cap)
 
     sinks = _sinks(options, kv_heads)
-    softmax = _Softmax.start(packed, None if sinks is None else jnp.tile(sinks, (1, width)))
+    softmax = Softmax.start(packed, None if sinks is None else jnp.tile(sinks, (1, width)))
     blocks = -(-keys_seen // keys_per_block)
     whole = _WholeBlocks.of(positions, keys_per_block, large_block, options.window)
     if options.window is not None:

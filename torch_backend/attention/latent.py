@@ -1,0 +1,115 @@
+"""Attention over latent vectors in its two forms, which compute the same: see `sglang_jax/layers/latent_attention.py`.
+
+Absorbed: queries are multiplied by what makes keys, and attend to latent vectors. Expanded: keys and values of heads
+are made from a tile of latent vectors at a time, and a softmax in progress takes them in (FlashAttention, Dao et al.
+2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from torch_backend.attention.interface import AttentionOptions, LatentHeads
+from torch_backend.attention.page_groups import SequenceGroup
+from torch_backend.batch import ForwardBatch
+from torch_backend.kv_pages import KVPages
+
+_KEYS_PER_TILE = 512
+_QUERIES_PER_BLOCK = 256
+"""Together they bound the scores in memory, `[heads, queries, keys]` in float32."""
+
+
+def absorbed(queries: torch.Tensor, heads: LatentHeads, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`[T, heads, key_dim + rotary_dim]` → `[T, heads, value_dim]`, by an `attend` that takes latent vectors as keys
+    and values of one kv head."""
+    key_dim, latent = heads.key_up.shape[1:]
+    plain, rotated = queries[..., :key_dim], queries[..., key_dim:]
+    found = attend(torch.cat((_by_head(plain, heads.key_up), rotated), dim=-1))
+    return _by_head(found[..., :latent], heads.value_up.transpose(1, 2))
+
+
+class ExpandedPlan:
+    """Sequences of a group in the expanded form, one after the other: a result depends on its own sequence alone."""
+
+    def __init__(self, group: SequenceGroup, batch: ForwardBatch) -> None:
+        self.group = group
+        self._pages = batch.page_table[group.sequences]
+
+    def attend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
+        """Queries of the group `[tokens, heads, key_dim + rotary_dim]` → `[tokens, heads, value_dim]`."""
+        each = zip(torch.split(queries, self.group.count), self._pages, self.group.lens, strict=True)
+        return torch.cat([_attend_sequence(mine, kv, pages, length, options) for mine, pages, length in each])
+
+
+def _attend_sequence(
+    queries: torch.Tensor, kv: KVPages, pages: torch.Tensor, length: int, options: AttentionOptions
+) -> torch.Tensor:
+    """The last queries of a sequence of `length` tokens in `pages`."""
+    assert options.latents is not None
+    before = length - len(queries)
+    # Of narrow numbers CUDA has products with float32 results, and a CPU none.
+    asked = queries.transpose(0, 1).to(queries.dtype if queries.is_cuda else torch.float32)
+    softmax = _Softmax(asked, options.latents.value_up.shape[1])
+    columns = max(_KEYS_PER_TILE // kv.page_size, 1)
+    for column in range(0, -(-length // kv.page_size), columns):
+        first = column * kv.page_size
+        # What lies behind the sequence's end may be NaN.
+        cached = kv.keys[pages[column : column + columns].long(), 0].flatten(0, 1)[: length - first]
+        keys, values = (part.to(asked.dtype) for part in _expand(cached, options.latents))
+        places = torch.arange(first, first + len(cached), device=queries.device)
+        for start in range(max(first - before, 0), len(queries), _QUERIES_PER_BLOCK):
+            block = slice(start, min(start + _QUERIES_PER_BLOCK, len(queries)))
+            scores = _product(asked[:, block], keys.transpose(1, 2)).mul_(options.scale)
+            if first + len(cached) > before + start + 1:
+                positions = torch.arange(before + block.start, before + block.stop, device=queries.device)
+                scores.masked_fill_(places > positions[:, None], -torch.inf)
+            softmax.add(block, scores, values)
+    return softmax.result().transpose(0, 1).to(queries.dtype)
+
+
+def _expand(cached: torch.Tensor, heads: LatentHeads) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[heads, n, key_dim + rotary_dim]` and values `[heads, n, value_dim]` of cached vectors `[n, ...]`."""
+    count, latent = heads.key_up.shape[0], heads.key_up.shape[2]
+    vectors, rotated = cached[:, :latent], cached[:, latent:]
+    keys, values = (
+        (vectors @ up.flatten(0, 1).T).view(len(cached), count, -1).transpose(0, 1)
+        for up in (heads.key_up, heads.value_up)
+    )
+    return torch.cat((keys, rotated.expand(count, -1, -1)), dim=-1), values
+
+
+class _Softmax:
+    """A softmax in progress over keys, of queries `[heads, T, ...]`: the largest score, the sum of exponentials, and
+    the weighted sum of values, in float32. Each query sees a key of the first tile."""
+
+    def __init__(self, queries: torch.Tensor, value_dim: int) -> None:
+        rows = queries.shape[:2]
+        self._largest = queries.new_full((*rows, 1), -torch.inf, dtype=torch.float32)
+        self._total = queries.new_zeros((*rows, 1), dtype=torch.float32)
+        self._weighted = queries.new_zeros((*rows, value_dim), dtype=torch.float32)
+
+    def add(self, block: slice, scores: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes in scores `[heads, block, n]`, which are overwritten, and values `[heads, n, value_dim]`."""
+        before, total, weighted = (each[:, block] for each in (self._largest, self._total, self._weighted))
+        largest = torch.maximum(before, scores.amax(-1, keepdim=True))
+        weights = scores.sub_(largest).exp_()
+        shrink = before.sub(largest).exp_()
+        total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+        weighted.mul_(shrink).add_(_product(weights.to(values.dtype), values))
+        before.copy_(largest)
+
+    def result(self) -> torch.Tensor:
+        """`[heads, T, value_dim]`."""
+        return self._weighted / self._total
+
+
+def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Matrix by matrix, with a float32 result."""
+    return torch.bmm(x, y) if x.dtype == torch.float32 else torch.bmm(x, y, out_dtype=torch.float32)
+
+
+def _by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """`x [T, heads, n]` by `[heads, n, m]` → `[T, heads, m]`."""
+    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
