@@ -1,4 +1,4 @@
-"""Options that are one of several values."""
+"""Options with a fixed set of values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_jax.value_spellings import value_named
 
 
 class Choice(StrEnum):
-    """One of several values, by any of its spellings."""
+    """One of a fixed set of values, each of which may have several spellings."""
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
@@ -49,7 +49,8 @@ class LoadFormat(Choice):
 
 
 class ModelImpl(Choice):
-    """Whose code a model is: ours, or that of transformers, which the Torch backend traces and rewrites."""
+    """Whether a model runs by this project's code, or by that of transformers, which the Torch backend traces and
+    rewrites."""
 
     NATIVE = "native"
     TRANSFORMERS = "transformers"
@@ -85,11 +86,11 @@ PASS_SUMMARIES: Mapping[CompilePass, str] = {
 """What each pass does, in the order in which they run."""
 
 ALWAYS_RUN = frozenset({CompilePass.PAGED_ATTENTION, CompilePass.COLLECTIVES})
-"""Without these nothing can be served."""
+"""Passes that run in any case, since no model could be served without them."""
 
 
 def chosen_passes(names: str) -> frozenset[CompilePass]:
-    """What `compile_passes` chooses. Raises `ValueError` for a name that no pass has."""
+    """The passes that `compile_passes` names, and `ALWAYS_RUN`. Raises `ValueError` for an unknown name."""
     if names in ("all", "none"):
         return frozenset(CompilePass) if names == "all" else ALWAYS_RUN
     known = {each.value: each for each in CompilePass}
@@ -142,10 +143,10 @@ class KVCacheDtype(Choice):
 
 
 class WeightQuantization(Choice):
-    """What weights are quantised to while they are loaded."""
+    """The format to which weights are quantised while they are loaded."""
 
     AUTO = "auto"
-    """Nothing: they are as the checkpoint stores them."""
+    """Not quantised: they stay as the checkpoint stores them."""
     INT8 = "int8"
     FLOAT8_E4M3 = "fp8"
 
@@ -156,7 +157,7 @@ class MambaDtype(Choice):
 
 
 class SamplingDefaults(Choice):
-    """Where a sampling field that a request leaves out gets its value."""
+    """The source of values for sampling fields that a request leaves out."""
 
     MODEL = "model"
     OPENAI = "openai"
@@ -170,14 +171,14 @@ class Warmup(Choice):
 
 
 class GrammarLibrary(Choice):
-    """What follows the grammars of requests."""
+    """The library that constrains outputs to the grammars of requests."""
 
     LLGUIDANCE = "llguidance"
     NONE = "none"
 
 
 class ToolCallParser(Choice):
-    """How a model writes calls of tools."""
+    """The syntax in which a model writes tool calls."""
 
     AUTO = "auto"
     HERMES = "hermes"
@@ -190,7 +191,7 @@ class ToolCallParser(Choice):
 
 
 class ReasoningParser(Choice):
-    """How a model writes its reasoning."""
+    """The syntax in which a model writes its reasoning."""
 
     NONE = "none"
     AUTO = "auto"
@@ -200,8 +201,8 @@ class ReasoningParser(Choice):
 
 
 class SpeculativeAlgorithm(Choice):
-    """What guesses the tokens that a request samples next. `NGRAM` looks where the end of its text stood before,
-    `DRAFT` is a second, smaller model."""
+    """The source of draft tokens. `NGRAM` continues the text as after an earlier occurrence of its last tokens; `DRAFT`
+    uses a second, smaller model."""
 
     NONE = "none"
     NGRAM = "ngram"

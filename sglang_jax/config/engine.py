@@ -37,7 +37,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 def _as_text(path: object) -> object:
-    """Python callers may give a path."""
+    """Accepts a path object from Python callers."""
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
@@ -45,7 +45,7 @@ WARMUP = (
     "programs compiled before the first request: full, all of them; first, one that fits for every step, while the "
     "others are compiled in the background (JAX on one node)"
 )
-"""What `warmup` does; its default differs."""
+"""Description of `warmup`, whose default differs between engine and server."""
 
 
 class EngineConfig(BaseModel):

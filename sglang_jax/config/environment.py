@@ -1,4 +1,4 @@
-"""What is read from the environment: here, and nowhere else."""
+"""The environment variables of the project. No other module reads the environment."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class Environment(BaseSettings):
-    """What is read from the environment; nothing else in the project reads it.
+    """Variables that start with `SGLANG_JAX_`.
 
     - `SGLANG_JAX_DEBUG_MEMORY=1`: every page has one recorded owner, and each step checks conservation.
-    - `SGLANG_JAX_API_KEY`, `SGLANG_JAX_ADMIN_API_KEY`: the server's keys, where no option gives them.
-    - `SGLANG_JAX_GROUP_SECRET`: what the nodes of a group know each other by, where `group_secret_file` is not given.
+    - `SGLANG_JAX_API_KEY`, `SGLANG_JAX_ADMIN_API_KEY`: the server's keys, if no option sets them.
+    - `SGLANG_JAX_GROUP_SECRET`: the secret by which the nodes of a group authenticate each other, if
+      `group_secret_file` is not set.
     """
 
     model_config = SettingsConfigDict(env_prefix="SGLANG_JAX_", hide_input_in_errors=True)
@@ -22,10 +23,10 @@ class Environment(BaseSettings):
 
 
 class TpuEnvironment(BaseSettings):
-    """What a TPU VM, or GKE in a container on one, says of its slice; `tpu.launch` alone looks at it.
+    """Variables by which a TPU VM, or GKE in a container on one, describes its slice; only `tpu.launch` reads them.
 
     - `TPU_ACCELERATOR_TYPE`: `v6e-8`; `TPU_TOPOLOGY`: `2x4`.
-    - `TPU_WORKER_ID`: which of the slice's nodes this is; `TPU_WORKER_HOSTNAMES`: all of them, with commas.
+    - `TPU_WORKER_ID`: index of this node in the slice; `TPU_WORKER_HOSTNAMES`: all nodes, separated by commas.
     """
 
     model_config = SettingsConfigDict(env_prefix="TPU_")
@@ -37,9 +38,9 @@ class TpuEnvironment(BaseSettings):
 
 
 class VisibleDevices(BaseSettings):
-    """Which accelerators this process was told to use, in the words of their drivers; replicas share these.
+    """The accelerators that this process may use, as their drivers name them; replicas share them.
 
-    - `CUDA_VISIBLE_DEVICES`: numbers or UUIDs of GPUs, with commas; `TPU_VISIBLE_CHIPS`: numbers of chips, likewise.
+    - `CUDA_VISIBLE_DEVICES`: indices or UUIDs of GPUs, separated by commas; `TPU_VISIBLE_CHIPS`: indices of chips.
     """
 
     cuda_visible_devices: str | None = None

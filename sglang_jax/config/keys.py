@@ -1,4 +1,4 @@
-"""Keys and secrets, given as they are, by a file or by the environment."""
+"""Keys and secrets, from an option, a file or the environment."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from sglang_jax.errors import ConfigError
 
 MIN_GROUP_SECRET = 16
-"""Fewest characters of the secret of a group of nodes."""
+"""Minimum length of the secret of a group of nodes, in characters."""
 
 
 def read_secret_file(path: Path) -> str:
-    """The file's text without spaces and line ends around it. Raises `ConfigError` if it cannot be read."""
+    """The file's text, without surrounding whitespace. Raises `ConfigError` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:
@@ -21,7 +21,7 @@ def read_secret_file(path: Path) -> str:
 
 
 def check_key(what: str, key: str) -> None:
-    """Raises `ConfigError` for a key that nobody could send, or that everybody would: an empty one."""
+    """Raises `ConfigError` for an empty key, which every client would send, and for one that no client could send."""
     if not key:
         raise ConfigError(f"{what} is empty, so anyone could use the server; is the variable unset?")
     if any(character.isspace() or not character.isprintable() for character in key):
@@ -29,8 +29,8 @@ def check_key(what: str, key: str) -> None:
 
 
 def one_key(name: str, given: str | None, file: Path | None, from_environment: str | None) -> str | None:
-    """The key that an option, a file or the environment gives; None if none does. Raises `ConfigError` for an option
-    beside a file, a file that cannot be read, and a key that `check_key` refuses."""
+    """The key from an option, a file or the environment; None if none of them has one. Raises `ConfigError` if both an
+    option and a file are given, for a file that cannot be read, and for a key that `check_key` refuses."""
     if given is not None and file is not None:
         raise ConfigError(f"{name} and {name}_file are both given: remove one")
     if given is not None:

@@ -14,7 +14,7 @@ from sglang_jax.config.keys import one_key
 
 MAX_STOP_CHARACTERS = 65_536
 MAX_GRAMMAR_CHARACTERS = 2**20
-"""What --max-stop-characters and --max-grammar-characters may be: more would take too long."""
+"""Upper limit of --max-stop-characters and --max-grammar-characters: longer texts would take too long to handle."""
 
 
 class ServerConfig(EngineConfig):
@@ -112,11 +112,11 @@ class ServerConfig(EngineConfig):
     log_format: LogFormat = Field(LogFormat.TEXT, description="format of log lines; json: one object per line")
 
     def client_key(self) -> str | None:
-        """The key that clients send, if there is one. Raises `ConfigError` for one that is empty or cannot be read."""
+        """The key that clients send; None if there is none. Raises `ConfigError` like `one_key`."""
         return one_key("api_key", self.api_key, self.api_key_file, Environment().api_key)
 
     def admin_key(self) -> str | None:
-        """The key that operators send, if there is one. Raises `ConfigError` like `one_key`."""
+        """The key that operators send; None if there is none. Raises `ConfigError` like `one_key`."""
         return one_key("admin_api_key", self.admin_api_key, self.admin_api_key_file, Environment().admin_api_key)
 
     @field_validator("allowed_origins")

@@ -1,4 +1,4 @@
-"""What to say to somebody whose option or value there is not: the nearest name, and what became of it."""
+"""Hints for unknown options and values: the nearest name, and what replaces it here."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from sglang_jax.spellings import NEEDLESS, REFUSED
 from sglang_jax.value_spellings import refused_value
 
 LEAST_ALIKE = 0.72
-"""Of a name that is suggested in place of another, by `difflib`: a letter or two apart, or a word shorter."""
+"""Minimum similarity of a suggested name, by `difflib`: one or two letters differ, or a word is missing."""
 
 _MISSPELT = 0.85
-"""Of a name of other engines: what became of it answers nobody who did not mean it."""
+"""Minimum similarity of a suggested name of another engine. It is higher, since the hint explains that name, and helps
+only if it was meant."""
 
 _AS_NEAR = 0.05
-"""A name that is less near than the nearest by more than this is not suggested with it."""
+"""Names are suggested together if their similarities differ by at most this."""
 
 _NEGATIONS = ("no_", "disable_")
 
@@ -26,13 +27,13 @@ _NEGATIONS = ("no_", "disable_")
 def did_you_mean(
     wanted: str, known: Iterable[str], *, others: Iterable[str] = (), show: Callable[[str], str] = str
 ) -> str:
-    """The question that follows "there is no option `wanted`", or nothing where no name is near.
+    """The hint that follows "there is no option `wanted`"; empty if no name is similar.
 
-    Where one of `others` is nearest it is named with what became of it: a name of ours that is less near would answer
-    something else. A name that means the opposite is never suggested.
+    If a name of another engine is the most similar, the hint says what replaces it here. A name that means the opposite
+    is never suggested.
 
-    - `wanted`, `known`: names with underscores. `others`: those of `NEEDLESS` and `REFUSED` that may be meant.
-    - `show`: how the answer writes a name.
+    - `wanted`, `known`: names with underscores. `others`: keys of `NEEDLESS` and `REFUSED` that may be meant.
+    - `show`: formats a name in the hint.
     """
     ours = set(known)
     ratios = {
@@ -52,7 +53,7 @@ def did_you_mean(
 
 
 def value_not_implemented(model: type[BaseModel], field: str, value: object) -> str | None:
-    """What became of a value that other engines have for the option `field`, if it is one."""
+    """What replaces a value that other engines have for the option `field`; None for any other value."""
     kind = model.model_fields[field].annotation if field in model.model_fields else None
     if not isinstance(kind, type) or not issubclass(kind, Choice):
         return None

@@ -2,7 +2,7 @@
 
 model = build_model(config, dtype=jnp.bfloat16, attention=AttentionImplementation.XLA)   # shapes only
 load_weights(model, reader, config, mesh)                # sglang_jax.jax_runner.weights
-model.arrange()                                          # into the form that the platform computes with
+model.arrange()                                          # into the layout that the platform computes with
 kv_caches = allocate(kv_cache_spec(config, jnp.bfloat16, num_pages, page_size), mesh)
 graph, state = nnx.split(model)                          # inside a jitted function: model = nnx.merge(graph, state)
 hidden, kv_caches = model(batch, kv_caches)              # [T, hidden_size]; donate kv_caches
@@ -46,12 +46,15 @@ def build_model(
     encodings: Encodings = all_plain,
     block_products: BlockProducts = no_blocks,
 ) -> Transformer:
-    """A model whose parameters are shapes until weights are loaded.
+    """A model whose parameters are only shapes until weights are loaded.
 
-    `dtype` is that of weights and activations: bfloat16, or float32 for exact float32 throughout. `platform` (`cpu`,
-    `gpu`, `tpu`; JAX's default unless given) decides the form of some weights. `kv_dtype` is that of keys and values in
-    the cache, `dtype` unless given. `encodings`: how matrices are stored, as plain numbers unless given.
-    `block_products`: the kernels for those in blocks, which are then also kept so; none unless given.
+    **Arguments:**
+
+    - `dtype`: of weights and activations; bfloat16, or float32 for exact float32 throughout.
+    - `platform`: `cpu`, `gpu` or `tpu`, which decides the layout of some weights; JAX's default if None.
+    - `kv_dtype`: of keys and values in the cache; `dtype` if None.
+    - `encodings`: how each matrix is stored; by default, all are plain numbers.
+    - `block_products`: makes the kernels of matrices that stay in blocks; by default, none do.
 
     **Raises:** `ValueError` for another dtype.
     """

@@ -1,4 +1,4 @@
-"""One decoder layer of any kind that `LayerConfig` describes."""
+"""One decoder layer, of any kind that a `LayerConfig` describes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from sglang_jax.layers.part import LayerMemory, LayerPart, LayerStep, PartOption
 
 
 class DecoderLayer(nnx.Module):
-    """What mixes tokens and feed-forward, each added to the residual stream, with norms where the config has them."""
+    """A token mixer (attention, a recurrent part, or both) and a feed-forward part, each added to the residual stream,
+    with the norms of the config."""
 
     def __init__(self, config: LayerConfig, options: PartOptions, number: int) -> None:
-        """`number`: which layer of the model it is, for errors. Raises `ConfigError` for a kind of part that this
+        """`number`: its place in the model, for error messages. Raises `ConfigError` for a kind of part that this
         backend does not have."""
 
         options = replace(options, layer=number)
@@ -45,34 +46,35 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, residual: jax.Array, step: LayerStep, memory: LayerMemory
     ) -> tuple[jax.Array, jax.Array, LayerMemory]:
-        """x `[T, hidden]` is what the layer below has yet to add to the residual stream `[T, hidden]`."""
+        """`x` `[T, hidden]` is the output of the layer below, which is not in the residual stream `[T, hidden]` yet.
+        Returns the same of this layer, and its memory after the step."""
         if self.config.mixer is None:
             x, residual = _add(self.feed_forward_norm, x, residual)
-            x, memory = self._fed(x, step, memory)
-            return *self._with_scale(self._given(self.feed_forward_post_norm, x), residual), memory
+            x, memory = self._feed_forward(x, step, memory)
+            return *self._with_scale(self._to_residual(self.feed_forward_post_norm, x), residual), memory
         x, residual = _add(self.attention_norm, x, residual)
-        with jax.named_scope("mixer"):  # as profiles show it
-            attended, memory = self._mixed(x, step, memory)
+        with jax.named_scope("mixer"):  # the name in profiles
+            attended, memory = self._mix(x, step, memory)
         if self.feed_forward is None:
-            x = self._given(self.attention_post_norm, attended)
+            x = self._to_residual(self.attention_post_norm, attended)
         elif self.config.parallel:
-            fed, memory = self._fed(x, step, memory)
+            fed, memory = self._feed_forward(x, step, memory)
             x = self._scaled(attended + fed)
         else:
-            x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
-            x, memory = self._fed(x, step, memory)
-            x = self._given(self.feed_forward_post_norm, x)
+            x, residual = _add(self.feed_forward_norm, self._to_residual(self.attention_post_norm, attended), residual)
+            x, memory = self._feed_forward(x, step, memory)
+            x = self._to_residual(self.feed_forward_post_norm, x)
         return *self._with_scale(x, residual), memory
 
     def _with_scale(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Both by the layer's number, if it has one."""
+        """Both multiplied by the layer's scale, if it has one."""
         if self.scale is None:
             return x, residual
         scale = self.scale[...].astype(x.dtype)
         return x * scale, residual * scale
 
-    def _mixed(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        """The output of what mixes tokens, and what it keeps."""
+    def _mix(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+        """The sum of the mixers' outputs, and their memory after the step."""
         outputs = []
         for part in (self.attention, self.recurrent):
             if part is not None:
@@ -80,13 +82,13 @@ class DecoderLayer(nnx.Module):
                 outputs.append(output)
         return sum(outputs[1:], outputs[0]), memory
 
-    def _fed(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
+    def _feed_forward(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         assert self.feed_forward is not None
         with jax.named_scope("feed_forward"):
             return self.feed_forward(x, step, memory)
 
-    def _given(self, norm: Norm | None, output: jax.Array) -> jax.Array:
-        """What a block gives to the residual stream."""
+    def _to_residual(self, norm: Norm | None, output: jax.Array) -> jax.Array:
+        """The output of a block as it is added to the residual stream."""
         return self._scaled(output if norm is None else norm(output))
 
     def _scaled(self, x: jax.Array) -> jax.Array:
@@ -94,7 +96,7 @@ class DecoderLayer(nnx.Module):
 
 
 def _add(norm: Norm | None, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds x to the residual stream: what the next block reads, and the sum."""
+    """Adds `x` to the residual stream. Returns the input of the next block, and the sum."""
     if norm is not None:
         return norm.add(x, residual)
     total = x + residual

@@ -1,4 +1,4 @@
-"""What the layers of a model keep of sequences, KV pages and recurrent states: shape, type, placement, size."""
+"""The memory of a model's layers, KV pages and recurrent states: shapes, dtypes, sharding and bytes."""
 
 from __future__ import annotations
 
@@ -28,41 +28,42 @@ from sglang_jax.layers.sharding import KV_AXES, MESH_AXIS, named_sharding
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 KVCaches = tuple[LayerMemory, ...]
-"""What each layer keeps."""
+"""The memory of each layer."""
 
 
 def states_of(memory: KVCaches) -> list[States]:
-    """The pools of states, of each layer that has some."""
+    """The state pools of each layer that has states."""
     return [layer.states for layer in memory if layer.states]
 
 
 def with_states(memory: KVCaches, states: list[States]) -> KVCaches:
-    """`memory` with other pools of states, in the order of `states_of`."""
+    """`memory` with other state pools, in the order of `states_of`."""
     others = iter(states)
     return tuple(replace(layer, states=next(others)) if layer.states else layer for layer in memory)
 
 
 @dataclass(frozen=True, slots=True)
 class StatePool:
-    """One array of a layer's states, `[slots, ...]`, and how its axes go over the mesh."""
+    """One array `[slots, ...]` of a layer's states, and its sharding over a mesh."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
     spec: PartitionSpec
 
     def on(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """Its shape spread over a mesh."""
+        """Its shape, sharded over a mesh."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=NamedSharding(mesh, self.spec))
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What all layers keep.
+    """The memory of all layers, with one entry per layer in each field but `storage`.
 
-    - `shapes`: of each layer's pages, `[num_pages, kv_heads, parts, page_size, lanes]`; `()` for one without pages.
-      `storage`: their type. `spread`: whether a device has some kv heads of a layer, and not all.
-    - `states`: shapes and types of each layer's pools for its state, none for attention.
-    - `counted`: of each layer, how many experts it counts the tokens of.
+    - `shapes`: of its pages, `[num_pages, kv_heads, parts, page_size, lanes]`; `()` for a layer without pages.
+    - `spread`: whether its KV heads are sharded over the devices; otherwise each device has them all.
+    - `storage`: dtype of pages.
+    - `states`: its state pools, empty for attention.
+    - `counted`: number of experts whose tokens it counts.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -72,8 +73,7 @@ class KVCacheSpec:
     counted: tuple[int, ...]
 
     def memory(self, mesh: Mesh) -> KVCaches:
-        """Shapes that stand for what each layer keeps, kv heads and heads of states spread over the mesh's tensor
-        axis."""
+        """The shapes of each layer's memory, with KV heads and heads of states sharded over the mesh's tensor axis."""
         heads, whole = named_sharding(mesh, KV_AXES), NamedSharding(mesh, PartitionSpec())
 
         def of(shape: tuple[int, ...], spread: bool, states: tuple[StatePool, ...], experts: int) -> LayerMemory:
@@ -85,7 +85,7 @@ class KVCacheSpec:
         return tuple(map(of, self.shapes, self.spread, self.states, self.counted))
 
     def bytes(self, layer: int, devices: int) -> int:
-        """What a layer keeps takes on each of so many devices."""
+        """Bytes of a layer's memory on each of `devices` devices."""
         pages = math.prod(self.shapes[layer]) * self.storage.itemsize if self.shapes[layer] else 0
         states = sum(math.prod(state.shape) * state.dtype.itemsize for state in self.states[layer])
         return pages // (devices if self.spread[layer] else 1) + states // devices
@@ -101,10 +101,11 @@ def kv_cache_spec(
     state_dtypes: StateDtypes | None = None,
     count_experts: bool = False,
 ) -> KVCacheSpec:
-    """Pages that hold keys and values of `dtype`, and slots for states; `platform` is JAX's default unless given.
+    """The memory of a model: pages with keys and values of `dtype`, and slots for states.
 
-    `num_pages`: of each of the model's cache groups, or one number for all of them. `state_dtypes`: float32 unless
-    given. `count_experts`: layers count the tokens that choose each expert.
+    - `num_pages`: pages, or slots, of each cache group, or one number for all of them.
+    - `platform`: JAX's default if None. `state_dtypes`: float32 if None.
+    - `count_experts`: whether layers count the tokens that choose each expert.
     """
     form = PlatformForm.of(platform or jax.default_backend())
     groups = group_of_layers(config)
@@ -114,9 +115,9 @@ def kv_cache_spec(
     def pages(layer: LayerConfig, group: int | None) -> tuple[int, ...]:
         if layer.attention is None or group is None:
             return ()
-        # One array holds all, so that one copy fetches a page.
+        # A page is one array, so that one copy fetches it.
         (heads, width), *others = dict.fromkeys((array.heads, array.width) for array in layer.attention.cached)
-        assert not others, "arrays of one shape"
+        assert not others, "cached arrays have one shape"
         shared = len(layer.attention.cached) == 1
         return page_shape(counts[group], heads or 1, page_size, width, tiled=form.tiled_kv_pages, shared=shared)
 
@@ -133,18 +134,18 @@ def kv_cache_spec(
 
 @dataclass(frozen=True, slots=True)
 class StateDtypes:
-    """Types of the arrays of states: see `architectures.StateDtype`."""
+    """Dtypes of the arrays of states: see `architectures.StateDtype`."""
 
     activations: jnp.dtype = _FLOAT32
     recurrent: jnp.dtype = _FLOAT32
 
     def of(self, kind: StateDtype) -> jnp.dtype:
-        """The type of an array of that kind."""
+        """The dtype of an array of that kind."""
         return self.activations if kind is StateDtype.ACTIVATIONS else self.recurrent
 
 
 def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes, *, tiled: bool) -> tuple[StatePool, ...]:
-    """`tiled`: the last inputs of convolutions are (see `kernels.causal_convolution`)."""
+    """`tiled`: whether the last inputs of convolutions are in tiles (see `kernels.causal_convolution`)."""
     recurrent = layer.recurrent
     if recurrent is None:
         return ()
@@ -160,7 +161,7 @@ def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes, *, tiled: bool) 
 
 
 def allocate(spec: KVCacheSpec, mesh: Mesh) -> KVCaches:
-    """Zeroed pages, kv heads spread over the mesh's tensor axis, and zeroed slots."""
+    """The memory of `spec`, filled with zeros."""
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), spec.memory(mesh))
 
 
@@ -173,8 +174,8 @@ def bytes_of_groups(
     state_dtypes: StateDtypes | None = None,
     devices: int = 1,
 ) -> tuple[int, ...]:
-    """Bytes of one page of each of the cache groups, or of one slot, over its layers, that each of so many devices has;
-    padding included."""
+    """Bytes on each of `devices` devices of one page, or one slot, of each cache group, over all of its layers and with
+    padding."""
     per_token = kv_cache_spec(config, dtype, 1, 1, platform=platform, state_dtypes=state_dtypes)
 
     def of_one(group: CacheGroup) -> int:

@@ -1,4 +1,4 @@
-"""The parameters of a model beside the manifest that they follow from."""
+"""The parameters of a model, matched with its manifest."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from sglang_jax.layers.parameter import Parameter
 from sglang_jax.models.transformer import Transformer
 
 HEAD = ParameterName(Part.HEAD)
-"""Made of the embeddings where these are tied to it."""
-
+"""A model with tied embeddings may have none: it then uses the embeddings."""
 
 _BETWEEN = ("matrix", "many")
-"""What lies between a layer and the arrays of its matrix: no part of the names that Orbax checkpoints have."""
+"""Attributes between a layer and the arrays of its matrix, which names in Orbax checkpoints leave out."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelParameter:
     """A parameter that is read from a checkpoint.
 
-    - `path`: where it is in the model, with dots; arrays of a matrix are their layer's.
-    - `names`: what the manifest calls the parts that it is made of.
+    - `path`: its place in the model, with dots, as in Orbax checkpoints.
+    - `names`: the manifest's names of the tensors that it consists of.
     """
 
     path: str
@@ -36,7 +35,7 @@ class ModelParameter:
 
 
 def parameters_of(model: Transformer) -> Iterator[ModelParameter]:
-    """Every parameter that is made of a checkpoint's, in the order of the model's state."""
+    """Every parameter that a checkpoint fills, in the order of the model's state."""
     for path, value in nnx.to_flat_state(nnx.state(model)):
         if value.parts:
             layer = int(path[1]) if path[0] == "layers" else None
@@ -46,7 +45,7 @@ def parameters_of(model: Transformer) -> Iterator[ModelParameter]:
 
 
 def matrices_in_8_bits(model: Transformer) -> dict[ParameterName, str]:
-    """The matrices whose values are in memory as they are stored, with a scale of each row, and the type of these."""
+    """The matrices that are in memory in 8 bits with a scale per row, and the dtype of their values."""
     return {
         name: parameter.value.dtype.name
         for parameter in parameters_of(model)
@@ -56,7 +55,7 @@ def matrices_in_8_bits(model: Transformer) -> dict[ParameterName, str]:
 
 
 def check_shapes(model: Transformer) -> None:
-    """Looks whether a model as it was built has the parameters of its manifest, each in its shape.
+    """Checks that a model has the parameters of its manifest, each in its shape.
 
     **Raises:** `ValueError` naming the first that differs.
     """
@@ -68,7 +67,7 @@ def check_shapes(model: Transformer) -> None:
         if built != shape:
             raise ValueError(f"{parameter.path} is built as {built}, the manifest has {shape}")
         for name in parameter.names:
-            missing.pop(name, None)  # a matrix may be several arrays
+            missing.pop(name, None)  # several arrays may belong to one matrix
     if not model.has_own_head:
         missing.pop(HEAD)
     if missing:

@@ -1,4 +1,4 @@
-"""The walk over a model's list of layers, with embeddings before it and a head behind."""
+"""A decoder-only model: embeddings, a list of layers, and a head."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _run_layer(
     step: LayerStep,
     memory: LayerMemory,
 ) -> tuple[jax.Array, jax.Array, LayerMemory]:
-    """One layer as a function of its weights. Of layers that are alike a program traces and lowers only one; the
-    compiler inlines every call."""
+    """One layer as a function of its weights. A program traces and lowers equal layers once; the compiler inlines every
+    call."""
     layer: DecoderLayer = nnx.merge(graph, state)
     return layer(x, residual, step, memory)
 
@@ -85,10 +85,10 @@ class Transformer(nnx.Module):
         self.form = form
 
     def arrange(self, devices: int = 1) -> None:
-        """Changes weights, once loaded to so many devices, to the form that their platform computes with.
+        """Changes the weights, or their shapes, to the layout that the platform computes with, after they were loaded
+        to `devices` devices.
 
-        Until then they are in the form of every platform, in which they are loaded and stored. Shapes that stand for
-        weights become those of that form.
+        Before that, they have the layout in which they are loaded and stored, the same on all platforms.
         """
         for _, module in nnx.iter_modules(self):
             if isinstance(module, BlockMatrix):
@@ -99,12 +99,12 @@ class Transformer(nnx.Module):
             self.put_outputs_first()
 
     def put_in_matrices(self) -> None:
-        """Every matrix of the layers with one axis of inputs and one of outputs: see `PlatformForm`."""
+        """Gives every matrix of the layers one axis of inputs and one of outputs: see `PlatformForm`."""
         self._arrange_layers(Matrices())
 
     def put_outputs_first(self) -> None:
-        """Every matrix as `[out, in]`: see `PlatformForm`. Tied embeddings are in this layout already, so that an own
-        head is given up."""
+        """Stores every matrix as `[out, in]`: see `PlatformForm`. Tied embeddings have this layout already, so a model
+        with them needs no separate head."""
         self._arrange_layers(OutputsFirst())
         if self.config.tie_word_embeddings:
             self._share_table(OutputsFirst())
@@ -117,7 +117,7 @@ class Transformer(nnx.Module):
                 module.matrix.arrange(layout)
 
     def _share_table(self, layout: Layout) -> None:
-        """Makes the embeddings the head too."""
+        """Makes the embeddings the head, too."""
         shared = PlainMatrix(self.embedding.table, 1, layout)
         if isinstance(self.head, FewOrMany):
             self.head.many = shared
@@ -126,12 +126,12 @@ class Transformer(nnx.Module):
 
     @property
     def has_own_head(self) -> bool:
-        """The head is another array than the embeddings."""
+        """Whether the head is a separate array, and not the embeddings."""
         plain = self.head.many if isinstance(self.head, FewOrMany) else self.head
         return not (isinstance(plain, PlainMatrix) and plain.kernel is self.embedding.table)
 
     def __call__(self, batch: ForwardBatch, kv_caches: KVCaches) -> tuple[jax.Array, KVCaches]:
-        """Hidden states `[T, hidden]` after the final norm, and the caches with the step's keys and values."""
+        """Hidden states `[T, hidden]` after the final norm, and the layers' memory after the step."""
         residual = self._embed(batch.tokens)
         x = jnp.zeros_like(residual)
         rotary = self._rotary_tables(batch.positions)
@@ -160,7 +160,7 @@ class Transformer(nnx.Module):
         return embedded * jnp.asarray(self.config.embedding_multiplier, dtype).astype(embedded.dtype)
 
     def _rotary_tables(self, positions: jax.Array) -> dict[tuple[RopeConfig | None, int], RotaryTables | None]:
-        """By rope and size of heads, each computed once."""
+        """The tables of each pair of a rope config and a rotary dimension, each computed once."""
         tables = rotary_tables_once if self.form.computes_again_for_each_reader else rotary_tables
         kinds = dict.fromkeys((attention.rope, attention.rotary_dim) for attention in self.config.attention)
         return {
@@ -171,7 +171,7 @@ class Transformer(nnx.Module):
         }
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
+        """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`."""
         with jax.named_scope("head"):
             logits = self.head.multiply(hidden)
         if self.config.logit_multiplier != 1.0:

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler."""
+"""Sampling parameters of requests, and a reference sampler."""
 
 from sglang_jax.sampling.defaults import GenerationDefaults, with_defaults
 from sglang_jax.sampling.params import (

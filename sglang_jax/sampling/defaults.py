@@ -1,4 +1,4 @@
-"""What a model's authors recommend for the sampling fields that a request leaves out."""
+"""Defaults of sampling fields that a model's authors recommend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_jax.sampling.params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Values for fields of `SamplingParams`, as generation_config.json has them; None where it says nothing."""
+    """Values for fields of `SamplingParams` from generation_config.json; None for fields that it does not set."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -32,10 +32,10 @@ class GenerationDefaults:
 
 
 def with_defaults(chosen: Mapping[str, Any], defaults: GenerationDefaults) -> SamplingParams:
-    """The fields that a request chose; of those that it left out, the model's; of the rest, the neutral values.
+    """The fields that a request sets, then the model's defaults, then neutral values.
 
-    A field in `chosen` always wins, a neutral value too, which is why it is a mapping: `SamplingParams` cannot tell a
-    temperature of 1 that was chosen from one that was not.
+    A field in `chosen` takes precedence even if its value is neutral. So `chosen` is a mapping: `SamplingParams` cannot
+    distinguish a temperature of 1 that was set from one that was not.
 
     **Raises:** `ParameterError` naming the field.
     """

@@ -1,4 +1,4 @@
-"""What an output must look like: the grammar that a request brings, as text."""
+"""Grammars that requests give as text, to constrain their outputs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from enum import StrEnum
 from sglang_jax.errors import ParameterError, shown
 
 MAX_GRAMMAR_CHARACTERS = 1 << 20
-"""Most characters of a grammar's text, whatever a server allows. What compiling takes grows with it, in places by its
-square."""
+"""Maximum length of a grammar's text, whatever a server allows. The time to compile it grows with its length, in some
+places quadratically."""
 
 MAX_CHOICES = 4096
-"""Most texts of which an output may be one."""
+"""Maximum number of texts in a grammar of kind `CHOICE`."""
 
 
 class GrammarKind(StrEnum):
-    """- JSON_SCHEMA: a JSON Schema; `{"type": "object"}` is any JSON object.
-    - REGEX: matched from the output's first character to its last.
-    - EBNF: Lark, or the GBNF of llama.cpp; the text shows which.
+    """The language that a grammar is written in.
+
+    - JSON_SCHEMA: a JSON Schema; `{"type": "object"}` allows any JSON object.
+    - REGEX: a regular expression that the whole output matches.
+    - EBNF: Lark, or the GBNF of llama.cpp; recognised by the text.
     - CHOICE: a JSON list of texts; the output is one of them.
-    - STRUCTURAL_TAG: JSON; free text in which triggers begin tagged parts, each of which follows a schema.
+    - STRUCTURAL_TAG: JSON; free text in which triggers start tagged parts, each of which follows a schema.
     """
 
     JSON_SCHEMA = "json_schema"
@@ -34,13 +36,13 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar as its request gave it.
+    """A grammar as a request gives it.
 
-    - `text`: what `kind` says.
-    - `field`: what the client calls it, for errors; not a part of what it means.
+    - `text`: in the language of `kind`.
+    - `field`: the client's name for it, for error messages; it does not change the meaning.
 
-    **Raises:** `ParameterError` for an empty text (white space alone is empty, except as a regular expression), one
-    that is too long, or JSON that is none.
+    **Raises:** `ParameterError` for a text that is empty (only whitespace counts as empty, except in a regular
+    expression), too long, or invalid JSON where `kind` needs JSON.
     """
 
     kind: GrammarKind
@@ -48,7 +50,9 @@ class Grammar:
     field: str = "grammar"
 
     def __post_init__(self) -> None:
-        if not (self.text if self.kind is GrammarKind.REGEX else self.text.strip()):  # " " is an expression
+        if not (
+            self.text if self.kind is GrammarKind.REGEX else self.text.strip()
+        ):  # " " is a valid regular expression
             raise ParameterError(f"{self.field} is empty", param=self.field)
         if len(self.text) > MAX_GRAMMAR_CHARACTERS:
             raise ParameterError(
@@ -67,7 +71,7 @@ class Grammar:
 
     @property
     def content(self) -> tuple[GrammarKind, str]:
-        """What it means: grammars with the same content are compiled once."""
+        """Its meaning: grammars with the same content are compiled once."""
         return self.kind, self.text
 
     def _check_json(self) -> None:
@@ -91,7 +95,7 @@ class Grammar:
 
 
 def json_grammar(schema: object, field: str = "grammar") -> Grammar:
-    """The grammar of a JSON Schema: its text, or the value itself. Raises `ParameterError`."""
+    """The grammar of a JSON Schema, given as text or as a value. Raises `ParameterError`."""
     return Grammar(GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else _as_json(schema, field), field)
 
 
@@ -101,7 +105,7 @@ def any_json_object(field: str) -> Grammar:
 
 
 def regex_grammar(pattern: str) -> Grammar:
-    """The grammar of what a regular expression matches from end to end. Raises `ParameterError`."""
+    """The grammar of texts that a regular expression matches as a whole. Raises `ParameterError`."""
     return Grammar(GrammarKind.REGEX, pattern)
 
 
@@ -111,12 +115,12 @@ def ebnf_grammar(text: str) -> Grammar:
 
 
 def choice_grammar(choices: Sequence[str], field: str = "grammar") -> Grammar:
-    """The grammar of one of some texts. Raises `ParameterError`."""
+    """The grammar of exactly one of `choices`. Raises `ParameterError`."""
     return Grammar(GrammarKind.CHOICE, _as_json(list(choices), field), field)
 
 
 def tag_grammar(tags: object, field: str = "grammar") -> Grammar:
-    """The grammar of text with tagged parts: JSON text, or the value itself. Raises `ParameterError`."""
+    """The grammar of text with tagged parts, given as JSON text or as a value. Raises `ParameterError`."""
     return Grammar(GrammarKind.STRUCTURAL_TAG, tags if isinstance(tags, str) else _as_json(tags, field), field)
 
 

@@ -1,4 +1,4 @@
-"""The fields in which clients of other engines and of OpenAI ask for a grammar: from their names to `Grammar`."""
+"""Request fields of OpenAI and of other engines that ask for a grammar."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from sglang_jax.sampling.grammar import (
 )
 
 Reader = Callable[[Any, str], Grammar | None]
-"""The grammar of a field's value, and what the field is called; None where it asks for none. Raises
-`ParameterError`."""
+"""From a field's value and name to its grammar; None for a value that asks for no grammar. Raises `ParameterError`."""
 
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
-    """The grammar that some fields of a request ask for, whatever they are called; None where there is none. Fields
-    that are None, and those that have other names, say nothing.
+    """The grammar that the fields of a request ask for, under any of their names; None if they ask for none. Fields
+    whose value is None, and fields with other names, are ignored.
 
-    **Raises:** `ParameterError` for a value that is none, and for several grammars at once.
+    **Raises:** `ParameterError` for an invalid value, and for more than one grammar.
     """
     found: Grammar | None = None
     for name, read in READERS.items():
@@ -81,7 +80,7 @@ def _any_object(value: object, field: str) -> Grammar | None:
 
 
 def _response_format(value: object, field: str) -> Grammar | None:
-    """OpenAI's, and SGLang's structural tags, which stand in the same place."""
+    """`response_format` of OpenAI, in which SGLang also accepts structural tags."""
     wanted = _mapping(value, field)
     match wanted.get("type"):
         case "text":
@@ -103,8 +102,8 @@ def _response_format(value: object, field: str) -> Grammar | None:
 
 
 def _named_schema(value: object, field: str) -> Grammar:
-    """A schema with a name. With `strict` set to false, keywords that cannot be enforced are left out; otherwise they
-    are refused: what was asked for would not be what is given."""
+    """A schema with a name. Keywords that cannot be enforced are refused, unless `strict` is false: then they are
+    ignored."""
     named = _mapping(value, field)
     _refuse_others(named, ("name", "description", "schema", "strict"), field)
     place = f"{field}.schema"
@@ -169,7 +168,7 @@ def _with_whitespace(grammar: Grammar | None, pattern: str, field: str) -> Gramm
 
 
 def _with_options(schema: dict[str, Any], **options: object) -> dict[str, Any]:
-    """A schema with options of its compilation; those that it has already stay."""
+    """A schema with options of its compilation; options that it already has take precedence."""
     own = schema.get("x-guidance")
     return {**schema, "x-guidance": {**options, **(own if isinstance(own, dict) else {})}}
 
@@ -200,7 +199,7 @@ READERS: dict[str, Reader] = {
     "guided_grammar": _ebnf,
     "structured_outputs": _structured_outputs,
 }
-"""How the field of each name is read."""
+"""The reader of each field."""
 
 SPELLINGS = frozenset({*READERS, "guided_whitespace_pattern"})
-"""Every field that says something of a grammar."""
+"""All fields that concern grammars."""

@@ -40,7 +40,7 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ParameterError(f"{name} must be a number, got {shown(value)}", param=name)
     within = low < value <= high if open_low else low <= value <= high
-    if not within:  # nor is one that is not a number
+    if not within:  # NaN is not within any range
         bracket = "(" if open_low else "["
         raise ParameterError(f"{name} must be in {bracket}{low:g}, {high:g}], got {shown(value)}", param=name)
 
@@ -130,7 +130,7 @@ class SamplingParams:
         self._check_sequences()
 
     def _check_sequences(self) -> None:
-        # Most requests have none of these, and thousands may arrive at once.
+        # Thousands of requests may arrive at once, and most of them have none of these.
         if self.stop or isinstance(self.stop, str):
             self._check_stop()
         if self.stop_token_ids:

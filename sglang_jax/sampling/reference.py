@@ -1,4 +1,4 @@
-"""How a token is sampled, in plain numpy, one row at a time: the oracle that a backend's sampler is tested against."""
+"""A sampler in plain numpy, one row at a time: the oracle in tests of the backends' samplers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Float64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSample:
-    """A sampled token (None if a logit was not finite), and how far the sample was from ending otherwise.
+    """A sampled token (None if a logit was not finite), and how close the decision was.
 
-    `margin` is the least of: the distance of a cumulative probability to `top_p`, of a relative probability to
-    `min_p`, and of the two best scores. Another sampler may differ where it is within rounding of zero.
+    `margin` is the minimum of three distances: of a cumulative probability from `top_p`, of a relative probability from
+    `min_p`, and between the two best scores. Another sampler may differ where rounding exceeds it.
     """
 
     token: int | None
@@ -46,7 +46,7 @@ def adjusted_logits(
 
 
 def kept_tokens(adjusted: Float32, sampling: SamplingParams) -> tuple[Bool, float]:
-    """Tokens that top-k, top-p and min-p keep at a temperature above 0, bool `[vocab]`, and the margin of that.
+    """Tokens that top-k, top-p and min-p keep at a temperature above 0, bool `[vocab]`, and the margin of the decision.
 
     Ties with the least likely token kept are kept.
     """
@@ -70,7 +70,7 @@ def kept_tokens(adjusted: Float32, sampling: SamplingParams) -> tuple[Bool, floa
 
 
 def probabilities(adjusted: Float32, sampling: SamplingParams) -> Float64:
-    """Distribution that a token is sampled from, float64 `[vocab]`, at a temperature above 0."""
+    """The distribution of the sampled token, float64 `[vocab]`, at a temperature above 0."""
     kept, _ = kept_tokens(adjusted, sampling)
     scaled = (adjusted.astype(np.float64) - adjusted.max()) / sampling.temperature
     weights = np.where(kept, np.exp(scaled), 0.0)

@@ -1,6 +1,6 @@
 """Looks for the habits of habits.yaml in docs, examples, help texts, errors, log lines, returned texts, the
-docstrings that the site's reference and the server's /docs show, and comments of what operators copy; and for misspelt
-words in all of them.
+docstrings that the site's reference and the server's /docs show, comments of what operators copy, and all docstrings
+and comments of the packages in `READ_WHOLE`; and for misspelt words in all of them.
 
 Run by `make check`: python tests/prose/check.py [FILE ...]
 """
@@ -23,6 +23,14 @@ PACKAGES = ("sglang_jax", "torch_backend", "tpu")
 LOG_METHODS = frozenset({"debug", "info", "warning", "error", "exception", "critical"})
 SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reason"})
 """Keywords whose texts a user reads."""
+
+READ_WHOLE = (
+    "sglang_jax/config",
+    "sglang_jax/models",
+    "sglang_jax/sampling",
+    "torch_backend/models",
+)
+"""Packages whose docstrings and comments are all checked. The others follow as they are rewritten."""
 
 NEWLINE = "\n"
 ROUTES = frozenset({"get", "post", "put", "delete", "head"})
@@ -96,6 +104,9 @@ def _of_python(path: Path) -> Iterator[Text]:
     """Help texts, the first argument of what is raised, logged or printed, and docstrings that are shown."""
     tree = ast.parse(path.read_text())
     where = path.relative_to(ROOT)
+    if where.as_posix().startswith(tuple(f"{package}/" for package in READ_WHOLE)):
+        yield from _all_docstrings(path, tree)
+        yield from _of_comments(path)
     if path in referred():
         yield from _docstrings(path, tree)
     if where.parts[0] == "examples":
@@ -136,6 +147,13 @@ def _docstrings(path: Path, tree: ast.Module) -> Iterator[Text]:
                     yield _docstring(path, part)
                 elif isinstance(part, ast.Expr):
                     yield from _strings(path, [part.value])
+
+
+def _all_docstrings(path: Path, tree: ast.Module) -> Iterator[Text]:
+    """Those of private names as well, and texts under attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield from _strings(path, [node.value])
 
 
 def _docstring(path: Path, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Text:

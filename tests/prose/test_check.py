@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
-from check import ROOT, checked_files, found, habits, passages, referred
+from check import READ_WHOLE, ROOT, checked_files, found, habits, passages, referred
 
 sys.path.pop()
 
@@ -122,6 +122,17 @@ def test_of_a_module_in_the_reference_docstrings_are_read(here: Path, monkeypatc
     without = hits(module)
     monkeypatch.setattr("check.referred", lambda: {module})
     assert hits(module) - without == {(25, "Beside"), (29, "anew"), (32, "Whoever"), (39, "Likewise")}
+
+
+def test_of_a_package_that_is_read_whole_all_docstrings_and_comments_are_read(here: Path) -> None:
+    module = here / f"{READ_WHOLE[0]}/module.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(PYTHON)
+    (here / "module.py").write_text(PYTHON)
+    of_module = {(1, "begun"), (1, "anew"), (4, "begun"), (4, "anew")}
+    of_names = {(25, "Beside"), (29, "anew"), (32, "Whoever"), (35, "Whoever"), (39, "Likewise")}
+    assert hits(module) - hits(here / "module.py") == of_module | of_names
+    assert all((ROOT / package).is_dir() for package in READ_WHOLE)
 
 
 def test_the_reference_is_read() -> None:

@@ -1,4 +1,4 @@
-"""One decoder layer of any kind that `LayerConfig` describes."""
+"""One decoder layer, of any kind that a `LayerConfig` describes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch_backend.layers.part import LayerPart, LayerStep, PartOptions
 
 
 class DecoderLayer(Loadable):
-    """What mixes tokens and feed-forward, each added to the residual stream, with norms where the config has them."""
+    """A token mixer (attention, a recurrent part, or both) and a feed-forward part, each added to the residual stream,
+    with the norms of the config."""
 
     def __init__(self, config: LayerConfig, options: PartOptions, number: int) -> None:
-        """`number`: which layer of the model it is, for errors. Raises `ConfigError` for a kind of part that this
+        """`number`: its place in the model, for error messages. Raises `ConfigError` for a kind of part that this
         backend does not have."""
         super().__init__()
         options = replace(options, layer=number)
@@ -47,40 +48,41 @@ class DecoderLayer(Loadable):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: LayerStep, memory: LayerMemory
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x `[T, hidden]` is what the layer below has yet to add to the residual stream, which begins with it."""
+        """`x` `[T, hidden]` is the output of the layer below, which is not in the residual stream `[T, hidden]` yet;
+        before the first layer, there is no stream. Returns the same of this layer."""
         if self.config.mixer is None:
             x, residual = _add(self.feed_forward_norm, x, residual)
-            return self._with_scale(self._fed(x, step, memory), residual)
+            return self._with_scale(self._feed_forward(x, step, memory), residual)
         x, residual = _add(self.attention_norm, x, residual)
-        attended = self._mixed(x, step, memory)
+        attended = self._mix(x, step, memory)
         if self.feed_forward is None:
-            x = self._given(self.attention_post_norm, attended)
+            x = self._to_residual(self.attention_post_norm, attended)
         elif self.config.parallel:
-            x = self._given(None, attended + self.feed_forward(x, step, memory))
+            x = self._to_residual(None, attended + self.feed_forward(x, step, memory))
         else:
-            x, residual = _add(self.feed_forward_norm, self._given(self.attention_post_norm, attended), residual)
-            x = self._fed(x, step, memory)
+            x, residual = _add(self.feed_forward_norm, self._to_residual(self.attention_post_norm, attended), residual)
+            x = self._feed_forward(x, step, memory)
         return self._with_scale(x, residual)
 
-    def _fed(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """What the feed-forward part gives to the residual stream."""
+    def _feed_forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """The output of the feed-forward part as it is added to the residual stream."""
         assert self.feed_forward is not None
-        return self._given(self.feed_forward_post_norm, self.feed_forward(x, step, memory))
+        return self._to_residual(self.feed_forward_post_norm, self.feed_forward(x, step, memory))
 
     def _with_scale(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both by the layer's number, if it has one."""
+        """Both multiplied by the layer's scale, if it has one."""
         return (x, residual) if self.scale is None else (x * self.scale, residual * self.scale)
 
-    def _mixed(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """The output of what mixes tokens; what it keeps is written into `memory`."""
+    def _mix(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
+        """The sum of the mixers' outputs. Writes their pages and states into `memory`."""
         parts = [part for part in (self.attention, self.recurrent) if part is not None]
         found: torch.Tensor = parts[0](x, step, memory)
         for part in parts[1:]:
             found = found + part(x, step, memory)
         return found
 
-    def _given(self, norm: Norm | None, output: torch.Tensor) -> torch.Tensor:
-        """What a block gives to the residual stream, of a rank's part of its output."""
+    def _to_residual(self, norm: Norm | None, output: torch.Tensor) -> torch.Tensor:
+        """The output of a block as it is added to the residual stream, from each rank's share of it."""
         x = self._parallel.all_reduce(output)
         if norm is not None:
             x = norm(x)
@@ -89,5 +91,5 @@ class DecoderLayer(Loadable):
 
 
 def _add(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds x to the residual stream: what the next block reads, and the sum."""
+    """Adds `x` to the residual stream. Returns the input of the next block, and the sum."""
     return add_without_norm(x, residual) if norm is None else norm.add(x, residual)

@@ -1,4 +1,4 @@
-"""The walk over a model's list of layers, with embeddings before it and a head behind."""
+"""A decoder-only model: embeddings, a list of layers, and a head."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torch_backend.rotary import NoRotation, RotaryTables
 
 
 class Transformer(nn.Module):
-    """The decoder with its embeddings and head, or a rank's part of it. For inference: nothing has gradients."""
+    """The decoder with its embeddings and head, or a rank's shard of it. For inference: nothing has gradients."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Transformer(nn.Module):
             )
         ]
         self._steps = [kind for kind in dict.fromkeys(kinds) if kind is not None]
-        # Behind the steps of layers with attention comes that of the others.
+        # The last entry is the step of layers without attention.
         self._step_of_layer = tuple(-1 if kind is None else self._steps.index(kind) for kind in kinds)
         self._num_groups = num_paged_groups(config)
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
@@ -88,14 +88,14 @@ class Transformer(nn.Module):
         self._states = states
 
     def tie(self) -> None:
-        """Makes the embeddings, as they are now, the head too."""
+        """Makes the embeddings the head, too, with their present values."""
         matrix = self.head.linear.matrix
         assert isinstance(matrix, PlainMatrix), "embeddings are plain"
         matrix.weight = self.embedding.weight
 
     @property
     def layers_with_sinks(self) -> tuple[int, ...]:
-        """Numbers of layers whose attention has sinks."""
+        """Indices of the layers whose attention has sinks."""
         mixers = enumerate(layer.attention for layer in self.config.layers)
         return tuple(number for number, attention in mixers if attention is not None and attention.sinks)
 
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         return self.final_norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[m, vocab]` of hidden states `[m, hidden]`, on every rank."""
+        """Logits float32 `[m, vocab]` of hidden states `[m, hidden]`, on every rank."""
         found: torch.Tensor = self.head(hidden)
         if self.config.logit_multiplier != 1.0:
             found = found * self.config.logit_multiplier
@@ -129,9 +129,9 @@ class Transformer(nn.Module):
         return found
 
     def arrange(self, layout: Layout) -> None:
-        """Puts loaded matrices in a layout; at any time one of them is held twice.
+        """Changes loaded matrices to a layout, one at a time, so that at most one of them is in memory twice.
 
-        Tied embeddings are held in both forms: rows are looked up in the plain one."""
+        Tied embeddings stay in memory in both layouts: rows are looked up in the plain one."""
         freed = FreedMemory()
         for module in self.modules():
             if isinstance(module, Linear):
@@ -160,12 +160,15 @@ def build_model(
     encodings: Encodings = all_plain,
     block_matrices: BlockMatrices | None = None,
 ) -> Transformer:
-    """A model without values (`weights.load_weights` gives them), of which each rank of `parallel` holds its part.
+    """A model without values, until `weights.load_weights` fills it; each rank of `parallel` holds its shard.
 
-    **Arguments:** `states`: torch operations unless given. `encodings`: how matrices are stored; plain unless given.
-    `block_matrices`: what keeps those in blocks so, too.
+    **Arguments:**
 
-    **Raises:** `ConfigError` if the model cannot be divided among so many ranks.
+    - `states`: the kernels of recurrent layers; torch operations by default.
+    - `encodings`: how each matrix is stored; by default, all are plain numbers.
+    - `block_matrices`: makes the matrices that stay in blocks.
+
+    **Raises:** `ConfigError` if the model cannot be sharded over this number of ranks.
     """
     return Transformer(
         config,
