@@ -7,7 +7,7 @@ import re
 import msgspec
 from msgspec import Raw
 
-from sglang_jax.scheduler.arrivals import arrival_seed
+from sglang_jax.scheduler.request_builder import arrival_seed
 
 _SEVERAL_PROMPTS = re.compile(rb'\[\s*["\[]')
 

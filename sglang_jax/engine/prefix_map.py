@@ -94,7 +94,7 @@ class _CountedPages(Component):
     def session_ends(self, node: Node) -> None:
         """As `session_begins`."""
 
-    def turn_spare(self, node: Node, spare: bool) -> None:
+    def set_spare(self, node: Node, spare: bool) -> None:
         """As `session_begins`."""
 
     def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:

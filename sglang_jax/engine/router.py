@@ -32,8 +32,8 @@ from sglang_jax.errors import (
     SessionNotFoundError,
     shown,
 )
-from sglang_jax.scheduler.arrivals import arrival_seed
 from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
+from sglang_jax.scheduler.request_builder import arrival_seed
 
 logger = logging.getLogger(__name__)
 

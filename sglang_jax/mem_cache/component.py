@@ -93,7 +93,7 @@ class Component(ABC):
     def session_ends(self, node: Node) -> None:  # noqa: B027
         """The last one no longer does."""
 
-    def turn_spare(self, node: Node, spare: bool) -> None:  # noqa: B027
+    def set_spare(self, node: Node, spare: bool) -> None:  # noqa: B027
         """Sessions alone depend on the node and what is below it from now on; or no longer, not `spare`."""
 
     @abstractmethod

@@ -90,7 +90,7 @@ class FullKV(PooledComponent):
     def session_ends(self, node: Node) -> None:
         self.session -= len(self.pages(node))
 
-    def turn_spare(self, node: Node, spare: bool) -> None:
+    def set_spare(self, node: Node, spare: bool) -> None:
         count = len(self.pages(node))
         self.spare += count if spare else -count
 

@@ -12,12 +12,12 @@ import numpy as np
 from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.build import build_groups
 from sglang_jax.mem_cache.group import Group
+from sglang_jax.mem_cache.kv_validation import KVValidation
 from sglang_jax.mem_cache.ledger import request_owner
 from sglang_jax.mem_cache.lengths import ONE, Index, RowLengths
 from sglang_jax.mem_cache.pins import Kept, Pins
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Bookmark, Namespace, Probe, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
-from sglang_jax.mem_cache.trust import Trust
 from sglang_jax.runner.plan import Int32, PageDeltas, PoolSpec, SlotCopies
 
 TokenBytes = bytes | memoryview
@@ -90,7 +90,7 @@ class KVCache:
         self.tree = RadixTree(self.page_size, tuple(group.component for group in self.groups))
         self.pins = Pins(self.tree, self.groups)
         self.open_rows: dict[int, RowKV] = {}
-        self.trust = Trust(self.tree, self.groups)
+        self.trust = KVValidation(self.tree, self.groups)
         # A step with drafts may take a row further than a page.
         self._steps_between = 1 if drafts else min([_MOST_BETWEEN, *(group.slack for group in self._shrinking)])
         self._steps_since_let_go = 0

@@ -288,12 +288,12 @@ class RadixTree:
             for component in self.components:
                 component.session_begins(node)
         node.sessions += 1
-        self._turn_spare(node, True)
+        self._set_spare(node, True)
 
-    def _turn_spare(self, node: Node, spare: bool) -> None:
+    def _set_spare(self, node: Node, spare: bool) -> None:
         if 0 < node.locks == node.sessions:
             for component in self.components:
-                component.turn_spare(node, spare)
+                component.set_spare(node, spare)
 
     def extend_session(self, held: Node, node: Node) -> bool:
         """A session that depends on `held` depends on `node` from now on, which is `held` or below it; False, and
@@ -315,7 +315,7 @@ class RadixTree:
             for component in self.components:
                 component.pin(node)
         elif node.sessions:
-            self._turn_spare(node, False)
+            self._set_spare(node, False)
         node.locks += 1
 
     def unlock(self, node: Node, *, session: bool = False) -> None:
@@ -330,7 +330,7 @@ class RadixTree:
                 raise RuntimeError(f"tree node {node.id} was unlocked more often than locked")
             node.locks -= 1
             if node.sessions:
-                self._turn_spare(node, True)
+                self._set_spare(node, True)
             if node.locks == 0:
                 loose = True
                 for component in self.components:
@@ -345,7 +345,7 @@ class RadixTree:
         for each in node.path():
             if each.sessions <= 0:
                 raise RuntimeError(f"tree node {each.id} was let go by more sessions than have it")
-            self._turn_spare(each, False)
+            self._set_spare(each, False)
             each.sessions -= 1
             if each.sessions == 0:
                 for component in self.components:

@@ -1,4 +1,4 @@
-"""Gives rows to waiting requests, as far as rows, pages, the reserve and the step's tokens allow."""
+"""Admission: which waiting requests get a row, within the limits of rows, pages, the reserve and the step's tokens."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.radix_tree import Probe
 from sglang_jax.scheduler.chunking import PRIORITY_TURN, PrefillWork, goes_by_priority
+from sglang_jax.scheduler.prefixes_in_progress import PrefixesInProgress
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.reserve import CLIP, NewTokenReserve
 from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, Rows
-from sglang_jax.scheduler.sharing import UnderWay
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 MAX_SHARERS_PASSED = 64
-"""Requests that may be passed over in one step because a prefix of theirs is being computed."""
+"""Maximum requests that are skipped in one step because a prefix of theirs is being computed."""
 
 SHARER_LOOKS = 4
-"""A request waits for a prefix that is being computed for this many looks in which it does not grow."""
+"""Maximum looks at the queue for which a request waits for a prefix that is being computed, but has not grown."""
 
 RETRY_STEPS = 8
-"""A refused request is tried again after this many steps even if nothing was released: the reserve decays."""
+"""A request that did not fit is tried again after this many steps even if nothing was released: the reserve decays."""
 
 AGED_TURN = 8
-"""Of so many rows given while the oldest request waits, the last goes to it."""
+"""Every Nth row goes to the oldest waiting request."""
 
 PASSED_TURN = 4
-"""Of so many rows given past a request whose turn it is, to other tenants or to higher priorities, the last goes to
+"""A request that is next in the fair order gets every Nth row that other tenants or higher priorities would take before
 it."""
 
 GUEST_TURN = 2
-"""Of so many rows given while client requests wait that have none, the last goes to one of them, if the others would go
-to such as have one."""
+"""Every Nth row goes to a client request without one, if the other rows go to client requests that have one."""
 
 GUEST_ROWS = 32
-"""Of so many rows one is kept for client requests that have none: others leave it free until one of these has it."""
+"""One of this many rows is reserved for client requests that have no other row."""
 
 BACKFILL_SEATS = 32
 BACKFILL_STEPS = 256
-"""So many requests, and for so many steps, may be given room past one that does not fit; then room is kept for it."""
+"""After this many later requests were admitted past a request that does not fit, or after this many steps, room is kept
+for it."""
 
 MAX_REFUSALS = 8
-"""Requests that do not fit, after which a look at the queue goes on with those that have the least work."""
+"""After this many requests that do not fit, a look at the queue continues with the requests with the least work."""
 
 LEAST_WORK_LOOKS = 8
-"""Requests with the least work that are looked at in a step whose tokens are all spoken for."""
+"""Requests with the least work that are considered in a step whose tokens are all claimed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What one look at the queue decided, and whom it took out of it: who starts, in this order, each with memory and
-    in PREFILL; and who can never fit, and is to be told."""
+    """The requests that one look at the queue removed from it: `seated`, in this order, each with pages and in PREFILL;
+    and `too_large`, which can never fit and are to be refused."""
 
     seated: list[Request]
     too_large: list[Request]
@@ -65,22 +65,23 @@ _NOBODY = Decisions([], [])
 
 
 class Admission:
-    """Takes requests from the queue in its order, while the step has tokens for them; once it has none, those that have
-    less work than the prompts under way, as a chunk of theirs goes first.
+    """Takes requests from the queue in its order, while the step has unclaimed prompt tokens. After that, it takes only
+    requests with less work than the running prompts, because their chunks go first.
 
-    Nobody starves. While the oldest request waits, every `AGED_TURN`-th row is its own. One that does not fit lets
-    others into room that it cannot use, for a bounded number of them and of steps; then room is kept for it.
+    No request starves. While the oldest request waits, it gets every `AGED_TURN`-th row. A request that does not fit
+    lets later ones use the room that it cannot, for a bounded number of them and of steps; then room is kept for it.
 
-    Nor does a tenant. Higher priorities, and prompts with less work, go before a request of another tenant whose turn
-    it is, or of lower priority, for a bounded number of rows (`PASSED_TURN`).
+    No tenant starves. Higher priorities, and prompts with less work, overtake the request that is next in the fair
+    order for a bounded number of rows (`PASSED_TURN`).
 
-    A request whose prompt goes on like one that is being computed is passed over until that prefix is in the tree:
-    computing it once and waiting a step is cheaper than computing it twice.
+    A request is skipped while its next page is being computed for another request: computing the prefix once and
+    waiting a step is cheaper than computing it twice.
 
-    Under policies that do not mind turns, a client request of a thousand prompts could have all rows for as long as it
-    likes: those that have no row are its *guests*, and are given every other one. And under all policies, a row in
-    `GUEST_ROWS` is for guests alone, as those that a large client request has may be busy for minutes. While guests
-    have theirs, all others are had by turns: else who comes with one prompt at a time would be given every row.
+    Under policies that ignore the fair order, one client request with a thousand prompts could take all rows. Client
+    requests without a row, its *guests*, then get every second row. Under all policies, one row in `GUEST_ROWS` is
+    reserved for guests, because the rows of a large client request may be busy for minutes. While guests hold their
+    reserved rows, the other rows follow the fair order; otherwise a tenant that sends one prompt at a time would get
+    every row.
     """
 
     aged_turn = AGED_TURN
@@ -105,7 +106,7 @@ class Admission:
         self._seats_by_priority = 0
 
     def admit(self, allowance: int, step: int) -> Decisions:
-        """Decides who starts. `allowance`: prompt tokens that the step may compute; `step`: its number."""
+        """Decides which requests start. `allowance`: prompt tokens that the step may compute; `step`: its number."""
         if allowance <= 0 or not self._cache.num_free_rows or not self._queue.worth_a_look():
             return _NOBODY
         by_priority = goes_by_priority(step) and self._seats_by_priority < PRIORITY_TURN - 1
@@ -117,16 +118,16 @@ class Admission:
             if guest is None or not self._consider(guest, look):
                 break
         if not look.seated:
-            # The next look is in a step in which priorities do not count.
+            # The next look is in a step that ignores priorities.
             self._queue.pause((PRIORITY_TURN - 2 - step) % PRIORITY_TURN or RETRY_STEPS - 1)
         elif self._queue:
-            look.under_way.note_sharers(look.seated, self._queue.front(MAX_SHARERS_PASSED))
+            look.in_progress.note_sharers(look.seated, self._queue.front(MAX_SHARERS_PASSED))
         return Decisions(look.seated, look.too_large)
 
     def _instead_of(self, request: Request, look: _Look) -> Request | None:
-        """Who may have a row if `request` is next: itself, unless only those for guests are left and its client request
-        has one; then the first guest, None if there is none that was not looked at. Requests without a client's name,
-        as those of a script's engine, are nobody's rivals."""
+        """The request that gets a row when `request` is next: `request` itself, unless only rows for guests are left
+        and its client request has a row. Then it is the first guest, or None if all guests were considered. Requests
+        without a client's name, like those of a script's engine, do not compete for rows of guests."""
         if request is look.aged or not request.flow_key[1] or request.flow_key not in look.flows:
             return request
         while (kept := self._guest_rows) >= (free := self._cache.num_free_rows):
@@ -141,12 +142,12 @@ class Admission:
         return request
 
     def _reclaim(self) -> bool:
-        """Takes rows of requests that are over; False if there are none to be had."""
+        """Releases rows of ended requests; False if there are none."""
         return self._rows.release(RECLAIMED_AT_ONCE) > 0
 
     def _candidates(self, look: _Look) -> Iterator[Request]:
-        """Waiting requests in the order in which to look at them, each once: an order may tell of such as this look has
-        taken out of the queue since. The oldest comes whenever it is its turn."""
+        """Waiting requests in the order in which to consider them, each once. The orders of the queue may still contain
+        requests that this look has removed. The oldest request is inserted whenever it is due."""
         queue = self._queue
         reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
         for request in self._by_order(look, reach):
@@ -159,7 +160,7 @@ class Admission:
                     yield one
 
     def _passed(self, request: Request) -> Request | None:
-        """Whose turn it is, if `request` would go before it and so many have done so."""
+        """The request that is next in the fair order, if `request` would overtake it and enough others have."""
         queue = self._queue
         if self._seats_past_turn < PASSED_TURN - 1 or not queue:
             return None
@@ -167,21 +168,24 @@ class Admission:
         return next_turn if queue.passes(request, next_turn) else None
 
     def _guest(self, request: Request, look: _Look) -> Request | None:
-        """Who goes before `request`, as it has no row and the client request of this one has: the first by turns, for
-        every so many."""
-        if self._queue.minds_turns or self._seats_past_guests < GUEST_TURN - 1 or request.flow_key not in look.flows:
+        """The first guest in the fair order, if the client request of `request` has a row and a guest is due."""
+        if (
+            self._queue.uses_fair_order
+            or self._seats_past_guests < GUEST_TURN - 1
+            or request.flow_key not in look.flows
+        ):
             return None
         return self._queue.guest(look.flows)
 
     @staticmethod
     def _has_its_turn(oldest: Request, look: _Look) -> bool:
-        """False once this look gave the oldest its turn, or found that it does not fit. That it was passed over, for
-        the sake of a prefix, does not count: the turn is given without waiting for one."""
+        """Whether this look has not considered the oldest request as such, nor found that it does not fit. That it was
+        skipped because of a prefix does not count: when it is due, it does not wait for a prefix."""
         return oldest is not look.aged and oldest not in look.refused
 
     def _by_order(self, look: _Look, reach: int) -> Iterator[Request]:
-        """By policy while the step has tokens that nobody has claimed, and not too many do not fit; then those with
-        less work than who has claimed them."""
+        """Requests in the order of the policy while the step has unclaimed tokens and few do not fit; then requests
+        with less work than those that claimed the tokens."""
         if not look.spoken_for:
             for request in self._queue.first(reach):
                 yield request
@@ -200,7 +204,7 @@ class Admission:
             yield self._queue.oldest()
 
     def _consider(self, request: Request, look: _Look) -> bool:
-        """Seats a request, passes it over or refuses it; False where the look at the queue is over."""
+        """Seats a request, skips it or refuses it; False if the look at the queue ends."""
         if self._cache.too_small_for(request.prefill_len) is not None:
             self._queue.remove(request)
             look.too_large.append(request)
@@ -215,7 +219,7 @@ class Admission:
             probe = self._probe(request)
         self._seat(request, probe, look)
         for refused in look.refused:
-            refused.waiting.passed += 1
+            refused.waiting.overtaken_by += 1
         return not any(self._keeps_room(refused, look.step) for refused in look.refused)
 
     def _probe(self, request: Request) -> Probe:
@@ -223,7 +227,7 @@ class Admission:
         return self._cache.probe(request.tokens, request.match_limit, request.namespace, bookmark)
 
     def _let_a_session_go(self, request: Request, probe: Probe, look: _Look) -> bool:
-        """Takes back what the oldest idle session keeps; False if a request would not fit even without any."""
+        """Takes back the pages of the oldest idle session; False if the request would not fit even without sessions."""
         pins = self._cache.pins
         if not pins.held or not look.fits(request, probe, without_sessions=True):
             return False
@@ -255,15 +259,15 @@ class Admission:
         return not self._keeps_room(request, look.step)
 
     def _keeps_room(self, request: Request, step: int) -> bool:
-        """True for a request that has let others pass for long enough."""
+        """Whether a request has been overtaken for long enough that room is kept for it."""
         waiting = request.waiting
         if waiting.refused_at is None:
             return False
-        return waiting.passed >= self.backfill_seats or step - waiting.refused_at >= self.backfill_steps
+        return waiting.overtaken_by >= self.backfill_seats or step - waiting.refused_at >= self.backfill_steps
 
     def _should_wait(self, request: Request, probe: Probe, look: _Look) -> bool:
-        """True where more of this prompt is about to be computed for somebody else."""
-        if not self._cache.reuse or not look.under_way.will_serve(request, probe):
+        """Whether more of this prompt is about to be computed for another request."""
+        if not self._cache.reuse or not look.in_progress.will_serve(request, probe):
             return False
         waiting = request.waiting
         waiting.idle_looks = 0 if probe.length > waiting.seen else waiting.idle_looks + 1
@@ -272,7 +276,7 @@ class Admission:
 
 
 class _Look:
-    """What one look at the queue adds up: pages spoken for, tokens of the step, whom it met."""
+    """The running totals of one look at the queue: claimed pages and tokens, and the requests considered."""
 
     def __init__(
         self,
@@ -288,7 +292,7 @@ class _Look:
         self._rows = rows
         self._ratio = reserve.ratio
         self._prompts = tuple(rows.prefilling)
-        self.under_way = UnderWay(cache, rows.prefilling)
+        self.in_progress = PrefixesInProgress(cache, rows.prefilling)
         self.step = step
         self.allowance = allowance
         self.by_priority = by_priority
@@ -306,32 +310,33 @@ class _Look:
 
     @property
     def spoken_for(self) -> bool:
-        """Whether prompts under way can use all tokens of the step."""
+        """Whether the running prompts claim all tokens of the step."""
         return self.work.total >= self.allowance
 
     def count_guests(self) -> int:
-        """Requests that have a row which is for guests."""
+        """Requests in rows that are reserved for guests."""
         return sum([one.waiting.as_guest for one in (*self._rows.requests, *self.seated) if one is not None])
 
     def try_once(self, request: Request) -> bool:
-        """Notes that a request is looked at; False if it was before."""
+        """Notes that a request is considered; False if it was before."""
         first = request.id not in self._tried
         self._tried.add(request.id)
         return first
 
     def fits(self, request: Request, probe: Probe, *, without_sessions: bool = False) -> bool:
-        """Whether every group has room for a request, beside what runs and the share kept for the output of all; or
-        would have, as far as can be told, if sessions kept nothing."""
+        """Whether every group has room for a request, with the running requests and the reserve for the output of all;
+        `without_sessions`: or would have, by estimate, if sessions kept no pages."""
         ratio = self._ratio_now()
         return all(room.fits(request, probe, ratio, without_sessions=without_sessions) for room in self._rooms)
 
     def short(self, request: Request, probe: Probe) -> list[Group]:
-        """The groups that have no room for it."""
+        """The groups without room for it."""
         ratio = self._ratio_now()
         return [room.group for room in self._rooms if not room.fits(request, probe, ratio)]
 
     def _ratio_now(self) -> float:
-        """The share kept for the output of all, with what they take counted; 0 where nobody runs."""
+        """The fraction reserved for the output of all requests, whose needs are counted on the first call; 0 if none
+        runs."""
         if not self._cache.open_rows:
             return 0.0
         if not self._counted:
@@ -345,10 +350,10 @@ class _Look:
         self.work.add(request, request.prefill_len - probe.length)
         for room in self._rooms:
             room.add(request)
-        self.under_way.add(request)
+        self.in_progress.add(request)
 
     def _count(self) -> None:
-        """What those take still that had rows before this look, and are not over."""
+        """Counts the further needs of requests that had rows before this look and have not ended."""
         every = self._rows
         rows = np.nonzero(every.active)[0]
         known = np.maximum(every.num_tokens[rows], self._cache.lengths.kv_allocated[rows])
@@ -359,17 +364,18 @@ class _Look:
 
 
 class _Room:
-    """What is spoken for of one group's pages: `pages` by prompts under way, `output` in tokens that may be sampled."""
+    """The claims on one group's pages: pages of running prompts, and tokens of output that may be sampled."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self._pages = 0
         self._output = 0
 
-    def count(self, known: Index, left: Index, under_way: Sequence[Request]) -> None:
-        """Adds rows with `known` tokens that may sample `left` more, `[rows]` each, and the rest of prompts."""
+    def count(self, known: Index, left: Index, in_progress: Sequence[Request]) -> None:
+        """Adds the rest of the prompts `in_progress`, and rows with `known` tokens that may sample `left` more:
+        `[rows]` each."""
         self._output += self.group.output_need(known, left)
-        self._pages += sum([self.group.rest_need(request.prefill_len, request.row) for request in under_way])
+        self._pages += sum([self.group.rest_need(request.prefill_len, request.row) for request in in_progress])
 
     def add(self, request: Request) -> None:
         """Adds a request that was given a row."""
@@ -378,8 +384,8 @@ class _Room:
         self._output += self._output_of(request, length)
 
     def fits(self, request: Request, probe: Probe, ratio: float, *, without_sessions: bool = False) -> bool:
-        """Whether there is room for one more, where `ratio` of what may be sampled is kept free; 0 where nobody
-        runs. `without_sessions`: as though nothing were kept for them."""
+        """Whether there is room for one more request, if the fraction `ratio` of the possible output is kept free; 0 if
+        no request runs. `without_sessions`: as if sessions kept no pages."""
         group, length = self.group, request.prefill_len
         needed = group.prompt_need(length, probe.length) + self._pages
         if ratio:

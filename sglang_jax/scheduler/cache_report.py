@@ -1,4 +1,4 @@
-"""What lies in the prefix cache, for operators: sizes, uses and owners, and nothing of what prompts say."""
+"""The contents of the prefix cache, for operators: sizes, uses and owners, without the text of prompts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sglang_jax.mem_cache.radix_tree import Node
 from sglang_jax.scheduler.sessions import Session
 
 MOST_NODES = 256
-"""Nodes that a report names: those of most tokens and uses, and those above them."""
+"""Maximum nodes in a report: those with the most tokens and uses, and their ancestors."""
 
 
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the pages (slots) of one cache group are; they add up to `total`. `tombstones`: nodes of the tree that hold
-    none of this group's, though others' may be there."""
+    """The pages, or slots, of one cache group by owner; they add up to `total`. `tombstones`: nodes of the tree without
+    pages of this group, though other groups may have pages there."""
 
     name: str
     unit: str
@@ -34,8 +34,8 @@ class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of tokens in the tree. `parent`: the id of the one above, 0 at the top; `hits`: matches along it; `age`:
-    uses of the tree since the last of this node; `requests`, `sessions`: who depends on it; `pages`: of each group."""
+    """A node of the tree. `parent`: its parent's id, 0 for a root; `hits`: matches that include it; `age`: uses of the
+    tree since its last use; `requests`, `sessions`: how many depend on it; `pages`: of each group."""
 
     id: int
     parent: int
@@ -49,8 +49,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """An open session. `tokens`: of its finished turns; `kept_tokens`: of these, kept from eviction; `idle_seconds`:
-    since its last turn, None while it has one."""
+    """An open session. `tokens`: of its finished turns; `kept_tokens`: those of them protected from eviction;
+    `idle_seconds`: since its last turn, None while a turn runs or waits."""
 
     id: str
     owner: str
@@ -61,8 +61,8 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One core's cache. `num_nodes` of the tree, of which `nodes` has some; `num_namespaces`: parts that share
-    nothing."""
+    """The cache of one core. `num_nodes`: of the tree; `nodes`: some of them; `num_namespaces`: parts of the tree that
+    share no pages."""
 
     page_size: int
     num_nodes: int
@@ -73,7 +73,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_cache(cache: KVCache, sessions: Iterable[Session], now: float | None = None) -> CacheReport:
-    """Looks at every node, once: a tenth of a second for some ten thousand. `now`: by the sessions' clock."""
+    """Visits every node once: about 0.1 s for ten thousand. `now`: by the sessions' clock."""
     nodes = list(cache.tree.nodes())
     return CacheReport(
         page_size=cache.page_size,
@@ -107,7 +107,7 @@ def _groups(cache: KVCache, nodes: list[Node]) -> list[GroupReport]:
 
 
 def _chosen(nodes: list[Node]) -> list[Node]:
-    """Those of most tokens and uses with all above them, each after the one above it."""
+    """The nodes with the most tokens and uses, and their ancestors; each after its parent."""
     chosen: dict[int, Node] = {}
     for node in heapq.nlargest(MOST_NODES, nodes, key=lambda one: (one.length * (1 + one.hits), -one.id)):
         path = [one for one in node.path() if one.id not in chosen]

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step computes, and whose."""
+"""How many prompt tokens a step computes, and of which prompts."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.step_time import Padding, StepShape, StepTimes
 
 OLDEST_SHARE = 4
-"""The prompt that has had its row longest gets at least one token in so many of those that a step has for prompts."""
+"""The prompt that has had its row longest gets at least one of this many prompt tokens."""
 
 PRIORITY_TURN = 4
-"""In one of so many steps, prompts are taken by their work alone, whatever their priority."""
+"""One of this many steps ignores priorities, and orders prompts only by their work."""
 
 LEAST_CHUNK = 16
-"""Tokens of prompts that a step computes whatever its time: prompts have to end."""
+"""Minimum prompt tokens of a step, whatever time they take, so that prompts make progress."""
 
 MOST_MARGIN = 0.25
-"""On a machine whose steps take now less and now more time, chunks are planned for a time that is shorter by up to this
-share: they would shrink to nothing if all of the noise were allowed for."""
+"""Maximum safety margin for noise in step times, as a fraction of the target. With a larger margin on a noisy machine,
+chunks would shrink to nothing."""
 
 WorkKey = tuple[int, int, tuple[int, int]]
 
 
 def goes_by_priority(step: int) -> bool:
-    """Whether prompts of a higher priority go first in this step."""
+    """Whether this step computes prompts of higher priority first."""
     return step % PRIORITY_TURN != PRIORITY_TURN - 1
 
 
 class PrefillWork:
-    """Tokens that prompts under way have still to compute."""
+    """The remaining tokens of running prompts."""
 
     def __init__(self, prompts: list[Request], *, by_priority: bool = True) -> None:
         self.total = 0
@@ -44,23 +44,23 @@ class PrefillWork:
             self.add(request, request.prefill_len - request.record.kv_allocated_len)
 
     def add(self, request: Request, work: int) -> None:
-        """One more prompt."""
+        """Adds a prompt with `work` remaining tokens."""
         self.total += work
         insort(self._order, _key(request, work, self._by_priority))
 
     def ahead_of(self, request: Request, work: int) -> int:
-        """Tokens of prompts whose chunks would go before those of a request with so much work."""
+        """Remaining tokens of prompts whose chunks would go before those of a request with `work` remaining tokens."""
         place = bisect_left(self._order, _key(request, work, self._by_priority))
         return sum(entry[1] for entry in self._order[:place])
 
 
 class ChunkSharing:
-    """Shares the tokens that a step has for prompts.
+    """Distributes a step's prompt tokens.
 
-    Highest priority first, then least work left, then the row that was given first: a short prompt never waits behind
-    a long one. Of each `OLDEST_SHARE` tokens one goes to the prompt that has had its row longest all the same, so that
-    it ends, whatever arrives. In one of `PRIORITY_TURN` steps priorities do not count, so that clients who may choose
-    theirs delay others no longer than so many times as long.
+    The highest priority is first, then the least remaining work, then the earliest row: a short prompt never waits
+    behind a long one. One of `OLDEST_SHARE` tokens still goes to the prompt that has had its row longest, so that it
+    ends, whatever arrives. One of `PRIORITY_TURN` steps ignores priorities, which bounds how much clients who choose
+    their own priority can delay others.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,8 @@ class ChunkSharing:
         *,
         by_priority: bool = True,
     ) -> list[int]:
-        """How many tokens each of `prompts` computes, of `work` tokens that it has left; at most `most` if given."""
+        """The number of tokens that each of `prompts` computes. `work`: its remaining tokens; `most`: its maximum,
+        `work` if None."""
         most = work if most is None else most
         if sum(most) <= allowance:
             self._credit = 0.0
@@ -89,11 +90,11 @@ class ChunkSharing:
 
 
 class ChunkBudget(Protocol):
-    """Decides how many tokens of prompts the next step has."""
+    """Decides how many prompt tokens the next step may compute."""
 
     @property
     def size(self) -> int:
-        """The most that any step has."""
+        """Maximum prompt tokens of any step."""
         ...
 
     def allowance(
@@ -106,12 +107,12 @@ class ChunkBudget(Protocol):
         *,
         by_priority: bool = True,
     ) -> int:
-        """At most `most`, beside decode rows whose KV is `decode_lens` `[rows]` tokens long, and that compute
-        `decode_tokens` in all; `prompts` have `work` tokens left; `by_priority`: as `goes_by_priority` says."""
+        """Prompt tokens of a step, at most `most`. `decode_tokens`: queries of its decode rows, whose KV has
+        `decode_lens` `[rows]` tokens; `work`: remaining tokens of `prompts`; `by_priority`: see `goes_by_priority`."""
         ...
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long."""
+        """Learns from the duration of a step."""
         ...
 
     def report(self) -> dict[str, float]:
@@ -120,7 +121,7 @@ class ChunkBudget(Protocol):
 
 
 class FixedChunk:
-    """The same number for each step."""
+    """The same number of prompt tokens in each step."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -138,21 +139,21 @@ class FixedChunk:
         return min(self.size, most)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Nothing is learnt."""
+        """Ignores the duration."""
 
     def report(self) -> dict[str, float]:
         return {}
 
 
 class TimedChunk:
-    """As many as leave a step within a time, by what earlier steps took.
+    """As many prompt tokens as keep a step within a target time, estimated from earlier steps.
 
-    - What was never run is not foretold: a step has at most twice as many tokens of prompts as any before it.
-    - Where the time is too short for a step without prompts, prompts may take half as long as that: nobody gains by
-      prompts that do not end.
-    - A step that is padded anyway is filled.
+    - Estimates do not reach far beyond what was measured: a step has at most twice as many prompt tokens as any before.
+    - If the target is too short even for a step without prompts, prompts may take half as long as such a step, so that
+      they make progress.
+    - If a step is padded anyway, prompt tokens fill the padding.
 
-    **Arguments:** `target`: seconds of a step; `size`: most tokens; `padding`: of the runner's programs.
+    **Arguments:** `target`: seconds of a step; `size`: maximum prompt tokens; `padding`: of the runner's programs.
     """
 
     def __init__(self, target: float, size: int, padding: Padding) -> None:
@@ -183,7 +184,7 @@ class TimedChunk:
         def fits(tokens: int) -> bool:
             parts = _fill(order, work, tokens, oldest, tokens // OLDEST_SHARE)
             chunks = [(start, part) for start, part in zip(starts, parts, strict=True) if part]
-            # Prompts that are not admitted yet may take what these leave.
+            # Prompts that are not admitted yet may use the rest.
             chunks += [(0, tokens - sum(parts))] if tokens > sum(parts) else []
             return self.times.expect(self._shape(rows, context, chunks)) <= room
 
@@ -205,11 +206,11 @@ class TimedChunk:
         self.times.observe(self._shape(tokens, context, chunks), seconds)
 
     def report(self) -> dict[str, float]:
-        """Steps that were learnt from, and the mean share by which recent ones took longer or shorter than expected."""
+        """The number of measured steps, and the mean relative error of recent estimates."""
         return {"step_times_observed": self.times.observations, "step_time_error": round(self.times.error, 4)}
 
     def _shape(self, decode_rows: int, context: int, chunks: list[tuple[int, int]]) -> StepShape:
-        """`decode_rows`: a token of a draft costs what a row does. `chunks`: (start, length) of each."""
+        """`decode_rows`: queries of decode rows, drafts included. `chunks`: (start, length) of each."""
         tokens = sum(length for _, length in chunks)
         if tokens:
             tokens = self._padding.tokens(decode_rows + tokens, decode_rows + len(chunks)) - decode_rows
@@ -222,13 +223,13 @@ def _key(request: Request, work: int, by_priority: bool) -> WorkKey:
 
 
 def _seat(request: Request) -> tuple[int, int]:
-    """Orders prompts by when they were given rows, which is by turns between keys; those without a row come last.
-    In the order of arrival, all that one key has sent would go before a later prompt of another key."""
+    """Orders prompts by when they got their rows, and so fairly between keys; prompts without a row are last. In the
+    order of arrival, all prompts of one key would go before a later prompt of another key."""
     return (sys.maxsize if request.kv is None else request.kv.serial, request.sequence)
 
 
 def _order(prompts: list[Request], work: list[int], by_priority: bool) -> list[int]:
-    """Indices of `prompts` in the order in which they are given tokens."""
+    """Indices of `prompts` in the order in which they get tokens."""
     return sorted(range(len(prompts)), key=lambda index: _key(prompts[index], work[index], by_priority))
 
 

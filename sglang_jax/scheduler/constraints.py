@@ -1,4 +1,4 @@
-"""Requests under a grammar: their wait until it is compiled, their matchers, and the masks of a step."""
+"""Requests under a grammar: waiting for its compilation, matchers, and masks of steps."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.rows import Rows
 
 _ANY_TOKEN = -1
-"""A word of a mask that allows all of its tokens."""
+"""A mask word that allows all of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A request whose grammar lets nothing more come, or has failed (`error`)."""
+    """A request that ends because its grammar is complete, or has failed (`error`)."""
 
     request: Request
     error: GrammarError | GrammarUnavailableError | None = None
 
 
 class Constraints:
-    """A request waits here, in COMPILING, until its grammar is compiled; from then on it has a matcher, which is told
-    each token that the host keeps of its output, and no other. So a retraction changes nothing about it.
+    """Requests in COMPILING, which wait until their grammar is compiled, and the matchers of compiled ones.
 
-    **Arguments:** `compiler`: None where there are no grammars; `eos_ids`: those that grammars end outputs with.
+    A matcher is fed each token that the host keeps of the request's output, and no other. So a retraction does not
+    change it.
+
+    **Arguments:** `compiler`: None for an engine without grammars; `eos_ids`: the tokens with which grammars end
+    outputs.
     """
 
     def __init__(self, compiler: GrammarCompiler | None, rows: Rows, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -44,11 +47,11 @@ class Constraints:
 
     @property
     def num_waiting(self) -> int:
-        """Requests whose grammar is compiled."""
+        """Requests whose grammar is being compiled."""
         return len(self._waiting)
 
     def check(self, sampling: SamplingParams) -> None:
-        """Raises `GrammarError` for a grammar where there can be none."""
+        """Raises `GrammarError` for a grammar if the engine supports none."""
         if sampling.grammar is not None and self._compiler is None:
             raise GrammarError(
                 f"{sampling.grammar.field} needs structured output, which is off (--grammar-backend none) or does "
@@ -57,21 +60,21 @@ class Constraints:
             )
 
     def begin(self, request: Request) -> None:
-        """Has the grammar of a request compiled."""
+        """Starts compiling the grammar of a request."""
         assert self._compiler is not None
         assert request.sampling.grammar is not None
         compilation = self._compiler.start(request.sampling.grammar, request.flow_key)
         self._waiting[request.id] = (request, compilation)
 
     def forget(self, request: Request) -> None:
-        """A request has ended, wherever it was."""
+        """Drops the compilation and the matcher of a request that has ended."""
         _, compilation = self._waiting.pop(request.id, (None, None))
         if compilation is not None and self._compiler is not None:
             self._compiler.leave(compilation)
         request.matcher = None
 
     def compiled(self) -> list[Closed]:
-        """Who waits no longer, in order of arrival: with a matcher, or with what is wrong with the grammar."""
+        """Removes the requests whose compilation has ended, in order of arrival; each has a matcher or an error now."""
         if not self._waiting:
             return []
         assert self._compiler is not None
@@ -89,14 +92,14 @@ class Constraints:
         return done
 
     def wait(self, seconds: float) -> None:
-        """Returns once a grammar is compiled, or after so long."""
+        """Returns when a grammar is compiled, or after `seconds`."""
         if self._compiler is not None:
             self._compiler.wait(seconds)
 
     def masks(self, requests: Sequence[Request]) -> tuple[TokenMasks, list[Closed]]:
-        """The masks of those who sample under one in a step, and whose grammar turns out to let nothing come.
+        """The masks of a step's `requests`, and the requests whose grammar allows no further token.
 
-        What these, and those that have left, sample is nobody's: they may sample anything.
+        These, and requests that have left their row, get a mask that allows all tokens, since their sample is dropped.
         """
         words: Int32 = np.full((len(requests), self._words), _ANY_TOKEN, np.int32)
         places = [place for place, request in enumerate(requests) if self._rows.runs(request)]
@@ -120,7 +123,8 @@ class Constraints:
         return TokenMasks(words), closed
 
     def follow(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[Closed]:
-        """Tells the matcher of each of `requests` its next token. Whose output is over by it, or cannot be followed."""
+        """Feeds each of `requests`' matchers its next token. Returns the requests whose output is complete, or no
+        longer follows the grammar."""
         assert self._compiler is not None
         progress = self._compiler.backend.accept([_matcher(request) for request in requests], tokens)
         return [
@@ -130,7 +134,8 @@ class Constraints:
         ]
 
     def _settle_ends(self, request: Request, words: Int32) -> None:
-        """Who is not to end yet does not, unless nothing else can come; who may end may end by a token of its own."""
+        """Masks end tokens of a request that must not end yet, unless the grammar allows nothing else. For a request
+        that may end, allows its own stop tokens too."""
         sampling = request.sampling
         output = int(self._rows.num_tokens[request.row]) - request.prompt_len
         if sampling.ignore_eos or output < sampling.min_new_tokens:
@@ -155,7 +160,7 @@ class Constraints:
 
     @staticmethod
     def _own_error(request: Request, compilation: Compilation) -> GrammarError | GrammarUnavailableError:
-        """In the words of this request, which may call the same grammar something else."""
+        """The error with this request's own name for the grammar, which another request may have submitted."""
         assert compilation.error is not None
         assert request.sampling.grammar is not None
         theirs, own, error = compilation.source.field, request.sampling.grammar.field, compilation.error
@@ -171,5 +176,5 @@ def _matcher(request: Request) -> Matcher:
 
 
 def _bit(token: int) -> np.int32:
-    """The bit of a token in its word."""
+    """The bit of a token in its mask word."""
     return np.uint32(1 << (token % MASK_WORD)).view(np.int32)

@@ -1,4 +1,4 @@
-"""How many drafts each row is given in a step: as many as are likely to pay for themselves."""
+"""How many drafts each row gets in a step: as many as are likely to pay for themselves."""
 
 from __future__ import annotations
 
@@ -14,53 +14,54 @@ from sglang_jax.runner.plan import Int32
 Float64 = NDArray[np.float64]
 
 _MEMORY = 0.8
-"""Weight of what a row's drafts did before, after one more step with drafts: about five are remembered."""
+"""Weight of a row's earlier results after one more step with drafts: about five steps are remembered."""
 
 _OWN_PRIOR = 0.5
-"""Drafts that what is known of all rows counts for, when a row is judged."""
+"""Weight of the results of all rows in the estimate for one row, in drafts."""
 
 _ALL_MEMORY = 0.99
 _PROBE_EVERY = 16
-"""Steps after which a row whose drafts did not pay is tried again, with one."""
+"""Steps after which a row whose drafts did not pay gets one draft again."""
 
 _PROBE_SHARE = 0.01
-"""Most of the time that may go to that."""
+"""Maximum fraction of the time that such trials may take."""
 
 _SLOWER, _FASTER = 0.1, 0.5
-"""Weights of a step that took longer than those of its size before, and of one that took less: what else a machine does
-makes steps longer, and never shorter."""
+"""Weights of a step that took longer than earlier steps of its size, and of one that took less: other load on a machine
+makes steps longer, never shorter."""
 
 _LEAST_SECONDS = 1e-6
 _HOPE = 0.998
-"""What the time of a larger step is multiplied by for each smaller one: what seemed to take long is tried again."""
+"""Factor by which the estimate of a larger step shrinks with each smaller step, so that a size that seemed slow is
+tried again."""
 
 _WORTH = 1.05
-"""How much more a second must give before drafts are made: estimates are not exact."""
+"""Minimum gain in tokens per second for drafts, since estimates are not exact."""
 
 
 class Drafting(Protocol):
-    """Chooses numbers of drafts, and is told what became of them."""
+    """Chooses the number of drafts per row, and learns from the results."""
 
     def choose(self, rows: Index, most: Int32, room: int) -> Int32:
-        """Queries of each of `rows` `[rows]` in the next step, at least 1 and at most `most` `[rows]`, and together at
-        most `room`, or one each."""
+        """Queries `[rows]` of each of `rows` `[rows]` in the next step: at least 1 and at most `most` `[rows]`, and
+        together at most `room`, or one per row."""
         ...
 
     def observe(self, rows: Index, widths: Int32, counts: Int32) -> None:
-        """Of `rows`, which had `widths` queries, `counts` of the tokens that were sampled are the row's: all `[n]`."""
+        """Of the tokens that `rows` sampled for `widths` queries, `counts` were accepted: all `[n]`."""
         ...
 
     def took(self, queries: int, seconds: float, most_drafts: int = 0) -> None:
-        """A step without prompts had so many queries, at most so many drafts of a row, and took so long."""
+        """A step without prompts had `queries`, at most `most_drafts` of a row, and took `seconds`."""
         ...
 
     def seated(self, rows: Index) -> None:
-        """Other requests have these rows from now on."""
+        """These rows have other requests from now on."""
         ...
 
 
 class AllThatFit:
-    """Each row as many drafts as there is room for."""
+    """As many drafts per row as there is room for."""
 
     def choose(self, rows: Index, most: Int32, room: int) -> Int32:
         return np.minimum(most, max(room // len(rows), 1))
@@ -73,17 +74,17 @@ class AllThatFit:
 
 
 class WhatPays:
-    """As many drafts as make the most tokens of a second, by what drafts of each row have come to lately and by how
-    long steps of as many queries take.
+    """As many drafts as maximise tokens per second, estimated from each row's recent acceptance and from the duration
+    of steps by their number of queries.
 
-    A draft counts only if all before it are right. If one of a row is right with probability a, the i-th is with
-    a ** i; steps are filled up with the likeliest drafts of all rows, up to one of the sizes that steps are padded to.
-    A size that was not tried yet is taken to cost what the largest smaller one does, or half of the smallest, so that
-    it is tried; and none to cost more than a larger one, as times are noisy. A row whose drafts did not pay is tried
-    again every `_PROBE_EVERY` of its steps, as long as this takes next to no time.
+    A draft is accepted only if all before it are. If one draft of a row is right with probability a, the i-th is
+    accepted with a ** i. A step is filled with the most likely drafts of all rows, up to one of the sizes to which
+    steps are padded. A size without a measurement is estimated to cost as much as the next smaller one, or half of the
+    next larger one, so that it is tried; and no size to cost more than a larger one, as durations are noisy. A row
+    whose drafts did not pay gets one again after `_PROBE_EVERY` of its steps, if that takes little time.
 
-    `one_by_one`: drafts of a row are made one after the other, by a second model. A step then takes as long as one
-    without drafts, and so much for each that the row with the most has.
+    `one_by_one`: a second model makes the drafts of a row one after the other. A step then takes as long as one without
+    drafts, plus a time for each draft of the row with the most.
     """
 
     def __init__(self, max_rows: int, max_samples: int, *, one_by_one: bool = False) -> None:
@@ -105,7 +106,7 @@ class WhatPays:
         if room <= count or not (most > 1).any():
             return widths
         if self._one_by_one and _padded(count) not in self._seconds:
-            return widths  # what guesses take is what they take more than that
+            return widths  # the time of drafts is measured as the time beyond that of such a step
         values = self._values(rows, most)
         order = np.argsort(-values, axis=None, kind="stable")
         order = order[: min(room - count, int(np.count_nonzero(values)))]
@@ -125,7 +126,7 @@ class WhatPays:
         return widths
 
     def _to_probe(self, rows: Index, most: Int32, room: int) -> NDArray[np.intp]:
-        """Places in `rows` of those that are given a draft though it is not likely to pay."""
+        """Indices into `rows` of those that get a draft as a trial."""
         seconds = self._expect(len(rows))
         self._to_spend += _PROBE_SHARE * seconds
         idle = np.flatnonzero((self._idle[rows] >= _PROBE_EVERY) & (most > 1))[: room - len(rows)]
@@ -141,7 +142,7 @@ class WhatPays:
         if not drafted.any():
             return
         rows, right = rows[drafted], counts[drafted] - 1
-        tried = np.minimum(right + 1, widths[drafted] - 1)  # the first that was wrong ends the trial
+        tried = np.minimum(right + 1, widths[drafted] - 1)  # drafts after the first rejected one were not tried
         self._right[rows] = _MEMORY * self._right[rows] + right
         self._tried[rows] = _MEMORY * self._tried[rows] + tried
         self._all_right = _ALL_MEMORY * self._all_right + float(right.mean())
@@ -166,14 +167,14 @@ class WhatPays:
         self._idle[rows] = 0
 
     def _values(self, rows: Index, most: Int32) -> Float64:
-        """How likely each draft is to count, `[rows, max_samples - 1]`; 0 where there is no room for it."""
+        """The probability that each draft is accepted, `[rows, max_samples - 1]`; 0 for drafts beyond `most`."""
         prior = self._all_right / self._all_tried
         chance = (self._right[rows] + _OWN_PRIOR * prior) / (self._tried[rows] + _OWN_PRIOR)
         values: Float64 = np.minimum(chance, 0.99)[:, None] ** self._powers
         return np.where(self._powers < most[:, None], values, 0.0)
 
     def _expect(self, queries: int, most_drafts: int = 0) -> float:
-        """Seconds of a step."""
+        """Estimated seconds of a step."""
         size = _padded(queries)
         if not self._seconds:
             return 1.0
@@ -185,8 +186,8 @@ class WhatPays:
 
 
 def _learn(known: float | None, seconds: float) -> float:
-    """What something takes, once it took so many seconds."""
-    if not known or seconds <= known / 3.0:  # what is known is of another time
+    """The estimate of a duration after one more measurement."""
+    if not known or seconds <= known / 3.0:  # the old estimate no longer holds
         return seconds
     return known + (_SLOWER if seconds > known else _FASTER) * (min(seconds, 3.0 * known) - known)
 

@@ -1,4 +1,4 @@
-"""How evenly tokens choose experts, of the last minute."""
+"""How evenly tokens choose experts, over the last minute."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sglang_jax.runner.expert_load import ExpertLoad, load_since
 from sglang_jax.scheduler.messages import ExpertBalance
 
 SECONDS_BETWEEN_READS = 5.0
-"""Of a busy runner, whose steps a reading waits for."""
+"""Minimum time between readings of a busy runner, as each waits for the steps in flight."""
 
 WINDOW_SECONDS = 60.0
-"""Balancedness is that of the tokens of so many seconds at least, and of one more period between readings."""
+"""Balancedness covers at least this time, and at most one more period between readings."""
 
 
 class ExpertWatch:
-    """Reads a runner's counts from time to time. `enabled`: the runner counts; otherwise nothing is read."""
+    """Reads a runner's counts of tokens per expert from time to time. `enabled`: whether the runner counts."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class ExpertWatch:
         self._found: list[ExpertBalance] = []
 
     def totals(self) -> dict[str, list[int]]:
-        """How many tokens each expert was chosen by since the start, by layer; waits for the steps in flight."""
+        """Tokens that chose each expert since the start, by layer. Waits for the steps in flight."""
         return {str(one.layer): one.tokens.tolist() for one in self._read_load()}
 
     def balances(self, steps: int, *, idle: bool) -> list[ExpertBalance]:
-        """One for each layer with experts, after so many `steps`: up to date if the scheduler is `idle`, otherwise
-        `SECONDS_BETWEEN_READS` old at most. While there are no steps it is that of the last ones."""
+        """The balance of each layer with experts, after `steps` steps: up to date if the scheduler is `idle`, otherwise
+        at most `SECONDS_BETWEEN_READS` old. Without new steps, the previous balance."""
         now = self._clock()
         due = idle or now - self._read_at >= SECONDS_BETWEEN_READS
         if self.enabled and due and steps != self._steps:
@@ -58,7 +58,7 @@ class ExpertWatch:
             for all_time, one in zip(load, recent, strict=True)
             if one.tokens.any()
         ]
-        # An idle engine may be read after each step: those in between are not kept.
+        # An idle engine may be read after each step: readings in between are not kept.
         if len(readings) > 1 and now - readings[-2][0] < SECONDS_BETWEEN_READS:
             readings.pop()
         readings.append((now, load))

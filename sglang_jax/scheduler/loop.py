@@ -1,4 +1,4 @@
-"""The loop around the scheduler: drain the inbox, step, repeat; asleep on a poll when there is nothing to do."""
+"""The loop around the scheduler: read messages, step, repeat. It sleeps on a poll if there is nothing to do."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from sglang_jax.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.25
-"""Shortest time between two snapshots of a busy scheduler."""
+"""Minimum time between two snapshots of a busy scheduler."""
 
 SECONDS_BETWEEN_COUNTS = 1.0
-"""How often an idle loop tells how many programs are left, while some are compiled in the background."""
+"""Interval at which an idle loop publishes how many programs are left, while some are compiled in the background."""
 
 COMPILER_WAIT_SECONDS = 0.005
-"""How long a turn waits for grammars where there is nothing else to do."""
+"""How long an iteration waits for grammars if there is nothing else to do."""
 
 MESSAGES_PER_TURN = 256
 SECONDS_OF_MESSAGES = 0.003
-"""A turn takes in so many messages, or for so long, and leaves the others for the next: requests that run must not wait
-until thousands of arrivals have been looked at."""
+"""Limits on the messages of one iteration, in number and time. The rest wait for the next, so that running requests do
+not wait until thousands of arrivals are processed."""
 
 
 class SchedulerLoop:
-    """Serves one client through a channel until told to shut down.
+    """Serves one client through a channel until a `Shutdown`.
 
-    **Arguments:** as `Scheduler`; `pulse`: where its progress is told, for whoever watches it.
+    **Arguments:** as of `Scheduler`; `pulse`: reports progress to a watchdog.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class SchedulerLoop:
         self._stats_at = 0.0
 
     def run(self) -> None:
-        """Returns after a `Shutdown`: at once, or (`drain`) when all that was accepted has finished.
+        """Returns after a `Shutdown`: at once, or (`drain`) when all accepted requests have finished.
 
-        Raises whatever the runner raises: the engine cannot go on without its device.
+        Raises what the runner raises: the engine cannot continue without its device.
         """
         while not self._stopped:
             self.turn()
         self._profiling.close()
 
     def turn(self) -> None:
-        """One round: messages, then a step if there is work."""
+        """One iteration: messages, then a step if there is work."""
         scheduler = self.scheduler
         self._take_in()
         if self._stopped:
@@ -109,7 +109,7 @@ class SchedulerLoop:
         first = next(messages, None)
         if first is None:
             return
-        # Before they are looked at: what a message leads to may be what never ends.
+        # Before messages are processed, so that a watchdog notices one that never ends.
         self._pulse.note(steps=self.scheduler.log.steps, busy=True)
         self._serve(first)
         until = time.monotonic() + SECONDS_OF_MESSAGES
@@ -119,7 +119,7 @@ class SchedulerLoop:
                 break
 
     def _seconds_asleep(self) -> float | None:
-        """How long to sleep at most; None for as long as nothing comes."""
+        """Maximum time to sleep; None to sleep until a message arrives."""
         to_timeout = self.scheduler.sessions.seconds_to_timeout()
         if not self._runner.report().programs_left:
             return to_timeout

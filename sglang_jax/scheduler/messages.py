@@ -1,7 +1,7 @@
-"""What a client sends the scheduler, and what the scheduler publishes: the words on the wire.
+"""The messages between a client and the scheduler.
 
-Encoded with msgpack by `msgspec`; arrays travel as little-endian bytes. A request is known by an integer `id` that its
-client chose (unique for the client's life).
+They are encoded with msgpack by `msgspec`; arrays are little-endian bytes. A request has an integer `id` that its
+client chooses, unique for the lifetime of the client.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from sglang_jax.sampling.params import SamplingParams
 
 
 class SessionTurn(msgspec.Struct, frozen=True, array_like=True):
-    """A request is the next turn of a session: its token ids are what comes behind the turns before it.
+    """Marks a request as the next turn of a session: its token ids follow those of the earlier turns.
 
-    - `session`: the session's id; `owner`: whose it must be.
-    - `name`: what the client calls this turn; `after`: what it calls the one that it takes for the last, None if it
+    - `session`: the session's id; `owner`: the session's owner.
+    - `name`: the client's name for this turn; `after`: its name for the turn that this one follows, None if the client
       does not say.
-    - `bos`: the token that prompts begin with, which is left out where there are turns before this one; -1 for none.
+    - `bos`: the token that prompts start with, which is removed from all turns but the first; -1 for none.
     """
 
     session: str
@@ -31,19 +31,19 @@ class SessionTurn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
-    """A prompt to run. Text is tokenized already, `n > 1` is expanded already, `sampling.seed` stays None for
-    "any seed".
+    """A prompt to run, as token ids. The client has expanded `n > 1`; a `sampling.seed` of None means any seed.
 
     - `token_ids`: int32 bytes.
-    - `stream`: tokens are published as they are sampled; otherwise all at once when the request ends.
-    - `top_logprobs`: -1 for none; 0..20 alternatives beside each output token's logprob.
-    - `logprob_start`: first position of `token_ids` whose logprob is wanted, -1 for none. In a session it is counted
-      without the token that texts begin with, where that is left out.
-    - `tenant`, `flow`: whose it is, and which of its client requests it is part of; tenants that wait have turns, by
-      the tokens that they ask for, and so have the client requests of each. Those without a name are one.
+    - `stream`: publish tokens as they are sampled; otherwise all when the request ends.
+    - `top_logprobs`: -1 for no logprobs; otherwise the number of alternatives with each output token's logprob, 0 to
+      20.
+    - `logprob_start`: first position of `token_ids` whose logprob is wanted, -1 for none. In a session, positions are
+      counted without the `bos` token that is removed.
+    - `tenant`, `flow`: its tenant, and the client request that it is part of. Waiting tenants share rows fairly, by the
+      tokens that they ask for, and so do the client requests of each. An empty name is one tenant or client request.
     - `arrival`: `time.monotonic()` of the client.
-    - `session`: None for a request that stands alone.
-    - `shared_len`: so many tokens probably begin other prompts as well, as those of a system message do.
+    - `session`: None for a request outside sessions.
+    - `shared_len`: length of a prefix that other prompts probably share, such as a system message, in tokens.
     """
 
     id: int
@@ -62,16 +62,16 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
 
 
 class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
-    """End a request wherever it is; its KV is not kept. It is published as finished with kind `abort`."""
+    """Ends a request in any state, without keeping its KV. It is published as finished with kind `abort`."""
 
     id: int
 
 
 class StopRequest(msgspec.Struct, tag="stop", frozen=True):
-    """The client found a stop string: end the request, keep its KV for reuse, publish nothing more of it.
+    """Ends a request in whose output the client found a stop string: keeps its KV, and publishes nothing more.
 
-    `num_tokens`: output tokens up to the one that completed the string, -1 for all that there are: a session goes on
-    behind them, even if the request has ended meanwhile.
+    `num_tokens`: output tokens up to the one that completed the string, -1 for all. A session continues after them,
+    even if the request has ended in the meantime.
     """
 
     id: int
@@ -79,8 +79,8 @@ class StopRequest(msgspec.Struct, tag="stop", frozen=True):
 
 
 class OpenSession(msgspec.Struct, tag="open_session", frozen=True):
-    """Answered by `Reply`. `owner`: whose it is; `streaming`: a turn may leave out which one it follows; `timeout`:
-    seconds without a turn after which the session is closed, None for the engine's default."""
+    """Answered by `Reply`. `owner`: the only one who may use it; `streaming`: a turn need not name the turn that it
+    follows; `timeout`: seconds without a turn after which the session is closed, None for the engine's default."""
 
     call: int
     id: str
@@ -90,7 +90,7 @@ class OpenSession(msgspec.Struct, tag="open_session", frozen=True):
 
 
 class CloseSession(msgspec.Struct, tag="close_session", frozen=True):
-    """Answered by `Reply`. A turn that runs goes on to its end."""
+    """Answered by `Reply`. A running turn continues to its end."""
 
     call: int
     id: str
@@ -98,7 +98,7 @@ class CloseSession(msgspec.Struct, tag="close_session", frozen=True):
 
 
 class FlushCache(msgspec.Struct, tag="flush", frozen=True):
-    """Empty the prefix cache. Answered by `Reply(ok=...)`; refused while requests run or wait."""
+    """Empties the prefix cache. Answered by `Reply(ok=...)`; refused while requests run or wait."""
 
     call: int
 
@@ -110,8 +110,8 @@ class GetCacheReport(msgspec.Struct, tag="cache_report", frozen=True):
 
 
 class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
-    """Record what the runner does, for a folder. Answered by `Reply`. `steps`: after so many the recording ends by
-    itself; None for one that `StopProfile` ends."""
+    """Records a profile of the runner into a folder. Answered by `Reply`. `steps`: the recording ends after this many;
+    None if `StopProfile` ends it."""
 
     call: int
     folder: str
@@ -119,19 +119,19 @@ class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
 
 
 class StopProfile(msgspec.Struct, tag="stop_profile", frozen=True):
-    """End the recording and write it. Answered by `Reply` once it is written."""
+    """Ends the recording and writes it. Answered by `Reply` after that."""
 
     call: int
 
 
 class GetState(msgspec.Struct, tag="state", frozen=True):
-    """Answered by `Reply` whose `state` has the scheduler's and the runner's figures."""
+    """Answered by `Reply` with the figures of scheduler and runner in `state`."""
 
     call: int
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
-    """Stop the loop once everything accepted so far has finished (`drain`), or now."""
+    """Stops the loop after all accepted requests have finished (`drain`), or at once."""
 
     drain: bool = True
 
@@ -152,7 +152,7 @@ Inbound = (
 
 
 class WireLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Logprob of one token, and the likeliest alternatives at its position, likeliest first."""
+    """The logprob of one token, and the most likely alternatives at its position, most likely first."""
 
     token_id: int
     logprob: float | None
@@ -170,9 +170,9 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
-    """A request got its row for the first time, `queue_seconds` after its arrival. `cached_tokens` of its prompt were
-    found in the prefix cache. `prompt_tokens`: of the prompt, with all before it where it is a turn of a session.
-    `guesses`: whether the engine guesses tokens."""
+    """A request got its row for the first time, `queue_seconds` after its arrival. `cached_tokens`: prompt tokens found
+    in the prefix cache; `prompt_tokens`: of the prompt, with all earlier turns of a session; `guesses`: whether the
+    engine speculates."""
 
     id: int
     cached_tokens: int
@@ -182,7 +182,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
-    """What came of guessing a request's tokens: `steps` with drafts, `drafts` in them, and how many were `right`."""
+    """Results of speculation for a request: `steps` with drafts, `drafts` in them, and how many of these were `right`,
+    that is, accepted."""
 
     steps: int
     drafts: int
@@ -192,11 +193,12 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
 class Finished(msgspec.Struct, frozen=True, array_like=True):
     """A request ended.
 
-    - `kind`: stop, length, abort or error; `matched_token` is the id that ended it, if one did.
-    - `num_tokens`: output tokens in all.
-    - `tokens`: int32 bytes of all output tokens for a request that did not stream, else empty.
-    - `sampled`: when its first and its last token were sampled, by the client's `time.monotonic()`; None if none was.
-    - `drafts`: None where the engine does not guess.
+    - `kind`: stop, length, abort or error; `matched_token`: the stop token that ended it, if one did.
+    - `num_tokens`: number of output tokens.
+    - `tokens`: int32 bytes of all output tokens of a request that does not stream; otherwise empty.
+    - `sampled`: when its first and its last token were sampled, by the client's `time.monotonic()`; None without
+      tokens.
+    - `drafts`: None if the engine does not speculate.
     """
 
     id: int
@@ -211,15 +213,15 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
-    """What one step gave, or who starts with the step that is launched next (`started` alone).
+    """The outputs of one step, or only `started`: the requests that start with the next step.
 
-    - `ids` (int64 bytes) and `tokens` (int32 bytes): what streaming requests sampled, a request once for each of
-      its tokens, in order. Its last token is here too, before its `Finished`.
-    - `logprobs`: (request id, entry) for every request that asked, streaming or not, in order of positions.
-    - `prompt_logprobs`: likewise for prompt positions; they all come before the request's first output token. A
-      later entry list for the same request replaces nothing: lists are appended.
-    - `drafts`: int64 bytes `[requests, 3]`: id, drafts in this step and how many were right, of streaming requests with
-      drafts. `Finished` has the sums, but a client that sees a stop string does not wait for it.
+    - `ids` (int64 bytes) and `tokens` (int32 bytes): the tokens of streaming requests, one id per token, in order. The
+      last token of a request is in the same message as its `Finished`, or in an earlier one.
+    - `logprobs`: (request id, entry) of all requests that asked, streaming or not, in order of positions.
+    - `prompt_logprobs`: the same for prompt positions, before the request's first output token. The lists of a request
+      in several messages are concatenated.
+    - `drafts`: int64 bytes `[requests, 3]`: id, drafts in this step, and accepted ones, of streaming requests with
+      drafts. `Finished` has the sums, but a client that finds a stop string does not wait for it.
     """
 
     ids: bytes
@@ -232,9 +234,9 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
 
 
 class GroupUsage(msgspec.Struct, frozen=True):
-    """KV tokens of one cache group, or its slots where it has states. `name`: see `architectures.group_names`; of a
-    draft model's groups, `draft` and that. `unit`: what is counted, `token` or `slot`.
-    `session_tokens`: of the used ones those that sessions keep."""
+    """Usage of one cache group, in KV tokens, or in slots of states (`unit`: `token` or `slot`). `name`: see
+    `architectures.group_names`, with `draft` before it for a draft model's group; `session_tokens`: the used ones that
+    sessions keep."""
 
     name: str
     used_tokens: int
@@ -244,18 +246,18 @@ class GroupUsage(msgspec.Struct, frozen=True):
 
     @property
     def usage(self) -> float:
-        """Share of the pool that is neither free nor evictable."""
+        """Fraction of the pool that is neither free nor evictable."""
         return self.used_tokens / self.max_tokens
 
     @property
     def usage_name(self) -> str:
-        """What the share is called where operators read it."""
+        """The name of this fraction in logs and `/server_info`."""
         return f"{self.name} token usage" if self.unit == "token" else f"{self.name} usage"
 
 
 class ExpertBalance(msgspec.Struct, frozen=True, array_like=True):
-    """Of one layer with experts. `tokens`: choices of an expert by a token since the start. `balancedness`: mean over
-    maximum of the tokens of its experts in the last minute: 1 if all are chosen equally often."""
+    """The balance of one layer with experts. `tokens`: choices of an expert by a token since the start. `balancedness`:
+    mean tokens per expert divided by the maximum, over the last minute; 1 if all experts are chosen equally often."""
 
     layer: int
     tokens: int
@@ -263,20 +265,22 @@ class ExpertBalance(msgspec.Struct, frozen=True, array_like=True):
 
 
 StateValue = str | int | float | bool | None | dict[str, list[int]]
-"""What `/server_info` tells under one name."""
+"""A value in `/server_info`."""
 
 
 class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
-    """A snapshot, published when it changed and at most a few times a second, and whenever the scheduler goes idle.
+    """A snapshot, published at most a few times a second, and whenever the scheduler becomes idle.
 
-    Counters count since the start; three of them tell of guesses: of rows and steps with any, of their tokens, and of
-    those that were right. `gen_throughput` is output tokens per second over the last interval.
-    `num_used_tokens` and `max_total_tokens` are those of the first cache group; `groups` tells of each, but where there
-    is one alone, of layers that see all tokens.
-    `num_session_tokens`: of the first group's pages those that sessions keep (`groups` tells of all);
-    `num_pins_let_go`: how often a session lost what it kept because others needed the memory; `num_sessions_timed_out`:
-    how many were closed for that.
-    `experts`: of each layer whose experts are counted, seconds old while the scheduler is busy.
+    Counters count since the start.
+
+    - `num_draft_steps`, `num_draft_tokens`, `num_accepted_tokens`: rows in steps with drafts, their drafts, and
+      accepted drafts.
+    - `gen_throughput`: output tokens per second over the last interval.
+    - `num_used_tokens`, `max_total_tokens`, `num_session_tokens`: of the first cache group.
+    - `groups`: all cache groups; empty if there is only one, of layers that see all tokens.
+    - `num_pins_let_go`: how often a session lost its kept KV because others needed the memory.
+    - `num_sessions_timed_out`: sessions closed by their timeout.
+    - `experts`: of each layer whose experts are counted; a few seconds old while the scheduler is busy.
     """
 
     num_running: int = 0
@@ -308,14 +312,14 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
 
     @property
     def token_usage(self) -> float:
-        """Share of the pool that is neither free nor evictable; of several that of the fullest."""
+        """Fraction of the fullest pool that is neither free nor evictable."""
         if self.groups:
             return max(group.usage for group in self.groups)
         return self.num_used_tokens / self.max_total_tokens if self.max_total_tokens else 0.0
 
     @property
     def accept_rate(self) -> float:
-        """Share of drafts that were right."""
+        """Fraction of drafts that were accepted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
@@ -325,12 +329,12 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of prompt tokens that came from the prefix cache."""
+        """Fraction of prompt tokens that came from the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class Reply(msgspec.Struct, tag="reply", frozen=True):
-    """The answer to the inbound message with the same `call`. `error`: what the call is refused with."""
+    """The answer to the inbound message with the same `call`. `error`: why it was refused."""
 
     call: int
     ok: bool
@@ -344,11 +348,11 @@ Outbound = StepOutputs | SchedulerStats | Reply
 
 
 class Channel(Protocol):
-    """The scheduler's end of the line to its client. Carries messages in order, both ways."""
+    """The scheduler's end of the connection to its client. It carries messages in order, in both directions."""
 
     def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
-        """Waiting messages, one after the other; with `block`, waits (on a poll) until there is at least one, for so
-        many `seconds` at most. Who stops asking leaves the others for the next call."""
+        """The waiting messages, one at a time. With `block`, waits on a poll until there is one, for at most `seconds`.
+        Messages that the caller does not take stay for the next call."""
         ...
 
     def send(self, message: Outbound) -> None: ...

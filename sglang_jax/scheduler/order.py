@@ -1,4 +1,4 @@
-"""Items by a key, lowest first, most of which are taken out at the front."""
+"""Items ordered by a key, lowest first, most of which are removed from the front."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Key = tuple[float, ...]
 _ITEM = itemgetter(1)
 
 _EMPTY: Any = None
-"""In the place of an entry that was taken out."""
+"""Replaces an entry that was removed."""
 
 
 class Order(Generic[Item]):
-    """No two items have the same key, so that items are never compared.
+    """A sorted list of items. No two have the same key, so items are never compared.
 
-    Most that are taken out are the first: their places stay, empty, until they are more than the others.
+    An item removed from the front leaves an empty place; these are deleted when they outnumber the items.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Order(Generic[Item]):
             insort(self._entries, (key, item), self._begin)
 
     def remove(self, key: Key, item: Item) -> None:
-        """Takes out an item that was added with this key."""
+        """Removes an item that was added with this key."""
         entries, begin = self._entries, self._begin
         place = begin if entries[begin][1] is item else bisect_left(entries, (key,), begin)
         assert entries[place][1] is item
@@ -50,9 +50,9 @@ class Order(Generic[Item]):
             self._begin = 0
 
     def head(self) -> Item:
-        """The first. There must be one."""
+        """The first item. There must be one."""
         return self._entries[self._begin][1]
 
     def first(self, count: int) -> Iterator[Item]:
-        """The first `count`, as they are now."""
+        """The first `count` items, as of now."""
         return map(_ITEM, self._entries[self._begin : self._begin + count])

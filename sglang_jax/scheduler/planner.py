@@ -1,4 +1,4 @@
-"""Chooses what the next step computes: every decode row, then prefill chunks, within one budget of tokens."""
+"""Plans the next step: all decode rows, then chunks of prompts, within one budget of tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from sglang_jax.scheduler.rows import Rows
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens `[start, start + length)` of a request, computed in one step; `last`: those at its end are among them."""
+    """Tokens `[start, start + length)` of a request, computed in one step; `last`: whether it reaches the prompt's
+    end."""
 
     request: Request
     start: int
@@ -41,12 +42,12 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class OutOfPages(Exception):
-    """No step can be planned because pages are short. Nothing was changed."""
+    """No step can be planned because pages are short. Nothing has changed."""
 
 
 class DecodePart(msgspec.Struct, frozen=True):
-    """The decode rows of a step, `[rows]`, those with one query first: their lengths once it has run, and how many
-    queries each has, None where all have one."""
+    """The decode rows of a step, those with one query first: `kv_lens`, their lengths after it, and `widths`, their
+    number of queries, None if all have one; `[rows]` each."""
 
     rows: Index
     kv_lens: Int32
@@ -54,18 +55,18 @@ class DecodePart(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Queries of all rows."""
+        """The sum of the rows' queries."""
         return len(self.rows) if self.widths is None else int(self.widths.sum())
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A plan, and what the scheduler must remember of it until it has run.
+    """A plan, and what the scheduler needs to handle its results.
 
-    - `sampling_rows`: rows that sample `[samples]`; `picks`: their indices in `plan.rows`, None where all do.
-    - `decode`: the decode part; its rows are the first of `sampling_rows`.
-    - `masked`: who samples under a mask, in order.
-    - `chunks`: the prefill part; `newcomers`: requests whose first chunk in their row this is; `logprob_requests`:
-      whom `plan.prompt_logprobs` are for, in order.
+    - `sampling_rows`: rows that sample `[samples]`; `picks`: their indices in `plan.rows`, None if all sample.
+    - `decode`: its decode rows, which are the first of `sampling_rows`.
+    - `masked`: requests that sample under a mask, in order.
+    - `chunks`: of prompts; `newcomers`: requests with their first chunk in their row; `logprob_requests`: the requests
+      of `plan.prompt_logprobs`, in order.
     """
 
     plan: StepPlan
@@ -79,7 +80,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 class Planner:
-    """Builds plans. A plan's arrays are never written to after it was built."""
+    """Builds plans, whose arrays never change afterwards."""
 
     def __init__(
         self,
@@ -109,17 +110,17 @@ class Planner:
             shared.setflags(write=False)
 
     def extend_decode(self, prompts_wait: bool) -> DecodePart:
-        """Gives every decode row room for what it computes next: the token that it sampled last, and drafts where there
-        are tokens and pages that neither prompts (under way, or such as `wait`) nor anything cached would have.
+        """Extends every decode row by the token that it sampled last, and by drafts. Drafts get only tokens and pages
+        that neither prompts (running, or waiting if `prompts_wait`) nor the cache needs.
 
         **Raises:** `OutOfPages`, with nothing changed.
         """
         self._rows.sweep()
         rows = self._rows.decode_rows
         left = self._rows.total_len[rows] - self._cache.lengths.kv_planned[rows]
-        open_ended = left > ONE  # the token sampled last is not computed
+        open_ended = left > ONE  # the last sampled token is not computed yet
         if np.count_nonzero(open_ended) < len(rows):
-            # The others are at their limit, or may be once the step in flight has finished.
+            # The other rows are at their limit, or may be after the step in flight.
             rows, left = rows[open_ended], left[open_ended]
         rows, left = self._up_to_boundaries(rows, left)
         if self._max_samples > 1 and len(rows):
@@ -133,30 +134,31 @@ class Planner:
         return DecodePart(rows, kv_lens.astype(np.int32), None)
 
     def _up_to_boundaries(self, rows: Index, left: Index) -> tuple[Index, Index]:
-        """Those of `rows` `[rows]` that the next step may have, and how many of the tokens that are `left` of each it
-        may go through: where states are to be kept at boundaries, no further than to the next."""
+        """The `rows` that may be in the next step, and the tokens `left` that each may advance by: `[n]` both. A row
+        whose states are saved at boundaries advances at most to the next one."""
         most = self._cache.most_queries(rows)
         if most is None:
             return rows, left
-        left = np.minimum(left, most + ONE)  # what the last query samples is not computed
+        left = np.minimum(left, most + ONE)  # the sample of the last query is not computed yet
         here = most > 0
         return (rows, left) if here.all() else (rows[here], left[here])
 
     def _room(self, prompts: bool) -> int:
-        """Queries that decode rows may have in a step, beside which there may be `prompts`."""
+        """Maximum queries of decode rows in a step; `prompts`: which may have chunks, too."""
         if self._most_queries is None:
             return self._token_budget - (self._budget.size if prompts else 0)
         return 0 if prompts else min(self._most_queries, self._token_budget)
 
     def _extend_with_drafts(self, rows: Index, left: Index, prompts_wait: bool) -> DecodePart | None:
-        """Drafts for rows that are likely to pay, as far as the step's tokens and free pages go; None for none."""
+        """Extends rows by drafts that are likely to pay, within the step's tokens and free pages; None without
+        drafts."""
         room = self._room(prompts_wait or bool(self._rows.prefilling))
         most = np.minimum(left - 1, self._max_samples).astype(np.int32)
         most[self._rows.one_by_one[rows]] = 1
         if self._recent is not None and room > len(rows):
             hinted = self._recent.look(rows[most > 1])
             if len(hinted):
-                self._drafting.seated(hinted)  # what their guesses came to was without it
+                self._drafting.seated(hinted)  # its earlier results were without the hint
         if self._max_drafts is not None:
             room = min(room, len(rows) + self._max_drafts)
         widths = self._drafting.choose(rows, most, room)
@@ -169,9 +171,9 @@ class Planner:
         return None if kv_lens is None else DecodePart(rows, kv_lens.astype(np.int32), widths)
 
     def plan(self, step: int, decode: DecodePart) -> Planned | None:
-        """The step of these decode rows and chunks of prompts under way, or None if there is nothing to do.
+        """The step with these decode rows and with chunks of running prompts; None if there is nothing to compute.
 
-        **Raises:** `OutOfPages` if there is something to do but pages are short.
+        **Raises:** `OutOfPages` if there is, but pages are short.
         """
         chunks = self._choose_chunks(step, decode)
         if chunks:
@@ -205,13 +207,13 @@ class Planner:
         return Planned(plan, rows, None, decode, under_masks)
 
     def _numbers(self, rows: Index) -> Int32:
-        """Decode rows as a plan has them: the same array as long as nobody comes or goes."""
+        """Decode rows as int32: the same array as long as the rows are the same."""
         if rows is not self._known_rows:
             self._known_rows, self._known_numbers = rows, rows.astype(np.int32)
         return self._known_numbers
 
     def _masked(self, rows: Index, samples: Bool) -> tuple[Bool | None, tuple[Request, ...]]:
-        """Which of a step's `rows`, all `[sequences]`, sample under a mask, None for none; and whose they are."""
+        """Which of a step's `rows` sample under a mask, bool `[sequences]`, None if none do; and their requests."""
         if not self._rows.num_masked:
             return None, ()
         masked: Bool = self._rows.masked[rows] & samples
@@ -220,7 +222,8 @@ class Planner:
         return masked, tuple([self._rows.at(row) for row in rows[masked].tolist()])
 
     def _queries(self, decode: DecodePart) -> tuple[int, Int32, Int32]:
-        """How many rows have one query; the numbers of queries `[rows]`; where the token of each comes from."""
+        """The number of rows with one query, the queries of each row `[rows]`, and the source of each token
+        `[queries]`."""
         count, widths = len(decode.rows), decode.widths
         if widths is None:
             return count, self._ones[:count], self._last_tokens[:count]
@@ -229,14 +232,14 @@ class Planner:
         return int(np.count_nonzero(widths == 1)), widths, tokens
 
     def _learnt(self, rows: Index) -> Bool | None:
-        """Which rows go on where a step in flight ends."""
+        """Which rows start where a step in flight ends, bool `[rows]`; None if none do."""
         if self._max_samples == 1:
             return None
         learnt: Bool = self._rows.last_step[rows] > self._cache.finished_step
         return learnt if learnt.any() else None
 
     def _work(self) -> list[int]:
-        """Tokens that each of the prompts under way has left."""
+        """Remaining tokens of each running prompt."""
         prompts = self._rows.prefilling
         if not prompts:
             return []
@@ -244,7 +247,7 @@ class Planner:
         return [request.prefill_len - start for request, start in zip(prompts, starts, strict=True)]
 
     def allowance(self, step: int, decode: DecodePart) -> int:
-        """Tokens of prompts that a step beside these decode rows has."""
+        """Prompt tokens of a step with these decode rows."""
         return self._allowance(step, decode, self._work())
 
     def _allowance(self, step: int, decode: DecodePart, work: list[int]) -> int:
@@ -253,7 +256,7 @@ class Planner:
         return self._budget.allowance(tokens, decode.kv_lens, prompts, work, most, by_priority=by_priority)
 
     def _choose_chunks(self, step: int, decode: DecodePart) -> list[Chunk]:
-        """Gives prompts under way their parts of what the step has for them, as far as pages go."""
+        """Distributes the step's prompt tokens over running prompts, as far as pages allow."""
         prompts = self._rows.prefilling
         if not prompts:
             return []
@@ -284,7 +287,7 @@ class Planner:
         return chunks
 
     def _longest_chunks(self, work: list[int]) -> list[int]:
-        """Tokens of each of the prompts under way up to where its next chunk is to end at the latest."""
+        """Maximum length of the next chunk of each running prompt."""
         if not self._cache.least_gain:
             return work
         most = []
@@ -341,7 +344,7 @@ class Planner:
         return RowUpdates(sampling, tuple(texts), hints)
 
     def _learnt_beside(self, decode_rows: Index, chunks: int) -> Bool | None:
-        """As `_learnt`, with chunks behind the decode rows, whose starts are known."""
+        """Like `_learnt`, with chunks after the decode rows, whose starts the host knows."""
         learnt = self._learnt(decode_rows)
         return None if learnt is None else np.concatenate((learnt, np.zeros(chunks, np.bool_)))
 
@@ -352,7 +355,7 @@ class Planner:
         return NO_LOGPROBS if most < 0 else _bucket(most)
 
     def _prompt_logprobs(self, chunks: list[Chunk], first_sequence: int) -> list[tuple[Request, PromptLogprobs]]:
-        """What the chunks are to tell of their prompts; each request's `next_prompt_logprob` moves on."""
+        """The prompt logprobs that the chunks compute; advances `next_prompt_logprob` of their requests."""
         wanted = []
         for index, chunk in enumerate(chunks, first_sequence):
             request = chunk.request
@@ -373,7 +376,7 @@ def _bucket(count: int) -> int:
 
 def _sampling_update(request: Request) -> SamplingUpdate:
     sampling = request.sampling
-    if sampling.grammar is not None:  # its masks say when the output may end
+    if sampling.grammar is not None:  # its masks decide when the output may end
         sampling = replace(sampling, grammar=None, min_new_tokens=0)
     return SamplingUpdate(
         row=request.row,

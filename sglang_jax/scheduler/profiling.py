@@ -1,4 +1,4 @@
-"""A profile of the runner: started and ended by messages, or ended by itself after some steps."""
+"""Profiles of the runner, which messages start and end, or which end after some steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Profiling:
-    """Takes one profile at a time. `pulse`: writing one may take a while in which no step is made."""
+    """Records one profile at a time. `pulse`: is notified while a profile is written, which may delay steps."""
 
     def __init__(self, runner: Runner, pulse: Pulse) -> None:
         self._runner = runner
@@ -22,10 +22,10 @@ class Profiling:
         self._last: int | None = None
 
     def start(self, folder: str, steps: int | None, made: int) -> None:
-        """`steps`: how many it is to last, None for one that `stop` ends; `made`: how many there were so far.
+        """Starts a profile of `steps` steps, or until `stop` if None; `made`: the number of steps so far.
 
-        **Raises:** `ParameterError` while a profile is taken, for a folder that cannot be written to, and for less than
-        one step.
+        **Raises:** `ParameterError` while a profile is being recorded, for a folder that cannot be created, and for
+        less than one step.
         """
         if steps is not None and steps < 1:
             raise ParameterError(f"num_steps must be at least 1, got {steps}", param="num_steps")
@@ -48,18 +48,18 @@ class Profiling:
         logger.info("Profiling %s, for %s", "until it is stopped" if steps is None else f"{steps} steps", folder)
 
     def after_step(self, made: int) -> None:
-        """To be called after every turn; `made` as for `start`."""
+        """Ends a profile whose steps are complete. To be called after every step; `made` as for `start`."""
         if self._last is not None and made >= self._last:
             self.close()
 
     def stop(self) -> str:
-        """Returns the folder. Raises `ParameterError` if no profile is taken."""
+        """Ends the profile, and returns its folder. Raises `ParameterError` if none is being recorded."""
         if self._folder is None:
             raise ParameterError("no profile is being recorded: start one first (/start_profile)")
         return self._end()
 
     def close(self) -> None:
-        """Writes what was not ended."""
+        """Ends a profile that is still being recorded."""
         if self._folder is not None:
             try:
                 self._end()

@@ -1,4 +1,4 @@
-"""Collects what a step gave and sends it as one message."""
+"""Collects the outputs of a step, and sends them as one message."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NO_TOKENS: Int32 = np.zeros(0, np.int32)
 
 
 def wire_error(error: RequestError) -> WireError:
-    """An error as it travels."""
+    """An error as a message."""
     return WireError(type(error).__name__, error.message, error.param, error.code)
 
 
 class Publisher:
-    """One `StepOutputs` for each step that has something to say. `drafts`: whether tokens are guessed, so that what
-    came of it is told of each request."""
+    """Sends one `StepOutputs` per step with outputs. `drafts`: whether the engine speculates, so that requests have
+    draft counts."""
 
     def __init__(self, channel: Channel, rows: Rows, drafts: bool = False) -> None:
         self._channel = channel
@@ -39,15 +39,15 @@ class Publisher:
         self._draft_counts = b""
 
     def drafts(self, rows: Index, drafted: NDArray[np.int64]) -> None:
-        """What came of drafts in a step of `rows` `[rows]`: `drafted` as `Rows.drafts`. Tells the streaming ones that
-        have not ended since it was launched."""
+        """Publishes the draft counts of a step with `rows` `[rows]`, of streaming requests that have not ended since
+        its launch. `drafted`: as `Rows.drafts`."""
         told = self._rows.streams[rows] & self._rows.active[rows] & (drafted[:, 0] > 0)
         if np.count_nonzero(told):
             counts = np.column_stack((self._rows.ids[rows[told]], drafted[told, 1:])).astype(np.int64)
             self._draft_counts += counts.tobytes()
 
     def tokens(self, rows: Index, tokens: Int32, counts: Int32) -> None:
-        """Rows `[rows]` sampled the first `counts` `[rows]` of `tokens` `[rows, width]`; tells the streaming ones."""
+        """Publishes the first `counts` `[rows]` of `tokens` `[rows, width]`, of streaming requests."""
         streams = self._rows.streams[rows]
         ids = self._rows.ids[rows]
         if np.count_nonzero(streams) < len(rows):
@@ -62,7 +62,7 @@ class Publisher:
         self._ids, self._tokens = ids, tokens
 
     def started(self, request: Request, now: float) -> None:
-        """A request got its row for the first time."""
+        """Publishes that a request got its row for the first time."""
         waited = max(now - request.arrival, 0.0)
         self._started.append(Started(request.id, request.cached_tokens or 0, waited, request.prompt_len, self._drafts))
 
@@ -75,10 +75,7 @@ class Publisher:
         matched_token: int | None = None,
         error: RequestError | None = None,
     ) -> None:
-        """A request ended. While it has a row its output is there, otherwise it was kept with the request.
-
-        `last_step`: when the newest step ended of those that are done; its last token is from it.
-        """
+        """Publishes the end of a request. `last_step`: the end of the newest finished step, with the last token."""
         if request.kv is not None:
             count = int(self._rows.num_tokens[request.row])
             output = self._rows.token_bytes(request.row, request.prompt_len, count)
@@ -99,11 +96,11 @@ class Publisher:
         )
 
     def refused(self, request_id: int, error: RequestError) -> None:
-        """A message that never became a request."""
+        """Publishes the error of a message that was refused."""
         self._finished.append(Finished(request_id, "error", None, 0, b"", 0, wire_error(error)))
 
     def logprobs(self, result: StepResult, rows: Index, picks: Index, counts: Int32) -> None:
-        """Logprobs of the first `counts` tokens that each of `rows` `[rows]` sampled; `picks` are their indices in the
+        """Publishes logprobs of the first `counts` tokens of each of `rows` `[rows]`. `picks`: their indices in the
         plan."""
         reported, width = result.logprobs, result.tokens.shape[1]
         if reported is None:
@@ -116,7 +113,7 @@ class Publisher:
                 self._logprobs.append((request_id, entry))
 
     def prompt_logprobs(self, planned: Planned, result: StepResult) -> None:
-        """Logprobs of prompt tokens that the step's chunks were asked for."""
+        """Publishes logprobs of prompt tokens in the step's chunks."""
         answers = zip(planned.logprob_requests, planned.plan.prompt_logprobs, result.prompt_logprobs, strict=True)
         for request, asked, reported in answers:
             if request.state in (RequestState.FINISHED, RequestState.RETRACTED):
@@ -127,12 +124,12 @@ class Publisher:
             self._prompt_logprobs.append((request.id, entries))
 
     def first_prompt_token(self, request: Request) -> None:
-        """Nothing predicts a prompt's first token: its logprob is None."""
+        """Publishes a logprob of None for the first prompt token, which nothing predicts."""
         token = int(request.token_slice(0, 1)[0])
         self._prompt_logprobs.append((request.id, [WireLogprob(token, None, [], [])]))
 
     def flush(self) -> None:
-        """Sends what was collected, if anything was."""
+        """Sends the collected outputs, if there are any."""
         if not (len(self._ids) or self._started or self._finished or self._logprobs or self._prompt_logprobs):
             return
         self._channel.send(

@@ -1,7 +1,7 @@
-"""How outputs went on lately, for guessing how others go on: an index of the last outputs of each namespace.
+"""An index of the recent outputs of each namespace, from which drafts of other requests are made.
 
-A request's own text is searched on the device. Other outputs are searched here: whose last tokens stood in one of them
-is given what stood there and behind it (`HintUpdate`), which then is searched on the device like its own text.
+The device searches a request's own text. Other outputs are searched here: if the last tokens of a request occur in one
+of them, the request gets the text from there on as a hint (`HintUpdate`), which the device searches like its own text.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from sglang_jax.runner.plan import HINT_TOKENS, HintUpdate, Int32
 from sglang_jax.scheduler.rows import Rows
 
 KEY_TOKENS = 4
-"""Tokens by which a place is found."""
+"""Length of the key by which a place is found, in tokens."""
 
 MOST_TOKENS = 1 << 15
-"""Of the outputs of a namespace, the latest ones."""
+"""Maximum tokens kept per namespace, the latest ones."""
 
 MOST_NAMESPACES = 32
-"""Those that were used last: 32 of them take 20 MB."""
+"""Maximum namespaces, the most recently used: 32 of them take 20 MB."""
 
 _SLOTS = 2 * MOST_TOKENS
 _END = -1
-"""Behind each output: no token, so that no match and no hint reaches from one output into another."""
+"""Separates outputs: it is not a token, so that no match and no hint reaches from one output into another."""
 
 _AHEAD = 16
-"""Tokens that a hint must still have before its row, or it is replaced by one that goes further."""
+"""Minimum tokens of a hint that its row has not passed; with fewer, a hint that reaches further replaces it."""
 
 _NOWHERE = -1
 
 
 class OutputsOfNamespace:
-    """The last outputs of one namespace: a ring of their tokens, and for each hash of `KEY_TOKENS` of them the latest
+    """The recent outputs of one namespace: a ring of their tokens, and for each hash of `KEY_TOKENS` tokens the latest
     place with that hash.
 
-    A place is a number that grows with each token; `ring[place % MOST_TOKENS]` is its token. What a hash leads to is
-    compared before it counts, so that places with the same hash only hide each other. A token costs two writes to
-    arrays, a search the reading of a few tokens, however much is kept.
+    A place is a number that grows with each token; `ring[place % MOST_TOKENS]` is its token. The tokens at a place are
+    compared with the key, so places with the same hash only hide each other. Adding a token writes to two arrays, and a
+    search reads a few tokens, however many are kept.
     """
 
     def __init__(self, begin: int = 0) -> None:
@@ -51,25 +51,25 @@ class OutputsOfNamespace:
         self.end = begin
 
     def add(self, tokens: Int32) -> None:
-        """Takes in `tokens` `[n]`: an output, and what stood before it."""
+        """Adds an output: `tokens` `[n]`, with a few tokens before it."""
         tokens = np.append(tokens[-(MOST_TOKENS - 1) :], np.int32(_END))
         places = self.end + np.arange(len(tokens))
         self._ring[places % MOST_TOKENS] = tokens
         self.end += len(tokens)
         if len(tokens) > KEY_TOKENS:
             keys = np.lib.stride_tricks.sliding_window_view(tokens[:-1], KEY_TOKENS)
-            self._places[_hashes(keys)] = places[KEY_TOKENS - 1 : -1]  # of equal hashes the last one stays
+            self._places[_hashes(keys)] = places[KEY_TOKENS - 1 : -1]  # the last of equal hashes wins
 
     def find(self, keys: Int32) -> NDArray[np.int64]:
-        """The latest place behind which each of `keys` `[n, KEY_TOKENS]` stands, the place of its last token; -1 for
-        those that are not kept."""
+        """The latest place of each of `keys` `[n, KEY_TOKENS]`, that of its last token; -1 for a key that does not
+        occur."""
         places = self._places[_hashes(keys)]
         kept = places - (KEY_TOKENS - 1) >= max(self.end - MOST_TOKENS, self._begin)
         same = (self._ring[(places[:, None] + _BACK) % MOST_TOKENS] == keys).all(axis=1)
         return np.where(kept & same, places, _NOWHERE)
 
     def hint(self, place: int) -> Int32:
-        """What stands at a place and behind it, the key first: at most `HINT_TOKENS`."""
+        """The text from the key at a place on, at most `HINT_TOKENS` tokens."""
         first = place - (KEY_TOKENS - 1)
         tokens = self._ring[np.arange(first, min(first + HINT_TOKENS, self.end)) % MOST_TOKENS]
         ends = np.flatnonzero(tokens == _END)
@@ -89,16 +89,17 @@ def _hashes(keys: Int32) -> NDArray[np.intp]:
 
 
 class RecentOutputs:
-    """The outputs of all namespaces, none of which shows in another's, and the hints that rows have.
+    """The recent outputs of all namespaces, which are searched only for rows of the same namespace, and the rows'
+    hints.
 
-    **Arguments:** `rows`: whose tokens are searched for.
+    **Arguments:** `rows`: the rows, with their tokens.
     """
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self._of: OrderedDict[Namespace, OutputsOfNamespace] = OrderedDict()
         self._begin = 0
-        # What of the ring each row's hint covers.
+        # The part of the ring that each row's hint covers.
         self._covered_from: NDArray[np.int64] = np.full(len(rows.requests), _NOWHERE, np.int64)
         self._covered_to = self._covered_from.copy()
         self._pending: dict[int, HintUpdate] = {}
@@ -107,7 +108,7 @@ class RecentOutputs:
         return len(self._of)
 
     def add(self, namespace: Namespace, tokens: Int32) -> None:
-        """An output of the namespace has ended; `tokens` `[n]` are its own, and a few before them."""
+        """Adds an output of a namespace: its `tokens` `[n]`, with a few tokens before them."""
         found = self._of.get(namespace)
         if found is None:
             if len(self._of) == MOST_NAMESPACES:
@@ -118,7 +119,7 @@ class RecentOutputs:
         found.add(tokens)
 
     def look(self, rows: Index) -> Index:
-        """Searches for the ends of `rows`, as far as the host knows them: those that are given a hint."""
+        """Searches for the last tokens of `rows` that the host knows. Returns the rows that get a hint."""
         if not self._of:
             return rows[:0]
         hinted: list[int] = []
@@ -139,7 +140,7 @@ class RecentOutputs:
         return np.array(hinted, np.intp)
 
     def _by_namespace(self, rows: Index) -> dict[Namespace, Index]:
-        """Those of `rows` whose namespace has outputs and that are long enough."""
+        """The `rows` that are long enough and whose namespace has outputs, by namespace."""
         found: dict[Namespace, list[int]] = {}
         for row in rows[self._rows.num_tokens[rows] >= KEY_TOKENS].tolist():
             namespace = self._rows.at(row).namespace
@@ -148,14 +149,14 @@ class RecentOutputs:
         return {namespace: np.array(own, np.intp) for namespace, own in found.items()}
 
     def take(self) -> tuple[HintUpdate, ...]:
-        """The hints that runners were not told yet."""
+        """Removes the hints that the runner does not have yet."""
         if not self._pending:
             return ()
         pending, self._pending = tuple(self._pending.values()), {}
         return pending
 
     def seated(self, rows: Index) -> None:
-        """Other requests have these rows from now on."""
+        """These rows have other requests from now on."""
         self._covered_from[rows] = self._covered_to[rows] = _NOWHERE
         for row in rows.tolist():
             self._pending.pop(row, None)

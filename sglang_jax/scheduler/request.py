@@ -1,4 +1,4 @@
-"""One request's life: its states, and the facts that outlast a row."""
+"""A request: its states, and the facts that it keeps when it loses its row."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FlowKey = tuple[str, str]
 
 
 class RequestState(IntEnum):
-    """A number, as looking one up takes a fraction of what other enums take.
+    """The state of a request. It is an `IntEnum`, which hashes much faster than other enums.
 
-    - COMPILING: its grammar is being compiled; in no queue.
-    - WAITING: in the queue, never had a row.
-    - PREFILL: has a row; its tokens are being computed, chunk by chunk.
-    - DECODE: samples a token each step.
-    - RETRACTED: lost its row to a shortage, or to KV of somebody else that turned out bad; back in the queue with its
-      output, before its equals that never had a row.
-    - FINISHED: over. It may keep its row for some steps: while one in flight uses it, and until it is released.
+    - COMPILING: its grammar is being compiled; it is not in the queue.
+    - WAITING: it is in the queue, and never had a row.
+    - PREFILL: it has a row; its tokens are computed in chunks.
+    - DECODE: it samples a token in each step.
+    - RETRACTED: it lost its row because pages were short, or because it read KV of another request that is not finite.
+      It is in the queue again, with its output, before requests of its priority that never had a row.
+    - FINISHED: it has ended. It keeps its row until no step in flight uses it and the row is released.
     """
 
     COMPILING = auto()
@@ -50,23 +50,23 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 
 @dataclass(slots=True)
 class Waiting:
-    """What admission remembers of a request in the queue.
+    """What admission knows of a request in the queue.
 
-    - `queued`: it is in the queue.
-    - `cost`: tokens that its turn takes, 0 for one that was retracted.
-    - `work`: tokens that were still to be computed when it was queued or last looked at.
-    - `refused_at`: the step at which it was first found not to fit, None before; `passed`: requests behind it that were
-      given room since.
-    - `as_guest`: it was given a row that is kept for client requests that have none.
-    - `bookmark`: how far its prompt was followed into the tree of what is cached.
-    - `seen`, `idle_looks`: cached tokens at the last look, and looks since they grew, while a prefix of it is computed.
+    - `queued`: whether it is in the queue.
+    - `cost`: tokens that it counts in the fair order, 0 for a retracted request.
+    - `work`: tokens to compute, when it was queued or last considered.
+    - `refused_at`: the step in which it first did not fit, None before; `overtaken_by`: later requests admitted since.
+    - `as_guest`: whether its row is one reserved for client requests without a row.
+    - `bookmark`: how far its prompt was followed into the tree.
+    - `seen`, `idle_looks`: cached tokens at the last look, and looks since they grew, while it waits for a prefix that
+      another request computes.
     """
 
     queued: bool = False
     cost: int = 0
     work: int = 0
     refused_at: int | None = None
-    passed: int = 0
+    overtaken_by: int = 0
     as_guest: bool = False
     bookmark: Bookmark = field(default_factory=Bookmark)
     seen: int = 0
@@ -77,22 +77,22 @@ class Waiting:
 class Request:
     """A request from its arrival to its end.
 
-    - `sequence`: order of arrival; `seed`: resolved, non-negative.
-    - `tokens`: int32 bytes of prompt and kept output. While the request has a row, what it samples is in the request
-      table, and comes back here if it is retracted.
-    - `total_len`: most tokens it may hold, prompt and output.
-    - `next_prompt_logprob`: prompt position whose logprob is to be computed next; `prompt_len` when none is.
-      `told_prompt_logprob`: the one to be published next.
-    - `kv`: the ownership record while it has a row.
+    - `sequence`: order of arrival; `seed`: never negative, and chosen by the engine if the client gave none.
+    - `tokens`: int32 bytes of prompt and kept output. While the request has a row, its samples are in `Rows`; they are
+      added here if it is retracted.
+    - `total_len`: maximum tokens of prompt and output.
+    - `next_prompt_logprob`: the prompt position whose logprob is computed next, `prompt_len` if none;
+      `told_prompt_logprob`: the one that is published next.
+    - `kv`: its pages, while it has a row.
     - `drafts`: as `DraftCounts`, of rows that it has lost.
     - `cached_tokens`: prompt tokens found in the prefix cache at its first admission, None before.
-    - `announced`: the runner was told who has the row now.
-    - `matcher`: where its output is in its grammar, once that is compiled; it goes on where the kept output ends.
-    - `restarts`: how often it was computed anew because KV that it shared turned out bad.
-    - `retractions`: how often it lost its row.
-    - `turn`: what it is of a session, None if it stands alone.
-    - `waiting`: what admission remembers of it while it is in the queue.
-    - `arrival`: when its client sent it; `first_token`: when its first token was there, None before.
+    - `announced`: whether the runner knows that it has the row.
+    - `matcher`: its position in its grammar, once that is compiled; it is that of the kept output.
+    - `restarts`: how often it was recomputed because shared KV was not finite; `retractions`: how often it lost its
+      row.
+    - `turn`: its turn of a session, None outside sessions.
+    - `waiting`: what admission knows of it in the queue.
+    - `arrival`: when its client sent it; `first_token`: when its first token was sampled, None before.
     """
 
     id: int
@@ -125,14 +125,14 @@ class Request:
     waiting: Waiting = field(default_factory=Waiting)
 
     def move_to(self, state: RequestState) -> None:
-        """**Raises:** `RuntimeError` for a transition that the table does not have."""
+        """Changes the state. Raises `RuntimeError` for a transition that is not in `TRANSITIONS`."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"request {self.id} cannot go from {self.state.name} to {state.name}")
         self.state = state
 
     @property
     def record(self) -> RowKV:
-        """The ownership record of a request that has a row."""
+        """The pages of a request that has a row."""
         assert self.kv is not None, f"request {self.id} has no row"
         return self.kv
 
@@ -142,18 +142,18 @@ class Request:
 
     @property
     def prefill_len(self) -> int:
-        """Tokens to compute before the next one is sampled: the prompt, and after a retraction the kept output."""
+        """Tokens to compute before the next is sampled: the prompt, and after a retraction also the kept output."""
         return len(self.tokens) // 4
 
     @property
     def samples(self) -> bool:
-        """Whether it is to sample a token once its tokens are computed; one that only scores its prompt does not."""
+        """Whether it samples at all. A request that only scores its prompt does not."""
         return self.total_len > self.prefill_len
 
     @property
     def match_limit(self) -> int:
-        """Most tokens that may come from the cache: one must run to give logits, and so must every position whose
-        successor's logprob is wanted."""
+        """Maximum tokens from the cache: the last token must be computed for its logits, and so must every position
+        before a token whose logprob is wanted."""
         limit = self.prefill_len - 1
         if self.next_prompt_logprob < self.prompt_len:
             limit = min(limit, max(self.next_prompt_logprob - 1, 0))

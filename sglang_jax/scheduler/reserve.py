@@ -1,4 +1,4 @@
-"""How much room is kept for tokens that running requests may still sample."""
+"""The reserve: room kept free for tokens that running requests may still sample."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ DECAY_STEPS = 600
 RAISE = 0.2
 _DECAY = (INITIAL - FLOOR) / DECAY_STEPS
 CLIP = 4096
-"""Most tokens that one request is expected to sample still; few sample all that they may."""
+"""Maximum further tokens expected of one request, since few sample as many as they may."""
 
 
 class NewTokenReserve:
-    """Share of the tokens still allowed that is kept free at admission.
+    """The fraction of the tokens that running requests may still sample that admission keeps free.
 
-    Starts high, decays while all goes well, is raised by each retraction: small enough to fill the pool, large enough
-    that retractions stay rare. `conservativeness` scales the share, and leaves the times alone: a retraction is
-    forgotten after as many steps at any of its values.
+    It starts high, decays in steps without retractions, and rises with each retraction: small enough to fill the pool,
+    large enough that retractions are rare. `conservativeness` scales the fraction but not the decay: a retraction is
+    forgotten after the same number of steps at any value.
     """
 
     def __init__(self, conservativeness: float = 1.0) -> None:
@@ -25,14 +25,14 @@ class NewTokenReserve:
 
     @property
     def ratio(self) -> float:
-        """The share, at most 1."""
+        """The fraction, at most 1."""
         return min(1.0, self._share * self._scale)
 
     def decay(self) -> None:
-        """A step went well."""
+        """A step ended."""
         share = self._share - _DECAY
         self._share = share if share > FLOOR else FLOOR
 
     def raise_ratio(self) -> None:
-        """A request had to be retracted."""
+        """A request was retracted."""
         self._share = min(1.0, self._share + RAISE)

@@ -1,7 +1,7 @@
-"""The one state of running requests: who has which row, what it does there, and its tokens, as arrays.
+"""The rows of running requests, with their tokens and flags as arrays.
 
-A request in a row is prefilling, then decoding, then leaving: over, or on its way back to the queue, it keeps the row
-while a step in flight has it. How far its KV goes is the cache's to know (`RowLengths`).
+A request in a row is prefilling, then decoding, then leaving: it has ended, or returns to the queue, and keeps the row
+while a step in flight uses it. The cache knows the length of its KV (`RowLengths`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 NO_TOKEN = -2
-"""Fills unused stop columns; no token id and not `INVALID_TOKEN`."""
+"""Fills unused stop columns. It is not a token id, nor `INVALID_TOKEN`."""
 
 RELEASES_PER_STEP = 64
-"""Rows released in one step while nobody needs them: when a thousand requests end at once, no step pays for all."""
+"""Maximum rows released in one step while none are needed. If a thousand requests end at once, this spreads the
+cost."""
 
 RECLAIMED_AT_ONCE = 32
-"""Rows released when somebody needs a row or pages."""
+"""Rows released at once when a row or pages are needed."""
 
 
 class Advance(msgspec.Struct, frozen=True):
-    """What sampling did to some rows, each `[rows]`: how many of the tokens count, as those behind a stop token and
-    beyond the limit do not; how many the row has now; ended by a stop token; reached its last token."""
+    """The effect of samples on rows, `[rows]` each: `kept`, how many of the tokens count, up to a stop token or the
+    limit; `num_tokens` that the row has now; `stopped` by a stop token; `full`, at the limit."""
 
     kept: Int32
     num_tokens: Index
@@ -42,7 +43,7 @@ class Advance(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Departure:
-    """A request that is leaving: whether its KV is kept (`insert`), and whether it goes back to the queue
+    """A request that is leaving its row: whether its KV is kept (`insert`), and whether it returns to the queue
     (`requeue`)."""
 
     request: Request
@@ -51,23 +52,23 @@ class Departure:
 
 
 class Rows:
-    """Struct of arrays, `[rows]` each but where stated, so that a decode batch is advanced by a few vector operations.
+    """A struct of arrays, `[rows]` each unless stated, so that a few vector operations advance a decode batch.
 
-    - `ids`: the clients' ids; `streams`: publish each token; `top_logprobs`: -1 or how many alternatives.
-    - `prompt_len`, `num_tokens` (known to the host), `total_len` (limit): tokens.
-    - `stop_ids`: `[rows, MAX_STOP_TOKEN_IDS]`, of which the first `stop_width` columns are in use by some row.
-    - `tokens`: `[rows, max_context + 1]` prompt and output.
-    - `last_step`: the last launched step that has the row.
-    - `masked`: the row samples under the mask of a grammar.
-    - `one_by_one`: it samples one token a step, whatever could be guessed: a mask tells of one token, and penalties
-      depend on the token before.
+    - `ids`: the clients' ids; `streams`: whether to publish each token; `top_logprobs`: number of alternatives, or -1.
+    - `prompt_len`, `num_tokens` (that the host knows), `total_len` (limit): in tokens.
+    - `stop_ids`: `[rows, MAX_STOP_TOKEN_IDS]`; rows use the first `stop_width` columns.
+    - `tokens`: `[rows, max_context + 1]`, prompt and output.
+    - `last_step`: the last launched step that uses the row.
+    - `masked`: whether the row samples under the mask of a grammar.
+    - `one_by_one`: whether it gets no drafts, because a mask is for one token, and penalties depend on the previous
+      one.
     - `drafts`: `[rows, 3]`, see `DraftCounts`.
-    - `active`: the row's request is not leaving, and what it samples counts.
+    - `active`: whether the row's request is not leaving, so that its samples count.
 
-    And who takes part in the next step: `decode_rows`, `[decoding]`, replaced and never written to, and `prefilling`,
-    in order of admission. Who is leaving stays in both until the next `sweep`.
+    The rows of the next step are in `decode_rows` `[decoding]`, an array that is replaced and never changed, and in
+    `prefilling`, in order of admission. Requests that are leaving stay in both until the next `sweep`.
 
-    **Arguments:** whose row is given back leaves `cache`, and goes back to `queue` if that is where it belongs.
+    **Arguments:** `cache`: to which released pages return; `queue`: to which retracted requests return.
     """
 
     def __init__(self, cache: KVCache, queue: WaitingQueue, rows: int, max_context: int) -> None:
@@ -98,7 +99,7 @@ class Rows:
 
     @property
     def num_leaving(self) -> int:
-        """Requests that are leaving."""
+        """Requests that are leaving their rows."""
         return len(self._leaving)
 
     @property
@@ -117,8 +118,8 @@ class Rows:
         return request.kv is not None and bool(self.active[request.row])
 
     def open(self, request: Request, probe: Probe) -> None:
-        """Gives a request a row that starts with the prefix that was just probed; one must be free. It is entered by
-        `seat`, with others that a look at the queue chose."""
+        """Gives a request a row that starts with the prefix that was just probed; a row must be free. `seat` then
+        enters it, together with the others that a look at the queue chose."""
         session, stops = request.turn is not None, bool(request.sampling.stop)
         request.kv = self._cache.open_row(probe, session=session, stops=stops, shared_len=request.shared_len)
         request.move_to(RequestState.PREFILL)
@@ -150,7 +151,7 @@ class Rows:
         self.prefilling += requests
 
     def prefilled(self, requests: list[Request]) -> None:
-        """The last chunks of these are on their way: those that sample decode from the next step on."""
+        """The last chunks of these requests are launched: those that sample decode from the next step on."""
         for request in requests:
             request.move_to(RequestState.DECODE)
         joining = [request.row for request in requests if request.samples]
@@ -158,21 +159,21 @@ class Rows:
         self.decode_rows = np.concatenate((self.decode_rows, np.array(joining, np.intp)))
 
     def leave(self, request: Request, *, insert: bool, requeue: bool = False) -> None:
-        """A request takes no part in further steps. Its row is given back by a `release` once no step in flight has it.
-        Who was to go back to the queue may end for good before that."""
+        """Excludes a request from further steps. `release` releases its row once no step in flight uses it. A request
+        that was to return to the queue may end before that."""
         self.active[request.row] = False
         self._stale = True
         self._leaving[request.row] = Departure(request, insert, requeue)
 
     def sweep(self) -> None:
-        """Drops who takes no part in further steps from `decode_rows` and `prefilling`, all at once."""
+        """Removes requests that are leaving from `decode_rows` and `prefilling`."""
         if self._stale:
             self.decode_rows = self.decode_rows[self.active[self.decode_rows]]
             self.prefilling = [request for request in self.prefilling if request.state is RequestState.PREFILL]
             self._stale = False
 
     def release(self, most: int) -> int:
-        """Gives back up to `most` rows of who is leaving that no step in flight has; how many there were."""
+        """Releases up to `most` rows of leaving requests that no step in flight uses. Returns their number."""
         done = []
         for row in self._leaving:
             if self._done(row):
@@ -184,7 +185,7 @@ class Rows:
         return len(done)
 
     def advance(self, rows: Index, tokens: Int32, counts: Int32) -> Advance:
-        """Appends to each of `rows` `[rows]` the first `counts`, `[rows]` >= 1, of its `tokens`, `[rows, width]`."""
+        """Appends the first `counts` `[rows]`, at least 1, of `tokens` `[rows, width]` to each of `rows` `[rows]`."""
         if tokens.shape[1] == 1:
             known, stopped, full = self._append(rows, tokens[:, 0])
             return Advance(counts, known, stopped, full)
@@ -202,13 +203,14 @@ class Rows:
         return self.tokens[row, first:last].tobytes()
 
     def drafts_of(self, request: Request) -> tuple[int, int, int]:
-        """As `DraftCounts`, with those of rows that it had before."""
+        """The draft counts of a request, with those of its earlier rows: see `DraftCounts`."""
         own = self.drafts[request.row].tolist() if request.kv is not None else (0, 0, 0)
         steps, drafts, right = (before + now for before, now in zip(request.drafts, own, strict=True))
         return steps, drafts, right
 
     def _append(self, rows: Index, tokens: Int32) -> tuple[Index, Bool, Bool]:
-        """One token for each of `rows`: how many they have now, who was stopped by it, and who is full."""
+        """Appends one token to each of `rows`. Returns their number of tokens, whether the token stopped them, and
+        whether they are full."""
         counts = self.num_tokens[rows]
         self.tokens[rows, counts] = tokens
         counts += ONE

@@ -1,8 +1,8 @@
 """The step: plan, launch, finish the one before, publish.
 
-Step N + 1 is launched before step N's tokens reach the host. Pages and rows that a launched step may touch are given
-back only once it has finished. A step with rows under grammars samples in a part of its own, once what the step before
-it sampled has told these rows' masks.
+Step N + 1 is launched before step N's tokens reach the host. Pages and rows that a launched step may touch are released
+only after it has finished. A step with rows under grammars samples in a second launch, after the tokens of the previous
+step have determined the masks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.runner.plan import RunnerSpec
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.scheduler.admission import Admission
-from sglang_jax.scheduler.arrivals import Arrivals
 from sglang_jax.scheduler.cache_report import CacheReport, report_cache
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
 from sglang_jax.scheduler.constraints import Constraints
 from sglang_jax.scheduler.drafting import AllThatFit, Drafting, WhatPays
-from sglang_jax.scheduler.endings import Endings
+from sglang_jax.scheduler.finisher import Finisher
 from sglang_jax.scheduler.messages import Channel, NewRequest
 from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.recent_outputs import RecentOutputs
 from sglang_jax.scheduler.request import Request, RequestState
+from sglang_jax.scheduler.request_builder import RequestBuilder
 from sglang_jax.scheduler.reserve import NewTokenReserve
+from sglang_jax.scheduler.result_processor import ResultProcessor
 from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, RELEASES_PER_STEP, Rows
-from sglang_jax.scheduler.sampled import Sampled
 from sglang_jax.scheduler.sessions import Sessions
 from sglang_jax.scheduler.step_log import StepLog
 from sglang_jax.scheduler.step_time import Padding
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Launched(msgspec.Struct, frozen=True):
-    """A step that the runner has since `at` (seconds of the scheduler's clock), and what to do with its result."""
+    """A step that was launched at `at` (seconds of the scheduler's clock)."""
 
     planned: Planned
     handle: StepHandle
@@ -56,8 +56,8 @@ class Launched(msgspec.Struct, frozen=True):
 class Scheduler:
     """Requests in, tokens out, one step at a time. The loop around it decides when to step.
 
-    **Arguments:** `eos_ids`: the model's end-of-sequence tokens; `channel`: where outputs are published; `clock`: tells
-    seconds; `grammars`: None for an engine without.
+    **Arguments:** `eos_ids`: the model's end-of-sequence tokens; `channel`: for publishing outputs; `clock`: returns
+    seconds; `grammars`: None for an engine without grammars.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Scheduler:
         self.cache.pins.share = config.session_memory_fraction
         self.reserve = NewTokenReserve(config.schedule_conservativeness)
         self.budget = _chunk_budget(config, spec)
-        self._arrivals = Arrivals(spec, eos_ids, config.random_seed, config.max_queued_requests)
+        self._builder = RequestBuilder(spec, eos_ids, config.random_seed, config.max_queued_requests)
         self._admission = Admission(self.cache, self.rows, self.queue, self.reserve)
         self._drafting = _drafting(config, spec)
         drafts_by_texts = spec.max_samples > 1 and config.speculative_algorithm is not SpeculativeAlgorithm.DRAFT
@@ -98,7 +98,7 @@ class Scheduler:
         self.constraints = Constraints(grammars, self.rows, spec.vocab_size, eos_ids)
         self._publisher = Publisher(channel, self.rows, drafts=spec.max_samples > 1)
         self.log = StepLog(self, config.decode_log_interval)
-        self._endings = Endings(
+        self._finisher = Finisher(
             self.cache,
             self.rows,
             self.queue,
@@ -110,9 +110,9 @@ class Scheduler:
             clock(),
             self._recent,
         )
-        self.requests = self._endings.requests
-        self._sampled = Sampled(
-            self.cache, self.rows, self._drafting, self.constraints, self._publisher, self._endings, self.log
+        self.requests = self._finisher.requests
+        self._results = ResultProcessor(
+            self.cache, self.rows, self._drafting, self.constraints, self._publisher, self._finisher, self.log
         )
         self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
@@ -121,23 +121,23 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, is in flight, or has still to be released."""
+        """Whether no request runs or waits, no step is in flight, and no row remains to be released."""
         return not self.requests and self._in_flight is None and not self.rows.num_leaving
 
     @property
     def num_running(self) -> int:
-        """Requests that have a row and are not over."""
+        """Requests that have a row and have not ended."""
         return self.rows.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no row: in the queue, or until their grammar is compiled, or until the turn before them
-        has given back its row."""
+        """Requests without a row: in the queue, or waiting until their grammar is compiled, or until the row of the
+        session's previous turn is released."""
         return len(self.queue) + self.constraints.num_waiting + len(self.sessions.held)
 
     @property
     def only_compiles(self) -> bool:
-        """Nobody runs or could: all requests wait until their grammars are compiled."""
+        """Whether all requests wait until their grammars are compiled, so no step can run."""
         waiting = self.constraints.num_waiting
         return waiting > 0 and waiting == len(self.requests) and self._in_flight is None and not self.rows.num_leaving
 
@@ -148,24 +148,24 @@ class Scheduler:
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens of the first group's pages that are neither free nor evictable; where layers keep states alone, of its
-        slots, with as many tokens as a row may have in each."""
+        """Tokens of the first group's pages that are neither free nor evictable. If all layers keep states, tokens of
+        its slots, each of which counts as the maximum context."""
         group = self.cache.first_growing
         return round(self.cache.groups[0].usage * self.max_total_tokens) if group is None else group.used_tokens
 
     @property
     def num_session_tokens(self) -> int:
-        """Tokens of the first group's pages that sessions keep; of slots, where layers keep states alone."""
+        """Tokens of the first group's pages that sessions keep; if all layers keep states, of its slots."""
         group = self.cache.first_growing or self.cache.groups[0]
         return group.component.session * group.page_size
 
     @property
     def token_usage(self) -> float:
-        """Used share of the pool that is used most."""
+        """Used fraction of the fullest pool."""
         return max(group.usage for group in self.cache.groups)
 
     def add(self, message: NewRequest) -> None:
-        """Queues a request, or publishes why not."""
+        """Queues a request, or publishes the error with which it is refused."""
         try:
             self.constraints.check(message.sampling)
             request = self._accept(message)
@@ -183,44 +183,45 @@ class Scheduler:
     def _accept(self, message: NewRequest) -> Request:
         """**Raises:** `RequestError`, with nothing changed."""
         if message.session is None:
-            return self._arrivals.accept(message, self.num_waiting)
-        self.sessions.look_after()  # one that has timed out is no more
+            return self._builder.accept(message, self.num_waiting)
+        self.sessions.look_after()  # a session that has timed out is closed first
         turn, prompt = self.sessions.next_turn(message.session, message.token_ids, message.extra_key)
         start = turn.position_in(prompt, message.logprob_start)
         whole = msgspec.structs.replace(message, token_ids=prompt, logprob_start=start)
-        request = self._arrivals.accept(whole, self.num_waiting)
+        request = self._builder.accept(whole, self.num_waiting)
         self.sessions.begin(turn, request.id, request.prompt_len)
         request.turn = turn
         return request
 
     def _enqueue(self, request: Request) -> None:
-        """Into the queue, once the turn before it is in the cache if it is one of a session."""
+        """Adds a request to the queue; a turn of a session waits until the previous turn is in the cache."""
         if request.turn is not None and request.turn.has_to_wait:
             self.sessions.held[request.id] = request
         else:
             self.queue.add(request)
 
     def abort(self, request_id: int) -> None:
-        """Ends a request wherever it is; its KV is dropped. Unknown ids are ignored: it may just have finished."""
+        """Ends a request in any state and drops its KV. Ignores an unknown id: the request may just have finished."""
         request = self.requests.get(request_id)
         if request is not None:
             self.log.counts.aborted += 1
-            self._endings.end(request, "abort", insert=False)
+            self._finisher.end(request, "abort", insert=False)
             self._release_one()
 
     def stop(self, request_id: int, num_tokens: int = -1) -> None:
-        """The client saw enough: ends a request without a word and keeps its KV. If it was a turn of a session, this
-        goes on behind its first `num_tokens` output tokens, or behind all (-1)."""
+        """Ends a request whose client needs no more output: publishes nothing, and keeps its KV. If it was a turn of a
+        session, the session continues after its first `num_tokens` output tokens, or after all of them (-1)."""
         request = self.requests.get(request_id)
         if request is not None:
-            self._endings.end(request, None, insert=True)
+            self._finisher.end(request, None, insert=True)
         if num_tokens >= 0:
             self.sessions.shorten(request_id, num_tokens)
         if request is not None:
             self._release_one()
 
     def flush_cache(self) -> bool:
-        """Empties the prefix cache; refused (False) while any request runs or waits. Sessions let go, and go on."""
+        """Empties the prefix cache; returns False and changes nothing while any request runs or waits. Sessions lose
+        their kept KV, and stay open."""
         if self.requests:
             return False
         self._finish_in_flight()
@@ -231,7 +232,8 @@ class Scheduler:
         return True
 
     def step(self) -> None:
-        """Launches the next step, finishes the one before it, has the next one sample, publishes."""
+        """Launches the next step, finishes the previous one, runs the second launch of the next one if it has masks,
+        and publishes the outputs."""
         self._stress_now()
         self._queue_compiled()
         for request in self.sessions.ready():
@@ -251,20 +253,20 @@ class Scheduler:
             self._check_books()
 
     def report_cache(self) -> CacheReport:
-        """What lies in the prefix cache, and who keeps it there."""
+        """The contents of the prefix cache, and the requests and sessions that depend on them."""
         return report_cache(self.cache, self.sessions.all(), self._clock())
 
     def _stress_now(self) -> None:
-        """What tests of whole servers asked for."""
+        """Retracts and evicts as the test options ask for."""
         if self._stress.retracts(self.log.steps):
             self._finish_in_flight()
-            self._endings.retract_one_of(retractable(self.rows))
+            self._finisher.retract_one_of(retractable(self.rows))
         if self._stress.evicts(self.log.steps):
             evict_all(self.cache)
 
     def retract_newest(self) -> bool:
-        """See `Endings.retract_newest`. No step may be in flight."""
-        return self._endings.retract_newest()
+        """See `Finisher.retract_newest`. No step may be in flight."""
+        return self._finisher.retract_newest()
 
     def drain_in_flight(self) -> None:
         """Waits for the step in flight, if there is one."""
@@ -273,16 +275,16 @@ class Scheduler:
     def _queue_compiled(self) -> None:
         for done in self.constraints.compiled():
             if done.error is not None:
-                self._endings.end(done.request, "error", insert=False, error=done.error)
+                self._finisher.end(done.request, "error", insert=False, error=done.error)
             else:
                 done.request.move_to(RequestState.WAITING)
                 self._enqueue(done.request)
 
     def _sample(self, launched: Launched) -> None:
-        """The second part of a step: the matchers know by now what the step before sampled."""
+        """The second launch of a step: the matchers have the tokens of the previous step now."""
         masks, closed = self.constraints.masks(launched.planned.masked)
         launched.handle.sample(masks)
-        self._endings.close(closed)
+        self._finisher.close(closed)
 
     def _launch_next(self) -> Launched | None:
         while True:
@@ -301,7 +303,10 @@ class Scheduler:
             return Launched(planned, handle, self._clock())
 
     def _plan(self, step: int) -> Planned | None:
-        """**Raises:** `OutOfPages` if there is something to do but pages are short."""
+        """None if there is nothing to compute.
+
+        **Raises:** `OutOfPages` if there is, but pages are short.
+        """
         prompts_wait = len(self.queue) > 0
         decode = self._planner.extend_decode(prompts_wait)
         if prompts_wait:
@@ -313,12 +318,12 @@ class Scheduler:
                 if self._recent is not None:
                     self._recent.seated(rows)
             for request in decisions.too_large:
-                self._endings.refuse_too_large(request)
+                self._finisher.refuse_too_large(request)
         return self._planner.plan(step, decode)
 
     def _make_room(self) -> None:
-        """Pages are short: release who is over, then learn what the step in flight has finished, then let idle sessions
-        go, then retract."""
+        """Frees pages: releases rows of ended requests, else finishes the step in flight, else takes back pages of
+        rejected drafts and of idle sessions, else retracts a request."""
         if self.rows.release(RECLAIMED_AT_ONCE):
             return
         if self._in_flight is not None:
@@ -328,10 +333,11 @@ class Scheduler:
         elif self.num_running > 1:
             self.retract_newest()
         else:
-            self._endings.end_the_only_one()
+            self._finisher.end_the_only_one()
 
     def _announce(self, planned: Planned) -> None:
-        """Publishes `Started` before a launch, so that after a crash executed requests can be told from queued ones."""
+        """Publishes `Started` before a launch, so that after a crash, executed requests can be distinguished from
+        queued ones."""
         first_time = [request for request in planned.newcomers if request.cached_tokens is None]
         for request in first_time:
             request.cached_tokens = request.record.kv_committed_len
@@ -341,7 +347,7 @@ class Scheduler:
             self._publisher.flush()
 
     def _note_chunks(self, planned: Planned) -> None:
-        """A launched chunk's KV is as good as written: share it, and let whole prompts sample from the next step on."""
+        """Inserts the KV of launched chunks into the tree, and lets whole prompts decode from the next step on."""
         whole = []
         for chunk in planned.chunks:
             request, end = chunk.request, chunk.start + chunk.length
@@ -363,18 +369,18 @@ class Scheduler:
         self._note_time(launched)
         for chunk in planned.chunks:
             if chunk.last and chunk.request.first_token is None:
-                chunk.request.first_token = self._endings.finished_at
+                chunk.request.first_token = self._finisher.finished_at
         self.cache.settle(planned.plan.step)
         if planned.plan.copies:
-            self.queue.look_again()  # what was copied from may go now
-        sampled = self._sampled.take_in(planned, result)
+            self.queue.look_again()  # the copied states can be evicted now
+        sampled = self._results.process(planned, result)
         self.log.finished(sampled)
         self.reserve.decay()
 
     def _note_time(self, launched: Launched) -> None:
-        """The device ran the step since it had it and was done with the one before."""
-        begun, ended = max(launched.at, self._endings.finished_at), self._clock()
-        self._endings.finished_at = ended
+        """Records the duration of a step, which started when it was launched, or when the previous one ended."""
+        begun, ended = max(launched.at, self._finisher.finished_at), self._clock()
+        self._finisher.finished_at = ended
         self.budget.observe(launched.planned.plan, ended - begun)
         if not launched.planned.chunks:
             widths = launched.planned.decode.widths
@@ -382,12 +388,12 @@ class Scheduler:
             self._drafting.took(launched.planned.plan.num_tokens, ended - begun, most_drafts)
 
     def _release_one(self) -> None:
-        """While nothing is in flight nobody has to wait for the end of a step."""
+        """Releases a row at once if no step is in flight."""
         if self._in_flight is None:
             self.rows.release(1)
 
     def _check_books(self) -> None:
-        """At idle every page is free or evictable. A fault is logged and counted; the server goes on."""
+        """Checks that at idle every page is free or evictable. A fault is logged and counted; the server continues."""
         if self._books_checked_at == self.log.counts.finished:
             return
         self._books_checked_at = self.log.counts.finished
@@ -397,12 +403,12 @@ class Scheduler:
             logger.error("KV pages do not add up at idle: %s", fault)
 
     def _cached_prefix(self, request: Request) -> int:
-        """Tokens of a waiting request that the tree holds."""
+        """Tokens of a waiting request that are in the tree."""
         return self.cache.peek(request.tokens, request.match_limit, request.namespace, request.waiting.bookmark)
 
 
 def _prompt_tokens(config: EngineConfig, spec: RunnerSpec) -> int:
-    """Most prompt tokens of a step."""
+    """Maximum prompt tokens of a step."""
     return min(config.chunked_prefill_size or spec.prompt_tokens, spec.token_budget)
 
 

@@ -1,8 +1,8 @@
-"""Sessions: conversations whose turns send what is new, and whose memory stays between turns.
+"""Sessions: conversations whose turns send only new tokens, and whose KV stays in memory between turns.
 
-The core owns them. A session knows the tokens of its finished turns and has a pin in the prefix cache
-(`mem_cache.pins`); its next turn is an ordinary request whose prompt begins with these tokens. So a turn that fails, is
-aborted or retracted changes nothing of its session, and a session that has lost its pin loses nothing but time.
+The core owns them. A session has the tokens of its finished turns, and a pin in the prefix cache (`mem_cache.pins`);
+its next turn is an ordinary request whose prompt starts with these tokens. So a turn that fails, or is aborted or
+retracted, does not change its session, and a session that loses its pin only loses time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
     from sglang_jax.scheduler.request import Request
 
 LONGEST_TIMEOUT = 86_400.0
-"""Seconds without a turn that a client may ask for, unless the engine's default is longer."""
+"""Maximum timeout that a client may ask for, in seconds, unless the engine's default is longer."""
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A request as a turn of a session. `name`: what the client calls it; `begins`: tokens before its output.
-
-    `length`: tokens that the session has once it has finished; 0 before, and if it ends in any other way.
-    """
+    """A request as a turn of a session. `name`: the client's name for it; `begins`: tokens before its output; `length`:
+    tokens of the session after it has finished, 0 before that or if it fails."""
 
     session: Session
     name: str
@@ -41,12 +39,13 @@ class Turn:
 
     @property
     def has_to_wait(self) -> bool:
-        """The turn before it is still on its way into the cache."""
+        """Whether the KV of the previous turn is not in the cache yet."""
         return self.session.leaving is not None
 
     def position_in(self, prompt: bytes, wanted: int) -> int:
-        """Where in its whole `prompt` (int32 bytes) is the position `wanted` of what the turn adds; -1, for none, is
-        -1. Raises `ParameterError` if the turn adds fewer tokens, with the one that texts begin with left out."""
+        """The position in the whole `prompt` (int32 bytes) of position `wanted` in the tokens that the turn adds; -1
+        (for none) stays -1. Raises `ParameterError` if the turn adds fewer tokens, not counting a removed
+        beginning-of-sequence token."""
         before = len(self.session.tokens) // TOKEN_BYTES
         added = len(prompt) // TOKEN_BYTES - before
         if wanted >= added:
@@ -58,25 +57,25 @@ class Turn:
         return before + wanted if wanted >= 0 else wanted
 
     def kept(self) -> Kept | None:
-        """Its row is about to be given back: what is to become of its session's pin, None if nothing."""
+        """What its session's pin keeps when its row is released; None if nothing changes."""
         session = self.session
         return Kept(session.pin, self.length) if session.leaving is self and not session.closed else None
 
     def row_is_gone(self) -> None:
-        """Its row was given back."""
+        """Its row was released."""
         if self.session.leaving is self:
             self.session.leaving = None
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A conversation. Its client knows it by `id`, and its `owner` alone may use it.
+    """A conversation. `id`: the client's name for it; only its `owner` may use it.
 
-    - `streaming`: turns may leave out which one they follow.
-    - `timeout`: seconds without a turn after which it is closed; `used_at`: when the last one ended.
-    - `tokens`: int32 bytes of all finished turns; `namespace`: in which their KV is.
-    - `turn`: the one that runs or waits; `last`: the newest finished one; `leaving`: a finished one that has its row
-      still.
+    - `streaming`: whether turns need not name the turn that they follow.
+    - `timeout`: seconds without a turn after which it is closed; `used_at`: when the last turn ended.
+    - `tokens`: int32 bytes of all finished turns; `namespace`: the namespace of their KV.
+    - `turn`: the turn that runs or waits; `last`: the newest finished turn; `leaving`: a finished turn whose row is not
+      released yet.
     """
 
     id: str
@@ -96,11 +95,11 @@ class Session:
 class Sessions:
     """All sessions of a core.
 
-    `held`: turns, by the ids of their requests, that wait until the one before them has given back its row, so that
-    they find all of it in the cache.
+    `held`: turns, by the ids of their requests, that wait until the row of the previous turn is released, so that they
+    find all of its KV in the cache.
 
-    **Arguments:** `most`: sessions that may be open at once; `timeout`: of those that are opened without one, in
-    seconds; `clock`: tells seconds.
+    **Arguments:** `most`: maximum open sessions; `timeout`: of sessions that are opened without one, in seconds;
+    `clock`: returns seconds.
     """
 
     def __init__(self, pins: Pins, most: int, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -116,18 +115,18 @@ class Sessions:
 
     @property
     def count(self) -> int:
-        """Sessions that are open."""
+        """Number of open sessions."""
         return len(self._open)
 
     def all(self) -> list[Session]:
-        """Sessions that are open."""
+        """The open sessions."""
         return list(self._open.values())
 
     def open(self, message: OpenSession) -> None:
-        """A timeout that is longer than a client may ask for is the longest.
+        """Opens a session. A timeout above the maximum is reduced to it.
 
-        **Raises:** `ParameterError` for an id that the owner uses already, or a timeout that is none;
-        `SessionLimitError`."""
+        **Raises:** `ParameterError` for an id that the owner already uses, or an invalid timeout; `SessionLimitError`.
+        """
         self.look_after()
         timeout = self._timeout if message.timeout is None else message.timeout
         if not 0.0 < timeout < math.inf:
@@ -145,9 +144,9 @@ class Sessions:
         self._due = min(self._due, now + timeout)
 
     def _make_room(self, owner: str) -> bool:
-        """Closes a session for one who has none, or for one who will still have no more than its owner: of those who
-        have most, and an idle one, the session that has been idle longest. So nobody keeps all sessions from others.
-        False if there is none such."""
+        """Closes an idle session to make room for one of `owner`: of the owners with the most sessions, the session
+        that has been idle longest. It takes one only from an owner who will still have at least as many as `owner`, or
+        if `owner` has none. So no owner can hold all sessions. False if it closes none."""
         held = Counter(session.owner for session in self._open.values())
         least = held[owner] + 2 if held[owner] else 1
         idle = [one for one in self._open.values() if one.turn is None and held[one.owner] >= least]
@@ -156,17 +155,17 @@ class Sessions:
         return bool(idle)
 
     def close(self, session_id: str, owner: str) -> None:
-        """What the session keeps is let go; a turn that runs goes on to its end as a request of its own. Raises
+        """Closes a session and releases its KV. A running turn continues to its end as an ordinary request. Raises
         `SessionNotFoundError`."""
         self.look_after()
         self._close(self._find(session_id, owner, "session_id"))
 
     def next_turn(self, asked: SessionTurn, tokens: bytes, namespace: Namespace) -> tuple[Turn, bytes]:
-        """The turn that a request asks for with new `tokens` (int32 bytes), and its whole prompt. Changes nothing: the
-        request may yet be refused.
+        """The turn of a request with new `tokens` (int32 bytes), and its whole prompt. Changes nothing, as the request
+        may still be refused.
 
-        **Raises:** `SessionNotFoundError`, `SessionBusyError`, `ParameterError` for what does not go on behind the last
-        finished turn.
+        **Raises:** `SessionNotFoundError`; `SessionBusyError`; `ParameterError` for a turn that does not follow the
+        last finished one.
         """
         session = self._find(asked.session, asked.owner, "session_params.id")
         if session.turn is not None:
@@ -192,14 +191,14 @@ class Sessions:
         return Turn(session, asked.name), session.tokens + tokens
 
     def begin(self, turn: Turn, request_id: int, prompt_len: int) -> None:
-        """The request of a turn was accepted, with a prompt of so many tokens."""
+        """The request of a turn was accepted, with `prompt_len` tokens."""
         turn.request_id, turn.begins = request_id, prompt_len
         turn.session.turn = turn
         turn.session.pin.busy = True
 
     def end(self, turn: Turn, tokens: bytes | None, namespace: Namespace, has_row: bool) -> None:
-        """A turn is over. `tokens`: int32 bytes of its prompt and output if it has finished; None leaves the session as
-        it was before. `has_row`: these are yet to go into the cache."""
+        """Ends a turn. `tokens`: int32 bytes of its prompt and output if it has finished; None leaves the session as it
+        was before the turn. `has_row`: whether its KV is not in the cache yet."""
         session = turn.session
         self.held.pop(turn.request_id, None)
         session.turn, session.pin.busy, session.used_at = None, False, self._clock()
@@ -216,8 +215,8 @@ class Sessions:
         self._last[turn.request_id] = session
 
     def shorten(self, request_id: int, num_tokens: int) -> None:
-        """Of the output of a turn that has just finished, only the first `num_tokens` are the session's. Ids that are
-        not a session's newest turn's are ignored."""
+        """Cuts the output of a session's newest finished turn to its first `num_tokens`. Ignores ids of other
+        requests."""
         session = self._last.get(request_id)
         if session is None or session.last is None:
             return
@@ -227,7 +226,7 @@ class Sessions:
         self._pins.shorten(session.pin, turn.length)
 
     def ready(self) -> list[Request]:
-        """Takes out of `held` who need not wait any longer."""
+        """Removes the turns from `held` that need not wait any longer."""
         if not self.held:
             return []
         ready = [one for one in self.held.values() if one.turn is not None and not one.turn.has_to_wait]
@@ -236,7 +235,7 @@ class Sessions:
         return ready
 
     def look_after(self) -> None:
-        """Closes sessions that have timed out, and keeps the others within what they may keep."""
+        """Closes sessions that have timed out, and limits the memory that the others keep."""
         self._pins.keep_within_share()
         if not self._open or (now := self._clock()) < self._due:
             return
@@ -246,7 +245,7 @@ class Sessions:
         self._due = min(map(_due, self._open.values()), default=math.inf)
 
     def seconds_to_timeout(self) -> float | None:
-        """Until one may time out; None while none is open."""
+        """Seconds until the next session may time out; None if none can."""
         return max(self._due - self._clock(), 0.0) if self._open and self._due < math.inf else None
 
     def _close(self, session: Session) -> None:
@@ -261,7 +260,7 @@ class Sessions:
             session.last = None
 
     def _find(self, session_id: str, owner: str, param: str) -> Session:
-        """Another owner's session is as unknown as one that is not there."""
+        """An open session. That of another owner is reported like one that does not exist."""
         session = self._open.get((owner, session_id))
         if session is None:
             raise SessionNotFoundError(
@@ -273,7 +272,7 @@ class Sessions:
 
 
 def _due(session: Session) -> float:
-    """When the session times out; never while it has a turn."""
+    """When the session times out; infinity while it has a turn."""
     return math.inf if session.turn is not None else session.used_at + session.timeout
 
 

@@ -1,4 +1,4 @@
-"""What operators read: a line for each prefill step, a line every so many decode steps, and counters."""
+"""The log of steps for operators: a line per prefill step, a line every few decode steps, and counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 THROUGHPUT_SECONDS = 0.5
-"""Least time over which the generation throughput is averaged."""
+"""Minimum interval over which the generation throughput is averaged."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class StepLog:
             self._write_prefill_line(planned)
 
     def drafted(self, counts: NDArray[np.int64]) -> None:
-        """What came of drafts, `[rows, 3]` (see `DraftCounts`)."""
+        """Adds the draft counts of a step, `[rows, 3]`: see `DraftCounts`."""
         steps, drafts, right = counts.sum(axis=0).tolist()
         self.counts.draft_steps += steps
         self.counts.draft_tokens += drafts
@@ -83,7 +83,7 @@ class StepLog:
     def stats(
         self, compiles_after_warm_up: int, programs_left: int = 0, experts: Sequence[ExpertBalance] = ()
     ) -> SchedulerStats:
-        """A snapshot, with what the runner reports of its programs and experts."""
+        """A snapshot, with the runner's figures of programs and experts."""
         scheduler, counts = self._scheduler, self.counts
         return SchedulerStats(
             num_running=scheduler.num_running,
@@ -115,7 +115,8 @@ class StepLog:
         )
 
     def _measure(self) -> float:
-        """Output tokens per second over the interval that ends now, if it is long enough, else over the last one."""
+        """Output tokens per second over the present interval, or over the previous one if the present one is too
+        short."""
         now = time.monotonic()
         elapsed = now - self._throughput_since
         if elapsed >= THROUGHPUT_SECONDS:
@@ -124,14 +125,14 @@ class StepLog:
         return self._throughput
 
     def _usage(self) -> str:
-        """Used shares of the pools."""
+        """Used fractions of the pools."""
         groups = self._groups()
         if self._names_groups():
             return ", ".join([f"{group.usage_name}: {group.usage:.2f}" for group in groups])
         return f"token usage: {groups[0].usage:.2f}"
 
     def _names_groups(self) -> bool:
-        """Whether there is more to tell of than one pool for layers that see all tokens."""
+        """Whether there is more than one pool of layers that see all tokens."""
         return [group.name for group in self._scheduler.cache.groups] != ["full"]
 
     def _groups(self) -> list[GroupUsage]:

@@ -1,4 +1,4 @@
-"""How long a step takes, learnt from the steps that were run."""
+"""Estimates the duration of steps from earlier ones."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 
 FORGETTING = 0.98
-"""Weight of an observation after one more of its kind: about fifty steps are remembered."""
+"""Weight of a measurement after one more of its kind: about fifty steps are remembered."""
 
 RIDGE = 1e-6
 LEAST_SECONDS = 1e-5
 OUTLIER = 3.0
-"""A step that took so many times as long as expected, or as short, says little of the next: a program was compiled, a
-core was taken away. It counts as that much and no more."""
+"""Maximum ratio between a measured and an expected duration, in either direction. A larger one is an outlier that says
+little about the next step, for example because a program was compiled. It counts as this ratio."""
 
 _SETTLED = 12
-"""Observations after which outliers can be told."""
+"""Measurements after which outliers can be recognised."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step's time depends on.
+    """The figures that a step's duration depends on.
 
-    - `decode_rows`, and `context`: tokens of KV that they read together.
-    - `chunk_tokens`: tokens of prompts, padding included, and `reads`: pairs of a query and a key that it sees, of all
-      chunks together.
+    - `decode_rows`: their number; `context`: KV tokens that they read in total.
+    - `chunk_tokens`: prompt tokens, padding included; `reads`: pairs of a query and a key that it sees, in all chunks.
     """
 
     decode_rows: int
@@ -38,7 +37,7 @@ class StepShape:
     reads: int
 
     def features(self) -> Float64:
-        """`[FEATURES]`, of about the same size where each costs about as much."""
+        """The figures as `[FEATURES]`, scaled so that equal values cost about the same."""
         return np.array(
             (1.0, self.decode_rows / 64, self.context / 2**18, self.chunk_tokens / 1024, self.reads / 2**24), np.float64
         )
@@ -48,14 +47,14 @@ FEATURES = 5
 
 
 class StepTimes:
-    """Seconds of a step as a sum: a constant, a part for each decode row, each token of a prompt, each key read; none
+    """The seconds of a step as a sum of a constant and of costs per decode row, per prompt token and per key read, none
     of them negative.
 
-    Least squares of the relative error with exponential forgetting (Ljung 1999, 11.2): a step that took a thousand
-    times as long as it should, even the first one, counts for next to nothing. Ridged, as loads that do not change
-    leave the parts undetermined. Steps with chunks and steps without are forgotten apart: an hour of decoding does not
-    make the cost of a chunk unknown. `error` is the mean share by which recent steps took longer or shorter than
-    expected; `longest_chunks`, the most tokens of prompts that a step had.
+    The method is least squares of the relative error with exponential forgetting (Ljung 1999, 11.2), so a step that
+    took a thousand times as long as expected, even the first one, counts for very little. A ridge term handles loads
+    that do not change, which leave the costs undetermined. Steps with and without chunks are forgotten separately, so
+    that the cost of a chunk stays known through an hour of decoding. `error`: mean relative error of recent estimates;
+    `longest_chunks`: the most prompt tokens that a step had.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class StepTimes:
         self.error = 0.0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape took so long."""
+        """Learns from the duration of a step."""
         expected = self.expect(shape)
         scale = seconds = max(seconds, LEAST_SECONDS)
         if self.observations >= _SETTLED and expected > 0.0:
@@ -84,13 +83,13 @@ class StepTimes:
         self.longest_chunks = max(self.longest_chunks, shape.chunk_tokens)
 
     def expect(self, shape: StepShape) -> float:
-        """Seconds that a step of this shape will take."""
+        """Estimated seconds of a step of this shape."""
         return float(shape.features() @ self._weights)
 
 
 def _solve(squares: Float64, products: Float64) -> Float64:
-    """Least squares without negative weights: whichever is most negative is left out, and the others are solved for
-    again. Set to zero afterwards, the others would be wrong."""
+    """Least squares without negative weights: the most negative weight is left out, and the others are solved again.
+    Setting negative weights to zero afterwards would leave the others wrong."""
     kept = list(range(FEATURES))
     weights: Float64 = np.zeros(FEATURES)
     while kept:
@@ -103,7 +102,7 @@ def _solve(squares: Float64, products: Float64) -> Float64:
 
 
 class Padding:
-    """Tokens that a step with chunks computes, for the tokens and sequences that it has.
+    """The padded number of tokens of a step with chunks.
 
     **Arguments:** `shapes`: (tokens, rows) of the runner's programs, smallest first; none if it pads nothing.
     """
@@ -112,7 +111,7 @@ class Padding:
         self._shapes = tuple(shapes)
 
     def tokens(self, tokens: int, rows: int) -> int:
-        """At least `tokens`."""
+        """Tokens that a step with `tokens` in `rows` sequences computes, padding included."""
         for most_tokens, most_rows in self._shapes:
             if tokens <= most_tokens and rows <= most_rows:
                 return most_tokens

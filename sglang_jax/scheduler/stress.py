@@ -1,4 +1,4 @@
-"""Switches for tests of whole servers: what shortage does now and then, every so many steps."""
+"""Test options that retract requests and evict the cache at intervals, as shortage does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_jax.scheduler.rows import Rows
 
 
 class Stress:
-    """Says when. `retract`, `evict`: steps between two; None for never."""
+    """Decides when. `retract`, `evict`: interval in steps; None for never."""
 
     def __init__(self, retract: int | None, evict: int | None) -> None:
         self._retract = retract
@@ -16,14 +16,14 @@ class Stress:
         self._retracted_at = self._evicted_at = 0
 
     def retracts(self, steps: int) -> bool:
-        """Whether a request is to be retracted, after so many steps."""
+        """Whether to retract a request after `steps` steps."""
         if self._retract is None or steps < self._retracted_at + self._retract:
             return False
         self._retracted_at = steps
         return True
 
     def evicts(self, steps: int) -> bool:
-        """Whether the prefix cache is to lose what nobody depends on, after so many steps."""
+        """Whether to evict all evictable pages after `steps` steps."""
         if self._evict is None or steps < self._evicted_at + self._evict:
             return False
         self._evicted_at = steps
@@ -31,12 +31,12 @@ class Stress:
 
 
 def retractable(rows: Rows) -> list[Request]:
-    """Requests that have sampled something in the row that they have: who has not would never get on."""
+    """Requests that have sampled a token in their present row. Others would make no progress between retractions."""
     running = [request for request in rows.requests if request is not None and rows.runs(request)]
     return [request for request in running if rows.num_tokens[request.row] > request.prefill_len]
 
 
 def evict_all(cache: KVCache) -> None:
-    """Evicts whatever no request and no session depends on."""
+    """Evicts all pages that no request and no session depends on."""
     for group in cache.groups:
         group.num_evicted += cache.tree.evict(group.component, group.component.evictable)

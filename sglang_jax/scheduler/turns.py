@@ -1,11 +1,11 @@
-"""Whose turn it is: those that wait have equal parts of the tokens, tenant by tenant, and the client requests of each
-tenant among themselves.
+"""The fair order of waiting requests: tenants get equal shares of the tokens, and so do the client requests of each
+tenant.
 
-A client request is what a client sent at once, however many prompts and completions it is: a *flow* of requests here.
-Flows are queued fairly on two levels, by the tokens that each was given (start-time fair queueing, Goyal, Vin and Cheng
-1996). Where a newcomer begins, a clock says that goes on by what is given divided by how many wait (Parekh and Gallager
-1993): a clock that told where the last one served had begun would stand still while newcomers come, and who was served
-once would wait until none do.
+A client request is what a client sends at once, with any number of prompts and completions; here it is a *flow* of
+requests. Flows are queued fairly on two levels, by the tokens that each was served (start-time fair queueing, Goyal,
+Vin and Cheng 1996). A newcomer starts at a virtual clock, which advances by the served tokens divided by the number of
+waiting flows (Parekh and Gallager 1993). A clock at the start of the flow served last would stand still while newcomers
+arrive, and a flow that was served once would wait until none do.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from sglang_jax.scheduler.order import Key, Order
 from sglang_jax.scheduler.request import FlowKey, Request
 
 Place = tuple[float, int]
-"""Who has the lowest is next: tokens that a child was given, and when the first of its requests came."""
-
+"""The child with the lowest place is next: tokens that it was served, and the arrival of its first request."""
 
 _FEW = 64
 
 
 class _Child(ABC):
-    """One of those that share: `given`: tokens that it was given, or the clock where it began later; `place`: with
-    which it stands among the others, None while nothing of it waits."""
+    """A tenant or a flow. `given`: tokens that it was served, at least the clock at its arrival; `place`: its place in
+    the order, None while it has no waiting requests."""
 
     def __init__(self, given: float) -> None:
         self.given = given
@@ -36,20 +35,20 @@ class _Child(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Requests of it that wait, or children that have such."""
+        """Number of its waiting requests, or of its children that have any."""
 
     @property
     @abstractmethod
     def head(self) -> Request:
-        """The request of it that is next."""
+        """Its next request."""
 
     @abstractmethod
     def upcoming(self, count: int) -> Iterator[Request]:
-        """Its next `count` requests, as things are now."""
+        """Its next `count` requests, as of now."""
 
 
 class Flow(_Child):
-    """What waits of one client request, in the order of arrival; or of a tenant, in an order of its own."""
+    """The waiting requests of one client request, in order of arrival; or of a tenant, in the order of a policy."""
 
     def __init__(self, given: float) -> None:
         super().__init__(given)
@@ -70,12 +69,12 @@ Child = TypeVar("Child", bound=_Child)
 
 
 class Shares(Generic[Child]):
-    """Children that have equal parts while they wait.
+    """Children that get equal shares while they wait.
 
-    The clock is how far each would be by now if all had their parts at the same time, to the token: those that wait,
-    and those that were given theirs before, until the clock has caught up with them. So it is the mean of what they
-    were given, and who waits is behind it by no more than a request. A newcomer begins there: who asked for nothing has
-    saved nothing up, and who comes back before the clock has caught up gains nothing by it.
+    The clock is the number of tokens that each child would have been served if all were served at the same time, token
+    by token: the children that wait, and those ahead of the clock that no longer wait. So it is the mean of what they
+    were served, and a waiting child is behind it by at most one request. A newcomer starts at the clock: a child saves
+    nothing up while it asks for nothing, and gains nothing by returning before the clock has caught up with it.
     """
 
     def __init__(self, make: Callable[[float], Child]) -> None:
@@ -87,19 +86,19 @@ class Shares(Generic[Child]):
         self.order: Order[Child] = Order()
 
     def child(self, name: str) -> Child:
-        """The child of this name, which is made if nothing of it waits; who adds to it calls `settle`."""
+        """The child of this name, which is created if it has no waiting requests. Call `settle` after adding to it."""
         child = self._children.get(name)
         if child is None:
             child = self._children[name] = self._make(max(self._clock, self._ahead.pop(name, 0.0)))
         return child
 
     def give(self, child: Child, tokens: int) -> None:
-        """A request of this child has its turn: so many tokens."""
+        """A request of this child is served `tokens` tokens."""
         child.given += tokens
         self._go_on(tokens)
 
     def settle(self, name: str, child: Child) -> None:
-        """Puts a child in its place, after it was given something or what waits of it has changed."""
+        """Updates the place of a child after it was served, or its waiting requests have changed."""
         if child.place is not None:
             self.order.remove(child.place, child)
             child.place = None
@@ -111,21 +110,21 @@ class Shares(Generic[Child]):
             self._leave(name, child.given)
 
     def _leave(self, name: str, given: float) -> None:
-        if not self._children:  # nobody waits: all begin anew
+        if not self._children:  # without waiting children, all restart
             self._clock = 0.0
             self._ahead.clear()
             self._next_caught_up.clear()
         elif given > self._clock:
             self._ahead[name] = given
             heapq.heappush(self._next_caught_up, (given, name))
-            if len(self._next_caught_up) > 2 * len(self._ahead) + _FEW:  # most have come back since
+            if len(self._next_caught_up) > 2 * len(self._ahead) + _FEW:  # most entries are stale
                 self._next_caught_up = [(given, name) for name, given in self._ahead.items()]
                 heapq.heapify(self._next_caught_up)
         else:
-            self._go_on(self._clock - given)  # what was its part others have had
+            self._go_on(self._clock - given)  # the others were served its share
 
     def _go_on(self, tokens: float) -> None:
-        """So many tokens go by, in equal parts."""
+        """Advances the clock by tokens that all children share equally."""
         while tokens > 0.0:
             taking_part = len(self._children) + len(self._ahead)
             given, name = self._next_caught_up[0] if self._next_caught_up else (math.inf, "")
@@ -133,14 +132,14 @@ class Shares(Generic[Child]):
                 self._clock += tokens / taking_part
                 break
             heapq.heappop(self._next_caught_up)
-            if self._ahead.get(name) == given:  # it may have come back since
+            if self._ahead.get(name) == given:  # it may have returned since
                 tokens -= max(given - self._clock, 0.0) * taking_part
                 self._clock = max(self._clock, given)
                 del self._ahead[name]
 
 
 class Tenant(_Child):
-    """What waits of one tenant, by client request."""
+    """The waiting requests of one tenant, by client request."""
 
     def __init__(self, given: float) -> None:
         super().__init__(given)
@@ -162,11 +161,11 @@ def _by_arrival(request: Request) -> Key:
 
 
 class Turns:
-    """The requests that wait, in the order of their turns. With one flow it is the order of arrival, and with flows of
-    one request each of one tenant as well.
+    """The waiting requests in the fair order. With one flow, it is the order of arrival, and so it is with one tenant
+    whose flows have one request each.
 
-    **Arguments:** `key`: order of the requests of a flow; `by_flow`: whether the client requests of a tenant have turns
-    as well: if not, all of its requests are one flow.
+    **Arguments:** `key`: order of the requests of a flow; `by_flow`: whether the client requests of a tenant share
+    fairly, too; if not, all requests of a tenant are one flow.
     """
 
     def __init__(self, key: Callable[[Request], Key] = _by_arrival, *, by_flow: bool = True) -> None:
@@ -179,7 +178,7 @@ class Turns:
         return self._count
 
     def add(self, request: Request) -> None:
-        """A request waits for its turn."""
+        """Adds a request."""
         name, flow_name = self._names(request)
         tenant = self._tenants.child(name)
         flow = tenant.flows.child(flow_name)
@@ -190,7 +189,7 @@ class Turns:
             self._tenants.settle(name, tenant)
 
     def remove(self, request: Request, tokens: int = 0) -> None:
-        """A request waits no more: it was given so many `tokens`, or none, as it left."""
+        """Removes a request, which was served `tokens` tokens, or none if it left the queue otherwise."""
         name, flow_name = self._names(request)
         tenant = self._tenants.child(name)
         flow = tenant.flows.child(flow_name)
@@ -206,12 +205,11 @@ class Turns:
         return request.flow_key if self._by_flow else (request.flow_key[0], "")
 
     def first(self, count: int) -> Iterator[Request]:
-        """The first `count`, as they are now: in the order in which they would have their turns, were nobody to come or
-        to leave."""
+        """The first `count` requests, as of now: in the order in which they would be served if none arrived or left."""
         return _in_turn(self._tenants.order.first(count), count)
 
     def first_but_of(self, flows: Collection[FlowKey]) -> Request | None:
-        """The first that is of none of these flows; None if there is nobody."""
+        """The first request that is not of these flows; None if there is none."""
         for tenant in self._tenants.order.first(len(self._tenants.order)):
             for flow in tenant.flows.order.first(len(flows) + 1):
                 if flow.head.flow_key not in flows:
@@ -220,11 +218,11 @@ class Turns:
 
 
 _Again = tuple[float, int, Request, Iterator[Request]]
-"""A child that was served: its place, the request that is next, and those behind it."""
+"""A child that was served: its place, its next request, and its further requests."""
 
 
 def _in_turn(children: Iterable[_Child], count: int) -> Iterator[Request]:
-    """Requests of children, which come in their order: a child that was served stands further behind."""
+    """The requests of `children`, which are in order; each request that is yielded moves its child back."""
     again: list[_Again] = []
     for child in children:
         place = child.place
@@ -235,7 +233,7 @@ def _in_turn(children: Iterable[_Child], count: int) -> Iterator[Request]:
             continue
         given, requests = child.given, child.upcoming(count)
         request = next(requests, None)
-        if request is None:  # what waited of it was taken out meanwhile
+        if request is None:  # its requests were removed in the meantime
             continue
         following = next(requests, None)
         if following is not None:
@@ -246,7 +244,7 @@ def _in_turn(children: Iterable[_Child], count: int) -> Iterator[Request]:
 
 
 def _serve(again: list[_Again]) -> Request:
-    """Who is first in the heap, in whose place its child's next request comes."""
+    """Removes the first request of the heap, and puts its child's next request there."""
     given, _, request, requests = again[0]
     following = next(requests, None)
     if following is None:

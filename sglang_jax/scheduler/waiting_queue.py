@@ -1,4 +1,4 @@
-"""Requests without a row, in the order in which they are to get one."""
+"""The queue of requests without a row, in several orders."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sglang_jax.scheduler.reserve import CLIP
 from sglang_jax.scheduler.turns import Turns
 
 LONGEST_PREFIX_WINDOW = 128
-"""Requests whose cached prefix is looked up when the longest goes first; a match of the whole queue each step would
-cost more than it saves."""
+"""Requests whose cached prefix is looked up for the policy lpm. Looking up the whole queue in each step would cost more
+than it saves."""
 
 RANKED_NODES = 1024
-"""Nodes of the tree that a look visits to find the longest prefix, beside those of the last prompt."""
+"""Nodes of the tree that a look may visit to find the longest prefix, not counting those of its last prompt."""
 
 
 class ByTurn:
-    """Requests of each priority by turns (`make` makes those of one), and the retracted ones of this priority before
-    them."""
+    """Requests by priority; within a priority, the retracted ones first, then the others in the fair order that `make`
+    creates."""
 
     def __init__(self, make: Callable[[], Turns] = Turns) -> None:
         self._make = make
@@ -42,7 +42,7 @@ class ByTurn:
             self._turns[priority].add(request)
 
     def remove(self, priority: int, request: Request, tokens: int) -> None:
-        """It was given so many tokens, or none, as it left."""
+        """Removes a request, which was served `tokens` tokens, or none if it left the queue otherwise."""
         retracted, turns = self._retracted[priority], self._turns[priority]
         if request.state is RequestState.RETRACTED:
             retracted.remove((request.sequence,), request)
@@ -53,21 +53,21 @@ class ByTurn:
             self._priorities.remove(-priority)
 
     def first(self, count: int) -> Iterator[Request]:
-        """The first `count`, as they are now."""
+        """The first `count` requests, as of now."""
         if len(self._priorities) == 1:
             return self._first_of(-self._priorities[0], count)
         return islice(self._first_of_each(count), count)
 
     def first_but_of(self, flows: Collection[FlowKey]) -> Request | None:
-        """The first that was not retracted, and is of none of these flows; None if there is nobody."""
+        """The first request that was not retracted and is not of these flows; None if there is none."""
         every = (self._turns[-priority].first_but_of(flows) for priority in self._priorities)
         return next((request for request in every if request is not None), None)
 
     def _first_of_each(self, count: int) -> Iterator[Request]:
-        """Priority by priority, each looked at once the ones before it are through: clients choose how many there
-        are."""
+        """The first requests of each priority, visiting a priority only when the higher ones are exhausted, since
+        clients choose how many there are."""
         for negative in self._priorities[:count]:
-            if -negative in self._turns:  # a look may have taken its last request out meanwhile
+            if -negative in self._turns:  # a look may have removed its last request
                 yield from self._first_of(-negative, count)
 
     def _first_of(self, priority: int, count: int) -> Iterator[Request]:
@@ -78,20 +78,18 @@ class ByTurn:
 
 
 class WaitingQueue:
-    """Orders of the same requests.
+    """The waiting requests in several orders: fair (`Turns`), by policy, by work (fewest tokens to compute first), by
+    priority and then work, and by age.
 
-    By turns (`Turns`), which is the order of arrival where clients send one prompt at a time, and by policy:
+    The fair order is the order of arrival if clients send one prompt at a time. The policies are:
 
-    - fcfs: turns. priority: highest first, those of one priority by turns.
-    - lpm: among the first `LONGEST_PREFIX_WINDOW` by turns, the longest cached prefix of a tenant first.
-    - lof: longest allowed output of a tenant first, ties by arrival.
+    - fcfs: the fair order. priority: highest first; within a priority, the fair order.
+    - lpm: among the first `LONGEST_PREFIX_WINDOW` in the fair order, the longest cached prefix of each tenant first.
+    - lof: the longest allowed output of each tenant first, ties by arrival.
 
-    Under all of them tenants have turns: what a policy prefers goes before other requests of its tenant alone.
-
-    A retracted request stands before all others; under `priority`, before all others of its priority.
-
-    By work (fewest tokens to compute), by priority and then work, and by age. No policy keeps anyone from being
-    overtaken for ever; admission does, by giving every so many turns to the oldest.
+    Under all policies, tenants share fairly: a policy orders only requests of the same tenant. A retracted request is
+    before all others; under `priority`, before all others of its priority. No policy prevents starvation; admission
+    does, by admitting the oldest request at intervals.
     """
 
     def __init__(self, policy: SchedulePolicy, cached_prefix: Callable[[Request], int]) -> None:
@@ -102,7 +100,7 @@ class WaitingQueue:
             self._by_policy = ByTurn(lambda: Turns(_output_key, by_flow=False))
         self._regardless = ByTurn() if policy is SchedulePolicy.PRIORITY else self._by_turn
         self._by_priority: Order[Request] = Order()
-        self._by_work = self._by_priority  # the same while all that wait have one priority
+        self._by_work = self._by_priority  # the same while all requests have one priority
         self._by_age: list[tuple[int, int, Request]] = []
         self._added = 0
         self._pause = 0
@@ -111,27 +109,27 @@ class WaitingQueue:
         return len(self._by_priority)
 
     @property
-    def minds_turns(self) -> bool:
-        """Whether the policy's own order is that of turns, within a priority."""
+    def uses_fair_order(self) -> bool:
+        """Whether the policy's order is the fair one, within a priority."""
         return self._policy in (SchedulePolicy.FCFS, SchedulePolicy.PRIORITY)
 
     def look_again(self) -> None:
-        """Something was released, cached or queued: who does not fit may fit now."""
+        """A release, an insertion or an arrival: requests that did not fit may fit now."""
         self._pause = 0
 
     def pause(self, steps: int) -> None:
-        """Nobody fits: looking again is not worth the while for so many steps, unless something changes."""
+        """No request fits: do not look again for `steps` steps, unless something changes."""
         self._pause = steps
 
     def worth_a_look(self) -> bool:
-        """Whether anybody waits and may fit; asked once a step."""
+        """Whether requests wait that may fit. To be called once per step."""
         if self._pause > 0:
             self._pause -= 1
             return False
         return len(self._by_priority) > 0
 
     def add(self, request: Request) -> None:
-        """Enters a request at its place; a retracted one before its equals."""
+        """Adds a request; a retracted one before the others of its priority."""
         self.look_again()
         work = request.prefill_len - self._cached_prefix(request)
         cost = 0
@@ -151,11 +149,11 @@ class WaitingQueue:
             heapq.heapify(self._by_age)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out that leaves; it must be in, in the state in which it came."""
+        """Removes a request that leaves without a row. It must be in the queue, in the state in which it was added."""
         self._take_out(request, 0)
 
     def seat(self, request: Request) -> None:
-        """Takes a request out whose turn it is."""
+        """Removes a request that gets a row."""
         self._take_out(request, request.waiting.cost)
 
     def _take_out(self, request: Request, tokens: int) -> None:
@@ -169,7 +167,7 @@ class WaitingQueue:
         self._remove_by_work(request)
 
     def first(self, count: int) -> Iterator[Request]:
-        """The first `count` requests in the order of the policy, as they are now."""
+        """The first `count` requests in the order of the policy, as of now."""
         if self._policy is not SchedulePolicy.LPM:
             return self.front(count)
         every = self.front(max(count, LONGEST_PREFIX_WINDOW))
@@ -177,8 +175,8 @@ class WaitingQueue:
         return islice(chain(window, every), count)
 
     def _longest_prefix_first(self, window: list[Request]) -> Iterator[Request]:
-        """The places that requests of a tenant have by turns go to those of its requests with the longest prefix."""
-        retracted = sum([request.state is RequestState.RETRACTED for request in window])  # before all others
+        """Gives the places of each tenant's requests to those with the longest prefix first."""
+        retracted = sum([request.state is RequestState.RETRACTED for request in window])  # these are first
         by_tenant: dict[str, list[Request]] = defaultdict(list)
         for request in window[retracted:]:
             by_tenant[request.flow_key[0]].append(request)
@@ -191,8 +189,8 @@ class WaitingQueue:
         return chain(window[:retracted], rest)
 
     def _look_up(self, window: list[Request]) -> dict[Request, int]:
-        """The cached prefix of each, those first for which least was visited. Once `RANKED_NODES` were visited, what
-        was found last stands for the others."""
+        """The length of the cached prefix of each request. It looks up those with the fewest visited nodes first; after
+        `RANKED_NODES` nodes, the other requests keep their last known length."""
         lengths, left = {}, RANKED_NODES
         for request in sorted(window, key=_visited):
             before = _visited(request)
@@ -201,28 +199,29 @@ class WaitingQueue:
         return lengths
 
     def front(self, count: int) -> Iterator[Request]:
-        """As `first`, but for lpm by turns: nothing is looked up."""
+        """Like `first`, but in the fair order for lpm, without looking up prefixes."""
         return self._by_policy.first(count)
 
     def next_turn(self) -> Request:
-        """Whose turn it is, whatever the policy prefers and whatever its priority. The queue must not be empty."""
+        """The first request in the fair order, regardless of policy and priority. The queue must not be empty."""
         return next(self._regardless.first(1))
 
     def passes(self, request: Request, waiting: Request) -> bool:
-        """Whether one that goes before another, whose turn it is, is of another tenant, or goes by its priority."""
+        """Whether `request` would overtake `waiting`, the first in the fair order: as one of another tenant, or by its
+        priority."""
         by_priority = self._policy is SchedulePolicy.PRIORITY and request.priority > waiting.priority
         return by_priority or request.flow_key[0] != waiting.flow_key[0]
 
     def guest(self, flows: Collection[FlowKey]) -> Request | None:
-        """The first by turns that is of none of these flows; None if there is nobody."""
+        """The first request in the fair order that is not of these flows; None if there is none."""
         return self._by_turn.first_but_of(flows)
 
     def least_work(self, count: int, *, by_priority: bool) -> Iterator[Request]:
-        """The first `count` requests by work, those of higher priority before all others if asked for."""
+        """The first `count` requests by work, or by priority and then work."""
         return (self._by_priority if by_priority else self._by_work).first(count)
 
     def oldest(self) -> Request:
-        """The one that arrived first. The queue must not be empty."""
+        """The request that arrived first. The queue must not be empty."""
         while True:
             request = self._by_age[0][2]
             if _waits(request):
@@ -230,7 +229,7 @@ class WaitingQueue:
             heapq.heappop(self._by_age)
 
     def update_work(self, request: Request) -> None:
-        """Finds how many tokens of a waiting request are to be computed as things are now."""
+        """Updates how many tokens of a waiting request have to be computed."""
         work = request.prefill_len - self._cached_prefix(request)
         if work != request.waiting.work:
             self._remove_by_work(request)
@@ -256,11 +255,11 @@ class WaitingQueue:
             self._by_work.remove(key, request)
 
     def requests(self) -> list[Request]:
-        """Everything that waits."""
+        """All waiting requests."""
         return list(self.front(len(self)))
 
     def _priority(self, request: Request) -> int:
-        """Under which turns are had: its own, where the policy looks at priorities."""
+        """The priority that orders a request: its own if the policy uses priorities."""
         return request.priority if self._policy is SchedulePolicy.PRIORITY else 0
 
 

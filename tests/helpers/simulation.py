@@ -36,7 +36,7 @@ from sglang_jax.config import EvictionPolicy, SchedulePolicy
 from sglang_jax.mem_cache.group import WindowGroup
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.judge import MAX_RESTARTS
+from sglang_jax.scheduler.non_finite_check import MAX_RESTARTS
 
 FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for position in range(48)) for k in range(3))
 """Prompts start with a prefix of one of these, so that the tree has something to share."""

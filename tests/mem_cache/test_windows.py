@@ -272,14 +272,14 @@ def test_what_a_sample_proves_of_a_window_is_what_it_read() -> None:
     check_everything(cache)
 
 
-def test_who_began_on_trust_is_in_borrowed_trouble_until_it_samples() -> None:
+def test_who_began_on_trust_is_in_read_bad_kv_until_it_samples() -> None:
     cache = cache_of(window=9)
     finish(cache, PROMPT)
     record = open_row(cache, [*PROMPT[:20], 77, 78])
-    assert cache.trust.borrowed_trouble(record)
+    assert cache.trust.read_bad_kv(record)
     compute(cache, record, [*PROMPT[:20], 77, 78])
     assert cache.trust.prove(record, 0)
-    assert not cache.trust.borrowed_trouble(record), "what goes wrong from here on is its own"
+    assert not cache.trust.read_bad_kv(record), "what goes wrong from here on is its own"
 
 
 def test_what_was_proven_stays_when_another_fails_behind_it() -> None:

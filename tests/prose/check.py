@@ -28,6 +28,7 @@ READ_WHOLE = (
     "sglang_jax/config",
     "sglang_jax/models",
     "sglang_jax/sampling",
+    "sglang_jax/scheduler",
     "torch_backend/models",
 )
 """Packages whose docstrings and comments are all checked. The others follow as they are rewritten."""

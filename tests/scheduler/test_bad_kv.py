@@ -11,7 +11,7 @@ from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import StepPlan, StepResult, TokenMasks
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.admission import Admission
-from sglang_jax.scheduler.judge import MAX_RESTARTS
+from sglang_jax.scheduler.non_finite_check import MAX_RESTARTS
 
 SYSTEM = [1 + (7 * i) % 37 for i in range(32)]
 

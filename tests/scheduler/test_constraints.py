@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sglang_jax.runner.plan import TokenMasks
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.constraints import Constraints
-from sglang_jax.scheduler.endings import Endings
+from sglang_jax.scheduler.finisher import Finisher
 from sglang_jax.scheduler.planner import Planner
 from sglang_jax.scheduler.request import Request, RequestState
 
@@ -131,26 +131,26 @@ def mask_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begin_anew_after_a_retraction(monkeypatch: pytest.MonkeyPatch) -> None:
-    back = Endings._back_to_queue
+    back = Finisher._back_to_queue
 
-    def forget(self: Endings, request: Request) -> None:
+    def forget(self: Finisher, request: Request) -> None:
         back(self, request)
         if request.matcher is not None:
             request.matcher.output.clear()  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Endings, "_back_to_queue", forget)
+    monkeypatch.setattr(Finisher, "_back_to_queue", forget)
 
 
 def follow_what_was_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state goes a token past the output that a retracted request keeps."""
-    back = Endings._back_to_queue
+    back = Finisher._back_to_queue
 
-    def go_on(self: Endings, request: Request) -> None:
+    def go_on(self: Finisher, request: Request) -> None:
         back(self, request)
         if request.matcher is not None and request.prefill_len > request.prompt_len:
             request.matcher.output.append(1)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Endings, "_back_to_queue", go_on)
+    monkeypatch.setattr(Finisher, "_back_to_queue", go_on)
 
 
 def draft_under_masks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ class TestHeadOfLine:
         for k in range(8):
             bench.add([10 + k, 9], sampling=endless(1))
             bench.scheduler.step()
-        waiting = {request.id: request.waiting.passed for request in bench.scheduler.queue.requests()}
+        waiting = {request.id: request.waiting.overtaken_by for request in bench.scheduler.queue.requests()}
         assert waiting[large] == waiting[second] >= 7
         bench.run()
         bench.check_outputs()

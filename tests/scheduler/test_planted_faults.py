@@ -19,13 +19,13 @@ from sglang_jax.mem_cache.full_kv import FullKV
 from sglang_jax.mem_cache.group import FullGroup, Group, WindowGroup
 from sglang_jax.mem_cache.invariants import InvariantError
 from sglang_jax.mem_cache.kv_cache import KVCache
+from sglang_jax.mem_cache.kv_validation import KVValidation
 from sglang_jax.mem_cache.ledger import RETIRED, OwnershipError, request_owners
 from sglang_jax.mem_cache.page_table import PageTable
 from sglang_jax.mem_cache.radix_tree import Node, Probe, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state import States
 from sglang_jax.mem_cache.state_group import StateGroup
-from sglang_jax.mem_cache.trust import Trust
 from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.fake import FakeRunner
 from sglang_jax.runner.plan import PageDeltas, SlotCopies, StepPlan, StepResult
@@ -182,11 +182,11 @@ def forget_to_clear_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def match_what_a_failed_request_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trust, "distrust", lambda self, record: None)
+    monkeypatch.setattr(KVValidation, "distrust", lambda self, record: None)
 
 
 def fail_who_read_bad_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trust, "borrowed_trouble", staticmethod(lambda record: False))
+    monkeypatch.setattr(KVValidation, "read_bad_kv", staticmethod(lambda record: False))
 
 
 def no_turn_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def keep_room_for_a_crowd_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who does not fit is passed by so many, however long that takes."""
 
     def keeps_room(self: Admission, request: Request, step: int) -> bool:
-        return request.waiting.refused_at is not None and request.waiting.passed >= self.backfill_seats
+        return request.waiting.refused_at is not None and request.waiting.overtaken_by >= self.backfill_seats
 
     monkeypatch.setattr(Admission, "_keeps_room", keeps_room)
 
@@ -588,8 +588,8 @@ def prove_the_head_of_what_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None
 
 def prove_the_copy_that_was_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first sample of a row that was pointed at somebody else's copy as it was launched proves that copy."""
-    prove = Trust.prove
-    monkeypatch.setattr(Trust, "prove", lambda self, record, step: prove(self, record, step + 1))
+    prove = KVValidation.prove
+    monkeypatch.setattr(KVValidation, "prove", lambda self, record, step: prove(self, record, step + 1))
 
 
 STATE_FAULTS = [

@@ -61,7 +61,7 @@ def test_a_bad_request_is_refused_alone(fields: dict[str, object], name: str, pa
 
 def test_too_many_ids_that_end_a_request() -> None:
     bench = Bench()
-    bench.scheduler._arrivals._eos_ids = tuple(range(4))
+    bench.scheduler._builder._eos_ids = tuple(range(4))
     request = bench.add(PROMPT, sampling=SamplingParams(stop_token_ids=list(range(20, 36))))
     fits = bench.add(PROMPT, sampling=SamplingParams(stop_token_ids=list(range(12)), max_new_tokens=1))
     bench.run()

@@ -7,7 +7,7 @@ from helpers.scheduling import EOS, Bench
 
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.endings import Endings
+from sglang_jax.scheduler.finisher import Finisher
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.reserve import DECAY_STEPS, RAISE, NewTokenReserve
 
@@ -35,13 +35,13 @@ def run_checked(bench: Bench) -> None:
 def note_retractions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """(the retracted request, all that had a row) for each retraction."""
     noted: list[tuple[int, list[int]]] = []
-    retract = Endings.retract
+    retract = Finisher.retract
 
-    def noting(self: Endings, request: Request) -> None:
+    def noting(self: Finisher, request: Request) -> None:
         noted.append((request.id, [other.id for other in self._rows.requests if other is not None]))
         retract(self, request)
 
-    monkeypatch.setattr(Endings, "retract", noting)
+    monkeypatch.setattr(Finisher, "retract", noting)
     return noted
 
 

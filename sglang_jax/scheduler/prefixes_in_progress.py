@@ -1,4 +1,4 @@
-"""Prompts under way, and whether one of them is about to compute what a waiting one needs."""
+"""Prefixes that running prompts are about to compute and that waiting requests share."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sglang_jax.mem_cache.row_kv import MOST_BRANCHES
 from sglang_jax.scheduler.request import Request
 
 Offer = tuple[Namespace, int, bytes]
-"""A page that is about to be computed: where in the tree it will hang, and its tokens."""
+"""A page that is about to be computed: its namespace, the id of its parent node, and its tokens."""
 
 
-class UnderWay:
+class PrefixesInProgress:
     """Prompts that have rows and are being computed.
 
-    Of keys and values, each page that is computed serves whoever begins alike, so a waiting request whose next page is
-    an *offer* waits a step. A state serves at one length alone: there the prompt under way that goes along farthest is
-    told where the waiting one parts from it, ends a chunk there, and is waited for.
+    Each computed page of keys and values serves all requests that share the prefix up to it, so a waiting request whose
+    next page is an *offer* waits a step. A state serves only at one length. There, the running prompt that shares the
+    longest prefix is asked to end a chunk where the waiting request diverges, and the request waits for that.
     """
 
     def __init__(self, cache: KVCache, prompts: list[Request]) -> None:
@@ -32,7 +32,7 @@ class UnderWay:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """A prompt was given a row."""
+        """Adds a prompt that got a row."""
         if self._by_length:
             self._prompts.append(request)
             return
@@ -42,7 +42,8 @@ class UnderWay:
             self._offers.add(_offer(request, record.locked_node, first, page))
 
     def will_serve(self, request: Request, probe: Probe) -> bool:
-        """Whether more of a waiting request than what was probed is about to be cached, computed for somebody else."""
+        """Whether more of a waiting request than its `probe` found is about to be cached, computed for another
+        request."""
         if self._by_length:
             return self._will_keep_state(request, probe)
         cached, page = probe.length, self._cache.page_size
@@ -51,7 +52,7 @@ class UnderWay:
         return _offer(request, probe.node, cached, page) in self._offers
 
     def note_sharers(self, seated: list[Request], waiting: Iterable[Request]) -> None:
-        """Tells prompts that were given rows where waiting ones part from them, whether or not these have to wait."""
+        """Has prompts that got rows keep states where waiting requests diverge from them, even if these do not wait."""
         if not self._by_length or not self._cache.reuse:
             return
         others = list(waiting)
@@ -72,8 +73,8 @@ class UnderWay:
         return any(self._cache.part_at(self._prompts[number].record, length) for length, number in alike)
 
     def _alike(self, one: Request, waiting: Request, known: int) -> int | None:
-        """After how many tokens a state of one prompt would serve a waiting one, that is worth more than what is there
-        after `known` tokens; None if nowhere."""
+        """The length at which a state of prompt `one` would serve the waiting request better than its cached state
+        after `known` tokens; None if there is no such length."""
         page = self._cache.page_size
         limit, least = waiting.match_limit // page * page, known + max(self._cache.least_gain, page)
         if least > limit or one.namespace != waiting.namespace:
@@ -88,7 +89,7 @@ def _offer(request: Request, node: Node, first: int, page: int) -> Offer:
 
 
 def _begin_alike(one: bytes, other: bytes) -> int:
-    """How many tokens two prompts (int32 bytes) begin with alike."""
+    """Length of the common prefix of two prompts (int32 bytes), in tokens."""
     size = min(len(one), len(other)) // TOKEN_BYTES
     different = np.frombuffer(one, np.int32, size) != np.frombuffer(other, np.int32, size)
     return int(different.argmax()) if different.any() else size

@@ -1,4 +1,4 @@
-"""Which requests computed something that is not finite, and what becomes of who read it."""
+"""Finds requests whose logits are not finite, and requests that read their KV."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.rows import Rows
 
 MAX_RESTARTS = 3
-"""Bad steps, one after the other, that a request which merely reads what they wrote outlives. Where the weights
-themselves give no finite logits, a prefix is computed so many times more before all who share it have failed."""
+"""Maximum restarts of a request that only reads KV of others that turned out not finite. If the weights themselves give
+logits that are not finite, a prefix is computed this many more times before all requests that share it have failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who failed, and who is to be computed anew from KV that is not in doubt."""
+    """The requests that failed, and those to be recomputed from valid KV."""
 
     failed: list[Request]
     restarted: list[Request]
@@ -31,13 +31,13 @@ _NOBODY = Verdict([], [])
 _INVALID: Int32 = np.array(INVALID_TOKEN, np.int32)
 
 
-class Judge:
-    """Keeps KV that is not finite from whoever did not compute it.
+class NonFiniteCheck:
+    """Keeps KV that is not finite from other requests.
 
-    A prompt's KV is in the tree before anything was sampled from it. Once a sample, or a logprob of the prompt, turns
-    out not to be finite, what the request computed, and what it read that nobody has sampled from yet, is cut off. The
-    request fails, alone. One that read such KV of others is computed anew instead: it may be well without it. A finite
-    sample proves what it read.
+    A prompt's KV is in the tree before anything was sampled from it. If a sample, or a logprob of the prompt, is not
+    finite, the KV that the request computed is cut from the tree, and so is the KV that it read, if no request has
+    sampled a finite token from that. Only this request fails. A request that read such KV of others is recomputed
+    instead, since it may be valid without it. A finite sample proves the KV that it read.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Judge:
         self._to_prove: list[tuple[Request, RowKV]] = []
 
     def judge(self, planned: Planned, result: StepResult) -> Verdict:
-        """Looks at what a step gave, before anything of it is published. Once the verdict is carried out, `prove`."""
+        """Checks the results of a step, before any are published. Call `prove` after the verdict is carried out."""
         last = _sampled_last(result, planned.picks)
         if not planned.logprob_requests and not np.count_nonzero(last <= _INVALID):
             return _NOBODY
@@ -64,7 +64,7 @@ class Judge:
         return Verdict(failed, restarted + self._readers(in_trouble))
 
     def _may_restart(self, request: Request) -> bool:
-        return request.restarts < MAX_RESTARTS and self._cache.trust.borrowed_trouble(request.record)
+        return request.restarts < MAX_RESTARTS and self._cache.trust.read_bad_kv(request.record)
 
     def _in_trouble(self, planned: Planned, result: StepResult, last: Int32) -> list[Request]:
         failed = [
@@ -76,8 +76,7 @@ class Judge:
         return failed + [request for request in found if request is not None and request not in failed]
 
     def _readers(self, in_trouble: list[Request]) -> list[Request]:
-        """Other prompts under way that read what was cut off, and from which nothing good was sampled: the rest of a
-        long one would be computed for nothing."""
+        """Other running prompts that read the KV that was cut off: computing the rest of them would be wasted."""
         return [
             one
             for one in self._rows.prefilling
@@ -88,12 +87,13 @@ class Judge:
         ]
 
     def prove(self, planned: Planned) -> None:
-        """What those read whose first sample this step brought, and those whose first one did not tell."""
+        """Proves the KV read by requests whose first sample was in this step, and by those whose proof is still
+        open."""
         if not planned.chunks and not self._to_prove:
             return
         sampled = [chunk.request for chunk in planned.chunks if chunk.last and chunk.request.samples]
         waiting = self._to_prove + [(request, request.kv) for request in sampled if request.kv is not None]
-        # Whoever lost its row meanwhile has sampled nothing from the one that it has now.
+        # A request that lost its row has sampled nothing from its present row.
         self._to_prove = [
             (request, record)
             for request, record in waiting
@@ -104,7 +104,7 @@ class Judge:
 
 
 def _sampled_last(result: StepResult, picks: Index | None) -> Int32:
-    """The last token that each sequence sampled, or each of `picks`: the one that may be `INVALID_TOKEN`."""
+    """The last token of each sequence, or of each of `picks`: only the last may be `INVALID_TOKEN`."""
     if result.tokens.shape[1] == 1:
         last = result.tokens[:, 0]
         return last if picks is None else last[picks]

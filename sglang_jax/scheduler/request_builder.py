@@ -1,4 +1,4 @@
-"""Turns a message into a request, or refuses it without touching any other."""
+"""Makes a request of a message, or refuses it without affecting others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SEED_MASK = 2**63 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Arrivals:
+class RequestBuilder:
     """Checks and completes new requests.
 
-    **Arguments:** `eos_ids` end any request that does not ignore them; `random_seed` gives requests without a seed
-    theirs, by order of arrival; `max_queued` refuses when that many wait (None: no limit).
+    **Arguments:** `eos_ids`: tokens that end any request that does not ignore them; `random_seed`: of the seeds of
+    requests without one, by order of arrival; `max_queued`: maximum waiting requests (None: no limit).
     """
 
     def __init__(self, spec: RunnerSpec, eos_ids: tuple[int, ...], random_seed: int, max_queued: int | None) -> None:
@@ -33,7 +33,10 @@ class Arrivals:
             shared.setflags(write=False)
 
     def accept(self, message: NewRequest, num_waiting: int) -> Request:
-        """**Raises:** `RequestError` saying what is wrong with the message, or that the queue is full."""
+        """The request of a message. `num_waiting`: requests that wait now.
+
+        **Raises:** `RequestError` for an invalid message, or if the queue is full.
+        """
         if self._max_queued is not None and num_waiting >= self._max_queued:
             raise QueueFullError(f"{num_waiting} requests wait, the limit is {self._max_queued}; try again later")
         prompt_len = self._check_prompt(message.token_ids, message.sampling.max_new_tokens != 0)
@@ -76,7 +79,7 @@ class Arrivals:
                 f"{'one output token' if samples else 'no output'} in the context of {self._spec.max_context}",
                 param="prompt",
             )
-        if int(tokens.view(np.uint32).max()) >= self._spec.vocab_size:  # a negative id is a large number there
+        if int(tokens.view(np.uint32).max()) >= self._spec.vocab_size:  # as unsigned, a negative id is a large number
             low, high = int(tokens.min()), int(tokens.max())
             raise ParameterError(
                 f"the prompt holds token id {low if low < 0 else high}, "
@@ -109,7 +112,7 @@ class Arrivals:
 
 
 def arrival_seed(random_seed: int, count: int) -> int:
-    """The seed of the `count`-th request, counted from 1, if it brings none."""
+    """The seed of the `count`-th request, counted from 1, if it has none (SplitMix64, Steele et al. 2014)."""
     mixed = (random_seed + count * _GOLDEN) & (2**64 - 1)
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     return (mixed ^ (mixed >> 31)) & _SEED_MASK

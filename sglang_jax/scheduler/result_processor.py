@@ -1,4 +1,4 @@
-"""What a finished step sampled: into the rows, to the clients, and who has ended by it."""
+"""Handles the results of finished steps: updates rows, publishes tokens, and ends requests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sglang_jax.mem_cache.lengths import ONE, Index
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepPlan, StepResult
 from sglang_jax.scheduler.constraints import Constraints
 from sglang_jax.scheduler.drafting import Drafting
-from sglang_jax.scheduler.endings import Endings
-from sglang_jax.scheduler.judge import Judge
+from sglang_jax.scheduler.finisher import Finisher
+from sglang_jax.scheduler.non_finite_check import NonFiniteCheck
 from sglang_jax.scheduler.planner import Planned
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import RequestState
@@ -18,8 +18,8 @@ from sglang_jax.scheduler.rows import Advance, Rows
 from sglang_jax.scheduler.step_log import StepLog
 
 
-class Sampled:
-    """Takes in the results of steps, one after the other, once the cache has settled them."""
+class ResultProcessor:
+    """Handles the results of steps in order, after the cache has settled each."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Sampled:
         drafting: Drafting,
         constraints: Constraints,
         publisher: Publisher,
-        endings: Endings,
+        finisher: Finisher,
         log: StepLog,
     ) -> None:
         self._cache = cache
@@ -36,13 +36,13 @@ class Sampled:
         self._drafting = drafting
         self._constraints = constraints
         self._publisher = publisher
-        self._endings = endings
+        self._finisher = finisher
         self._log = log
-        self._judge = Judge(cache, rows)
+        self._finite_check = NonFiniteCheck(cache, rows)
         self._all_picks: Index = np.arange(len(rows.requests))
 
-    def take_in(self, planned: Planned, result: StepResult) -> int:
-        """All that a step gave; how many tokens were sampled."""
+    def process(self, planned: Planned, result: StepResult) -> int:
+        """Handles the results of one step. Returns the number of sampled tokens."""
         widths, sampled = planned.decode.widths, 0
         if widths is not None:
             counts = result.counts[: len(widths)]
@@ -56,7 +56,7 @@ class Sampled:
             sampled += self._advance(planned.plan, result, planned.sampling_rows, planned.picks, result.counts)
         for chunk in planned.chunks:
             if chunk.last and not chunk.request.samples and chunk.request.state is RequestState.DECODE:
-                self._endings.end(chunk.request, "length", insert=True)
+                self._finisher.end(chunk.request, "length", insert=True)
         return sampled
 
     def _note_drafts(self, rows: Index, widths: Int32, counts: Int32) -> None:
@@ -67,15 +67,16 @@ class Sampled:
         self._log.drafted(drafted)
 
     def _judge_step(self, planned: Planned, result: StepResult) -> None:
-        verdict = self._judge.judge(planned, result)
+        verdict = self._finite_check.judge(planned, result)
         for request in verdict.failed:
-            self._endings.fail(request)
+            self._finisher.fail(request)
         for request in verdict.restarted:
-            self._endings.restart(request)
-        self._judge.prove(planned)
+            self._finisher.restart(request)
+        self._finite_check.prove(planned)
 
     def _advance_before_trouble(self, planned: Planned, result: StepResult) -> int:
-        """Rows with drafts may have sampled something, and ended by it, before logits that are not finite."""
+        """Handles the valid tokens of rows with drafts whose last logits are not finite; such a row may end by a valid
+        token."""
         counts = result.counts[: len(planned.decode.rows)]
         last = result.tokens[self._all_picks[: len(counts)], counts - 1]
         (picks,) = ((last <= INVALID_TOKEN) & (counts > 1)).nonzero()
@@ -84,8 +85,8 @@ class Sampled:
         return self._advance(planned.plan, result, planned.decode.rows[picks], picks, result.counts - 1)
 
     def _advance(self, plan: StepPlan, result: StepResult, rows: Index, picks: Index | None, counts: Int32) -> int:
-        """Records the first `counts` `[sequences]` tokens that `rows` `[rows]` sampled, tells the clients, ends what
-        has ended; how many tokens there were. `picks`: indices of the rows in the plan, None where it has no others."""
+        """Records and publishes the first `counts` `[sequences]` tokens of `rows` `[rows]`, and ends requests. Returns
+        the number of tokens. `picks`: indices of the rows in the plan, None if these are all of its rows."""
         if self._rows.num_leaving and not (staying := self._rows.active[rows]).all():
             picks = self._all_picks[: len(rows)] if picks is None else picks
             rows, picks = rows[staying], picks[staying]
@@ -106,18 +107,18 @@ class Sampled:
         return len(rows) if tokens.shape[1] == 1 else int(advance.kept.sum())
 
     def _follow(self, rows: Index, tokens: Int32, advance: Advance) -> None:
-        """Tells matchers what their rows sampled, one token each. A token that ends a request need not be followed."""
+        """Feeds matchers the token of each of their rows, except a token that ends the request."""
         picks = np.flatnonzero(self._rows.masked[rows] & ~advance.stopped)
         if len(picks):
             requests = [self._rows.at(row) for row in rows[picks].tolist()]
-            self._endings.close(self._constraints.follow(requests, tokens[picks, 0].tolist()))
+            self._finisher.close(self._constraints.follow(requests, tokens[picks, 0].tolist()))
 
     def _end_where(self, over: np.ndarray, rows: Index, advance: Advance) -> None:
-        """Ends the requests of those of `rows` `[rows]` that are `over` `[rows]`."""
+        """Ends the requests in `rows` `[rows]` that are `over` `[rows]`."""
         (ended,) = over.nonzero()
         last = self._rows.tokens[rows[ended], advance.num_tokens[ended] - 1].tolist()
         for row, by_token, token in zip(rows[ended].tolist(), advance.stopped[ended].tolist(), last, strict=True):
             if by_token:
-                self._endings.end(self._rows.at(row), "stop", insert=True, matched_token=token)
+                self._finisher.end(self._rows.at(row), "stop", insert=True, matched_token=token)
             else:
-                self._endings.end(self._rows.at(row), "length", insert=True)
+                self._finisher.end(self._rows.at(row), "length", insert=True)

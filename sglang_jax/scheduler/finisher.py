@@ -1,4 +1,4 @@
-"""How requests give up their rows: for good, or for a while, back to the queue."""
+"""Ends requests, and retracts them to the queue."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from sglang_jax.scheduler.step_log import Counts
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 RETRACTIONS_IN_TURN = 4
-"""Who was retracted so often more than another is not retracted before it, whatever their priorities."""
+"""A request that was retracted this many times more than another is not retracted before it, whatever their
+priorities."""
 
 _FINISHED = ("stop", "length", None)
-"""How requests end whose output is what was asked for: None where the client saw enough."""
+"""Kinds of end after which the output is valid; None if the client stopped the request."""
 
 
-class Endings:
-    """Tells everybody that a request is over, or goes back to the queue: its client, the queue, its grammar, its
-    session. Its row is given back once no step in flight has it, see `Rows`.
+class Finisher:
+    """Ends or retracts requests, and notifies all parties: client, queue, grammar and session. The row is released once
+    no step in flight uses it, see `Rows`.
 
-    `requests`: all that are not over; `finished_at`: when the newest of the steps ended that are done, in seconds of
-    the scheduler's clock.
+    `requests`: all that have not ended, by id; `finished_at`: end of the newest finished step, in seconds of the
+    scheduler's clock.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Endings:
         matched_token: int | None = None,
         error: RequestError | None = None,
     ) -> None:
-        """Ends a request in any state, without a word for `kind` None. `insert`: its KV is worth keeping."""
+        """Ends a request in any state; a `kind` of None is not published. `insert`: whether to keep its KV in the
+        tree."""
         if kind is not None:
             self._publisher.finished(
                 request, kind, last_step=self.finished_at, matched_token=matched_token, error=error
@@ -86,12 +88,12 @@ class Endings:
             self._rows.leave(request, insert=insert)
 
     def _note_output(self, recent: RecentOutputs, request: Request) -> None:
-        """With the end of the prompt, by which its first tokens are found."""
+        """Adds the output with the last tokens of the prompt, so that its first tokens can be found."""
         row, begin = request.row, max(request.prompt_len - KEY_TOKENS, 0)
         recent.add(request.namespace, self._rows.tokens[row, begin : int(self._rows.num_tokens[row])])
 
     def close(self, closed: Iterable[Closed]) -> None:
-        """Ends requests whose grammars let nothing more come."""
+        """Ends requests whose grammars are complete or have failed."""
         for one in closed:
             if one.error is not None:
                 self.end(one.request, "error", insert=True, error=one.error)
@@ -99,18 +101,18 @@ class Endings:
                 self.end(one.request, "stop", insert=True)
 
     def fail(self, request: Request) -> None:
-        """What the model computed for a request is not finite."""
+        """Ends a request whose logits are not finite."""
         error = NumericalError("the model's logits for this request are not finite")
         self.end(request, "error", insert=False, error=error)
 
     def refuse_too_large(self, request: Request) -> None:
-        """Admission found that a request does not fit even alone."""
+        """Ends a request that would not fit even without others."""
         group = self._too_small_for(request.prefill_len)
         message = f"{request.prefill_len} tokens do not fit the KV pool of {group.size}; raise {group.remedy}"
         self.end(request, "error", insert=False, error=CapacityError(message))
 
     def end_the_only_one(self) -> None:
-        """A request runs alone and has no room left."""
+        """Ends the only running request, which has no room left."""
         (request,) = (request for request in self._rows.requests if request is not None)
         tokens = int(self._rows.num_tokens[request.row])
         group = self._too_small_for(tokens + 1)
@@ -127,24 +129,24 @@ class Endings:
         return group
 
     def retract_newest(self) -> bool:
-        """Retracts the least urgent, newest request; False if none runs.
+        """Retracts the newest request of the lowest priority; False if none runs.
 
-        The oldest of the highest priority keeps running, so that something always ends; but who was retracted
-        `RETRACTIONS_IN_TURN` times more than others is spared until they have caught up, so that no priority is kept
-        from ending for ever.
+        The oldest request of the highest priority keeps running, so that something always ends. A request that was
+        retracted `RETRACTIONS_IN_TURN` times more than others is spared until they have caught up, so that every
+        request ends eventually, whatever its priority.
         """
         return self.retract_one_of([one for one in self._rows.requests if one is not None and self._rows.runs(one)])
 
     def retract_one_of(self, running: list[Request]) -> bool:
-        """As `retract_newest`, among these."""
+        """Like `retract_newest`, among `running`."""
         if not running:
             return False
         self.retract(max(running, key=_retraction_key))
         return True
 
     def retract(self, request: Request) -> None:
-        """Takes a request's row and puts it, with its output, back into the queue before its equals. No step may be in
-        flight."""
+        """Takes a request's row and returns the request, with its output, to the queue, before new requests of its
+        priority. No step may be in flight."""
         request.retractions += 1
         self._back_to_queue(request)
         self._rows.release(self._rows.num_leaving)
@@ -152,7 +154,7 @@ class Endings:
         self._counts.retractions += 1
 
     def restart(self, request: Request) -> None:
-        """Has a request computed anew, prompt and output, from KV that is not in doubt."""
+        """Returns a request to the queue, to recompute its prompt and output from valid KV."""
         request.restarts += 1
         self._back_to_queue(request)
 
@@ -173,5 +175,5 @@ class Endings:
 
 
 def _retraction_key(request: Request) -> tuple[int, int, int]:
-    """The largest is retracted first."""
+    """The request with the largest key is retracted first."""
     return (-(request.retractions // RETRACTIONS_IN_TURN), -request.priority, request.sequence)

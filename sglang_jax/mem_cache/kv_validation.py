@@ -9,7 +9,7 @@ from sglang_jax.mem_cache.radix_tree import Node, RadixTree
 from sglang_jax.mem_cache.row_kv import RowKV
 
 
-class Trust:
+class KVValidation:
     """KV is in the tree before anything was sampled from it. A sample that is finite proves what it read; one that is
     not puts in doubt what its row computed, and what it read that nothing has proven.
 
@@ -50,7 +50,7 @@ class Trust:
             self._tree.cut(top)
 
     @staticmethod
-    def borrowed_trouble(record: RowKV) -> bool:
+    def read_bad_kv(record: RowKV) -> bool:
         """True where a row reads KV that somebody else computed and that was cut off since, or began with window pages
         or a state that nothing proved and has sampled nothing since."""
         if record.on_trust and not record.proven:
