@@ -23,7 +23,7 @@ from sglang_jax.checkpoint import expected_tensors, open_checkpoint
 from sglang_jax.checkpoint.hf_config import load_hf_config
 from sglang_jax.checkpoint.rotary import RotaryScaling
 from sglang_jax.config import LoadFormat
-from sglang_jax.errors import CheckpointError
+from sglang_jax.errors import CheckpointError, ConfigError
 
 _OF_DEEPSEEK = {
     "attention_bias": False,
@@ -408,6 +408,9 @@ def test_a_token_leaves_one_vector_whatever_heads_there_are(tmp_path: Path) -> N
     assert found.cached == (CachedArray("latent", None, 512 + 64),)
     assert [found.cached[0].numbers(devices) for devices in (1, 8)] == [576, 576]
     assert found.products_per_key == 128 * (512 + 64) + 128 * 512, "for scores and for values"
+    assert found.sharded(64) == found
+    with pytest.raises(ConfigError, match="128 heads cannot be spread over 3 devices: choose a tp_size that divides"):
+        found.sharded(3)
 
 
 def small(values: dict[str, Any]) -> transformers.PreTrainedModel:

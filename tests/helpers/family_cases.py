@@ -216,7 +216,9 @@ LATENT: dict[str, FamilyCase] = {
     "deepseek_v2_lite": FamilyCase(
         "deepseek_v2", 4, {"q_lora_rank": 24, "topk_method": "greedy", "v_head_dim": 16, "attention_bias": True}
     ),
-    "deepseek_v3": FamilyCase("deepseek_v3", 16, {"rope_parameters": _YARN, "num_hidden_layers": 3}),
+    "deepseek_v3": FamilyCase(
+        "deepseek_v3", 16, {"rope_parameters": _YARN, "num_hidden_layers": 3, "attention_bias": True}
+    ),
     "deepseek_v3_in_halves": FamilyCase(
         "deepseek_v3", 1, {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "rms_norm_eps": 1e-3}
     ),

@@ -82,6 +82,7 @@ def bytes_of_torch(model: TorchPagedModel) -> Mapping[str, int]:
         ("phi3", Quantised.INT8_W8A16, (r"re:.*layers\.0\.",), "$^"),  # fused tensors; a plain layer
         ("qwen3_moe", Quantised.MODELOPT, (), "$^"),
         ("qwen2_moe", Quantised.INT8_W8A8, (), "shared_expert_gate"),  # biases, a shared expert
+        ("deepseek_v3", Quantised.FP8_CHANNEL, (), "kv_b_proj"),  # latent attention
     ],
 )
 def test_products_are_those_of_the_weights_that_the_quantiser_means(
@@ -107,7 +108,13 @@ def test_products_are_those_of_the_weights_that_the_quantiser_means(
 
 @pytest.mark.parametrize(
     ("architecture", "changes"),
-    [("falcon_h1", {}), ("qwen3_5_text", {}), ("gpt_oss", {}), ("gemma2", {"tie_word_embeddings": True})],
+    [
+        ("falcon_h1", {}),
+        ("qwen3_5_text", {}),
+        ("deepseek_v3", {}),
+        ("gpt_oss", {}),
+        ("gemma2", {"tie_word_embeddings": True}),
+    ],
 )
 def test_both_backends_quantise_alike_while_they_load(
     architecture: str, changes: dict[str, Any], tmp_path: Path
@@ -121,6 +128,14 @@ def test_both_backends_quantise_alike_while_they_load(
     largest = max(np.abs(logits).max() for logits in others)
     for logits, wanted in zip(found, others, strict=True):
         assert np.abs(logits - wanted).max() < 2e-4 * largest
+
+
+def test_projections_of_latent_vectors_stay_plain(tmp_path: Path) -> None:
+    config = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "deepseek_v3"))).config
+    specs = manifest_of(config).specs.values()
+    taken = {spec.name.part for spec in specs if Quantization(INT8_ROWS).takes(spec)}
+    assert taken >= {Part.QUERY_LATENT, Part.QUERY_UP, Part.QUERY_ROTATED, Part.LATENT, Part.KEY_ROTATED, Part.OUTPUT}
+    assert not taken & {Part.KEY_UP, Part.VALUE_UP, Part.ROUTER}
 
 
 @pytest.mark.parametrize("encoding", [INT8_ROWS, FLOAT8_ROWS], ids=["int8", "fp8"])
