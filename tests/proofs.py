@@ -112,6 +112,7 @@ PROOFS = (
     smoke("kv_dtype_agreement", "--backend torch --prompts 2 --tokens 8"),
     smoke("model_step_cpu", "--rows 2 --contexts 96 --prefill 16 --repeats 3"),
     smoke("nll", "--tokens 1000 --chunks 512"),
+    smoke("latent_prefill_cpu", "--queries 64 --contexts 128 --repeat 1"),
     smoke("loading_memory", "--layers 2 --shapes experts --formats bfloat16 Q4_0"),
     smoke("quantization_nll", "--tokens 600 --forms int8 Q4_0"),
     smoke("sampler_cpu", "--rows 1 8 --repeat 3"),

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from helpers.family_cases import EXPERTS, PAGE_SIZES, Paged, check_alignments
+from helpers.family_cases import EXPERTS, LATENT, PAGE_SIZES, Paged, check_alignments
 from helpers.paged_model import PagedModel
 from helpers.parity_cases import STEPS, prompts
 from helpers.tiny_models import TINY_VOCAB_SIZE, make_tiny_checkpoint, make_tiny_model
@@ -100,10 +100,13 @@ def test_types_of_16_bits_are_within_their_rounding(family: str, backend: str, d
     assert unit / 2 < error < 0.42 * np.sqrt(12 * exact.config.num_hidden_layers) * unit
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", [*EXPERTS, "deepseek_v2_lite"])
 def test_ranks_together_compute_what_one_does(family: str, tmp_path: Path) -> None:
-    """Each with a part of every expert. A layer has two sums, and one more where norms are over heads of all ranks."""
-    folder = make_tiny_checkpoint(tmp_path, EXPERTS[family].architecture, **EXPERTS[family].changes)
+    """Each with a part of every expert. A layer has two sums, and one more where norms are over heads of all ranks.
+
+    In latent attention each rank has its heads, and all latent vectors."""
+    case = (EXPERTS | LATENT)[family]
+    folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
     alone, sequences = TorchPagedModel(folder), prompts()
     expected = alone.run(sequences, STEPS)
     layers = alone.model.decoder_layers
@@ -115,6 +118,8 @@ def test_ranks_together_compute_what_one_does(family: str, tmp_path: Path) -> No
                 assert [part.feed_forward.down.numel() * size for part in parts] == [
                     whole.feed_forward.down.numel()
                 ] * size
+        for memory in (memory for model in models for memory in model.kv if family in LATENT):
+            assert memory.pages.keys.shape == alone.kv[0].pages.keys.shape
         for found in on_threads([partial(model.run, sequences, STEPS) for model in models]):
             for logits, wanted in zip(found, expected, strict=True):
                 assert np.abs(logits - wanted).max() < 1e-4

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.family_cases import FAMILIES, LATENT
+from helpers.family_cases import FAMILIES
 from helpers.parity_cases import TOLERANCE, prompts, transformers_logits
 from helpers.quantized_checkpoints import Quantised, make_quantised_checkpoint
 from helpers.tiny_models import make_tiny_checkpoint
@@ -130,9 +130,9 @@ def test_two_processes_compute_what_one_does_and_transformers(tmp_path: Path) ->
         *((FAMILIES[name].architecture, FAMILIES[name].changes) for name in ("gemma2", "cohere2")),
         *HYBRID_FORMS,
     ]
-    names = ("olmo2", "gemma4", "granite_swa", "deepseek_v2_lite", *EXPERTS)
+    names = ("olmo2", "gemma4", "granite_swa", *EXPERTS)
     transformers = [
-        *((each.architecture, each.changes) for each in map((FAMILIES | LATENT).get, names)),
+        *((each.architecture, each.changes) for each in map(FAMILIES.get, names)),
         ("olmo2", {"num_key_value_heads": 1}),
     ]
     cases = [*one_process, *transformers]
