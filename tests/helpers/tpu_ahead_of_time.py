@@ -37,7 +37,8 @@ _ENVIRONMENT = {
 class Kernel:
     """Attention over pages of this form, for a decode step (as many tokens as rows) or a mixed one, after a write.
 
-    `blocks` are pages of each block of keys and queries of each program, in place of the chosen ones.
+    `blocks` are pages of each block of keys and queries of each program, in place of the chosen ones. `shared`: values
+    are the keys too, as of latent attention.
     """
 
     heads: int = 32
@@ -52,6 +53,7 @@ class Kernel:
     soft_cap: float | None = None
     sinks: bool = False
     scales: bool = False
+    shared: bool = False
     blocks: tuple[int, int] | None = None
     checked: bool = False
 
@@ -174,7 +176,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
         kv_pages: jax.Array,
         queries: jax.Array,
         keys: jax.Array,
-        values: jax.Array,
+        values: jax.Array | None,
         batch: ForwardBatch,
         options: AttentionOptions,
     ) -> tuple[jax.Array, jax.Array]:
@@ -200,7 +202,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
         )
         activations = "float32" if kernel.storage == "float32" else "bfloat16"
         fresh = array((kernel.tokens, kernel.kv_heads, kernel.head_dim), activations)
-        shape = page_shape(256, kernel.kv_heads, kernel.page_size, kernel.head_dim, tiled=True)
+        shape = page_shape(256, kernel.kv_heads, kernel.page_size, kernel.head_dim, tiled=True, shared=kernel.shared)
         queries = array((kernel.tokens, kernel.heads, kernel.head_dim), activations)
         if kernel.blocks is not None:
             own = Shape.of(
@@ -215,7 +217,7 @@ def _compile(topology_name: str, kernels: list[AnyKernel]) -> list[Outcome]:
         try:
             pallas = AttentionImplementation.PALLAS_CHECKED if kernel.checked else AttentionImplementation.PALLAS
             lowered = jax.jit(step, static_argnums=0, donate_argnums=1).lower(
-                pallas, array(shape, kernel.storage), queries, fresh, fresh, batch, options
+                pallas, array(shape, kernel.storage), queries, fresh, None if kernel.shared else fresh, batch, options
             )
             memory = lowered.compile().memory_analysis()
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:

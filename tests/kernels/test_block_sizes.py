@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from sglang_jax.errors import ConfigError
 from sglang_jax.kernels.ragged_paged_attention.pallas import blocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.blocks import decode_blocks, prefill_blocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks, Groups, Sizes, sizes_of
@@ -54,6 +56,23 @@ def test_a_shape_that_is_not_in_the_table_is_told_once(table: Table, caplog: pyt
     (record,) = caplog.records
     assert "No tuned blocks of decode on v6e for 12 heads, 4 kv heads of 64, pages of 32, bfloat16" in record.message
     assert "python -m tpu.tune" in record.message
+
+
+LATENT = Shape(Chip.V4, 16, 1, 1, 640, 64, "bfloat16")
+
+
+def test_wide_queries_of_many_heads(table: Table, caplog: pytest.LogCaptureFixture) -> None:
+    """Of latent attention, whose vectors of 640 a v4 has little room for."""
+    with caplog.at_level(logging.WARNING):
+        assert decode_blocks(LATENT, 64, 512) == DecodeBlocks(16, 16)
+    assert "for 16 heads, latent vectors of 640, pages of 64, bfloat16: using a cost model" in caplog.text
+    assert "tpu.tune" not in caplog.text
+    assert prefill_blocks(LATENT, 512, 512).queries >= 16
+    whole = replace(LATENT, heads=128)
+    assert decode_blocks(whole, 64, 512) == DecodeBlocks(4, 8)
+    with pytest.raises(ConfigError, match="no room for attention of 128 heads of 640 on one device: spread them"):
+        prefill_blocks(whole, 512, 512)
+    assert prefill_blocks(replace(whole, chip=Chip.V6E), 512, 512).queries >= 16
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])

@@ -43,6 +43,10 @@ MORE = [
     Kernel(heads=64, head_dim=64, window=128, sinks=True, tokens=256, rows=8),
     Kernel(storage="float8_e4m3fn", scales=True, tokens=256, rows=8),
     Kernel(storage="float8_e5m2", scales=True, page_size=16),
+    # Latent vectors of DeepSeek, of 16 heads and of all; keys and values as wide.
+    Kernel(heads=16, kv_heads=1, head_dim=576, shared=True, tokens=512, rows=16),
+    Kernel(heads=128, kv_heads=1, head_dim=576, shared=True),
+    Kernel(heads=16, kv_heads=1, head_dim=640, tokens=512, rows=16),
 ]
 
 
@@ -119,7 +123,8 @@ def check_states(kernels: list[StateKernel], outcomes: list[Outcome]) -> None:
 def check(kernels: list[Kernel], outcomes: list[Outcome]) -> None:
     for kernel, outcome in zip(kernels, outcomes, strict=True):
         assert outcome.error is None, (kernel, outcome.error)
-        parts_and_lanes = 128 if 2 * kernel.head_dim <= 128 else 2 * -(-kernel.head_dim // 128) * 128
+        parts = 1 if kernel.shared else 2
+        parts_and_lanes = 128 if 2 * kernel.head_dim <= 128 else parts * -(-kernel.head_dim // 128) * 128
         itemsize = {"float32": 4, "bfloat16": 2}.get(kernel.storage, 1)
         pages = 256 * kernel.kv_heads * kernel.page_size * parts_and_lanes * itemsize
         assert outcome.in_place == pages, kernel

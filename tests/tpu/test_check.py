@@ -354,6 +354,34 @@ def test_steps_of_two_layers_of_well_known_models(name: str, tp: int, topology: 
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "layers", "options"),
+    [
+        ("deepseek-v2-lite", 3, ("--topology", "v6e-4", "--tp", "4")),
+        ("deepseek-v3", 5, ("--topology", "v6e-64", "--tp", "64", "--quantization", "fp8")),
+        ("deepseek-v3", 5, ("--topology", "tpu7x:2x2x2", "--tp", "16", "--quantization", "fp8")),
+    ],
+)
+def test_latent_attention_and_experts(name: str, layers: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    """Dense layers and two with experts: neither experts nor pages are copied, and two sums a layer are exchanged."""
+    config = json.loads((ROOT / "tpu" / "shapes" / f"{name}.json").read_text()) | {"num_hidden_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = ("--max-running-requests", "64", "--context-length", "8192")
+    answer = check("--model", str(tmp_path), *options, "--quick", *rows, figures=tmp_path / "figures.json")
+    assert answer.status == 0, answer.text + answer.error
+    deployment = answer.figures["deployment"]
+    assert deployment["page"] == 64 * layers * 640 * 2
+    experts = config["n_routed_experts"] * config["moe_intermediate_size"] * config["hidden_size"]
+    for program in answer.figures["programs"]:
+        found = [one for one in program["collectives"] if one["in_layers"] and not one["conditional"]]
+        assert [(one["kind"], one["type"], one["count"]) for one in found] == [("all-reduce", "bf16", 2 * layers)]
+        assert 0 < program["arguments"] - deployment["weights"] - deployment["kv"] < 40 * 2**20
+        rest = 4 * program["tokens"] * config["num_experts_per_tok"] * config["hidden_size"]
+        assert program["temporaries"] < experts // deployment["devices"] + 3 * rest
+        assert not [move for move in program["estimate"]["moves"] if "scales" not in str(move)]
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("topology", ["v5e", "v6e", "tpu7x"])
 @pytest.mark.parametrize("tp", [1, 4, 8])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+from sglang_jax.errors import ConfigError
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import DecodeBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBlocks
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape
@@ -45,15 +46,26 @@ def _decode_by_costs(shape: Shape) -> DecodeBlocks:
     _warn(shape, Phase.DECODE)
     sublanes = -(-shape.heads // 8)
     keys = min(max(16 // sublanes * 128, 512), 2048, VMEM_LIMITS[shape.chip] // 8 // shape.bytes_per_key)
-    return DecodeBlocks(rows=ROWS, pages=_pages(keys, shape.page_size))
+    # Queries and outputs of two programs, within a quarter of the memory.
+    rows = VMEM_LIMITS[shape.chip] // 4 // (4 * shape.heads * shape.lanes * 2)
+    return DecodeBlocks(rows=min(_power_of_two(rows), ROWS), pages=_pages(keys, shape.page_size))
 
 
 @cache
 def _prefill_by_costs(shape: Shape) -> PrefillBlocks:
-    """512 keys, and as many queries as leave half of the memory to other things than sums and queries."""
+    """512 keys, and as many queries as leave half of the memory to other things than sums and queries.
+
+    **Raises:** `ConfigError` where the fewest have no room.
+    """
     _warn(shape, Phase.PREFILL)
     keys = min(512, VMEM_LIMITS[shape.chip] // 8 // shape.bytes_per_key)
     bytes_per_query = shape.heads * (4 * (2 * 128 + shape.lanes) + 8 * shape.lanes) + 8 * keys
+    if _SMALLEST_QUERIES * bytes_per_query > VMEM_LIMITS[shape.chip]:
+        raise ConfigError(
+            f"the vector memory of a {shape.chip.value} has no room for attention of {shape.heads} heads of "
+            f"{shape.head_dim} on one device: spread them over more devices (--tp-size), or choose "
+            "--attention-backend xla"
+        )
     queries = min(256, VMEM_LIMITS[shape.chip] // 2 // bytes_per_query)
     return PrefillBlocks(max(_power_of_two(queries), _SMALLEST_QUERIES), _pages(keys, shape.page_size))
 
