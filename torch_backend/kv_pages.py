@@ -92,6 +92,11 @@ class KVPages:
         return self.keys.shape[2]
 
     @property
+    def shared(self) -> bool:
+        """Whether values are the keys, as in latent attention."""
+        return self.values is self.keys
+
+    @property
     def parameters(self) -> dict[tuple[Part, Kind], torch.Tensor]:
         """What a checkpoint may have for them, as the manifest calls it."""
         found = {

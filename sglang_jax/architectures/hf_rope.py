@@ -54,7 +54,8 @@ def rope_from_hf(
     several sets of parameters.
     """
     if scaling is None:
-        scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or JsonFields({}, fields.file)
+        found = [fields.nested("rope_parameters"), fields.nested("rope_scaling")]
+        scaling = next((one for one in found if one is not None and one.values), JsonFields({}, fields.file))
     several = [name for name, value in scaling.values.items() if isinstance(value, dict)]
     if several:
         raise CheckpointError(
@@ -67,7 +68,7 @@ def rope_from_hf(
         raise CheckpointError(f"{fields.file}: rope scaling {name!r} is not supported; supported: {', '.join(kinds)}")
     if name != RopeKind.PROPORTIONAL:
         _refuse_partial(fields, scaling)
-    theta = scaling.number("rope_theta") or fields.number("rope_theta") or default_theta
+    theta = scaling.positive("rope_theta", fields.positive("rope_theta", default_theta))
     _check_numbers(fields, scaling, name, theta, max_position)
     original = (
         fields.count("original_max_position_embeddings")
