@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.experts_form import read_experts
+from sglang_jax.architectures.hf_rope import rope_parameters
 from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
@@ -184,8 +185,7 @@ def guessing_layers(fields: JsonFields, default: int) -> int:
 
 def _temperature(fields: JsonFields, rope: RopeConfig) -> float:
     """By scaling of any kind with `mscale_all_dim`, scores are multiplied by the square of YaRN's temperature."""
-    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling")
-    mscale = None if scaling is None else scaling.number("mscale_all_dim")
+    mscale = rope_parameters(fields).number("mscale_all_dim")
     if rope.kind is RopeKind.DEFAULT or not mscale or rope.factor <= 1.0:
         return 1.0
     return (0.1 * mscale * math.log(rope.factor) + 1.0) ** 2
