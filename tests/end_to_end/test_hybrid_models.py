@@ -236,7 +236,7 @@ def test_a_type_of_keys_that_a_model_does_not_have_is_refused(backend: Backend, 
         ({"tp_size": 3}, "a delta net of 4 value heads and 2 key heads cannot be spread over 3"),
         (
             {"speculative_algorithm": SpeculativeAlgorithm.DRAFT},
-            "has layers with recurrent states, which wrong guesses",
+            "has layers with recurrent states, which wrong gues",
         ),
     ],
 )
