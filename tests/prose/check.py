@@ -28,6 +28,7 @@ READ_WHOLE = (
     "sglang_jax/config",
     "sglang_jax/mem_cache",
     "sglang_jax/models",
+    "sglang_jax/runner",
     "sglang_jax/sampling",
     "sglang_jax/scheduler",
     "torch_backend/models",
