@@ -93,7 +93,11 @@ def test_the_site_has_every_page() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
     assert sorted(listed) == sorted(
-        {"readme.md", "changelog.md", *(page.name for page in (ROOT / "docs").glob("*.md"))}
+        {
+            "readme.md",
+            "changelog.md",
+            *(page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")),
+        }
     )
 
 

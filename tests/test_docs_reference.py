@@ -43,7 +43,9 @@ PACKAGE = ROOT / "sglang_jax"
 TORCH_BACKEND = ROOT / "torch_backend"
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 API = (ROOT / "docs/api.md").read_text()
-ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+ARCHITECTURE = "".join(
+    path.read_text() for path in (ROOT / "docs/architecture.md", *sorted((ROOT / "docs/architecture").glob("*.md")))
+)
 DEFAULTS_IN_WORDS = frozenset(
     {
         "revision",
@@ -321,6 +323,13 @@ def words_in_the_code() -> set[str]:
     return words | {part for path in scripts for part in (path.stem, path.parent.name)}
 
 
+def test_what_is_to_be_touched_exists() -> None:
+    section = ARCHITECTURE.partition("## To add something")[2].partition("\n## ")[0]
+    paths = re.findall(r"`((?:sglang_jax|torch_backend)/[\w./]+)`", section)
+    assert len(paths) > 20
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
 def test_names_in_the_architecture_are_those_of_the_code() -> None:
     assert not code_words(ARCHITECTURE) - words_in_the_code()
 
@@ -341,9 +350,13 @@ def known_flags() -> set[str]:
     return flags
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/api.md", "docs/architecture.md"])
-def test_flags_named_elsewhere_exist(page: str) -> None:
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / page).read_text())) <= known_flags()
+@pytest.mark.parametrize(
+    "text",
+    [*((ROOT / page).read_text() for page in ("README.md", "CHANGELOG.md")), API, ARCHITECTURE],
+    ids=["README", "CHANGELOG", "api", "architecture"],
+)
+def test_flags_named_elsewhere_exist(text: str) -> None:
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known_flags()
 
 
 def test_flags_named_in_operations_exist() -> None:
