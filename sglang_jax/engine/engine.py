@@ -37,7 +37,7 @@ Launcher = Callable[[EngineConfig], Awaitable[EngineClient]]
 
 
 async def _launch(config: EngineConfig) -> EngineClient:
-    """In this process; replicas in processes of their own."""
+    """Launches one engine in this process, or replicas in separate processes."""
     return await (launch_engine(config, in_process=True) if config.dp_size == 1 else launch_engines(config))
 
 
@@ -72,7 +72,7 @@ class Engine:
             self._loop.close()
             raise
         self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._client)
-        # Through atexit itself, so that it runs before what the backend registered when it was loaded.
+        # Registered with atexit, so that it runs before the handlers that the backend registered on loading.
         self._finalizer.atexit = False
         atexit.register(self._finalizer)
 
@@ -387,7 +387,7 @@ class Engine:
         sampling_params: Sampling | Sequence[Sampling] | None,
         template: GenerateInput,
     ) -> tuple[bool, Batch]:
-        """The requests, and whether a single output is to be returned."""
+        """Returns whether the caller gets a single output, and the requests as a batch."""
         self._check_open()
         single = is_single(prompts)
         each: Sequence[Any] = [prompts] if single else prompts

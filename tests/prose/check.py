@@ -26,6 +26,7 @@ SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reaso
 
 READ_WHOLE = (
     "sglang_jax/config",
+    "sglang_jax/engine",
     "sglang_jax/models",
     "sglang_jax/sampling",
     "sglang_jax/scheduler",
