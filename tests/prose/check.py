@@ -28,6 +28,7 @@ READ_WHOLE = (
     "sglang_jax/batch",
     "sglang_jax/config",
     "sglang_jax/engine",
+    "sglang_jax/grammar",
     "sglang_jax/models",
     "sglang_jax/sampling",
     "sglang_jax/scheduler",
