@@ -16,7 +16,7 @@ from sglang_jax.batch.lines import BadLine, Line
 logger = logging.getLogger(__name__)
 
 TRANSIENT_CODES = frozenset({"engine_dead", "shutting_down", "unavailable"})
-"""Error codes that do not depend on the line: it is to be retried."""
+"""Error codes that the line did not cause: the line is retried."""
 
 _ADDRESS = ("batch", 0)
 

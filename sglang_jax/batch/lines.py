@@ -175,7 +175,7 @@ def _asks_for_stream(body: Fields) -> bool:
 
 
 def _key(url: str, body: Fields) -> bytes:
-    """Returns a key for grouping prompts. It uses their JSON text: if that shares a prefix, so do the tokens."""
+    """Returns a key for grouping: the prompt's JSON text. If two of these share a prefix, so do their tokens."""
     names = (*_NAMESPACE_FIELDS, *PROMPT_FIELDS[url])
     return b"\0".join((url.encode(), *(bytes(body[name]) for name in names if name in body)))
 

@@ -119,8 +119,7 @@ class Spool:
 
 
 class OrderedJournal:
-    """Writes finished lines to the journal in the expected order. Until then they are in the spool, which a later run
-    reads again."""
+    """Writes finished lines to the journal in order. Until then they are spooled, also for later runs."""
 
     def __init__(self, journal: Journal, spool: Spool) -> None:
         self._journal = journal

@@ -107,7 +107,7 @@ class RunProgress:
         self._source = source
         self._clock = clock
         self._begin = clock()
-        self._shown = self._begin
+        self._shown_at = self._begin
         self._bar = _make_bar(figures.lines_done) if terminal else None
 
     def finished(self, answer: Answer) -> None:
@@ -119,8 +119,8 @@ class RunProgress:
         figures.cached_tokens += answer.tokens.cached
         figures.output_tokens += answer.tokens.output
         now = self._clock()
-        if now - self._shown >= (REPORT_SECONDS if self._bar is None else BAR_SECONDS):
-            self._shown = now
+        if now - self._shown_at >= (REPORT_SECONDS if self._bar is None else BAR_SECONDS):
+            self._shown_at = now
             self._show()
 
     def close(self) -> None:

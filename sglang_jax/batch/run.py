@@ -112,8 +112,7 @@ def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_
 
 
 def _answer(batch: BatchConfig, config: ServerConfig, work: _Work, launch: Launch) -> int | None:
-    """Answers the remaining lines; starts no engine if there are none. Returns an exit status if a signal ended it
-    early."""
+    """Answers the remaining lines, if any. Returns an exit status if a signal ended it early."""
     first = next(work.records, None)
     if first is None:
         return None
@@ -201,8 +200,7 @@ def shaping_options(batch: BatchConfig, config: ServerConfig) -> dict[str, Optio
 
 
 class _OutputFiles:
-    """Where answers are written: to the output itself, or to a separate journal for Parquet, which cannot grow line by
-    line."""
+    """Where answers are written: the output itself, or a separate journal for Parquet, which cannot grow by lines."""
 
     def __init__(self, output: Path, folder: Path) -> None:
         self._output = output

@@ -21,8 +21,7 @@ def seed_of(random_seed: int, number: int) -> Raw:
 
 
 def add_seed(body: dict[str, Raw], seed: Raw) -> None:
-    """Adds a seed to a body without one, unless it has several prompts: they would share the seed, and equal prompts
-    would get equal answers."""
+    """Adds a seed to a body without one. Several prompts get none, because equal prompts would get equal answers."""
     prompts = [bytes(body[name]) for name in ("prompt", "text", "input_ids") if name in body]
     if any(_SEVERAL_PROMPTS.match(prompt) for prompt in prompts):
         return

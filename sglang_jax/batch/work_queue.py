@@ -51,7 +51,6 @@ class WorkQueue:
         return self._window.full
 
     def push(self, line: Line) -> None:
-        """Adds a line."""
         self._window.push(line, key=line.key, number=line.number, size=line.size)
 
     def wake(self) -> None:
@@ -91,8 +90,7 @@ class WorkQueue:
         self._wake_replicas()
 
     def lose(self, replica: int, job: Job) -> bool:
-        """Takes back a line whose engine was lost, for a retry. Returns False if it has no retries left: it has failed,
-        and the caller calls `finish`."""
+        """Takes back a line of a lost engine for a retry. False without retries left: the caller calls `finish`."""
         job.losses += 1
         if job.losses > self._max_retries:
             return False

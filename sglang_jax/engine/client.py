@@ -38,7 +38,6 @@ class AsyncEngineClient:
 
     @property
     def tokenizer(self) -> TextTokenizer:
-        """The model's tokenizer."""
         return self._tokenizer
 
     async def encode(
@@ -63,7 +62,6 @@ class AsyncEngineClient:
 
     @property
     def model_info(self) -> ModelInfo:
-        """The model's properties."""
         return self.links.model_info
 
     @property

@@ -1,4 +1,4 @@
-"""A link to an engine core of this process: sends requests and receives outputs over a channel."""
+"""A link to an engine core that this process started: sends requests and receives outputs over a channel."""
 
 from __future__ import annotations
 
@@ -124,7 +124,6 @@ class CoreLink:
 
     @property
     def model_info(self) -> ModelInfo:
-        """The model's properties."""
         return self._ready.model_info
 
     @property
@@ -187,13 +186,13 @@ class CoreLink:
                     tenant=request.tenant,
                     flow=request.flow,
                     arrival=arrival,
-                    session=self._turn(request),
+                    session=self._session_turn(request),
                     shared_len=request.shared_len,
                 )
             )
             logprob_start = -1  # the completions share the prompt's logprobs
 
-    def _turn(self, request: GenerateInput) -> SessionTurn | None:
+    def _session_turn(self, request: GenerateInput) -> SessionTurn | None:
         turn = request.session
         if turn is None:
             return None

@@ -118,7 +118,7 @@ class OutputText:
         self._stop = StopStrings([*stop, *hidden.strings]) if stop else None
         self._hidden = hidden
         shown = {hidden.names[hidden.signs[token]] for token in markers if token in hidden.signs}
-        self._shown = {ord(sign): name if name in shown else "" for sign, name in hidden.names.items()}
+        self._shown_names = {ord(sign): name if name in shown else "" for sign, name in hidden.names.items()}
         self._stop_token_ids = frozenset() if include_stop else stop_token_ids
         self._include_stop = include_stop
         self._markers = markers
@@ -172,4 +172,4 @@ class OutputText:
 
     def _visible(self, text: str) -> str:
         """Replaces signs by what the client sees of their tokens."""
-        return text.translate(self._shown) if self._shown else text
+        return text.translate(self._shown_names) if self._shown_names else text

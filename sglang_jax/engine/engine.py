@@ -67,7 +67,7 @@ class Engine:
             check_main()
         self._loop = LoopThread("sglang-jax-client")
         try:
-            self._client = self._loop.run(_awaited(launch(self.config)))
+            self._client = self._loop.run(_await_client(launch(self.config)))
         except BaseException:
             self._loop.close()
             raise
@@ -307,7 +307,7 @@ class Engine:
         """
         self._check_open()
         opened = self._loop.run(self._client.open_session(SessionOptions(session_id=session_id, timeout=timeout)))
-        return Session(opened, self._turn, lambda: self._close_session(opened))
+        return Session(opened, self._run_turn, lambda: self._close_session(opened))
 
     def flush_cache(self) -> bool:
         """Clears the prefix cache. Does nothing and returns False while requests are running or queued."""
@@ -331,8 +331,7 @@ class Engine:
         return self._loop.run(self._client.start_profile(place, num_steps))
 
     def stop_profile(self) -> list[str]:
-        """Stops the recording, and returns its folders once they are written. Raises `ParameterError` if there is
-        none."""
+        """Stops recording, and returns the folders once written. Raises `ParameterError` if there is no recording."""
         self._check_open()
         return self._loop.run(self._client.stop_profile())
 
@@ -355,7 +354,7 @@ class Engine:
     ) -> None:
         self.shutdown()
 
-    def _turn(
+    def _run_turn(
         self, prompt: Prompt, sampling: Sampling | None, template: GenerateInput
     ) -> GenerateOutput | Iterator[GenerateOutput]:
         if not is_single(prompt):
@@ -417,7 +416,7 @@ def _sampling_of_each(
     return [complete_sampling(params, defaults) for params in sampling]
 
 
-async def _awaited(client: Awaitable[EngineClient]) -> EngineClient:
+async def _await_client(client: Awaitable[EngineClient]) -> EngineClient:
     return await client
 
 

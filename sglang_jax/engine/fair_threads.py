@@ -55,7 +55,6 @@ class FairOrder:
         self._numbers = itertools.count()
 
     def put(self, piece: Piece) -> None:
-        """Adds a piece."""
         tenant = self._tenants.setdefault(piece.tenant, _Tenant(served=self._clock))
         flow = tenant.flows.setdefault(piece.flow, _Flow(due=tenant.clock))
         flow.due = max(flow.due, tenant.clock) + piece.size

@@ -64,7 +64,7 @@ class StreamLimits:
 
     @property
     def held(self) -> int:
-        """Maximum items that are taken from the iterable and whose results are not."""
+        """Maximum items that were read and whose results were not taken yet."""
         return self.in_flight + self.lookahead
 
 
@@ -189,8 +189,7 @@ class ItemStream:
 
 
 def prompt_key(request: GenerateInput) -> bytes:
-    """Returns a key, which shares a prefix with another one if the prompts do. Invalid ids, refused later, have no
-    key."""
+    """Returns a key. Prompts that share a prefix have keys that do. Invalid ids, refused later, have none."""
     if isinstance(request.prompt, str):
         return request.prompt.encode(errors="surrogatepass")
     try:

@@ -37,8 +37,7 @@ _KNOWN_FIELDS = _SAMPLING_FIELDS | _OPTIONS | {"prompt", "messages", "custom_id"
 
 
 def complete_sampling(sampling: Sampling, defaults: GenerationDefaults) -> SamplingParams:
-    """Returns `SamplingParams` as they are; fills the fields that a mapping leaves out from `defaults`. Raises
-    `ParameterError`."""
+    """Completes a mapping from `defaults`; returns `SamplingParams` as they are. Raises `ParameterError`."""
     if isinstance(sampling, SamplingParams):
         return sampling
     unknown = sorted(set(sampling) - _SAMPLING_FIELDS)
@@ -82,8 +81,8 @@ class ItemConverter:
     ) -> None:
         self._tokenizer = tokenizer
         self._defaults = defaults
-        self._given: Sampling = {} if sampling is None else sampling
-        self._shared = complete_sampling(self._given, defaults)
+        self._call_sampling: Sampling = {} if sampling is None else sampling
+        self._shared = complete_sampling(self._call_sampling, defaults)
         self._template = template
 
     def __call__(self, item: Item) -> GenerateInput:
@@ -117,12 +116,12 @@ class ItemConverter:
         own = {name: item[name] for name in _SAMPLING_FIELDS if name in item}
         if not own:
             return self._shared
-        if isinstance(self._given, SamplingParams):
-            return dataclasses.replace(self._given, **_with_grammar(own))
+        if isinstance(self._call_sampling, SamplingParams):
+            return dataclasses.replace(self._call_sampling, **_with_grammar(own))
         if not SPELLINGS.isdisjoint(own):  # replaces the grammar that all items share
-            shared = {name: value for name, value in self._given.items() if name not in (*SPELLINGS, "grammar")}
+            shared = {name: value for name, value in self._call_sampling.items() if name not in (*SPELLINGS, "grammar")}
             return with_defaults(_with_grammar({**shared, **own}), self._defaults)
-        return with_defaults(_with_grammar({**self._given, **own}), self._defaults)
+        return with_defaults(_with_grammar({**self._call_sampling, **own}), self._defaults)
 
 
 def chat_ids(tokenizer: TextTokenizer, messages: Any) -> list[int]:

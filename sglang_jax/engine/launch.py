@@ -55,16 +55,16 @@ async def launch_engine(
 
 
 def load_model(config: EngineConfig, channel: CoreChannel) -> Core:
-    """Loads the model that `config` names: a `CoreLoader`. It imports the libraries that read checkpoints, which takes
-    longer than the rest, so that the core's process does that while this one continues."""
+    """Loads the model that `config` names: a `CoreLoader`. It imports the libraries that read checkpoints. That takes
+    longer than all other imports, so the core's process does it while this one continues."""
     from sglang_jax.engine.model_core import load_core
 
     return load_core(config, channel)
 
 
 def tokenizer_of_model(config: EngineConfig) -> TextTokenizer:
-    """Loads the tokenizer that `config` names: a `TokenizerLoader`, which imports the libraries that read tokenizers.
-    Raises `CheckpointError`."""
+    """Loads the tokenizer that `config` names, and imports its libraries: a `TokenizerLoader`. Raises
+    `CheckpointError`."""
     from sglang_jax.engine.model_core import load_text_tokenizer
 
     return load_text_tokenizer(config)
@@ -140,7 +140,7 @@ async def _launch(
             with suppress(EngineDeadError):  # it has ended already
                 channel.send(Shutdown(drain=False))
             core.kill()
-            await _until_over(core)
+            await _wait_ended(core)
             raise
         if folder is not None:
             folder.cleanup()  # both ends are connected, so the path is no longer needed
@@ -156,9 +156,8 @@ async def _launch(
         return link, result
 
 
-async def _until_over(core: CoreHandle) -> None:
-    """Waits until a stopped core has ended, even if the wait is cancelled: a thread that still loads uses resources
-    that are released next."""
+async def _wait_ended(core: CoreHandle) -> None:
+    """Waits for the end of a stopped core, even if cancelled: a thread that still loads uses its resources."""
     while not core.ended.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait({core.ended})

@@ -12,7 +12,7 @@ from sglang_jax.engine.core_link import CoreLink
 from sglang_jax.engine.launch import TokenizerLoader, launch_replica_link, tokenizer_of_model
 from sglang_jax.engine.link import Link
 from sglang_jax.engine.placement import Placement
-from sglang_jax.engine.replica import Backoff, Replica, placed_replicas, start_all
+from sglang_jax.engine.replica import Backoff, Replica, create_replicas, start_all
 from sglang_jax.engine.router import Router
 from sglang_jax.engine.routing import MAX_AHEAD, Balance, create_policy
 from sglang_jax.engine.types import ReplicaState, TextTokenizer
@@ -59,7 +59,7 @@ def local_replicas(config: EngineConfig, launch: LaunchLink = launch_replica_lin
     **Raises:** `ConfigError` if the machine is too small for them.
     """
     if config.dp_size > 1:
-        return list(placed_replicas(config, config.dp_size, launch, backoff=restart_policy(config)))
+        return list(create_replicas(config, config.dp_size, launch, backoff=restart_policy(config)))
     return [Replica(0, partial(launch, config, None), backoff=restart_policy(config))]
 
 

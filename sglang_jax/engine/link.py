@@ -52,8 +52,7 @@ class Link(Protocol):
         ...
 
     def submit(self, outputs: RequestOutputs) -> None:
-        """Sends `outputs.request`, whose prompt is token ids. The results are stored in `outputs`. Raises
-        `EngineDeadError`."""
+        """Sends `outputs.request`, whose prompt is token ids, and fills `outputs`. Raises `EngineDeadError`."""
         ...
 
     def abort(self, outputs: RequestOutputs) -> None:
@@ -86,8 +85,7 @@ class Link(Protocol):
         ...
 
     async def stop_profile(self) -> str:
-        """Stops recording. Returns the folder once it is written. Raises `ParameterError` if nothing is being recorded;
-        `EngineDeadError`."""
+        """Stops recording. Returns the folder once written. Raises `ParameterError` without one; `EngineDeadError`."""
         ...
 
     async def state(self) -> dict[str, object]:
@@ -95,8 +93,7 @@ class Link(Protocol):
         ...
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """Contents of the prefix cache as `CacheReport`; a server with several replicas returns several reports. Raises
-        `EngineDeadError`."""
+        """Contents of the prefix cache as `CacheReport`, one per replica of a server. Raises `EngineDeadError`."""
         ...
 
     async def ended(self) -> str:

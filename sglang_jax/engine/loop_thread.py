@@ -58,8 +58,7 @@ class LoopThread:
         return await asyncio.wrap_future(self.submit(coroutine))
 
     def iterate(self, groups: Groups[T]) -> Iterator[T]:
-        """Yields the items of groups, which cost one thread switch each. Leaving the iteration early closes the
-        groups."""
+        """Yields the items of groups, at one thread switch per group. Leaving it early closes the groups."""
         iteration = _Iteration(groups)
         try:
             while (group := self.run(iteration.next())) is not None:

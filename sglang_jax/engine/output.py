@@ -69,7 +69,7 @@ class Completion:
         self.finish: FinishReason | None = None
         self.delivered = False
         self.aborted = False
-        self._drafts_so_far: tuple[int, int, int] | None = None
+        self._draft_counts: tuple[int, int, int] | None = None
         self._first_taken = False
         self._first_token = 0.0
         self._sampled: tuple[float, float] | None = None
@@ -85,13 +85,13 @@ class Completion:
     def begin(self, *, drafting: bool) -> None:
         """Notes that the core started the output. `drafting`: whether the engine drafts tokens."""
         self.outputs.started = True
-        if drafting and self._drafts_so_far is None:
-            self._drafts_so_far = (0, 0, 0)
+        if drafting and self._draft_counts is None:
+            self._draft_counts = (0, 0, 0)
 
     def note_drafts(self, drafts: int, accepted: int) -> None:
         """Adds a step's drafted tokens, and how many of them were accepted."""
-        steps, before, accepted_before = self._drafts_so_far or (0, 0, 0)
-        self._drafts_so_far = (steps + 1, before + drafts, accepted_before + accepted)
+        steps, before, accepted_before = self._draft_counts or (0, 0, 0)
+        self._draft_counts = (steps + 1, before + drafts, accepted_before + accepted)
 
     def add_prompt_logprobs(self, entries: Sequence[WireLogprob]) -> None:
         """Appends the logprobs of the next prompt positions, which all completions of the request share."""
@@ -118,8 +118,8 @@ class Completion:
             self._drop_surplus()
         else:
             self._sampled = (self._first_token, time.monotonic())  # the core will report nothing more about this output
-            if self._drafts_so_far is not None:
-                self.drafts = DraftCounts(*self._drafts_so_far)
+            if self._draft_counts is not None:
+                self.drafts = DraftCounts(*self._draft_counts)
             self._finish(FinishReason(FinishKind.STOP, self._text.matched))
         return True
 
@@ -167,8 +167,7 @@ class Completion:
         self.outputs.wake()
 
     def _drop_surplus(self) -> None:
-        """Drops logprobs without a token. They are still here, because a logprob is not taken before its token
-        arrives."""
+        """Drops logprobs without a token: a logprob is not taken before its token, so they are still here."""
         surplus = self._num_logprobs - self._num_tokens
         if surplus > 0:
             del self._new_logprobs[-surplus:]
@@ -245,10 +244,9 @@ class RequestOutputs:
         self.started = False
         wanted = request.return_logprob and request.logprob_start_len >= 0
         self.prompt_logprobs: PackedLogprobs | None = PackedLogprobs() if wanted else None
-        # A session's turn has one completion, which waits for no other, and only its core knows how many tokens it
-        # adds.
+        # A session's turn has one completion, which waits for no other; only its core knows how many tokens it adds.
         shared = wanted and request.session is None
-        self._missing = len(request.prompt) - request.logprob_start_len if shared else 0
+        self._missing_prompt_logprobs = len(request.prompt) - request.logprob_start_len if shared else 0
         self._first_deltas_left = request.sampling.n
         self._failure: RequestError | None = None
         self._given_up = False
@@ -268,7 +266,7 @@ class RequestOutputs:
             return
         self.prompt_logprobs = PackedLogprobs() if self.prompt_logprobs is None else self.prompt_logprobs
         self.prompt_logprobs.add(entries)
-        self._missing -= len(entries)
+        self._missing_prompt_logprobs -= len(entries)
         self.wake()
 
     def note_first_delta(self) -> None:
@@ -279,8 +277,7 @@ class RequestOutputs:
             self.prompt_logprobs = None
 
     def fail(self, error: RequestError) -> None:
-        """Ends the outputs with an error. The reader gets what is buffered, then this error unless all outputs had
-        ended."""
+        """Ends the outputs with an error. The reader gets it after the buffered output, unless all had ended."""
         self._failure = error
         self.wake()
 
@@ -301,15 +298,14 @@ class RequestOutputs:
         self.fail(error)
 
     def close(self) -> None:
-        """Releases the outputs after their reader has left. Completions and this object refer to each other, and a
-        raised error refers to its frames; cutting these references frees the memory at once instead of at the next
-        garbage collection."""
+        """Releases the outputs after their reader has left. Cuts references in both directions, and of a raised error
+        to its frames, so that the memory is freed at once instead of at the next garbage collection."""
         self.completions = ()
         self._failure = None
 
     async def take(self) -> list[OutputDelta]:
-        """Waits for new output and returns all of it; an empty list once every output has returned its last delta.
-        Raises the error given to `fail`."""
+        """Waits for new output and returns all of it; an empty list after the last. Raises the error given to
+        `fail`."""
         if self.in_pieces:  # lets other tasks run between two pieces
             self.in_pieces = False
             await asyncio.sleep(0)
@@ -331,7 +327,7 @@ class RequestOutputs:
         for completion in self.completions:
             if not completion.delivered:
                 ended = False
-                if self._missing > 0 and self.completions[0].finish is None:
+                if self._missing_prompt_logprobs > 0 and self.completions[0].finish is None:
                     continue
                 if completion.finish is not None or (stream and completion.has_news):
                     ready.append(completion.take())

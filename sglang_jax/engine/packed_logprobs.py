@@ -17,8 +17,7 @@ def token_logprob(wire: WireLogprob) -> TokenLogprob:
 
 
 class PackedLogprob:
-    """A token's logprobs, pack until they are taken: twenty alternatives take 0.4 kB, and would take 2.4 kB as
-    tuples."""
+    """A token's logprobs until they are taken: twenty alternatives take 0.4 kB here, and 2.4 kB as tuples."""
 
     __slots__ = ("_alternatives", "_count", "_logprob", "_token_id")
 
@@ -29,7 +28,7 @@ class PackedLogprob:
         self._alternatives = _layout(self._count).pack(*wire.top_logprobs, *wire.top_ids)
 
     def unpack(self) -> TokenLogprob:
-        """As clients see it."""
+        """Returns the type that clients see."""
         values = _layout(self._count).unpack(self._alternatives)
         return TokenLogprob(
             self._token_id, self._logprob, tuple(zip(values[: self._count], values[self._count :], strict=True))
@@ -48,19 +47,17 @@ def pack(wire: WireLogprob) -> TokenLogprob | PackedLogprob:
 
 
 def unpack(one: TokenLogprob | PackedLogprob) -> TokenLogprob:
-    """As clients see it."""
+    """Returns the type that clients see."""
     return one.unpack() if isinstance(one, PackedLogprob) else one
 
 
 class PackedLogprobs(Sequence[TokenLogprob]):
-    """The logprobs of many positions, each unpack when it is read, so that a large answer is never unpack as a
-    whole."""
+    """The logprobs of many positions. Each is unpacked when it is read, and a large answer never as a whole."""
 
     def __init__(self, entries: Iterable[TokenLogprob | PackedLogprob] = ()) -> None:
         self._entries = list(entries)
 
     def add(self, entries: Iterable[TokenLogprob | PackedLogprob]) -> None:
-        """Appends positions."""
         self._entries += entries
 
     def __len__(self) -> int:

@@ -92,7 +92,7 @@ class Replica(Generic[EngineT_co]):
         self._failures = 0
         self._restarts_in_a_row = 0
         self._changed = asyncio.Event()
-        self._keeper: asyncio.Task[None] | None = None
+        self._keep_task: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> ReplicaState:
@@ -114,12 +114,12 @@ class Replica(Generic[EngineT_co]):
     async def start(self) -> None:
         """Starts the engine, and keeps one running from then on. Raises what the first start raises."""
         self._client = await self._start()
-        self._set(ReplicaState.SERVING)
-        self._keeper = asyncio.create_task(self._keep(), name=f"replica-{self.index}")
+        self._set_state(ReplicaState.SERVING)
+        self._keep_task = asyncio.create_task(self._keep_running(), name=f"replica-{self.index}")
 
     def start_later(self) -> None:
         """Like `start`, but retries until it succeeds, and returns immediately."""
-        self._keeper = asyncio.create_task(self._keep(), name=f"replica-{self.index}")
+        self._keep_task = asyncio.create_task(self._keep_running(), name=f"replica-{self.index}")
 
     async def serving(self) -> EngineT_co:
         """Waits until the engine serves, and returns it. Raises `EngineDeadError` if the replica has stopped."""
@@ -138,7 +138,7 @@ class Replica(Generic[EngineT_co]):
             raise EngineDeadError(f"replica {self.index} is {self._state}: only a serving replica can be drained")
         client = self.client
         logger.info("Replica %d drains", self.index)
-        self._set(ReplicaState.DRAINING)
+        self._set_state(ReplicaState.DRAINING)
         changed = self._changed
         try:
             await asyncio.wait_for(client.close(drain=True), timeout)
@@ -150,17 +150,17 @@ class Replica(Generic[EngineT_co]):
 
     async def close(self, *, drain: bool = False) -> None:
         """Ends the engine without a restart; with `drain`, after its requests have finished."""
-        if self._keeper is not None:
-            self._keeper.cancel()
+        if self._keep_task is not None:
+            self._keep_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
+                await self._keep_task
         self._end = "it was shut down"
         client, self._client = self._client, None
-        self._set(ReplicaState.STOPPED)
+        self._set_state(ReplicaState.STOPPED)
         if client is not None:
             await client.close(drain=drain)
 
-    async def _keep(self) -> None:
+    async def _keep_running(self) -> None:
         """Watches and restarts the engine. Logs its own errors, which stop the replica: no caller awaits it."""
         try:
             while self._state is not ReplicaState.STOPPED:
@@ -169,7 +169,7 @@ class Replica(Generic[EngineT_co]):
         except Exception as error:
             logger.exception("Replica %d is abandoned", self.index)
             self._end = f"{type(error).__name__}: {error}"
-            self._set(ReplicaState.STOPPED)
+            self._set_state(ReplicaState.STOPPED)
 
     async def _watch(self) -> None:
         """Waits until the engine, if there is one, has ended, and releases its resources."""
@@ -180,13 +180,13 @@ class Replica(Generic[EngineT_co]):
         reason = await client.ended()
         if self._state is ReplicaState.DRAINING:
             logger.info("Replica %d is drained and restarts", self.index)
-            self._set(ReplicaState.STARTING)
+            self._set_state(ReplicaState.STARTING)
         else:
             self._end = reason
             if self._clock() - begin >= self._backoff.settled:
                 self._failures = self._restarts_in_a_row = 0
             self._failures += 1
-            self._set(ReplicaState.DEAD)
+            self._set_state(ReplicaState.DEAD)
         await client.close()
         self._client = None
 
@@ -201,7 +201,7 @@ class Replica(Generic[EngineT_co]):
                 failed_starts += 1
                 self._failures += 1
                 self._end = f"it failed to start: {error}"
-                self._set(ReplicaState.DEAD)
+                self._set_state(ReplicaState.DEAD)
                 if failed_starts == self._backoff.give_up:
                     self._give_up(f"{failed_starts} starts in a row failed")
                     return
@@ -209,7 +209,7 @@ class Replica(Generic[EngineT_co]):
                     return
             else:
                 self.restarts += 1
-                self._set(ReplicaState.SERVING)
+                self._set_state(ReplicaState.SERVING)
                 logger.info("Replica %d serves", self.index)
 
     async def _may_start_again(self, what: str, failures: int) -> bool:
@@ -221,14 +221,14 @@ class Replica(Generic[EngineT_co]):
         logger.error("Replica %d %s (%s); it is restarted in %g s", self.index, what, self._end, delay)
         await self._sleep(delay)
         self._restarts_in_a_row += 1
-        self._set(ReplicaState.STARTING)
+        self._set_state(ReplicaState.STARTING)
         return True
 
     def _give_up(self, why: str) -> None:
         logger.error("Replica %d is not restarted again: %s (last failure: %s)", self.index, why, self._end)
-        self._set(ReplicaState.STOPPED)
+        self._set_state(ReplicaState.STOPPED)
 
-    def _set(self, state: ReplicaState) -> None:
+    def _set_state(self, state: ReplicaState) -> None:
         self._state = state
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -266,12 +266,12 @@ async def start_replicas(
     **Raises:** `ConfigError` if the machine is too small for them, and what `launch` raises; then no engine is left
     running.
     """
-    replicas = placed_replicas(config, count, launch, backoff=backoff)
+    replicas = create_replicas(config, count, launch, backoff=backoff)
     await start_all(replicas)
     return replicas
 
 
-def placed_replicas(
+def create_replicas(
     config: EngineConfig,
     count: int,
     launch: Callable[[EngineConfig, Placement], Awaitable[EngineT_co]],

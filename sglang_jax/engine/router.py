@@ -78,7 +78,7 @@ class Router:
         self._random_seed = random_seed
         self._max_waiting = max_waiting
         self._addresses = addresses or [""] * len(replicas)
-        self._alone = len(replicas) == 1 and not addresses
+        self._is_single = len(replicas) == 1 and not addresses
         self._model_info = next(one.client.model_info for one in replicas if one.state is ReplicaState.SERVING)
         self._in_flight = [0] * len(replicas)
         self._arrivals = 0
@@ -91,7 +91,6 @@ class Router:
 
     @property
     def model_info(self) -> ModelInfo:
-        """The model's properties."""
         return self._model_info
 
     @property
@@ -220,7 +219,7 @@ class Router:
 
     def _client_error(self, routed: RoutedRequest, error: EngineDeadError) -> EngineDeadError:
         """The error that a lost request's client gets. With other replicas, it says to send the request again."""
-        if self._alone:
+        if self._is_single:
             return EngineDeadError(f"{error.message}; it was running the request", started=True)
         return ReplicaLostError(
             f"replica {routed.index} was lost while it ran the request ({error.message}); send it again", started=True
@@ -243,17 +242,16 @@ class Router:
         return all(done)
 
     async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        """See `EngineClient.start_profile`. With several replicas, each records to its own folder inside `folder`, and
-        either all record or none."""
+        """See `EngineClient.start_profile`. Several replicas record to subfolders of `folder`: all, or none."""
         serving = self._some_serving()
-        if self._alone:
+        if self._is_single:
             return [await serving[0].client.start_profile(folder, steps)]
         return await start_profiles(serving, [f"{folder}/replica-{one.index}" for one in serving], steps)
 
     async def stop_profile(self) -> list[str]:
         """See `EngineClient.stop_profile`."""
         serving = self._some_serving()
-        return [await serving[0].client.stop_profile()] if self._alone else await stop_profiles(serving)
+        return [await serving[0].client.stop_profile()] if self._is_single else await stop_profiles(serving)
 
     async def states(self) -> list[dict[str, object]]:
         """See `EngineClient.states`. Of a replica that does not serve, only the state is known."""

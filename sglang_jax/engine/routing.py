@@ -51,7 +51,7 @@ class RoundRobin:
         self._last = index
 
     def reset(self, index: int, capacity: int) -> None:
-        """Nothing is remembered of a replica."""
+        """Does nothing: it stores nothing about replicas."""
 
 
 class LeastLoaded:
@@ -70,7 +70,7 @@ class LeastLoaded:
         self._last = index
 
     def reset(self, index: int, capacity: int) -> None:
-        """Nothing is remembered of a replica."""
+        """Does nothing: it stores nothing about replicas."""
 
 
 MAX_AHEAD = 64

@@ -270,8 +270,7 @@ class TextTokenizer(Protocol):
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template; empty if there is none. Raises `RequestError` if there are several and none is
-        for chats."""
+        """The chat template; empty without one. Raises `RequestError` if there are several and none is for chats."""
         ...
 
     @property
@@ -288,8 +287,7 @@ class TextTokenizer(Protocol):
         ...
 
     def check_roles(self, roles: Sequence[object]) -> None:
-        """Raises `ParameterError` for the first message role that the chat template does not support; the message lists
-        the supported ones."""
+        """Raises `ParameterError` for the first message role that the chat template lacks, naming those it has."""
         ...
 
     def marked(self, text: str) -> str:
@@ -381,14 +379,14 @@ class EngineClient(Protocol):
         ...
 
     async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        """Makes each serving replica record its next `steps` steps, or all until `stop_profile` if None. Returns the
-        folders. Raises `ParameterError` while a profile is being recorded, or for a folder that cannot be written;
+        """Makes each serving replica record its next `steps` steps; None: all until `stop_profile`. Returns the
+        folders. Raises `ParameterError` during a recording, or for a folder that cannot be written;
         `EngineDeadError`."""
         ...
 
     async def stop_profile(self) -> list[str]:
-        """Stops recording, and returns the folders once they are written. Raises `ParameterError` if nothing is being
-        recorded; `EngineDeadError`."""
+        """Stops recording, and returns the folders once written. Raises `ParameterError` if there is no recording;
+        `EngineDeadError`."""
         ...
 
     async def states(self) -> list[dict[str, object]]:
@@ -396,8 +394,8 @@ class EngineClient(Protocol):
         ...
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """Contents of each serving replica's prefix cache as `CacheReport`, with the replica's number as `replica`.
-        Raises `EngineDeadError`."""
+        """Contents of each serving replica's prefix cache as `CacheReport`, plus its number as `replica`. Raises
+        `EngineDeadError`."""
         ...
 
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:

@@ -15,8 +15,8 @@ from sglang_jax.errors import ParameterError, PromptTooLongError, shown
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
 
 MAX_PROMPT_LOGPROBS = 2**20
-"""Maximum logprobs of prompt tokens in one answer, including alternatives and repetitions for n completions. Each takes
-about a hundred bytes."""
+"""Maximum logprobs of prompt tokens in one answer, of about a hundred bytes each, including alternatives and
+repetitions for n completions."""
 
 MAX_REPEATED_CHARACTERS = 2**23
 """Maximum characters that an answer repeats from its request: prompts for each of n completions, texts of token ids.
@@ -117,8 +117,7 @@ def prompt_array(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) 
 
 
 def check_characters(count: int, tokenizer: TextTokenizer, context_length: int, param: str = "prompt") -> None:
-    """Raises `PromptTooLongError` for a text of `count` characters if it is too long for the context however it is
-    tokenized. Spares tokenizing it."""
+    """Raises `PromptTooLongError`, before tokenizing, if a text of `count` characters cannot fit the context."""
     limit = context_length * tokenizer.longest_token
     if count > limit:
         raise PromptTooLongError(

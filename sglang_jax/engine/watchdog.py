@@ -30,8 +30,8 @@ class Silence:
         self._ticks = -1
 
     def look(self, beat: Beat, *, waited_for: bool, passed: float) -> float:
-        """Adds the pulse as it is `passed` seconds after the last look. `waited_for`: a request or call waits for the
-        core, whatever the core reports."""
+        """Updates the seconds from the pulse, read `passed` seconds after the last look, and returns them.
+        `waited_for`: a request or call waits for the core, whatever the core reports."""
         at_rest = not (beat.busy or waited_for)
         stands = beat.ticks == self._ticks and not at_rest
         more = min(passed, 2 * self._between)

@@ -62,8 +62,8 @@ class CompileQueue:
     def __init__(self, admit: Callable[[Compilation, str], bool] = lambda compilation, tenant: True) -> None:
         self._admit = admit
         self._waiting: dict[str, dict[str, deque[Compilation]]] = {}
-        self._taken: dict[str, float] = {}
-        self._taken_by_flow: dict[FlowKey, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._seconds_by_flow: dict[FlowKey, float] = {}
         self._running: list[FlowKey] = []
         self._closed = False
         self._changed = threading.Condition()
@@ -83,19 +83,18 @@ class CompileQueue:
         tenant, flow = flow_key
         active = {*self._waiting, *(running for running, _ in self._running)}
         if tenant not in active:
-            least = min((self._taken[other] for other in active), default=0.0)
-            self._taken[tenant] = max(self._taken.get(tenant, 0.0), least)
+            least = min((self._seconds[other] for other in active), default=0.0)
+            self._seconds[tenant] = max(self._seconds.get(tenant, 0.0), least)
         flows = self._waiting.setdefault(tenant, {})
-        others = [self._taken_by_flow[tenant, other] for other in flows]
-        others += [self._taken_by_flow[other] for other in self._running if other[0] == tenant]
-        self._taken_by_flow.setdefault(flow_key, min(others, default=0.0))
+        others = [self._seconds_by_flow[tenant, other] for other in flows]
+        others += [self._seconds_by_flow[other] for other in self._running if other[0] == tenant]
+        self._seconds_by_flow.setdefault(flow_key, min(others, default=0.0))
         flows.setdefault(flow, deque()).append(compilation)
         compilation.queued_in[tenant] = flow
         self._changed.notify()
 
     def get(self) -> tuple[Compilation, FlowKey] | None:
-        """Waits for the next grammar, and returns it with its flow; None once the queue is closed and empty. The caller
-        calls `done` afterwards."""
+        """Waits for the next grammar and its flow; None once closed and empty. The caller calls `done` afterwards."""
         with self._changed:
             while self._waiting or not self._closed:
                 flow_key = self._next()
@@ -111,22 +110,22 @@ class CompileQueue:
 
     def _next(self) -> FlowKey | None:
         """The flow of the next admitted grammar; None if none is admitted."""
-        for tenant in sorted(self._waiting, key=self._taken.__getitem__):
+        for tenant in sorted(self._waiting, key=self._seconds.__getitem__):
             flows = self._waiting[tenant]
-            for flow in nsmallest(_MAX_LOOKS, flows, key=self._taken_of(tenant)):
+            for flow in nsmallest(_MAX_LOOKS, flows, key=self._seconds_of(tenant)):
                 if self._admit(flows[flow][0], tenant):
                     return tenant, flow
         return None
 
-    def _taken_of(self, tenant: str) -> Callable[[str], float]:
-        return lambda flow: self._taken_by_flow[tenant, flow]
+    def _seconds_of(self, tenant: str) -> Callable[[str], float]:
+        return lambda flow: self._seconds_by_flow[tenant, flow]
 
     def done(self, flow_key: FlowKey, seconds: float) -> None:
         """Notes that a grammar from `get` took this many seconds."""
         with self._changed:
             self._running.remove(flow_key)
-            self._taken[flow_key[0]] += seconds
-            self._taken_by_flow[flow_key] += seconds
+            self._seconds[flow_key[0]] += seconds
+            self._seconds_by_flow[flow_key] += seconds
             self._forget_if_done(flow_key)
 
     def withdraw(self, compilation: Compilation) -> bool:
@@ -158,29 +157,28 @@ class CompileQueue:
             if not flows:
                 del self._waiting[tenant]
         if flow not in flows and flow_key not in self._running:
-            del self._taken_by_flow[flow_key]
+            del self._seconds_by_flow[flow_key]
         if not self._running and not self._waiting:
-            self._taken.clear()
+            self._seconds.clear()
 
 
 class GrammarRoom:
-    """Counts the characters of all compiled grammars, cached or used only by a running request, and of those being
-    compiled."""
+    """Counts the characters of all compiled grammars, cached or only in use, and of those being compiled."""
 
     def __init__(self) -> None:
         self._characters: Counter[str] = Counter()
         self._admitted: dict[Compilation, str] = {}
         self._grammars: dict[int, tuple[ref[CompiledGrammar], str, int]] = {}
         self._numbers = itertools.count()
-        self._gone: deque[int] = deque()
+        self._freed: deque[int] = deque()
         self._lock = threading.Lock()
 
     def admit(self, compilation: Compilation, tenant: str, most: int) -> bool:
         """Reserves room for a grammar within `most` characters in total and `TENANT_SHARE`, if there is any."""
         size = len(compilation.source.text)
         with self._lock:
-            while self._gone:
-                _, flow_key, characters = self._grammars.pop(self._gone.popleft())
+            while self._freed:
+                _, flow_key, characters = self._grammars.pop(self._freed.popleft())
                 self._give_back(flow_key, characters)
             left = most - self._characters.total()
             if size > left or self._characters[tenant] + size > TENANT_SHARE * left:
@@ -206,7 +204,7 @@ class GrammarRoom:
                 return
             number = next(self._numbers)
             # May be called on any thread, so it takes no lock.
-            gone = ref(compilation.grammar, lambda _: self._gone.append(number))
+            gone = ref(compilation.grammar, lambda _: self._freed.append(number))
             self._grammars[number] = gone, tenant, size
 
     def _give_back(self, tenant: str, characters: int) -> None:

@@ -41,7 +41,7 @@ _THREAD_STACK_BYTES = 8 * STACK_BYTES
 
 
 class Trier(Protocol):
-    """Tries a grammar first. See `Sandbox`."""
+    """The interface of `Sandbox`, which tries a grammar first."""
 
     def prepare(self) -> None: ...
 
@@ -89,13 +89,12 @@ class GrammarCompiler:
         compilation = Compilation(grammar, waiting=1)
         self._known[grammar.content] = compilation
         self._known.move_to_end(grammar.content)
-        self._forget()
+        self._evict()
         self._queue.put(compilation, flow_key)
         return compilation
 
     def leave(self, compilation: Compilation) -> None:
-        """Notes that a request has stopped waiting. A grammar for which no request waits is not compiled: it would
-        delay others."""
+        """Notes that a request has stopped waiting. A grammar without waiting requests is not compiled."""
         compilation.waiting -= 1
         withdrawn = compilation.waiting == 0 and self._queue.withdraw(compilation)
         if withdrawn and self._known.get(compilation.source.content) is compilation:
@@ -178,7 +177,7 @@ class GrammarCompiler:
                 param=field,
             )
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         """Removes the least recently used entries from the cache, except those still being compiled."""
         built = characters = 0
         for known, (content, compilation) in enumerate(reversed(list(self._known.items())), 1):

@@ -56,8 +56,7 @@ def round_to_float(number: float, *, up: bool) -> float:
 
 
 def range_regex(least: int | None, most: int | None) -> str:
-    """Returns a regular expression of the integers from `least` to `most`, as JSON writes them; None: unbounded. The
-    range is not empty."""
+    """Returns a regular expression of JSON's integers from `least` to `most` (None: unbounded), at least one."""
     parts = []
     if least is None or least < 0:
         nearest = 1 if most is None or most >= 0 else -most

@@ -15,8 +15,7 @@ Int32 = NDArray[np.int32]
 
 
 class MatchState(Enum):
-    """The state of an output in its grammar: more may follow; it is complete and nothing can follow; or the grammar
-    took more work than one request may."""
+    """The state of an output in its grammar: more may follow; nothing can follow; or it took too much work."""
 
     CONTINUES = auto()
     COMPLETE = auto()
@@ -24,8 +23,8 @@ class MatchState(Enum):
 
 
 class Matcher(Protocol):
-    """Matches one output to its grammar. It knows the output's tokens that it was given, and belongs to the request,
-    not to its row: a request that loses its row keeps both. For one thread."""
+    """Matches one output to its grammar. It knows the output's tokens that it was given. It belongs to the request, not
+    to its row: a request that loses its row keeps it. For one thread."""
 
     @property
     def failure(self) -> str:

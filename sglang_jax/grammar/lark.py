@@ -102,14 +102,12 @@ _NO_CONSTRAINT: dict[str, tuple[Any, ...]] = {
     "additionalItems": (True, {}),
     "not": (False,),
 }
-"""Values with which a keyword allows everything. Schema generators write them, but llguidance refuses some of these
-keywords, whatever their value."""
+"""Values with which a keyword allows everything. Schema generators write them; llguidance refuses some."""
 
 
 def _adapt_to_library(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy without keywords that allow everything. Limits that the library cannot represent (those near 64
-    bits, which code generators write) are rounded inwards, so that an output that matches it also matches the
-    schema."""
+    """Returns a copy without keywords that allow everything. Limits near 64 bits, which code generators write and the
+    library lacks, are rounded inwards, so that outputs that match it also match the schema."""
     whole = dict(schema)
     pending: list[Any] = [whole]
     while pending:

@@ -25,8 +25,7 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """Limits of one grammar: seconds and tens of megabytes to compile, a few milliseconds per step, and some 60 MB for its
-lexer states, which grow with outputs. An output of 10,000 characters that a schema counts takes 35,000 states, so the
-limit must be higher."""
+lexer states, which grow with outputs: 10,000 characters that a schema counts take 35,000 states."""
 
 _EXCERPT = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")

@@ -46,10 +46,10 @@ class TagWriter:
         if "format" in tags:
             start = self._format(tags["format"], f"{self._field}.format", 0)
         else:
-            start = self._older(tags, self._field)
+            start = self._old_form(tags, self._field)
         return "\n".join([f"start: {start}", *self._rules, ""])
 
-    def _older(self, tags: Mapping[str, Any], place: str) -> str:
+    def _old_form(self, tags: Mapping[str, Any], place: str) -> str:
         structures = self._list(tags, "structures", place)
         triggers = self._list(tags, "triggers", place)
         places = [f"{place}.structures[{number}]" for number in range(len(structures))]
@@ -76,7 +76,7 @@ class TagWriter:
             case "grammar":
                 return f"%lark {{\n{self._lark(self._text(value, 'grammar', place))}\n}}"
             case "structural_tag":
-                return self._older(value, place)
+                return self._old_form(value, place)
             case "regex":
                 return f"/{self._regex(self._text(value, 'pattern', place), f'{place}.pattern')}/"
             case "any_text":

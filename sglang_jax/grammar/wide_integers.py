@@ -188,14 +188,17 @@ class _SchemaWriter:
         if not isinstance(named, dict) or not isinstance(required, list) or not set(required) <= named.keys():
             raise NotWritableError
         # What may follow a member, and what may come if there was none.
-        behind, first = self._other_members(named.keys(), schema.get("additionalProperties", True), write)
+        following, first = self._other_members(named.keys(), schema.get("additionalProperties", True), write)
         for name, inner in reversed(named.items()):
             member = self._rule(f"{_quoted(json.dumps(name, ensure_ascii=False))} {self._pair(write(inner))}")
             further = f'{self._space} "," {self._space} {member}'
             if name in required:
-                behind, first = self._rule(f"{further} {behind}"), self._rule(f"{member} {behind}")
+                following, first = self._rule(f"{further} {following}"), self._rule(f"{member} {following}")
             else:
-                behind, first = self._rule(f"({further})? {behind}"), self._rule(f"{member} {behind} | {first}")
+                following, first = (
+                    self._rule(f"({further})? {following}"),
+                    self._rule(f"{member} {following} | {first}"),
+                )
         return self._rule(f'"{{" {self._space} {first} {self._space} "}}"')
 
     def _other_members(self, names: Iterable[str], schema: Any, write: Callable[[Any], str]) -> tuple[str, str]:
@@ -204,9 +207,9 @@ class _SchemaWriter:
             return '""', '""'
         if any(len(name) > MAX_NAME for name in names):
             raise NotWritableError
-        member = self._rule(f'/\\"{_other_than(sorted(names))}\\"/ {self._pair(write(schema))}')
-        behind = self._rule(f'({self._space} "," {self._space} {member})*')
-        return behind, self._rule(f"({member} {behind})?")
+        member = self._rule(f'/\\"{_regex_other_than(sorted(names))}\\"/ {self._pair(write(schema))}')
+        following = self._rule(f'({self._space} "," {self._space} {member})*')
+        return following, self._rule(f"({member} {following})?")
 
     def _pair(self, value: str) -> str:
         return f'{self._space} ":" {self._space} {value}'
@@ -248,20 +251,20 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _other_than(names: Sequence[str]) -> str:
-    """Returns a regular expression of keys other than `names`. It allows no escapes, with which a key could be written
-    in several ways."""
+def _regex_other_than(names: Sequence[str]) -> str:
+    """Returns a regular expression of keys other than `names`, without escapes, which would give a key several
+    spellings."""
     if not names or names == [""]:
         return f"{_CHARACTER}{'+' if names else '*'}"
     firsts = sorted({name[0] for name in names if name})
-    parts = [rf"[^\"\\\x00-\x1f{''.join(map(_spelt, firsts))}]{_CHARACTER}*"]
+    parts = [rf"[^\"\\\x00-\x1f{''.join(map(_escape, firsts))}]{_CHARACTER}*"]
     for first in firsts:
         if not re.match(_CHARACTER, first):
             continue  # such a key cannot be written without an escape
-        rest = _other_than([name[1:] for name in names if name[:1] == first])
-        parts.append(f"{_spelt(first)}{rest}")
+        rest = _regex_other_than([name[1:] for name in names if name[:1] == first])
+        parts.append(f"{_escape(first)}{rest}")
     return f"({'|'.join(parts)}){'' if '' in names else '?'}"
 
 
-def _spelt(char: str) -> str:
+def _escape(char: str) -> str:
     return f"\\x{{{ord(char):x}}}"

@@ -168,7 +168,7 @@ def test_nothing_is_left_of_whatever_happened() -> None:
         assert queue.withdraw(compilation)
     for whose in running:
         queue.done(whose, 1.0)
-    assert (queue._waiting, queue._taken, queue._taken_by_flow, queue._running) == ({}, {}, {}, [])
+    assert (queue._waiting, queue._seconds, queue._seconds_by_flow, queue._running) == ({}, {}, {}, [])
 
 
 class Sandbox:

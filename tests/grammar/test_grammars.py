@@ -583,11 +583,11 @@ def test_turns_of_requests_that_have_ended_are_forgotten() -> None:
         assert got is not None
         seen.append(got[1])
         queue.done(got[1], 1.0)
-        assert len(queue._taken_by_flow) <= 11
+        assert len(queue._seconds_by_flow) <= 11
     assert len(seen) == 40 + 1 - 14
     assert ("other", "0") in seen[:2]
-    assert not queue._taken_by_flow
-    assert not queue._taken
+    assert not queue._seconds_by_flow
+    assert not queue._seconds
 
 
 def test_what_nobody_waits_for_is_not_compiled(backend: LlguidanceBackend) -> None:

@@ -74,7 +74,7 @@ class AttemptBook:
         self._started.pop(key, None)
         self._finished += 1
 
-    def under_way(self) -> int:
+    def num_unfinished(self) -> int:
         """Number of started, unfinished pieces of work."""
         return len(self._started)
 
@@ -88,7 +88,7 @@ class Attempts(Protocol):
 
     @contextmanager
     def of(self, key: str) -> Iterator[int]:
-        """Context of the work. Yields how often it has started, from 1. After an error, it stays unfinished."""
+        """Wraps a piece of work. Yields how often it has started, from 1. After an error, it stays unfinished."""
         ...
 
 

@@ -149,8 +149,8 @@ class WriteTotals:
 
 
 class AnswerFiles(BlockBasedFileDatasink):  # type: ignore[misc]  # Ray has no types
-    """A folder of answers. A file is named after the task that writes it, so a task that runs again after the loss of
-    its node overwrites its file."""
+    """A folder of answers. Files are named after their tasks, so a task that runs again after the loss of its node
+    overwrites its file."""
 
     def __init__(self, path: str, file_format: FileFormat, *, rows_per_file: int) -> None:
         super().__init__(path, min_rows_per_file=rows_per_file, file_format=file_format.value)

@@ -1,5 +1,4 @@
-"""An engine over several nodes of the cluster, which are reserved all at once: one actor per node, and one that holds
-the reservation."""
+"""An engine over several nodes, reserved all at once: one actor per node, and one that holds them."""
 
 from __future__ import annotations
 
@@ -75,9 +74,8 @@ class GroupPlacement:
         return group
 
     def _reserve_slice(self, version: str, topology: str) -> PlacementGroup:
-        """Reserves a TPU slice. Ray chooses any slice whose first node is free, and then waits for its other nodes,
-        maybe forever. So after each wait another slice is tried while the earlier ones are held; the first with room is
-        taken."""
+        """Reserves a TPU slice. Ray chooses one whose first node is free, and then waits for its other nodes, maybe
+        forever. So after each wait another slice is tried while the others are held; the first with room is taken."""
         tried: dict[ObjectRef, SlicePlacementGroup] = {}
         while True:
             one = self._try_slice(version, topology)

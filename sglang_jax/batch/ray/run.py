@@ -158,8 +158,8 @@ def _short_names(paths: list[str]) -> list[str]:
 
 
 class _OutputFolder:
-    """The folder of answers, and OUTPUT.run next to it, from which a later run resumes: Ray's record of finished lines,
-    and the run's manifest."""
+    """The folder of answers, and OUTPUT.run next to it for later runs: Ray's record of finished lines, and the
+    manifest."""
 
     def __init__(self, location: str, options: RayOptions) -> None:
         self._location = location
