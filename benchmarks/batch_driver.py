@@ -30,7 +30,7 @@ from sglang_jax.batch.driver import Driver
 from sglang_jax.batch.journal import Journal, Sink
 from sglang_jax.batch.lines import Line
 from sglang_jax.batch.ordered import OrderedJournal, Spool
-from sglang_jax.batch.progress import Figures, Progress
+from sglang_jax.batch.progress import Figures, RunProgress
 from sglang_jax.batch.source import JsonLines
 from sglang_jax.batch.work_queue import WorkQueue
 from sglang_jax.config import ServerConfig
@@ -154,7 +154,7 @@ def run(input_file: Path, folder: Path, make_app: Callable[[Any], ASGIApp], *, o
             source.records(sink.is_written),
             sink,
             WorkQueue(window, 3),
-            Progress(Figures(), source, terminal=False),
+            RunProgress(Figures(), source, terminal=False),
             defaults={},
             random_seed=0,
             max_ahead=4 * LOOKAHEAD,

@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang_jax.checkpoint import resolve_tokenizer
 from sglang_jax.checkpoint.token_table import load_token_table
-from sglang_jax.grammar.interface import Progress
+from sglang_jax.grammar.interface import MatchState
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.grammar.llguidance_trial import Trial
 from sglang_jax.runner.plan import allowed_tokens, mask_words
@@ -54,7 +54,7 @@ def main(rows: int, steps: int) -> None:
         progress = backend.accept(matchers, [int(token) for token in tokens])
         times.append((filled + time.perf_counter() - begin) / rows * 1e6)
         matchers = [
-            matcher if found is Progress.GOES_ON else compiled.matcher()
+            matcher if found is MatchState.CONTINUES else compiled.matcher()
             for matcher, found in zip(matchers, progress, strict=True)
         ]
     first, later = times[0], sorted(times[1:])

@@ -61,7 +61,7 @@ def measure_routing(replicas: int, prompt_tokens: int) -> list[dict[str, Any]]:
             candidates = [Candidate(index, int(load)) for index, load in enumerate(rng.integers(0, 20, replicas))]
             begin = time.perf_counter()
             index = policy.choose(tokens, None, candidates)
-            policy.sent(index, tokens, None)
+            policy.note_sent(index, tokens, None)
             if turn >= 2000:
                 seconds.append(time.perf_counter() - begin)
         micro = np.array(seconds) * 1e6

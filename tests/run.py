@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MOST_RACED = 3
-MOST_REPEATED = 20
+MAX_REPEATED_CHARACTERS = 20
 """With more failures than this, the code is wrong and not the machine busy: they are not run again."""
 
 TESTS_FAILED = 1
@@ -54,7 +54,7 @@ def run(workers: int, seed: int, arguments: Sequence[str]) -> int:
         if status != TESTS_FAILED:
             return status
         failed = failed_tests(cache)
-        if not 0 < len(failed) <= MOST_REPEATED:
+        if not 0 < len(failed) <= MAX_REPEATED_CHARACTERS:
             return status
         print(f"\n{len(failed)} failed beside others, and run once more, alone:", *failed, sep="\n  ", flush=True)
         selection = [argument for argument in arguments if not argument.startswith("--costs")]  # those of the first run

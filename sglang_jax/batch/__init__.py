@@ -1,1 +1,1 @@
-"""Offline batch generation: files of requests in, files of answers out, however many and whatever happens meanwhile."""
+"""Offline batch generation: answers files of requests of any size, and resumes after interruptions."""

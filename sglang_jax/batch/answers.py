@@ -1,4 +1,4 @@
-"""Asks the server's own application in this process, and writes what it answers in OpenAI's output format."""
+"""Sends lines to the server's application in this process, and converts its responses to OpenAI's output format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_jax.batch.lines import BadLine, Line
 logger = logging.getLogger(__name__)
 
 TRANSIENT_CODES = frozenset({"engine_dead", "shutting_down", "unavailable"})
-"""Error codes that say nothing about the line: it is to be asked again."""
+"""Error codes that the line did not cause: the line is retried."""
 
 _ADDRESS = ("batch", 0)
 
@@ -33,7 +33,7 @@ class _Response(msgspec.Struct):
 
 
 class _OutputLine(msgspec.Struct):
-    """OpenAI's. What the server refused has its response as well as its error."""
+    """A line of OpenAI's output format. A line that the server refused has both a response and an error."""
 
     id: str
     custom_id: str | None
@@ -79,7 +79,7 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What an answer took."""
+    """Token counts of an answer."""
 
     prompt: int = 0
     cached: int = 0
@@ -96,33 +96,33 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What the application answered."""
+class AppReply:
+    """The application's response."""
 
     status: int
     body: bytes
 
     @property
     def transient(self) -> bool:
-        """It failed, and not because of the line."""
+        """Whether it is an error that the line did not cause."""
         return self.status >= 500 and _error.decode(self.body).error.code in TRANSIENT_CODES
 
 
-async def post(app: ASGIApp, line: Line) -> Reply:
-    """Sends a line to an application, without a socket in between."""
+async def post(app: ASGIApp, line: Line) -> AppReply:
+    """Sends a line to an application, without a socket."""
     exchange = _Exchange(line.body)
     try:
         await app(_scope(line.url), exchange.receive, exchange.send)
     except Exception:
-        # Starlette raises what a handler failed with after it has answered with status 500, for the server to log.
+        # After a handler's error, Starlette answers with status 500 and raises the error again, for the server to log.
         if not exchange.ended:
             raise
         logger.exception("Line %d failed", line.number + 1)
-    return Reply(exchange.status, b"".join(exchange.parts))
+    return AppReply(exchange.status, b"".join(exchange.parts))
 
 
 class _Exchange:
-    """One call of an ASGI application (specification 3.0): a body in, a response out, a client that never leaves."""
+    """One call of an ASGI application (specification 3.0), by a client that never disconnects."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
@@ -132,7 +132,7 @@ class _Exchange:
 
     async def receive(self) -> Message:
         if self._body is None:
-            await asyncio.get_running_loop().create_future()  # until the application is done with asking
+            await asyncio.get_running_loop().create_future()  # blocks until the application stops asking
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -161,29 +161,29 @@ def _scope(path: str) -> Scope:
     }
 
 
-def answered(line: Line, reply: Reply) -> Answer:
-    """The output line of a reply; an error line for any status but 200."""
+def answer_of(line: Line, reply: AppReply) -> Answer:
+    """Returns the output line of a response; an error line for any status except 200."""
     if reply.status != 200:
         error = _error.decode(reply.body).error
         response = _Response(reply.status, line_id(line.number), Raw(reply.body))
-        return Answer(Kind.ERROR, _written(line.number, line.custom_id, response, error))
+        return Answer(Kind.ERROR, _encode_line(line.number, line.custom_id, response, error))
     request_id, tokens = _read_usage(reply.body)
     response = _Response(reply.status, request_id, Raw(reply.body))
-    return Answer(Kind.OUTPUT, _written(line.number, line.custom_id, response, None), tokens)
+    return Answer(Kind.OUTPUT, _encode_line(line.number, line.custom_id, response, None), tokens)
 
 
-def failed(line: Line | BadLine, code: str, message: str) -> Answer:
-    """The error line of what got no reply."""
-    return Answer(Kind.ERROR, _written(line.number, line.custom_id, None, _ErrorObject(message=message, code=code)))
+def error_answer(line: Line | BadLine, code: str, message: str) -> Answer:
+    """Returns the error line of a line without a response."""
+    return Answer(Kind.ERROR, _encode_line(line.number, line.custom_id, None, _ErrorObject(message=message, code=code)))
 
 
-def _written(number: int, custom_id: str | None, response: _Response | None, error: _ErrorObject | None) -> bytes:
+def _encode_line(number: int, custom_id: str | None, response: _Response | None, error: _ErrorObject | None) -> bytes:
     return _encoder.encode(_OutputLine(line_id(number), custom_id, response, error)) + b"\n"
 
 
 def _read_usage(body: bytes) -> tuple[str, Tokens]:
-    """The response's id and its tokens. The native route names no batch: its first completion's id stands for it, and
-    prompts with several completions count once for each."""
+    """Returns the id and the token counts of a response. The native route has no id for a whole response, so its first
+    completion's id is used; its prompt tokens count once per completion."""
     if body.startswith(b'{"id"'):
         answer = _openai.decode(body)
         usage = answer.usage

@@ -1,4 +1,4 @@
-"""A file to which whole lines are appended, and which is read again after whatever ended the run before."""
+"""A file of appended lines that can be read again after a crash."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ READ_BYTES = 2**20
 
 
 class AppendFile:
-    """Lines at the end of a file. What was added is in the kernel's hands when `add` returns: the end of this process,
-    however sudden, loses none of it. `sync` makes it outlive the machine."""
+    """Appends lines to a file. When `add` returns, the line is in the kernel, so it survives any end of this process.
+    After `sync`, it also survives a crash of the machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,8 +28,8 @@ class AppendFile:
             raise cannot_write(path, error) from error
 
     def add(self, line: bytes) -> None:
-        """Appends a line, which ends in a newline. Raises `BatchError`, after which nothing can be added."""
-        if self._failed is not None:  # a part of a line may stand at the end, and nothing must follow it
+        """Appends a line, which ends in a newline. Raises `BatchError`; after that, every call raises it."""
+        if self._failed is not None:  # the file may end in part of a line, after which nothing may be written
             raise self._failed
         rest = memoryview(line)
         try:
@@ -41,7 +41,7 @@ class AppendFile:
         self.size += len(line)
 
     def sync(self) -> None:
-        """Waits until everything is on the disk. May run in another thread than all else. Raises `BatchError`."""
+        """Waits until everything is on disk. May run in a different thread than the rest. Raises `BatchError`."""
         with self._open:
             if self._closed:
                 return
@@ -51,19 +51,19 @@ class AppendFile:
                 raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        """Closes the file, once a `sync` that is under way has ended."""
+        """Closes the file after a running `sync` has ended."""
         with self._open:
             self._closed = True
             os.close(self._descriptor)
 
 
 def cannot_write(path: Path, error: OSError) -> BatchError:
-    """The error of a run that cannot go on, such as on a full disk."""
+    """Returns the error of a run that cannot continue, for example because the disk is full."""
     return BatchError(f"cannot write {path}: {error.strerror}; finished lines are kept; run the same command to resume")
 
 
 def sync_folder(path: Path) -> None:
-    """Makes files that were made in this folder, renamed or removed, so for good."""
+    """Makes the creation, renaming and removal of files in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -72,29 +72,29 @@ def sync_folder(path: Path) -> None:
 
 
 def lines_of(path: Path, read_bytes: int = READ_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Offset and content of each line, the newline included; the last may have none. No lines of a missing file."""
+    """Yields offset and content of each line with its newline, which the last may lack; nothing without a file."""
     if not path.exists():
         return
     offset = 0
-    begun: list[bytes] = []
+    parts: list[bytes] = []
     with path.open("rb", buffering=0) as file:
         while block := file.read(read_bytes):
             start = 0
             while end := block.find(b"\n", start) + 1:
-                begun.append(block[start:end])
-                line = b"".join(begun)
+                parts.append(block[start:end])
+                line = b"".join(parts)
                 yield offset, line
                 offset += len(line)
-                begun.clear()
+                parts.clear()
                 start = end
             if start < len(block):
-                begun.append(block[start:])
-    if begun:
-        yield offset, b"".join(begun)
+                parts.append(block[start:])
+    if parts:
+        yield offset, b"".join(parts)
 
 
-def cut(path: Path, size: int) -> None:
-    """Takes away what stands behind `size` bytes."""
+def truncate(path: Path, size: int) -> None:
+    """Truncates a file to `size` bytes, durably."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)

@@ -1,4 +1,4 @@
-"""The run itself: reads lines, has replicas answer them, and hands the answers to the sink."""
+"""Reads lines, lets replicas answer them, and passes the answers to the sink."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 from msgspec import Raw
 from starlette.types import ASGIApp
 
-from sglang_jax.batch.answers import Answer, answered, failed, post
+from sglang_jax.batch.answers import Answer, answer_of, error_answer, post
 from sglang_jax.batch.journal import Sink
 from sglang_jax.batch.lines import MAX_LINE_BYTES, BadLine, Line, parse_line
 from sglang_jax.batch.source import Record
@@ -21,21 +21,21 @@ from sglang_jax.engine.types import EngineClient
 from sglang_jax.errors import EngineDeadError
 
 READ_LINES = 256
-"""Lines read and parsed in one go, unless the window is smaller."""
+"""Maximum lines that are read and parsed together; fewer if the window is smaller."""
 
 READ_BYTES = 4 * 2**20
-"""Lines read in one go are no more once they have so many bytes."""
+"""Reading stops earlier once the lines have this many bytes."""
 
 SYNC_SECONDS = 5.0
-"""How long what is written may be in the kernel's hands alone."""
+"""Seconds between two syncs: a crash of the machine may lose lines written since the last one."""
 
 
 class ServedEngine(EngineClient, Protocol):
-    """An engine that serves."""
+    """A serving engine."""
 
     @property
     def max_running_requests(self) -> int:
-        """Most completions that it runs at once."""
+        """Maximum completions that it runs at once."""
         ...
 
 
@@ -46,15 +46,15 @@ class ServingReplica(Protocol):
     def index(self) -> int: ...
 
     async def serving(self) -> ServedEngine:
-        """The engine, once it serves. Raises `EngineDeadError` if the replica was given up."""
+        """Waits until the engine serves, and returns it. Raises `EngineDeadError` if the replica has stopped."""
         ...
 
 
 class Watcher(Protocol):
-    """Is told how far the run is."""
+    """Follows the progress of a run."""
 
     def finished(self, answer: Answer) -> None:
-        """A line was written, or spooled."""
+        """Notes that a line was written or spooled."""
         ...
 
 
@@ -63,7 +63,7 @@ MakeApp = Callable[[ServedEngine], ASGIApp]
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A replica's engine, and the application over it."""
+    """A replica's engine, and its application."""
 
     engine: ServedEngine
     app: ASGIApp
@@ -74,11 +74,11 @@ class Driver:
 
     **Arguments:**
 
-    - `records`: the input, but for what is written. It is iterated in threads, one at a time.
+    - `records`: the input, without lines that are written already. It is iterated in threads, one at a time.
     - `defaults`, `random_seed`: see `parse_line`.
-    - `read_lines`: most lines read and parsed in one go.
-    - `max_ahead`: how far to read beyond the oldest line that is not finished, where the sink's order asks for it.
-    - `make_app`: the application over an engine.
+    - `read_lines`: maximum lines read and parsed together.
+    - `max_ahead`: maximum lines read beyond the oldest unfinished line, if the sink keeps the order.
+    - `make_app`: creates the application of an engine.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Driver:
         self._served_by: dict[int, _Served] = {}
 
     async def run(self, replicas: Sequence[ServingReplica]) -> None:
-        """Returns once every line is finished and on the disk.
+        """Runs until every line is finished and on disk.
 
         **Raises:** `BatchError` if a file cannot be read or written; `EngineDeadError` once no replica is left.
         """
@@ -130,13 +130,13 @@ class Driver:
         while lines := await asyncio.to_thread(self._read_some):
             for line in lines:
                 self._accept(line)
-            self._queue.pushed()
+            self._queue.wake()
             while self._queue.full or self._sink.num_ahead >= self._max_ahead:
                 await self._queue.room()
         self._queue.end_of_input()
 
     def _read_some(self) -> list[Line | BadLine]:
-        """Runs in a thread, so that the engine is fed meanwhile."""
+        """Reads and parses some lines. Runs in a thread, so that the engine gets requests meanwhile."""
         lines: list[Line | BadLine] = []
         size = 0
         for record in islice(self._records, self._read_lines):
@@ -158,18 +158,18 @@ class Driver:
         if spooled:
             return
         if isinstance(line, BadLine):
-            self._finish(line.number, failed(line, line.code, line.message))
+            self._finish(line.number, error_answer(line, line.code, line.message))
         else:
             self._queue.push(line)
 
     async def _serve_all(self, replicas: Sequence[ServingReplica]) -> None:
-        """Ends when all lines are finished, or when no replica is left. Raises the last one's `EngineDeadError`."""
+        """Runs until all lines are finished or no replica is left. Raises the last one's `EngineDeadError`."""
         losses = await asyncio.gather(*(self._serve(replica) for replica in replicas))
         if not self._queue.finished:
             raise next(loss for loss in reversed(losses) if loss is not None)
 
     async def _serve(self, replica: ServingReplica) -> EngineDeadError | None:
-        """Keeps a replica busy. Returns why it was given up, if it was."""
+        """Keeps a replica busy. Returns the error if the replica has stopped."""
         try:
             engine = await replica.serving()
             async with asyncio.TaskGroup() as group:
@@ -184,7 +184,7 @@ class Driver:
             self._queue.leave(replica.index)
 
     async def _work(self, replica: ServingReplica) -> EngineDeadError | None:
-        """Answers one line after the other. Returns why the replica was given up, if it was."""
+        """Answers lines one at a time. Returns the error if the replica has stopped."""
         while True:
             try:
                 served = await self._served(replica)
@@ -195,13 +195,13 @@ class Driver:
                 return None
             if served.engine.alive:
                 await self._answer(replica, served.app, job)
-            else:  # it was lost while there was no line
+            else:  # the engine was lost while no line was available
                 self._queue.give_back(replica.index, job)
 
     async def _served(self, replica: ServingReplica) -> _Served:
-        """The replica's engine once it serves, and the application over it. Raises `EngineDeadError`."""
+        """Waits until the replica serves. Returns its engine and application. Raises `EngineDeadError`."""
         engine = await replica.serving()
-        while not engine.alive:  # the replica is about to learn that
+        while not engine.alive:  # the engine was lost, and the replica will notice it soon
             await asyncio.sleep(0)
             engine = await replica.serving()
         known = self._served_by.get(replica.index)
@@ -212,12 +212,12 @@ class Driver:
     async def _answer(self, replica: ServingReplica, app: ASGIApp, job: Job) -> None:
         reply = await post(app, job.line)
         if not reply.transient:
-            answer = answered(job.line, reply)
+            answer = answer_of(job.line, reply)
         elif self._queue.lose(replica.index, job):
             return
         else:
             message = f"the engine was lost each of the {job.losses} times that this line was run"
-            answer = failed(job.line, "engine_dead", message)
+            answer = error_answer(job.line, "engine_dead", message)
         self._finish(job.line.number, answer)
         self._queue.finish(replica.index)
 

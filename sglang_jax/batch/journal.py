@@ -1,8 +1,7 @@
-"""Which lines are finished: said by the output and error files themselves, and by nothing else.
+"""Tracks finished lines. The output and error files themselves are the only record.
 
-A finished line is one line of one of the two files, and its id has the number of the input line. It is written in one
-piece, so after a kill at any moment a line is either there as a whole, or torn at the very end of a file, where it is
-cut off before the next run.
+A finished line is one line of one of the two files, and its id has the number of the input line. Each is written in one
+piece, so after a kill it is either complete, or torn at the very end of a file, which is truncated before the next run.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from sglang_jax.batch.append_file import AppendFile, cut, lines_of
+from sglang_jax.batch.append_file import AppendFile, lines_of, truncate
 from sglang_jax.batch.line_set import LineSet
 from sglang_jax.errors import BatchError
 
@@ -23,7 +22,7 @@ _ID = re.compile(r"batch_req_([1-9][0-9]*)")
 
 
 class Kind(StrEnum):
-    """Where a finished line goes."""
+    """The file of a finished line."""
 
     OUTPUT = "output"
     ERROR = "error"
@@ -37,12 +36,12 @@ _decoder = msgspec.json.Decoder(_Stored)
 
 
 def line_id(number: int) -> str:
-    """The id of an output line."""
+    """Returns the id of an output line."""
     return f"batch_req_{number + 1}"
 
 
 def number_of(line: bytes) -> int | None:
-    """The number of the input line that an output line answers; None if it is no line of ours, or not a whole one."""
+    """Returns the number of the input line that an output line answers; None for a foreign or torn line."""
     try:
         found = _ID.fullmatch(_decoder.decode(line).id) if line.endswith(b"\n") else None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -51,9 +50,9 @@ def number_of(line: bytes) -> int | None:
 
 
 def recover(path: Path, read_number: Callable[[bytes], int | None]) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and content of every line of a file; a last one that is torn is cut off the file.
+    """Yields number, offset and content of every line of a file, and truncates a torn last line.
 
-    **Raises:** `BatchError` for any other line that cannot be read: it is not known what it was.
+    **Raises:** `BatchError` for any other line that cannot be read, whose input line is unknown.
     """
     torn: tuple[int, int] | None = None
     for place, (offset, line) in enumerate(lines_of(path)):
@@ -68,44 +67,44 @@ def recover(path: Path, read_number: Callable[[bytes], int | None]) -> Iterator[
         else:
             yield number, offset, line
     if torn is not None:
-        cut(path, torn[1])
+        truncate(path, torn[1])
 
 
 class Sink(Protocol):
-    """Takes finished lines, each once."""
+    """Stores finished lines, each once."""
 
     @property
     def num_ahead(self) -> int:
-        """Lines read beyond the oldest one that is not finished, where that must be bounded."""
+        """Lines read beyond the oldest unfinished one; 0 if that need not be bounded."""
         ...
 
     def is_written(self, number: int) -> bool:
-        """The line is in its file. May be asked from any thread."""
+        """Whether the line is in its file. May be called from any thread."""
         ...
 
     def is_finished(self, number: int) -> bool:
-        """The line is in its file, or waits for its turn there."""
+        """Whether the line is in its file or spooled."""
         ...
 
     def expect(self, number: int) -> None:
-        """The next line of the input that is not written."""
+        """Adds the next line of the input that is not in its file."""
         ...
 
     def add(self, number: int, kind: Kind, line: bytes) -> None:
-        """A line is finished. Raises `BatchError` if it cannot be written."""
+        """Stores a finished line. Raises `BatchError` if it cannot be written."""
         ...
 
     def sync(self) -> None:
-        """Waits until everything is on the disk. May run in a thread of its own."""
+        """Waits until everything is on disk. May run in a different thread."""
         ...
 
 
 class Journal:
-    """The two files, and which lines stand in them. Lines are written as they come.
+    """The output and error files, and the set of lines in them. Lines are written as they finish.
 
-    **Arguments:** `written`: lines that stand somewhere else.
+    **Arguments:** `written`: lines that are stored elsewhere.
 
-    **Raises:** `BatchError` for files that hold what no run wrote, or a line twice.
+    **Raises:** `BatchError` for files that no run wrote, or that have a line twice.
     """
 
     def __init__(self, output: Path, errors: Path, written: LineSet | None = None) -> None:
@@ -122,12 +121,12 @@ class Journal:
 
     @property
     def num_written(self) -> int:
-        """Lines that are not to be asked again."""
+        """Number of written lines."""
         return len(self._written)
 
     @property
     def num_ahead(self) -> int:
-        """See `Sink`. The order does not matter here, so nothing is held up."""
+        """See `Sink`. Always 0, because lines need no order."""
         return 0
 
     def is_written(self, number: int) -> bool:
@@ -139,7 +138,7 @@ class Journal:
         return number in self._written
 
     def expect(self, number: int) -> None:
-        """See `Sink`. Nothing is expected."""
+        """See `Sink`. Does nothing."""
 
     def add(self, number: int, kind: Kind, line: bytes) -> None:
         """See `Sink`."""
@@ -154,6 +153,6 @@ class Journal:
             file.sync()
 
     def close(self) -> None:
-        """Nothing more is added."""
+        """Closes the files."""
         for file in self._files.values():
             file.close()

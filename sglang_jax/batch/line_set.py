@@ -1,10 +1,10 @@
-"""A set of line numbers, a bit for each."""
+"""A set of line numbers with one bit per line."""
 
 from __future__ import annotations
 
 
 class LineSet:
-    """Numbers from 0 on. It takes a bit for each up to the largest: 12 MB for a hundred million lines."""
+    """Numbers from 0. Takes one bit for each up to the largest: 12 MB for a hundred million lines."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -18,7 +18,7 @@ class LineSet:
         return byte < len(self._bits) and bool(self._bits[byte] >> (number & 7) & 1)
 
     def add(self, number: int) -> bool:
-        """Adds a number; False if it was there already."""
+        """Adds a number. Returns False if the set has it already."""
         if number in self:
             return False
         byte = number >> 3

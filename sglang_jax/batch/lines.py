@@ -1,4 +1,4 @@
-"""One line of the input: a request for one of the server's routes, or why it is none."""
+"""Parses a line of the input: a request for one of the server's routes, or an error."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CHAT = "/v1/chat/completions"
 GENERATE = "/generate"
 
 PROMPT_FIELDS = {COMPLETIONS: ("prompt",), CHAT: ("messages",), GENERATE: ("text", "input_ids")}
-"""The routes that a line may name, and what each calls its prompt."""
+"""The routes that a line may name, and their prompt fields."""
 
 MAX_LINE_BYTES = 64 * 2**20
-"""A longer line is an error of that line: it would have to be held in memory as a whole."""
+"""A longer line is an error, because a line must fit memory."""
 
 _PLAIN_FIELDS = {"prompt": COMPLETIONS, "messages": CHAT}
 _NAMESPACE_FIELDS = ("cache_salt", "extra_key")
 
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-_HALF_OF_A_PAIR = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
+_LONE_SURROGATE = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
 
 Fields = dict[str, Raw]
 _fields = msgspec.json.Decoder(Fields)
@@ -38,9 +38,9 @@ _encoder = msgspec.json.Encoder()
 class Line:
     """A request.
 
-    - `number`: its place in the input, from 0; users are told `number + 1`, as editors count lines.
+    - `number`: its position in the input, from 0; messages show `number + 1`, as editors count lines.
     - `body`: JSON, as a client would send it to `url`.
-    - `key`: begins alike for requests whose prompts begin alike.
+    - `key`: shares a prefix with another line's key if their prompts do.
     """
 
     number: int
@@ -51,13 +51,13 @@ class Line:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes in memory, about."""
+        """Estimated bytes in memory."""
         return len(self.body) + len(self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no request: `code` is for programs, `message` for people."""
+    """An invalid line: `code` is for programs, `message` for people."""
 
     number: int
     custom_id: str | None
@@ -74,14 +74,14 @@ class _LineError(Exception):
 def parse_line(
     number: int, raw: bytes, defaults: Mapping[str, Raw], name: str | None = None, random_seed: int | None = None
 ) -> Line | BadLine:
-    """Reads OpenAI's batch format (`custom_id`, `method`, `url`, `body`) or a plain line: `prompt` or `messages`, with
-    further fields of the route beside them.
+    """Parses a line in OpenAI's batch format (`custom_id`, `method`, `url`, `body`), or a plain line with `prompt` or
+    `messages` and further fields of the route.
 
     **Arguments:**
 
-    - `defaults`: fields that bodies get which leave them out.
-    - `name`: stands for a `custom_id` that is left out, by default `line-1` and so on.
-    - `random_seed`: if given, lines without a seed get one that follows from this and from their number.
+    - `defaults`: fields for bodies that leave them out.
+    - `name`: used if `custom_id` is left out, by default `line-1` and so on.
+    - `random_seed`: if given, a line without a seed gets one derived from it and the line's number.
     """
     custom_id: str | None = None
     try:
@@ -108,30 +108,30 @@ def _object(raw: bytes | Raw, what: str) -> Fields:
     try:
         return _fields.decode(raw)
     except msgspec.ValidationError as error:
-        raise _LineError("malformed_request", f"{what} must be a JSON object: {_told(error)}") from error
+        raise _LineError("malformed_request", f"{what} must be a JSON object: {_describe(error)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _LineError("malformed_json", f"{what} is not valid JSON: {_told(error, raw)}") from error
+        raise _LineError("malformed_json", f"{what} is not valid JSON: {_describe(error, raw)}") from error
 
 
-def _told(error: Exception, raw: bytes | Raw = b"") -> str:
-    if _HALF_OF_A_PAIR.search(raw):  # the parser calls that truncated
+def _describe(error: Exception, raw: bytes | Raw = b"") -> str:
+    if _LONE_SURROGATE.search(raw):  # the parser reports this as truncated
         return "a string contains a lone surrogate"
     text = str(error).removeprefix("JSON is malformed: ")
     return text[:1].lower() + text[1:]
 
 
 def _value(fields: Fields, name: str) -> object:
-    """The value of a field, None if it is left out."""
+    """Returns the value of a field; None if it is left out."""
     if name not in fields:
         return None
     try:
         return _any.decode(fields[name])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _LineError("malformed_json", f"{name} is not valid JSON: {_told(error, fields[name])}") from error
+        raise _LineError("malformed_json", f"{name} is not valid JSON: {_describe(error, fields[name])}") from error
 
 
 def _custom_id(fields: Fields) -> str | None:
-    """Numbers are taken as their digits: tables often have them."""
+    """Returns the `custom_id`. Accepts integers, which tables often have."""
     value = _value(fields, "custom_id")
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -175,13 +175,13 @@ def _asks_for_stream(body: Fields) -> bool:
 
 
 def _key(url: str, body: Fields) -> bytes:
-    """Prompts are compared as they are written in JSON: what begins alike there begins alike in tokens."""
+    """Returns a key for grouping: the prompt's JSON text. If two of these share a prefix, so do their tokens."""
     names = (*_NAMESPACE_FIELDS, *PROMPT_FIELDS[url])
     return b"\0".join((url.encode(), *(bytes(body[name]) for name in names if name in body)))
 
 
 def parse_defaults(text: str) -> dict[str, Raw]:
-    """The fields of `--defaults`. Raises `ValueError` saying what is wrong with them."""
+    """Parses the fields of `--defaults`. Raises `ValueError` with the reason if they are invalid."""
     try:
         fields = _object(text.encode(), "defaults")
     except _LineError as error:

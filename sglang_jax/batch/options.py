@@ -11,18 +11,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from sglang_jax.config import LogLevel, PositiveInt
 
 Location = Annotated[str, BeforeValidator(str)]
-"""A path, or with `--engine ray` the URL of an object store, in which every slash counts."""
+"""A path, or, with `--engine ray`, a URL of an object store, in which every slash counts."""
 
 
 class Runner(StrEnum):
-    """What runs a batch: this machine, or a Ray cluster."""
+    """Where a batch runs: on this machine, or on a Ray cluster."""
 
     LOCAL = "local"
     RAY = "ray"
 
 
 class BatchConfig(BaseModel):
-    """What a run has besides an engine. Field names are the command line's flags, with underscores."""
+    """Options of a run apart from the engine's. Field names are the command line's flags, with underscores."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,15 +42,15 @@ class BatchConfig(BaseModel):
 
     @property
     def input_path(self) -> Path:
-        """The input, where it is a local file."""
+        """The path of a local input."""
         return Path(self.input)
 
     @property
     def output_path(self) -> Path:
-        """The output, where it is a local file."""
+        """The path of a local output."""
         return Path(self.output)
 
     @property
     def errors(self) -> Path:
-        """Where failed lines go."""
+        """The file for failed lines."""
         return self.error_file or self.output_path.with_name(self.output_path.name + ".errors.jsonl")

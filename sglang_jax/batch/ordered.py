@@ -1,4 +1,4 @@
-"""Output in the order of the input: what is finished early waits in a spool on the disk."""
+"""Writes output in input order: lines that finish early wait in a spool on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_jax.batch.append_file import AppendFile
 from sglang_jax.batch.journal import Journal, Kind, number_of, recover
 
 SEGMENT_BYTES = 16 * 2**20
-"""A segment of the spool that has grown beyond this is followed by the next."""
+"""Size in bytes after which a new segment of the spool is started."""
 
 _MARKS = {Kind.OUTPUT: b"O", Kind.ERROR: b"E"}
 _KINDS = {mark: kind for kind, mark in _MARKS.items()}
@@ -21,7 +21,7 @@ _SEGMENT = re.compile(r"spool-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a finished line stands in the spool."""
+    """The location of a finished line in the spool."""
 
     kind: Kind
     segment: int
@@ -34,7 +34,7 @@ def _spooled_number(line: bytes) -> int | None:
 
 
 class Spool:
-    """Finished lines by number, on the disk. A segment is removed once nothing in it is waited for."""
+    """Finished lines by number, on disk. A segment is removed once none of its lines is waiting."""
 
     def __init__(self, folder: Path, journal: Journal, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = folder
@@ -59,11 +59,11 @@ class Spool:
 
     @property
     def num_errors(self) -> int:
-        """Lines that wait for their turn in the error file."""
+        """Spooled lines for the error file."""
         return sum(place.kind is Kind.ERROR for place in self._places.values())
 
     def add(self, number: int, kind: Kind, line: bytes) -> None:
-        """Raises `BatchError`."""
+        """Adds a finished line. Raises `BatchError`."""
         if self._writer.size >= self._segment_bytes:
             full = self._newest
             self._writer.close()
@@ -74,7 +74,7 @@ class Spool:
         self._note(number, place)
 
     def read(self, number: int) -> tuple[Kind, bytes]:
-        """A line that is in the spool."""
+        """Returns a spooled line and its kind."""
         place = self._places[number]
         if place.segment not in self._readers:
             self._readers[place.segment] = os.open(self._path(place.segment), os.O_RDONLY | os.O_CLOEXEC)
@@ -82,18 +82,18 @@ class Spool:
         return place.kind, stored[1:]
 
     def drop(self, number: int) -> None:
-        """The line is written where it belongs."""
+        """Removes a line after it was written to its file."""
         place = self._places.pop(number)
         self._waiting[place.segment] -= 1
         if place.segment != self._newest:
             self._remove_if_done(place.segment)
 
     def sync(self) -> None:
-        """Waits until the newest segment is on the disk."""
+        """Waits until the newest segment is on disk."""
         self._writer.sync()
 
     def close(self) -> None:
-        """Nothing more is added. What waits stays there for the next run."""
+        """Closes the spool. Waiting lines stay for the next run."""
         self._writer.close()
         self._remove_if_done(self._newest)
         for descriptor in self._readers.values():
@@ -119,8 +119,7 @@ class Spool:
 
 
 class OrderedJournal:
-    """Writes finished lines to the journal in the order in which they are expected; until their turn they are in the
-    spool, where a later run finds them."""
+    """Writes finished lines to the journal in order. Until then they are spooled, also for later runs."""
 
     def __init__(self, journal: Journal, spool: Spool) -> None:
         self._journal = journal
@@ -163,5 +162,5 @@ class OrderedJournal:
         while self._expected and self._expected[0] in self._spool:
             number = self._expected[0]
             self._journal.add(number, *self._spool.read(number))
-            self._spool.drop(number)  # a kill in between leaves it in both, and the journal is believed
+            self._spool.drop(number)  # after a kill in between, it is in both, and the journal counts
             self._expected.popleft()

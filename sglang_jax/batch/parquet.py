@@ -1,4 +1,4 @@
-"""Parquet as input and output: a row for each line. Needs pyarrow (the extra `parquet`)."""
+"""Parquet input and output with one row per line. Needs pyarrow (the extra `parquet`)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sglang_jax.batch.source import Record, Skip
 from sglang_jax.errors import BatchError
 
 READ_ROWS = 256
-"""Rows turned into Python objects at a time."""
+"""Rows converted to Python objects at a time."""
 
 WRITTEN_BYTES = 32 * 2**20
-"""A row group of the output is written once it has so many bytes of answers."""
+"""Bytes of answers after which a row group of the output is written."""
 
 SCHEMA = pa.schema(
     [
@@ -34,11 +34,11 @@ SCHEMA = pa.schema(
         ("body", pa.string()),
     ]
 )
-"""Columns of the output. `text` is the first completion's, `body` the whole response as JSON."""
+"""Columns of the output. `text` is the first completion's text, `body` the whole response as JSON."""
 
 
 class ParquetRows:
-    """Rows of a Parquet file, as JSON objects of their columns. A value of null is a field that is left out."""
+    """Rows of a Parquet file as JSON objects. A null counts as a field that is left out."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,7 +60,7 @@ class ParquetRows:
         return self._num_read / self._num_rows if self._num_rows else 1.0
 
     def records(self, skip: Skip) -> Iterator[Record]:
-        """See `Source`. Row groups whose rows are all to be skipped are not read."""
+        """See `Source`. Does not read row groups whose rows are all skipped."""
         for group in range(self._file.metadata.num_row_groups):
             first, count = self._num_read, self._file.metadata.row_group(group).num_rows
             if all(skip(number) for number in range(first, first + count)):
@@ -80,7 +80,7 @@ class ParquetRows:
 
 
 def row_as_json(row: dict[str, Any]) -> bytes:
-    """A body may be a column of structs, or of texts that hold JSON."""
+    """Converts a row to a line of JSON. A body may be a column of structs, or of JSON texts."""
     fields = _without_nulls(row)
     if isinstance(fields.get("body"), str):
         fields["body"] = Raw(fields["body"].encode())
@@ -101,7 +101,7 @@ class _Message(msgspec.Struct):
 
 
 class _Completion(msgspec.Struct):
-    """Of the three routes' answers, what holds the text."""
+    """The part of a response of any of the three routes that contains the text."""
 
     text: str | None = None
     message: _Message | None = None
@@ -151,7 +151,7 @@ def first_text(body: bytes) -> str | None:
 
 
 def written_numbers(path: Path) -> LineSet:
-    """Numbers of the lines that a Parquet output has. Raises `BatchError` if it is none."""
+    """Returns the numbers of the lines in a Parquet output. Raises `BatchError` if the file is not Parquet."""
     numbers = LineSet()
     if not path.exists():
         return numbers
@@ -167,9 +167,9 @@ def written_numbers(path: Path) -> LineSet:
 
 
 def write_output(journal: Path, output: Path, draft: Path) -> None:
-    """Writes the journal's lines behind the rows that the output may have already, then removes the journal.
+    """Appends the journal's lines to the output's rows, then removes the journal.
 
-    The output is whole at every moment. If this is cut short between the two, `drop_merged` does the rest.
+    The output is replaced at once, so it is always complete. If this is interrupted after that, call `drop_merged`.
 
     **Raises:** `BatchError` if a file cannot be read or written.
     """
@@ -190,7 +190,7 @@ def write_output(journal: Path, output: Path, draft: Path) -> None:
 
 
 def drop_merged(journal: Path, written: LineSet) -> None:
-    """Removes a journal whose lines are in the output already: either all of them are, or none."""
+    """Removes a journal whose lines are already in the output: either all of them are, or none."""
     _, first = next(lines_of(journal), (0, b""))
     number = number_of(first)
     if number is not None and number in written:

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress of a run: a bar on a terminal, otherwise regular lines."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sglang_jax.batch.journal import Kind
 from sglang_jax.batch.source import Source
 
 REPORT_SECONDS = 30.0
-"""Time between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 
 BAR_SECONDS = 0.5
-"""Time between two changes of the bar."""
+"""Seconds between two updates of the bar."""
 
 
 @dataclass(slots=True)
 class Figures:
-    """What a run has done.
+    """Counters of a run.
 
     - `before`: lines that earlier runs finished; `failed_before`: those of them in the error file.
-    - `num_read`: lines passed in the input, those of earlier runs among them; `share_read`: the part of it that they
-      are, between 0 and 1.
-    - `seconds`: since the engine serves.
+    - `num_read`: lines read so far, including those of earlier runs; `share_read`: the share of the input that was
+      read, from 0 to 1.
+    - `seconds`: time since the engine started to serve.
     """
 
     before: int = 0
@@ -43,7 +43,7 @@ class Figures:
 
     @property
     def lines_done(self) -> int:
-        """Finished lines, whichever run did it."""
+        """Lines finished by this run and earlier ones."""
         return self.before + self.finished
 
     @property
@@ -53,12 +53,12 @@ class Figures:
 
     @property
     def lines_expected(self) -> int | None:
-        """Lines of the input, as far as what was read tells; None before that tells anything."""
+        """Estimated lines of the input; None before anything was read."""
         return round(self.num_read / self.share_read) if self.share_read > 0 else None
 
     @property
     def eta_seconds(self) -> float | None:
-        """Time that the rest will take at the speed so far; None while there is no speed."""
+        """Estimated seconds for the remaining lines, at the average speed; None before a line has finished."""
         if self.lines_expected is None or not self.finished:
             return None
         return max(0, self.lines_expected - self.lines_done) * self.seconds / self.finished
@@ -68,7 +68,7 @@ class Figures:
         return self.output_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def summary(self) -> str:
-        """One line about the whole run."""
+        """Returns one line about the whole run."""
         parts = [f"{count_lines(self.lines_done)} done"]
         if self.before:
             parts[0] += f" ({self.before} by earlier runs)"
@@ -85,14 +85,14 @@ class Figures:
 
 
 def count_lines(count: int) -> str:
-    """As a message has it."""
+    """Formats a number of lines for a message."""
     return "1 line" if count == 1 else f"{count} lines"
 
 
-class Progress:
-    """Counts what happens and shows it.
+class RunProgress:
+    """Counts finished lines and shows the progress.
 
-    **Arguments:** `source`: tells how much of the input was read; `clock`: seconds.
+    **Arguments:** `source`: reports how much of the input was read; `clock`: seconds.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Progress:
         self._source = source
         self._clock = clock
         self._begin = clock()
-        self._shown = self._begin
+        self._shown_at = self._begin
         self._bar = _make_bar(figures.lines_done) if terminal else None
 
     def finished(self, answer: Answer) -> None:
@@ -119,12 +119,12 @@ class Progress:
         figures.cached_tokens += answer.tokens.cached
         figures.output_tokens += answer.tokens.output
         now = self._clock()
-        if now - self._shown >= (REPORT_SECONDS if self._bar is None else BAR_SECONDS):
-            self._shown = now
+        if now - self._shown_at >= (REPORT_SECONDS if self._bar is None else BAR_SECONDS):
+            self._shown_at = now
             self._show()
 
     def close(self) -> None:
-        """Shows the last state and ends the bar."""
+        """Shows the final state and closes the bar."""
         self._measure()
         if self._bar is not None:
             self._show()

@@ -1,4 +1,4 @@
-"""Options of a batch run over a Ray cluster. Ray itself is not imported here, so that flags are known without it."""
+"""Options of a batch run on a Ray cluster. Does not import Ray, so that flags work without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 
 
 class RayOptions(BaseModel):
-    """How a run is spread over a cluster. Field names are the command line's flags, with underscores."""
+    """How a run uses a cluster. Field names are the command line's flags, with underscores."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -51,10 +51,10 @@ class RayOptions(BaseModel):
         return self
 
 
-def lack_of_nodes(needs: Mapping[str, float], nodes: int, found: int) -> str:
-    """What a run without an engine waits for, without a full stop: an engine takes `needs` of each of so many nodes,
-    and the cluster has `found` such nodes."""
-    told = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
+def describe_lack_of_nodes(needs: Mapping[str, float], nodes: int, found: int) -> str:
+    """Describes what a run without an engine waits for, without a full stop. An engine takes `needs` of each of `nodes`
+    nodes, and the cluster has `found` such nodes."""
+    amounts = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
     if nodes == 1:
-        return f"No node of the cluster has the {told} that an engine needs"
-    return f"An engine needs {nodes} nodes with {told}, but the cluster has {found}"
+        return f"No node of the cluster has the {amounts} that an engine needs"
+    return f"An engine needs {nodes} nodes with {amounts}, but the cluster has {found}"

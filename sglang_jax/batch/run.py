@@ -1,4 +1,4 @@
-"""One run of `batch`, from its options to its exit status."""
+"""Runs the command `batch`, from its options to its exit status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_jax.batch.line_set import LineSet
 from sglang_jax.batch.lines import parse_defaults
 from sglang_jax.batch.options import BatchConfig
 from sglang_jax.batch.ordered import OrderedJournal, Spool
-from sglang_jax.batch.progress import Figures, Progress, count_lines
+from sglang_jax.batch.progress import Figures, RunProgress, count_lines
 from sglang_jax.batch.run_folder import OptionValue, RunFolder, identify
 from sglang_jax.batch.source import FileFormat, Record, Source, open_source, require_pyarrow
 from sglang_jax.batch.work_queue import WorkQueue
@@ -37,13 +37,12 @@ from sglang_jax.server.callers import Callers
 
 ALL_ANSWERED, SOME_FAILED = 0, 1
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""Exit statuses."""
 
 WINDOW_BYTES = 64 * 2**20
-"""The window holds fewer lines than asked for once they have so many bytes."""
+"""The window counts as full once its lines have this many bytes."""
 
 AHEAD_PER_LOOKAHEAD = 4
-"""With `--ordered`, lines are read so many windows beyond the oldest one that is not finished."""
+"""With `--ordered`, maximum windows of lines read beyond the oldest unfinished line."""
 
 SHAPING_OPTIONS = (
     "model_path",
@@ -57,14 +56,14 @@ SHAPING_OPTIONS = (
     "served_model_name",
     "chat_template",
 )
-"""Options of the engine that answers depend on, beyond rounding: a run goes on with the same ones only."""
+"""Options of the engine that change answers beyond rounding: a resumed run must have the same values."""
 
 Launch = Callable[[ServerConfig, int], Awaitable[list[Replica[AsyncEngineClient]]]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is left to do. `records` are those that are not written yet."""
+    """The remaining work. `records`: lines that are not written yet."""
 
     source: Source
     records: Iterator[Record]
@@ -74,11 +73,11 @@ class _Work:
 
 
 def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_replicas) -> int:
-    """Answers the lines of the input that are not answered yet. Returns the exit status.
+    """Answers the remaining lines of the input. Returns the exit status.
 
     **Arguments:** `launch`: starts the replicas; for tests and other cores.
 
-    **Raises:** `BatchError` for a run that cannot begin or go on, and what `launch` raises.
+    **Raises:** `BatchError` if the run cannot start or continue, and what `launch` raises.
     """
     logs.configure(batch.log_level.upper())
     config = server_config(batch, engine)
@@ -113,7 +112,7 @@ def run_batch(batch: BatchConfig, engine: EngineConfig, launch: Launch = launch_
 
 
 def _answer(batch: BatchConfig, config: ServerConfig, work: _Work, launch: Launch) -> int | None:
-    """Answers what is left. Returns an exit status if a signal ended that early. No engine is started for nothing."""
+    """Answers the remaining lines, if any. Returns an exit status if a signal ended it early."""
     first = next(work.records, None)
     if first is None:
         return None
@@ -134,7 +133,7 @@ async def _answer_with_engines(
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     replicas = await launch(config, config.dp_size)
-    progress = Progress(work.figures, work.source, terminal=sys.stderr.isatty())
+    progress = RunProgress(work.figures, work.source, terminal=sys.stderr.isatty())
     driver = Driver(
         records,
         work.sink,
@@ -185,7 +184,7 @@ def _check_files(batch: BatchConfig) -> None:
 
 
 def body_defaults(batch: BatchConfig) -> dict[str, Raw]:
-    """The fields of `--defaults`. Raises `BatchError`."""
+    """Parses the fields of `--defaults`. Raises `BatchError`."""
     if batch.defaults is None:
         return {}
     try:
@@ -201,7 +200,7 @@ def shaping_options(batch: BatchConfig, config: ServerConfig) -> dict[str, Optio
 
 
 class _OutputFiles:
-    """Where answers are written: to the output itself, or beside a Parquet file, which cannot grow line by line."""
+    """Where answers are written: the output itself, or a separate journal for Parquet, which cannot grow by lines."""
 
     def __init__(self, output: Path, folder: Path) -> None:
         self._output = output
@@ -212,7 +211,7 @@ class _OutputFiles:
         self.journal = folder / "answers.jsonl" if self._parquet else output
 
     def written(self) -> LineSet:
-        """Lines that are in the output already and not in the journal."""
+        """Returns the lines that are in the output but not in the journal."""
         if not self._parquet:
             return LineSet()
         from sglang_jax.batch.parquet import drop_merged, written_numbers
@@ -222,7 +221,7 @@ class _OutputFiles:
         return numbers
 
     def finish(self) -> None:
-        """All lines are answered. Raises `BatchError`."""
+        """Completes the output after all lines are answered. Raises `BatchError`."""
         if self._parquet:
             from sglang_jax.batch.parquet import write_output
 

@@ -1,4 +1,4 @@
-"""What a run leaves beside its output, so that the next one goes on with it: a lock, and what the run was about."""
+"""The folder next to a run's output that lets a later run resume: a lock, and a manifest of the input and options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_jax.errors import BatchError
 
 HASHED_BLOCKS = 16
 HASHED_BLOCK_BYTES = 256 * 1024
-"""How much of the input is looked at to know it again: blocks at even distances, the first and the last among them."""
+"""Blocks of the input that are hashed to recognise it: at even distances, including the first and the last."""
 
 VERSION = 1
 
@@ -25,14 +25,14 @@ OptionValue = str | int | float | bool | None
 
 
 class InputIdentity(msgspec.Struct, frozen=True):
-    """By what an input is known again, wherever it lies."""
+    """Recognises an input independently of its path."""
 
     size: int
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """What a run is about. `options`: those that what is written depends on, by the names of their flags."""
+class RunManifest(msgspec.Struct, frozen=True):
+    """The input and options of a run. `options`: those that change the output, by the names of their flags."""
 
     version: int
     input: InputIdentity
@@ -40,7 +40,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def identify(path: Path) -> InputIdentity:
-    """Looks at a bounded part of the file, so that a large one costs no more than a small one."""
+    """Returns the identity of a file. Reads a bounded part of it, so that large files cost no more than small ones."""
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -52,9 +52,9 @@ def identify(path: Path) -> InputIdentity:
 
 
 class RunFolder:
-    """The folder `OUTPUT.run`, held by one run at a time.
+    """The folder `OUTPUT.run`, locked by one run at a time.
 
-    **Raises:** `BatchError` while another process holds it.
+    **Raises:** `BatchError` while another process has the lock.
     """
 
     def __init__(self, output: Path) -> None:
@@ -81,12 +81,12 @@ class RunFolder:
             raise cannot_write(self.path, error) from error
 
     def claim(self, written: list[Path], identity: InputIdentity, options: Mapping[str, OptionValue]) -> None:
-        """Notes what this run is about, or checks that it goes on with what was begun.
+        """Writes the manifest of a new run, or checks that a resumed run has the same one.
 
-        **Raises:** `BatchError` if the input or an option has changed, or a file of `written` is there and was not
-        written by a run that this folder knows of.
+        **Raises:** `BatchError` if the input or an option has changed, or if a file in `written` has content and no run
+        recorded in this folder.
         """
-        manifest = Manifest(VERSION, identity, dict(options))
+        manifest = RunManifest(VERSION, identity, dict(options))
         path = self.path / "manifest.json"
         if not path.exists():
             for file in written:
@@ -98,14 +98,14 @@ class RunFolder:
             return
         check_same(read_manifest(path.read_bytes(), path), manifest, self._output, self.path)
 
-    def _write(self, path: Path, manifest: Manifest) -> None:
+    def _write(self, path: Path, manifest: RunManifest) -> None:
         draft = path.with_suffix(".draft")
         content = msgspec.json.format(msgspec.json.encode(manifest)) + b"\n"
         try:
             with draft.open("wb", buffering=0) as file:
                 file.write(content)
                 os.fsync(file.fileno())
-            if draft.stat().st_size < len(content):  # a disk that is nearly full takes a part
+            if draft.stat().st_size < len(content):  # a disk that is nearly full stores only part
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             draft.replace(path)
             sync_folder(self.path)
@@ -114,7 +114,7 @@ class RunFolder:
             raise cannot_write(path, error) from error
 
     def close(self) -> None:
-        """Lets another run have the folder."""
+        """Releases the lock."""
         os.close(self._lock)
 
     def __enter__(self) -> Self:
@@ -124,31 +124,31 @@ class RunFolder:
         self.close()
 
 
-def check_same(begun: Manifest, now: Manifest, output: Path | str, folder: Path | str) -> None:
-    """Raises `BatchError` if a run is not about the same as the one that was begun."""
+def check_same(started: RunManifest, now: RunManifest, output: Path | str, folder: Path | str) -> None:
+    """Raises `BatchError` if the input or an option differs from those of the started run."""
     remedy = f"to start over, choose another --output, or remove the output and {folder}"
-    if begun.version != now.version:
+    if started.version != now.version:
         raise BatchError(f"{output} was started by another version of this program; {remedy}")
-    if begun.input != now.input:
-        sizes = f"{begun.input.size} bytes then, {now.input.size} now"
+    if started.input != now.input:
+        sizes = f"{started.input.size} bytes then, {now.input.size} now"
         raise BatchError(f"the input is not the one that {output} was started with ({sizes}); {remedy}")
-    for name in [*begun.options, *(set(now.options) - set(begun.options))]:
-        then, value = begun.options.get(name), now.options.get(name)
+    for name in [*started.options, *(set(now.options) - set(started.options))]:
+        then, value = started.options.get(name), now.options.get(name)
         if then != value:
             flag = f"--{name.replace('_', '-')}"
             raise BatchError(
-                f"{output} was started with {flag} {_shown(then)}, now it is {_shown(value)}; "
+                f"{output} was started with {flag} {_format(then)}, now it is {_format(value)}; "
                 f"use the same value again; {remedy}"
             )
 
 
-def read_manifest(content: bytes, path: Path | str) -> Manifest:
-    """A manifest as it was written; `path` is for the error. Raises `BatchError`."""
+def read_manifest(content: bytes, path: Path | str) -> RunManifest:
+    """Decodes a manifest; `path` is for the error. Raises `BatchError`."""
     try:
-        return msgspec.json.decode(content, type=Manifest)
+        return msgspec.json.decode(content, type=RunManifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BatchError(f"{path} is damaged ({error}); remove it only together with the output of that run") from error
 
 
-def _shown(value: OptionValue) -> str:
+def _format(value: OptionValue) -> str:
     return "unset" if value is None else repr(value) if isinstance(value, str) else str(value).lower()

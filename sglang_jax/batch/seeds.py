@@ -1,4 +1,4 @@
-"""Seeds of lines that bring none: of a line's place in the input, and of nothing that happens while it is answered."""
+"""Seeds for lines without one: derived only from the line's position in the input."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _encoder = msgspec.json.Encoder()
 
 
 def seed_of(random_seed: int, number: int) -> Raw:
-    """The seed of a line as JSON. It is spread, so that those of n completions do not meet the next line's."""
+    """Returns the seed of a line as JSON. Seeds are far apart, as n completions use n successive ones."""
     return Raw(str(arrival_seed(random_seed, number + 1)).encode())
 
 
 def add_seed(body: dict[str, Raw], seed: Raw) -> None:
-    """Gives a body a seed if it has none. A body with several prompts stays as it is: one seed would be that of all of
-    them, and equal prompts would have equal answers."""
+    """Adds a seed to a body without one. Several prompts get none, because equal prompts would get equal answers."""
     prompts = [bytes(body[name]) for name in ("prompt", "text", "input_ids") if name in body]
     if any(_SEVERAL_PROMPTS.match(prompt) for prompt in prompts):
         return

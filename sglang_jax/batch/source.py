@@ -1,4 +1,4 @@
-"""The input file as a stream of numbered records; no more of it is held than is read at once."""
+"""Reads the input file as a stream of numbered records, one block at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READ_BYTES = 2**20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Skip = Callable[[int], bool]
-"""Whether the record of this number is not needed."""
+"""Whether the record of this number is to be skipped."""
 
 
 class FileFormat(StrEnum):
@@ -25,13 +25,13 @@ class FileFormat(StrEnum):
 
     @classmethod
     def of(cls, path: PurePath) -> FileFormat:
-        """By the file's name: `.parquet` or `.pq` is Parquet, all else lines of JSON."""
+        """Returns the format by the file's name: `.parquet` or `.pq` is Parquet, anything else JSON lines."""
         return cls.PARQUET if path.suffix.lower() in (".parquet", ".pq") else cls.JSONL
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A line or row as a JSON object. `raw` is None where it is longer than `MAX_LINE_BYTES`."""
+    """A line or row as a JSON object. `raw` is None if it is longer than `MAX_LINE_BYTES`."""
 
     number: int
     raw: bytes | None
@@ -42,16 +42,16 @@ class Source(Protocol):
 
     @property
     def num_read(self) -> int:
-        """Lines or rows passed so far, those that were skipped among them."""
+        """Lines or rows read so far, including skipped ones."""
         ...
 
     @property
     def share_read(self) -> float:
-        """The part of the input that they are, between 0 and 1."""
+        """The share of the input that was read, from 0 to 1."""
         ...
 
     def records(self, skip: Skip) -> Iterator[Record]:
-        """All records in their order but those to be skipped. For one thread at a time.
+        """Yields all records in order, except those to be skipped. For one thread at a time.
 
         **Raises:** `BatchError` if the input cannot be read.
         """
@@ -59,7 +59,7 @@ class Source(Protocol):
 
 
 class JsonLines:
-    """Lines of a text file. Blank ones are passed over, but count, so that numbers are those that an editor shows."""
+    """Lines of a text file. Blank lines are left out but counted, so that numbers match those in an editor."""
 
     def __init__(self, path: Path, *, read_bytes: int = READ_BYTES, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self._path = path
@@ -91,25 +91,25 @@ class JsonLines:
                     yield Record(number, raw)
 
     def _lines(self) -> Iterator[tuple[int, bytes | None]]:
-        """Length and content of each line, None for the content of one that is too long to be held."""
-        begun: list[bytes] = []  # parts of a line that is not at its end yet
-        begun_bytes = 0
+        """Yields length and content of each line; the content is None if it is too long."""
+        parts: list[bytes] = []  # parts of an incomplete line
+        num_bytes = 0
         for block in self._blocks():
             start = 0
             while end := block.find(b"\n", start) + 1:
-                begun_bytes += end - start
-                if begun_bytes > self._max_line_bytes + 1:
-                    yield begun_bytes, None
+                num_bytes += end - start
+                if num_bytes > self._max_line_bytes + 1:
+                    yield num_bytes, None
                 else:
-                    yield begun_bytes, b"".join([*begun, block[start : end - 1]])
-                begun, begun_bytes, start = [], 0, end
-            begun_bytes += len(block) - start
-            if begun_bytes > self._max_line_bytes:
-                begun = []
+                    yield num_bytes, b"".join([*parts, block[start : end - 1]])
+                parts, num_bytes, start = [], 0, end
+            num_bytes += len(block) - start
+            if num_bytes > self._max_line_bytes:
+                parts = []
             elif start < len(block):
-                begun.append(block[start:])
-        if begun_bytes:
-            yield begun_bytes, b"".join(begun) if begun_bytes <= self._max_line_bytes else None
+                parts.append(block[start:])
+        if num_bytes:
+            yield num_bytes, b"".join(parts) if num_bytes <= self._max_line_bytes else None
 
     def _blocks(self) -> Iterator[bytes]:
         try:
@@ -121,7 +121,7 @@ class JsonLines:
 
 
 def open_source(path: Path) -> Source:
-    """The input at `path`. Raises `BatchError` for a Parquet file that cannot be read, or not without pyarrow."""
+    """Opens the input at `path`. Raises `BatchError` for a Parquet file if it cannot be read or pyarrow is missing."""
     if FileFormat.of(path) is FileFormat.JSONL:
         return JsonLines(path)
     require_pyarrow(path)
@@ -131,6 +131,6 @@ def open_source(path: Path) -> Source:
 
 
 def require_pyarrow(path: Path) -> None:
-    """Raises `BatchError` where pyarrow is not installed."""
+    """Raises `BatchError` if pyarrow is not installed."""
     if importlib.util.find_spec("pyarrow") is None:
         raise BatchError(f"{path} is a Parquet file, which needs pyarrow: {how_to_install('parquet')}")

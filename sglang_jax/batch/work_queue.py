@@ -1,4 +1,4 @@
-"""Where lines wait for replicas, and replicas for lines."""
+"""The queue between the input and the replicas."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from sglang_jax.engine.lookahead import Lookahead
 
 @dataclass(slots=True)
 class Job:
-    """A line on its way. `losses`: engines that were lost while they had it."""
+    """A line in progress. `losses`: engines that were lost while they had it."""
 
     line: Line
     losses: int = 0
 
 
 class WorkQueue:
-    """One queue that all replicas take from, each as soon as it has room.
+    """A queue from which all replicas take lines as soon as they have room.
 
-    When an engine is lost, each line that it had may be the cause. Those lines are asked again, and the last time that
-    a line may be asked again it is alone in its engine: so a line that kills engines fails alone.
+    When an engine is lost, any of its lines may be the cause, so all of them are retried. On its last retry, a line has
+    an engine to itself, so a line that kills engines makes no other line fail.
 
     **Arguments:** `max_retries`: maximum retries of a line whose engine was lost.
     """
@@ -31,9 +31,9 @@ class WorkQueue:
         self.num_retries = 0
         self._window = window
         self._max_retries = max_retries
-        self._again: deque[Job] = deque()
-        self._alone: deque[Job] = deque()
-        self._alone_at: int | None = None
+        self._retries: deque[Job] = deque()
+        self._isolated: deque[Job] = deque()
+        self._isolated_replica: int | None = None
         self._in_flight: Counter[int] = Counter()
         self._reading = True
         self._news: asyncio.Future[None] | None = None
@@ -41,36 +41,35 @@ class WorkQueue:
 
     @property
     def finished(self) -> bool:
-        """Nothing is left to take, now or later."""
-        waiting = len(self._window) or self._again or self._alone
+        """Whether nothing is left to take, now or later."""
+        waiting = len(self._window) or self._retries or self._isolated
         return not self._reading and not waiting and not self._in_flight.total()
 
     @property
     def full(self) -> bool:
-        """No further line should be read yet."""
+        """Whether no more lines should be read yet."""
         return self._window.full
 
     def push(self, line: Line) -> None:
-        """Adds a line that was read."""
         self._window.push(line, key=line.key, number=line.number, size=line.size)
 
-    def pushed(self) -> None:
-        """Lines were added: whoever waits for some looks again."""
-        self._tell()
+    def wake(self) -> None:
+        """Wakes waiting replicas after lines were added."""
+        self._wake_replicas()
 
     def end_of_input(self) -> None:
-        """No further line will come."""
+        """Notes that the input has ended."""
         self._reading = False
-        self._tell()
+        self._wake_replicas()
 
     async def room(self) -> None:
-        """Waits until a line was taken or finished."""
+        """Waits until a line is taken or finished."""
         if self._room is None or self._room.done():
             self._room = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._room)
 
     async def next(self, replica: int) -> Job | None:
-        """A line for this replica, which has it from now on until `finish` or `lose`; None once all are finished."""
+        """Waits for a line, which the replica owns until `finish` or `lose`; None once all lines are finished."""
         while (job := self._take(replica)) is None and not self.finished:
             if self._news is None or self._news.done():
                 self._news = asyncio.get_running_loop().create_future()
@@ -78,64 +77,63 @@ class WorkQueue:
         return job
 
     def finish(self, replica: int) -> None:
-        """The replica is done with a line."""
+        """Notes that the replica has finished a line."""
         self._in_flight[replica] -= 1
-        self._made_room()
-        if self._alone_at == replica or not self._in_flight.total():
-            self._tell()
+        self._wake_readers()
+        if self._isolated_replica == replica or not self._in_flight.total():
+            self._wake_replicas()
 
     def give_back(self, replica: int, job: Job) -> None:
-        """The replica did not begin with a line. One that is to be alone in its engine stays so."""
-        (self._alone if job.losses and job.losses == self._max_retries else self._again).append(job)
+        """Takes back a line that the replica did not start. A line that must run in isolation still will."""
+        (self._isolated if job.losses and job.losses == self._max_retries else self._retries).append(job)
         self.finish(replica)
-        self._tell()
+        self._wake_replicas()
 
     def lose(self, replica: int, job: Job) -> bool:
-        """The engine was lost. False if the line was asked often enough: it has failed, and the caller calls
-        `finish`."""
+        """Takes back a line of a lost engine for a retry. False without retries left: the caller calls `finish`."""
         job.losses += 1
         if job.losses > self._max_retries:
             return False
         self.num_retries += 1
-        (self._alone if job.losses == self._max_retries else self._again).append(job)
+        (self._isolated if job.losses == self._max_retries else self._retries).append(job)
         self._window.forget(replica)
         self.finish(replica)
-        self._tell()
+        self._wake_replicas()
         return True
 
     def leave(self, replica: int) -> None:
-        """The replica takes no more."""
+        """Notes that the replica takes no more lines."""
         self._window.forget(replica)
-        if self._alone_at == replica:
-            self._alone_at = None
-        self._tell()
+        if self._isolated_replica == replica:
+            self._isolated_replica = None
+        self._wake_replicas()
 
     def _take(self, replica: int) -> Job | None:
-        if self._alone and self._alone_at is None:
-            self._alone_at = replica
-        if self._alone_at == replica:
+        if self._isolated and self._isolated_replica is None:
+            self._isolated_replica = replica
+        if self._isolated_replica == replica:
             if self._in_flight[replica]:
                 return None
-            if not self._alone:
-                self._alone_at = None
+            if not self._isolated:
+                self._isolated_replica = None
         job = self._choose(replica)
         if job is not None:
             self._in_flight[replica] += 1
-            self._made_room()
+            self._wake_readers()
         return job
 
     def _choose(self, replica: int) -> Job | None:
-        if self._alone_at == replica:
-            return self._alone.popleft()
-        if self._again:
-            return self._again.popleft()
+        if self._isolated_replica == replica:
+            return self._isolated.popleft()
+        if self._retries:
+            return self._retries.popleft()
         line = self._window.take(replica)
         return None if line is None else Job(line)
 
-    def _tell(self) -> None:
+    def _wake_replicas(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    def _made_room(self) -> None:
+    def _wake_readers(self) -> None:
         if self._room is not None and not self._room.done():
             self._room.set_result(None)

@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the system."""
+"""Returns freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ MAPPED_BYTES = 131_072
 TRIMMED_BYTES = 1_048_576
 
 GROWTH_BYTES = 2**20
-"""A process that has grown by so much gives back what it has free."""
+"""Growth in bytes after which a process releases free memory."""
 
 CORE_GROWTH_BYTES = 8 * 2**20
-"""The same for a core, whose steps take and free megabytes again and again."""
+"""The same for a core, whose steps allocate and free megabytes again and again."""
 
 FIRST_WAIT, LAST_WAIT = 2, 512
-"""After how many looks without growth it does so once more, and for the last time."""
+"""Looks without growth until the second release, and the maximum between two releases."""
 
 _STATM = Path("/proc/self/statm")
 
 
 def limit_free_memory() -> bool:
-    """For a front end: has glibc keep little of what was freed. Before any thread starts; False, with nothing changed,
-    where the C library is another one, which has no such settings.
+    """Makes glibc keep little freed memory, for a front end. Call it before any thread starts. Returns False, and
+    changes nothing, with other C libraries, which lack these settings.
 
-    Bodies, texts and answers of megabytes come and go in a front end, in a dozen threads, and by default glibc:
+    A front end allocates and frees bodies, texts and answers of megabytes in a dozen threads, and by default glibc:
 
-    - gives each thread an arena of its own, up to eight for each core. An arena shrinks from its end only, so that
-      each keeps what its busiest moment took, and a server grows for hours. Here there are `ARENAS`: most of this work
-      holds Python's lock, and waits for no other.
-    - raises the size from which memory is mapped by itself, and goes back at once, up to 32 MiB once a block of that
-      size was freed, and with it what may stay free at the end of the heap. Blocks of megabytes then lie in the heap
-      between small ones that stay. Here both stay what they are: `MAPPED_BYTES`, `TRIMMED_BYTES`.
+    - gives each thread a separate arena, up to eight per core. An arena shrinks only from its end, so each keeps its
+      peak, and a server grows for hours. Here there are `ARENAS`: most of this work holds Python's lock, so threads do
+      not compete for them.
+    - raises the size from which blocks are mapped separately, and unmapped when freed, up to 32 MiB after a block of
+      that size was freed; it also raises how much may stay free at the end of the heap. Then blocks of megabytes lie in
+      the heap between small blocks that stay. Here both sizes are fixed: `MAPPED_BYTES`, `TRIMMED_BYTES`.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -54,9 +54,9 @@ def limit_free_memory() -> bool:
     return True
 
 
-def give_memory_back() -> bool:
-    """Gives the system all pages that the allocator has free, between blocks in use as well, in a few milliseconds.
-    False where the C library is not glibc, and has no way to."""
+def release_free_memory() -> bool:
+    """Returns all free pages to the system, including those between blocks in use; takes a few milliseconds. Returns
+    False, and does nothing, if the C library is not glibc."""
     if platform.libc_ver()[0] != "glibc":
         return False
     ctypes.CDLL(None).malloc_trim(0)
@@ -64,13 +64,13 @@ def give_memory_back() -> bool:
 
 
 class FreeMemory:
-    """Gives a process's free memory back each time that it has grown, and again after `FIRST_WAIT` looks without
-    growth, twice as many, and so on, as what made it grow may be over then; looks when it is asked to, about once a
-    second.
+    """Releases a process's free memory whenever it has grown, and again after `FIRST_WAIT` looks without growth, after
+    twice as many, and so on, because the cause of the growth may be over by then. Call `look` about once a second.
 
-    What a burst took lies free between blocks that stay, where glibc by itself gives back the heap's end alone.
+    Without it, memory of a burst stays free between blocks that are in use: glibc itself releases only the end of the
+    heap.
 
-    **Arguments:** `growth`: bytes by which it must have grown.
+    **Arguments:** `growth`: bytes of growth that count.
     """
 
     def __init__(self, growth: int = GROWTH_BYTES) -> None:
@@ -79,7 +79,7 @@ class FreeMemory:
         self._wait = self._looks_left = 0
 
     def look(self) -> None:
-        """Does nothing where the operating system does not tell."""
+        """Releases free memory if it is due. Does nothing if the system does not report the process's memory."""
         now = resident_bytes()
         if now > self._least + self._growth:
             self._wait = FIRST_WAIT
@@ -90,20 +90,20 @@ class FreeMemory:
         else:
             self._wait = 0 if self._wait >= LAST_WAIT else 2 * self._wait
         self._looks_left = self._wait
-        if give_memory_back():
+        if release_free_memory():
             self._least = resident_bytes()
 
 
 @contextmanager
-def memory_given_back(seconds: float = 1.0) -> Iterator[None]:
-    """For a core that has loaded its model: free memory goes back now, and from then on as `FreeMemory` says, which a
-    thread asks every `seconds`.
+def releasing_free_memory(seconds: float = 1.0) -> Iterator[None]:
+    """Releases free memory now, and then every `seconds` as `FreeMemory` decides, in a thread. For a core that has
+    loaded its model.
 
-    Compilers and checkpoints leave more free than a small model takes, in an arena of each of their threads. Arenas
-    and sizes of blocks stay glibc's, other than in a front end: what a step computes lies in a few blocks of megabytes,
-    and to map each of them anew would cost their pages in every step.
+    Compilers and checkpoints leave more free memory than a small model needs, in an arena of each of their threads.
+    Unlike in a front end, arenas and block sizes stay glibc's defaults: a step uses a few blocks of megabytes, and
+    mapping each of them again would cost page faults in every step.
     """
-    give_memory_back()
+    release_free_memory()
     memory, over = FreeMemory(CORE_GROWTH_BYTES), threading.Event()
 
     def look() -> None:
@@ -120,7 +120,7 @@ def memory_given_back(seconds: float = 1.0) -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """Memory that this process has; 0 where only Linux would tell."""
+    """Resident memory of this process; 0 on systems other than Linux."""
     if not _STATM.exists():
         return 0
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""The arguments of `Engine` and its calls, checked before anything is done with them."""
+"""Checks the arguments of `Engine` and its calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sglang_jax.sampling import SamplingParams
 from sglang_jax.spellings import NEEDLESS, REFUSED, SAMPLING_FIELDS, canonical
 
 _CALLER_OF_ENGINE = 4
-"""Frames from a warning here to the line that makes an `Engine`."""
+"""Stack frames from a warning here to the line that creates an `Engine`."""
 
 
 def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The options, given as `config` or by name. Raises `ConfigError`."""
+    """Returns the options, given as `config` or by name. Raises `ConfigError`."""
     if config is None:
         try:
-            return EngineConfig(**_by_our_names(options))
+            return EngineConfig(**_canonical_fields(options))
         except ValidationError as error:
             raise ConfigError("; ".join(map(_problem, error.errors()))) from error
     if isinstance(config, str):
@@ -36,7 +36,7 @@ def engine_config(config: EngineConfig | None, options: Mapping[str, Any]) -> En
 
 
 def _problem(found: Any) -> str:
-    """A line of pydantic's. What is wrong with options together says itself what they are."""
+    """Formats an error of pydantic. Errors about several options name them in their message."""
     if not found["loc"]:
         return str(found["msg"]).removeprefix("Value error, ")
     where, message = ".".join(map(str, found["loc"])), str(found["msg"]).removeprefix("Value error, ")
@@ -46,9 +46,9 @@ def _problem(found: Any) -> str:
     return f"{where}: {message}, got {found['input']!r}"
 
 
-def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by the names of fields. Warns of those without effect. Raises `ConfigError` for two names of one
-    field, for what is not implemented, and for names that nobody knows."""
+def _canonical_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Maps options to names of fields. Warns about options without effect. Raises `ConfigError` for two names of one
+    field, and for unsupported or unknown names."""
     fields: dict[str, Any] = {}
     for name, value in options.items():
         if name in REFUSED:
@@ -73,7 +73,7 @@ def _by_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_of(request: Mapping[str, Any], *, stream: bool = False) -> GenerateInput:
-    """What the requests of a call have in common. Raises `TypeError` for a field that there is not."""
+    """Returns a request with the fields that all requests of a call share. Raises `TypeError` for an unknown field."""
     for name in request:
         if name not in GenerateInput.__dataclass_fields__:
             sampling = SAMPLING_FIELDS.get(name, name)
@@ -84,7 +84,7 @@ def template_of(request: Mapping[str, Any], *, stream: bool = False) -> Generate
 
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether it is one prompt, and not a list of them. Raises `ParameterError` for what is neither."""
+    """Whether `prompts` is one prompt, not a list of prompts. Raises `ParameterError` for anything else."""
     if isinstance(prompts, (Mapping, bytes)) or not isinstance(prompts, (Sequence, np.ndarray)):
         raise ParameterError(
             f"prompts must be a text, a list of token ids, or a list of either, got {type(prompts).__name__}; "

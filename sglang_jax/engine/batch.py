@@ -1,4 +1,4 @@
-"""Many prompts through one client: in order, with a bounded number in flight."""
+"""Runs a list of requests through one client, in order, with a bounded number in flight."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 
-from sglang_jax.engine.cumulative import CumulativeOutputs, finished_outputs, named
+from sglang_jax.engine.cumulative import CumulativeOutputs, finished_outputs, with_request_id
 from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
 
 FLIGHTS_PER_ROW = 4
-"""Completions in flight for each row of the runner: enough that the scheduler can choose whom to admit."""
+"""Completions in flight per row of the runner: enough that the scheduler can choose which requests to admit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests, and how many completions may be in flight at once."""
+    """Requests, and the maximum completions in flight."""
 
     client: EngineClient
     requests: Sequence[GenerateInput]
     max_in_flight: int
 
     async def run(self) -> list[GenerateOutput]:
-        """All outputs, finished, in the order of the requests; n of them for a request with n > 1.
+        """Returns all finished outputs, in the order of the requests; n outputs for a request with n > 1.
 
-        **Raises:** the first request's `RequestError`; the others are aborted.
+        **Raises:** the `RequestError` of the first request that fails; the others are aborted.
         """
         results: list[list[GenerateOutput]] = [[] for _ in self.requests]
 
@@ -36,8 +36,8 @@ class Batch:
         return [output for outputs in results for output in outputs]
 
     async def run_all(self, run_one: Callable[[int, int], Awaitable[None]]) -> None:
-        """Calls `run_one` for each request, with its place among the requests and that of its first completion among
-        the outputs. Raises what the first call raises; the others are cancelled."""
+        """Calls `run_one` for each request, with the request's index and the index of its first output. Raises the
+        first error; the other calls are cancelled."""
         todo = self._positions()
 
         async def work() -> None:
@@ -52,7 +52,7 @@ class Batch:
             raise group.exceptions[0] from None
 
     def num_workers(self) -> int:
-        """Requests that run at once."""
+        """Number of requests that run at once."""
         most_completions = max((request.sampling.n for request in self.requests), default=1)
         return min(len(self.requests), max(1, self.max_in_flight // most_completions))
 
@@ -65,7 +65,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _End:
-    """There will be no more outputs, because of an error if there is one."""
+    """The end of the outputs. `error`: why, if a request failed."""
 
     error: Exception | None = None
 
@@ -73,20 +73,20 @@ class _End:
 class BatchStream:
     """The outputs of all requests of a batch as they grow: `Groups` for a `LoopThread`.
 
-    An output's `index` is the place that its completion has in what `Batch.run` returns.
+    An output's `index` is its position in the result of `Batch.run`.
     """
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        # A place for each worker: whoever cannot put its output here lets its request gather more.
+        # One slot per worker. While a worker waits for a slot, its request collects a larger delta.
         self._ready: asyncio.Queue[GenerateOutput | _End] = asyncio.Queue(maxsize=batch.num_workers())
         self._producer: asyncio.Task[None] | None = None
         self._end: _End | None = None
 
     async def next(self) -> list[GenerateOutput] | None:
-        """All that are ready, of which there is at least one; None once all have ended.
+        """Waits for at least one output, and returns all that are ready; None once all have ended.
 
-        **Raises:** the first request's `RequestError`; the others are aborted.
+        **Raises:** the `RequestError` of the first request that fails; the others are aborted.
         """
         if self._producer is None:
             self._producer = asyncio.create_task(self._produce())
@@ -102,7 +102,7 @@ class BatchStream:
         return outputs or None
 
     async def close(self) -> None:
-        """Aborts what still runs."""
+        """Aborts running requests."""
         if self._producer is not None:
             self._producer.cancel()
             await asyncio.wait({self._producer})
@@ -116,7 +116,7 @@ class BatchStream:
             await self._ready.put(_End())
 
     async def _run_one(self, position: int, offset: int) -> None:
-        request, request_id = named(self._batch.requests[position])
+        request, request_id = with_request_id(self._batch.requests[position])
         outputs = CumulativeOutputs(request_id, offset)
         async with aclosing(self._batch.client.generate(request)) as deltas:
             async for delta in deltas:

@@ -1,8 +1,8 @@
-"""The two ends of the wire between a client and its engine core.
+"""The two ends of the connection between a client and its engine core.
 
-One code for a core in a thread (`inproc://`) and in a process of its own (`ipc://` in a private folder): ZeroMQ carries
-whole messages in order, `msgspec` packs them. Neither end ever waits for room: queues are unbounded, as what they hold
-is bounded by the requests in flight.
+The same code serves a core in a thread (`inproc://`) and in a separate process (`ipc://` in a private folder): ZeroMQ
+carries whole messages in order, `msgspec` encodes them. Sending never blocks: queues are unbounded, because the
+requests in flight bound their content.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sglang_jax.runner.pulse import Pulse
 from sglang_jax.scheduler.messages import Inbound, Outbound
 
 MESSAGES_PER_TURN = 8
-"""Most messages that the client's end handles before it lets the event loop run other tasks."""
+"""Maximum messages that the client's end handles before it lets the event loop run other tasks."""
 
 TURN_SECONDS = 0.002
-"""After so long it does so anyway: a message may have ten thousand logprobs."""
+"""Seconds after which it does so anyway: a message may have ten thousand logprobs."""
 
 LONGEST_SLEEP = 3600.0
-"""Seconds that the core's end sleeps at most, as a poll takes no more milliseconds than fit into 32 bits."""
+"""Maximum seconds that the core's end sleeps: a poll takes milliseconds that must fit 32 bits."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
@@ -71,8 +71,8 @@ def _has_message(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def _plain(value: object) -> object:
-    """What stands on the wire for the kinds of numbers and containers that users may put into `SamplingParams`."""
+def _to_builtin(value: object) -> object:
+    """Converts the kinds of numbers and containers that users may put into `SamplingParams` to built-in types."""
     match value:
         case Mapping():
             return dict(value)
@@ -84,9 +84,9 @@ def _plain(value: object) -> object:
 
 
 class CoreChannel:
-    """The core's end: blocking, for one thread. `receive` and `send` are what the scheduler's loop asks for.
+    """The core's end: blocking, for one thread. The scheduler's loop uses `receive` and `send`.
 
-    `pulse` is where the core tells that it makes progress: the client looks at it when it likes.
+    The core reports its progress to `pulse`, which the client reads at any time.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, pulse: Pulse | None = None) -> None:
@@ -97,8 +97,8 @@ class CoreChannel:
         self._decoder: msgspec.msgpack.Decoder[Inbound] = msgspec.msgpack.Decoder(Inbound)
 
     def receive(self, block: bool, seconds: float | None = None) -> Iterator[Inbound]:
-        """Messages that wait, in the order of sending; with `block`, sleeps until there is at least one, for so many
-        `seconds` at most (or for `LONGEST_SLEEP`). Those that are not asked for stay for the next call."""
+        """Yields waiting messages in the order of sending. With `block`, sleeps until there is at least one, for at
+        most `seconds` (or `LONGEST_SLEEP`). Messages that the caller does not consume stay for the next call."""
         if block:
             self._socket.poll(None if seconds is None else math.ceil(min(seconds, LONGEST_SLEEP) * 1000))
         while _has_message(self._socket):
@@ -109,24 +109,24 @@ class CoreChannel:
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def close(self, linger_seconds: float = 1.0) -> None:
-        """Closes this end; what was sent is still delivered if the client takes it within `linger_seconds`."""
+        """Closes this end. Sent messages are still delivered if the client takes them within `linger_seconds`."""
         self._socket.close(linger=int(linger_seconds * 1000))
 
 
 class ClientChannel:
-    """The client's end: asynchronous, for one event loop. It owns the address, and is there before the core."""
+    """The client's end: asynchronous, for one event loop. It binds the address, and exists before the core's end."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._socket = _open_socket(context)
         self._socket.bind(address)
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
         self._decoder: msgspec.msgpack.Decoder[Published] = msgspec.msgpack.Decoder(Published)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Callable[[Published], None] | None = None
-        self._look_to_come = False
+        self._look_scheduled = False
 
     async def receive_one(self) -> Published:
-        """The next message. For the time before `start`."""
+        """Waits for the next message. Only before `start`."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(self._socket.FD, readable.set)
@@ -139,33 +139,33 @@ class ClientChannel:
         return self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
 
     def start(self, deliver: Callable[[Published], None]) -> None:
-        """Hands every message from now on to `deliver`, on the running event loop."""
+        """Passes every message from now on to `deliver`, on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
         self._loop.add_reader(self._socket.FD, self._on_readable)
         self._loop.call_soon(self._on_readable)
 
     def send(self, message: Inbound) -> None:
-        """Queues a message and returns at once. Raises `EngineDeadError` if there is no core to take it."""
+        """Queues a message and returns at once. Raises `EngineDeadError` if there is no core."""
         if self._socket.closed:
             raise EngineDeadError("the engine was shut down")
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
             raise EngineDeadError("the engine has ended and accepts no more messages") from error
-        if self._loop is not None and not self._look_to_come:
-            # The descriptor is edge-triggered and sending may consume the edge of a message that came meanwhile.
-            self._look_to_come = True
+        if self._loop is not None and not self._look_scheduled:
+            # The descriptor is edge-triggered, and sending may consume the edge of a message that has just arrived.
+            self._look_scheduled = True
             self._loop.call_soon(self._look)
 
     def close(self) -> None:
-        """Closes this end; messages not taken yet are dropped."""
+        """Closes this end and drops messages that were not taken."""
         if self._loop is not None and not self._socket.closed:
             self._loop.remove_reader(self._socket.FD)
         self._socket.close(linger=0)
 
     def _look(self) -> None:
-        self._look_to_come = False
+        self._look_scheduled = False
         self._on_readable()
 
     def _on_readable(self) -> None:
@@ -173,7 +173,7 @@ class ClientChannel:
         for _ in range(MESSAGES_PER_TURN):
             if not self._deliver_one():
                 return
-            if time.monotonic() - begin > TURN_SECONDS:  # some are of ten thousand logprobs
+            if time.monotonic() - begin > TURN_SECONDS:
                 break
         assert self._loop is not None
         self._loop.call_soon(self._on_readable)

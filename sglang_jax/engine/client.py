@@ -1,4 +1,4 @@
-"""The front end: checks and tokenizes requests, turns tokens into text, and hands out what is new."""
+"""The front end: checks and tokenizes requests, converts tokens to text, and yields new output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang_jax.scheduler.messages import SchedulerStats
 
 
 class AsyncEngineClient:
-    """`EngineClient` over one link or several. All methods run on one event loop."""
+    """`EngineClient` over one or more links. All methods run on one event loop."""
 
     def __init__(self, links: Links, tokenizer: TextTokenizer) -> None:
         self.links = links
@@ -38,7 +38,6 @@ class AsyncEngineClient:
 
     @property
     def tokenizer(self) -> TextTokenizer:
-        """The model's tokenizer."""
         return self._tokenizer
 
     async def encode(
@@ -63,17 +62,16 @@ class AsyncEngineClient:
 
     @property
     def model_info(self) -> ModelInfo:
-        """The model's properties."""
         return self.links.model_info
 
     @property
     def max_running_requests(self) -> int:
-        """Most completions that the links which serve run at once."""
+        """Maximum completions that run at once, over all serving links."""
         return self.links.max_running_requests
 
     @property
     def alive(self) -> bool:
-        """Requests that come now are taken."""
+        """Whether new requests are accepted."""
         return self.links.alive
 
     @property
@@ -83,11 +81,11 @@ class AsyncEngineClient:
 
     @property
     def stats(self) -> SchedulerStats:
-        """The newest snapshot that the scheduler published; of all replicas together."""
+        """The newest snapshot that the scheduler published; the sum over all replicas."""
         return self.links.stats
 
     async def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
-        """See `EngineClient.generate`. With replicas raises `ReplicaLostError` as well."""
+        """See `EngineClient.generate`. With replicas, also raises `ReplicaLostError`."""
         validation.check_input(request, self.model_info)
         routed = self._register(self.links.admit(request))
         try:
@@ -103,7 +101,7 @@ class AsyncEngineClient:
                             self.links.check_first(deltas[0])
                             partly_read = True
                         deltas.reverse()
-                        while deltas:  # none is kept here while its reader is slow: it may be megabytes
+                        while deltas:  # no reference is kept while the reader is slow: a delta may be megabytes
                             yield deltas.pop()
                     return
                 except (EngineDeadError, QueueFullError) as error:
@@ -119,13 +117,13 @@ class AsyncEngineClient:
             del self._requests[routed.request.request_id or ""]
 
     def abort(self, request_id: str) -> None:
-        """See `EngineClient.abort`. Its outputs end with what was generated, of kind ABORT."""
+        """See `EngineClient.abort`. The outputs end with the text so far and kind ABORT."""
         if request_id in self._requests:
             self._requests[request_id].abort()
             self.links.wake()
 
     def abort_all(self) -> None:
-        """Ends all requests, as `abort` does."""
+        """Aborts all requests."""
         for request_id in list(self._requests):
             self.abort(request_id)
 
@@ -139,7 +137,7 @@ class AsyncEngineClient:
         await self.links.close_session(session_id, owner)
 
     async def flush_cache(self) -> bool:
-        """See `EngineClient.flush_cache`; of all replicas that serve."""
+        """See `EngineClient.flush_cache`. Covers all serving replicas."""
         return await self.links.flush_cache(idle=not self._requests)
 
     async def start_profile(self, folder: str, steps: int | None) -> list[str]:
@@ -168,13 +166,13 @@ class AsyncEngineClient:
         await self.links.drain(index, timeout)
 
     async def ended(self) -> str:
-        """Waits until the engine, or the last of its replicas, is gone for good; tells how it ended."""
+        """Waits until the engine, or its last replica, has ended for good. Returns how it ended."""
         return await self.links.ended()
 
     async def close(self, *, drain: bool = False) -> None:
-        """Ends the engine. With `drain`, requests in flight finish first; otherwise they get `EngineDeadError`.
+        """Ends the engine. With `drain`, its requests finish first; otherwise they fail with `EngineDeadError`.
 
-        No new request is taken from the call on. May be called again without `drain` to cut a drain short.
+        New requests are refused from the call on. May be called again without `drain` to cut a drain short.
         """
         await self.links.close(drain=drain)
         self._reader.close()
@@ -217,7 +215,7 @@ class AsyncEngineClient:
         return Completion(outputs, index=index, prompt_tokens=len(request.prompt), text=text)
 
     def _hidden_stops(self, sampling: SamplingParams) -> HiddenStops:
-        """The special tokens that stop strings name, where their text is not shown."""
+        """The special tokens that stop strings name, if their text is hidden."""
         if not sampling.stop or not sampling.skip_special_tokens:
             return HiddenStops()
         if self._special_names is None:
@@ -226,7 +224,7 @@ class AsyncEngineClient:
 
 
 def _aborted(request: GenerateInput) -> Sequence[OutputDelta]:
-    """The outputs of a request that was aborted before any link had it."""
+    """The deltas of a request that was aborted before a link took it."""
     return [
         OutputDelta(
             index=index,

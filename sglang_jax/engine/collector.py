@@ -1,5 +1,4 @@
-"""Python's garbage collector: while a model is loaded, for commands that serve one request at a time, and in processes
-that serve for long."""
+"""Settings of Python's garbage collector while a model is loaded, and in long-running processes."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RARE = (100_000, 20, 100)
-"""Thresholds (see `gc.set_threshold`): the first is of objects made and not yet freed."""
+"""Thresholds (see `gc.set_threshold`): the first counts objects created and not yet freed."""
 
 _lock = threading.Lock()
 _open = 0
@@ -18,12 +17,12 @@ _before = gc.get_threshold()
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """The collector looks for garbage a hundred times less often, in the whole process.
+    """Makes the collector run a hundred times less often, in the whole process.
 
-    Loading a model makes some millions of objects that stay: modules, classes, programs. By its usual thresholds the
-    collector goes through what there is hundreds of times, for a tenth of the time that a small model takes to load.
-    It is not turned off, since tracing leaves garbage behind. Where somebody turned it off, it stays off. Several may
-    be open at once: the usual thresholds come back with the last one.
+    Loading a model creates millions of objects that stay: modules, classes, programs. With the default thresholds the
+    collector scans all of them hundreds of times, which takes a tenth of the loading time of a small model. It is not
+    turned off, because tracing leaves garbage behind. If the caller turned it off, it stays off. Uses may overlap: the
+    last one to end restores the thresholds.
     """
     global _open, _before
     with _lock:
@@ -43,11 +42,11 @@ def rare_collections() -> Iterator[None]:
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """The collector does not look at the objects that there are now, in the whole process: for a process of our own,
-    when it has loaded what it keeps.
+    """Excludes all current objects from garbage collection, in the whole process. For a dedicated process that has
+    loaded everything it keeps.
 
-    A full collection goes through all objects, and in a server nearly all are modules, classes and vocabularies. It
-    takes 80 ms where there are 600,000, in which no request is answered and no step is planned.
+    A full collection scans all objects, and in a server nearly all are modules, classes and vocabularies. With 600,000
+    objects it takes 80 ms, during which no request is answered and no step is planned.
     """
     gc.collect()
     gc.freeze()

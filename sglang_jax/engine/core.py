@@ -1,4 +1,4 @@
-"""The engine core's life: load, say so, serve until told to stop, and say how it ended."""
+"""Runs an engine core: loads it, reports that it is ready, serves until shutdown, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ logger = logging.getLogger(__name__)
 
 
 class Core(Protocol):
-    """A model behind a scheduler."""
+    """A model with its scheduler."""
 
     @property
     def ready(self) -> Ready: ...
 
     def run(self) -> None:
-        """Serves the channel until it is told to shut down."""
+        """Serves the channel until it receives `Shutdown`."""
         ...
 
     def close(self) -> None: ...
 
 
 CoreLoader = Callable[[EngineConfig, CoreChannel], Core]
-"""Makes a core that serves this channel. A function of a module, so that a new process finds it by its name."""
+"""Creates a core that serves a channel. A module-level function, so that a new process can import it by name."""
 
 
 def run_core(config: EngineConfig, channel: CoreChannel, load: CoreLoader) -> bool:
-    """Runs a core from start to end; True if it ended because it was told to.
+    """Runs a core from start to end. Returns True if it ended on request.
 
-    This is the outermost frame of the core's thread or process: whatever fails below is logged here and told to the
-    client, whose requests fail with it.
+    This is the outermost frame of the core's thread or process: it logs all errors and reports them to the client,
+    whose requests then fail.
     """
     try:
         core = _load(config, channel, load)
@@ -49,7 +49,7 @@ def _load(config: EngineConfig, channel: CoreChannel, load: CoreLoader) -> Core 
     try:
         with rare_collections():
             core = load(config, channel)
-    except (ConfigError, CheckpointError) as error:  # the message says it all
+    except (ConfigError, CheckpointError) as error:  # the message is complete without a traceback
         channel.send(StartFailed(type(error).__name__, str(error)))
         return None
     except Exception as error:

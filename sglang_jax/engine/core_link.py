@@ -1,4 +1,4 @@
-"""A link to an engine core that this process started: requests and outputs over a channel."""
+"""A link to an engine core that this process started: sends requests and receives outputs over a channel."""
 
 from __future__ import annotations
 
@@ -42,54 +42,54 @@ from sglang_jax.scheduler.messages import (
 logger = logging.getLogger(__name__)
 
 Call = OpenSession | CloseSession | FlushCache | GetState | GetCacheReport | StartProfile | StopProfile
-"""What the core answers with a `Reply`."""
+"""Messages that the core answers with a `Reply`."""
 
-MOST_UNREAD_BYTES = 32 * 2**20
+MAX_UNREAD_BYTES = 32 * 2**20
 UNREAD_SECONDS = 0.1
-"""Most memory of all streams that waits for their readers, about, unless the options say otherwise, and how often it is
-looked at. A reader that is only slow has room for hundreds of thousands of tokens."""
+"""Default of the maximum unread memory of all streams, estimated, and seconds between two checks. It leaves a slow
+reader room for hundreds of thousands of tokens."""
 
 STOP_SECONDS = 5.0
-"""How long a core that was told to stop at once may take."""
+"""Seconds that a core may take to stop at once."""
 
 LAST_WORDS_SECONDS = 0.2
-"""How long messages may be on their way once their sender has ended."""
+"""Seconds to wait for messages that are still in transit when their sender has ended."""
 
 DUMP_SECONDS = 1.0
-"""How long a core that hangs has for writing its stacks before it is killed."""
+"""Seconds that a hanging core gets to write its stacks before it is killed."""
 
 SHUT_DOWN = "the engine was shut down"
 
 
 class CoreHandle(Protocol):
-    """The running engine core, as its client holds it."""
+    """A running engine core, as its link sees it."""
 
     @property
     def ended(self) -> asyncio.Future[str]:
-        """Done once the core is gone; the result tells how it ended."""
+        """Done once the core has ended; the result says how."""
         ...
 
     @property
     def pulse(self) -> Pulse | None:
-        """Where the core tells of its progress; None where it cannot be ended by force anyway."""
+        """Where the core reports progress; None for a core that cannot be killed."""
         ...
 
     def dump_stacks(self) -> None:
-        """Has the core write to the log where each of its threads is."""
+        """Makes the core log the stacks of all its threads."""
         ...
 
     def kill(self) -> None:
-        """Ends the core by force if that is possible: a process can be killed, a thread cannot."""
+        """Kills the core if possible: a process can be killed, a thread cannot."""
         ...
 
 
 class CoreLink:
-    """`Link` over a channel. Made by `launch.launch_core_link`; all methods run on one event loop.
+    """`Link` over a channel. Created by `launch.launch_core` and `launch_link`; all methods run on one event loop.
 
-    A core that hangs is lost like one that died: it is killed, once it had a moment to say where it hangs.
+    A core that hangs counts as lost, like one that died: it is killed after it had a moment to log its stacks.
 
-    **Arguments:** `resources` is closed once the core has ended; `watchdog_timeout`: see `EngineConfig`, None if the
-    core is not watched; `max_unread_bytes`: likewise; `build_timeout`: see `Watchdog`.
+    **Arguments:** `resources` is closed after the core has ended; `watchdog_timeout`: see `EngineConfig`, None if the
+    core is not watched; `max_unread_bytes`: see `EngineConfig`; `build_timeout`: see `Watchdog`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class CoreLink:
         ready: Ready,
         resources: contextlib.ExitStack,
         watchdog_timeout: float | None = None,
-        max_unread_bytes: int = MOST_UNREAD_BYTES,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
         build_timeout: float = math.inf,
     ) -> None:
         self._max_unread_bytes = max_unread_bytes
@@ -118,18 +118,17 @@ class CoreLink:
         self._unread_at = 0.0
         self._watchdog: Watchdog | None = None
         if watchdog_timeout is not None and core.pulse is not None:
-            self._watchdog = Watchdog(core.pulse, watchdog_timeout, self._waits, self._on_hang, build_timeout)
+            self._watchdog = Watchdog(core.pulse, watchdog_timeout, self._is_awaited, self._on_hang, build_timeout)
         core.ended.add_done_callback(self._on_core_ended)
         channel.start(self._receive)
 
     @property
     def model_info(self) -> ModelInfo:
-        """The model's properties."""
         return self._ready.model_info
 
     @property
     def max_running_requests(self) -> int:
-        """Most completions that the engine runs at once."""
+        """Maximum completions that the engine runs at once."""
         return self._ready.max_running_requests
 
     @property
@@ -138,8 +137,8 @@ class CoreLink:
         return self._ready.max_total_tokens
 
     @property
-    def foreign_load(self) -> int:
-        """See `Link.foreign_load`: nobody else speaks to this core."""
+    def external_load(self) -> int:
+        """See `Link.external_load`. This core has no other clients."""
         return 0
 
     @property
@@ -158,7 +157,7 @@ class CoreLink:
         return self._stats
 
     def check_alive(self) -> None:
-        """Raises `EngineDeadError` if no request is taken any more."""
+        """Raises `EngineDeadError` if the core takes no more requests."""
         if not self.alive:
             raise EngineDeadError(self._end or "the engine is shutting down")
 
@@ -187,13 +186,13 @@ class CoreLink:
                     tenant=request.tenant,
                     flow=request.flow,
                     arrival=arrival,
-                    session=self._turn(request),
+                    session=self._session_turn(request),
                     shared_len=request.shared_len,
                 )
             )
-            logprob_start = -1  # the prompt's are the same for all
+            logprob_start = -1  # the completions share the prompt's logprobs
 
-    def _turn(self, request: GenerateInput) -> SessionTurn | None:
+    def _session_turn(self, request: GenerateInput) -> SessionTurn | None:
         turn = request.session
         if turn is None:
             return None
@@ -206,7 +205,7 @@ class CoreLink:
         for completion in outputs.completions:
             if self._completions.get(completion.wire_id) is completion:
                 completion.aborted = True
-                self._tell(AbortRequest(completion.wire_id))
+                self._send_if_alive(AbortRequest(completion.wire_id))
 
     def release(self, outputs: RequestOutputs) -> None:
         """See `Link.release`."""
@@ -257,18 +256,18 @@ class CoreLink:
         return self._end or SHUT_DOWN
 
     async def close(self, *, drain: bool = False) -> None:
-        """Ends the core. With `drain`, requests in flight finish first; otherwise they get `EngineDeadError`.
+        """Ends the core. With `drain`, its requests finish first; otherwise they fail with `EngineDeadError`.
 
-        No new request is taken from the call on. May be called again without `drain` to cut a drain short.
+        New requests are refused from the call on. May be called again without `drain` to cut a drain short.
         """
         self._closing = True
         if not drain:
             self._fail_in_flight(SHUT_DOWN)
-        self._tell(Shutdown(drain))
+        self._send_if_alive(Shutdown(drain))
         try:
             await asyncio.wait_for(asyncio.shield(self._core.ended), None if drain else STOP_SECONDS)
         except TimeoutError:
-            # Of a core in a thread nothing can be killed: it ends after the step in flight.
+            # A core in a thread cannot be killed; it ends after the step in flight.
             doing = "waiting for its step in flight" if self._core.pulse is None else "killing its process"
             logger.warning("The engine did not stop within %g s: %s", STOP_SECONDS, doing)
             self._core.kill()
@@ -299,11 +298,11 @@ class CoreLink:
             self._lose("the engine stopped")
 
     def _on_core_ended(self, ended: asyncio.Future[str]) -> None:
-        # What it published before it ended still counts, and may be on its way.
+        # Messages that it sent before it ended still count, and may be in transit.
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._lose, ended.result())
 
-    def _waits(self) -> bool:
-        """The core has something to give. What it gave and nobody has read yet is not its matter."""
+    def _is_awaited(self) -> bool:
+        """Whether the core owes an output or a reply. Outputs that it sent and no reader has taken do not count."""
         return bool(self._completions or self._calls)
 
     def _on_hang(self, what: str) -> None:
@@ -331,13 +330,13 @@ class CoreLink:
                 call.set_exception(EngineDeadError(reason))
         self._calls.clear()
 
-    def _tell(self, message: Inbound) -> None:
-        """Sends what need not arrive if the engine is gone."""
+    def _send_if_alive(self, message: Inbound) -> None:
+        """Sends a message that may be lost if the engine has ended."""
         with contextlib.suppress(EngineDeadError):
             self._channel.send(message)
 
     async def _call(self, message: Call) -> Reply:
-        """Raises `EngineDeadError`, and what the core refuses the call with."""
+        """Sends a call and waits for its reply. Raises `EngineDeadError`, or the error in the reply."""
         self.check_alive()
         waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[message.call] = waiting
@@ -351,8 +350,8 @@ class CoreLink:
         return reply
 
     def _look_for_unread(self) -> None:
-        """Ends the streams for which most waits until the others have room: an engine that is faster than its clients
-        would fill the memory before their time is up."""
+        """Ends the streams with the most unread bytes until all fit the limit. Without it, an engine that is faster
+        than its clients would fill the memory."""
         now = time.monotonic()
         if now < self._unread_at:
             return
@@ -378,17 +377,17 @@ class CoreLink:
             total -= size
 
     def _on_step(self, step: StepOutputs) -> None:
-        """One pass over a step. Tokens come after their logprobs, so that a token that ends its output finds them."""
+        """Passes a step's outputs on. Logprobs come before tokens, because a token may end its output."""
         completions = self._completions
         for started in step.started:
             if started.id in completions:
                 completions[started.id].cached_tokens = started.cached_tokens
                 completions[started.id].queue_seconds = started.queue_seconds
                 completions[started.id].prompt_tokens = started.prompt_tokens or completions[started.id].prompt_tokens
-                completions[started.id].begin(guesses=started.guesses)
-        for wire_id, drafts, right in np.frombuffer(step.drafts, "<i8").reshape(-1, 3).tolist():
+                completions[started.id].begin(drafting=started.guesses)
+        for wire_id, drafts, accepted in np.frombuffer(step.drafts, "<i8").reshape(-1, 3).tolist():
             if wire_id in completions:
-                completions[wire_id].note_drafts(drafts, right)
+                completions[wire_id].note_drafts(drafts, accepted)
         for wire_id, entries in step.prompt_logprobs:
             if wire_id in completions:
                 completions[wire_id].add_prompt_logprobs(entries)
@@ -403,7 +402,7 @@ class CoreLink:
             if completion.push(token_id):
                 if completion.finish is not None:
                     del completions[wire_id]
-                self._tell(StopRequest(wire_id, completion.num_tokens))
+                self._send_if_alive(StopRequest(wire_id, completion.num_tokens))
             elif completion.outputs.request.stream:
                 completion.outputs.wake()
         for finished in step.finished:

@@ -1,4 +1,4 @@
-"""Text of one completion, grown token by token and cut at stop strings."""
+"""Converts the tokens of one completion to text, and cuts it at stop strings."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sglang_jax.engine.types import StreamDecoder
 class StopStrings:
     """Finds the first of several strings in a growing text.
 
-    Most pieces of text have no character with which a stop string begins, and cost one scan. For the others, each stop
-    string is looked for in what was held back and the new piece. For sixteen strings that is as fast as an automaton
-    that takes a step for each character, and for few it is faster.
+    Most pieces of text have no first character of a stop string, and cost one scan. In the others, each stop string is
+    searched for in the held-back text plus the new piece. For sixteen strings, that is as fast as an automaton that
+    takes a step for each character; for few strings it is faster.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = sorted(strings)
         self._beginning = re.compile(f"[{''.join(re.escape(string[0]) for string in self._strings)}]")
-        # Of a text: None where nothing begins that is, or may become, a match.
-        self.begins_in = self._beginning.search
+        # None for a text that contains no match and no possible beginning of one.
+        self.may_match = self._beginning.search
 
     def find(self, text: str) -> tuple[int, str] | None:
-        """The end of the match that ends first, and its string: the longest of those that end there."""
+        """Returns the end of the match that ends first, and its string: the longest one that ends there."""
         found = [string for string in self._strings if string in text]
         if not found:
             return None
@@ -33,11 +33,11 @@ class StopStrings:
         first = min(ends.values())
         return first, max((string for string in found if ends[string] == first), key=len)
 
-    def certain(self, text: str) -> int:
-        """How much of the front of a text that has no match can be no part of a later one."""
+    def safe_length(self, text: str) -> int:
+        """For a text without a match, returns the length of the front that cannot be part of a later match."""
         for candidate in self._beginning.finditer(text):
             tail = text[candidate.start() :]
-            # The strings that begin with the tail are next to each other, from here on.
+            # The strings that start with the tail are next to each other, from here on.
             place = bisect_left(self._strings, tail)
             if place < len(self._strings) and self._strings[place].startswith(tail):
                 return candidate.start()
@@ -45,16 +45,17 @@ class StopStrings:
 
 
 _FIRST_SIGN, _SIGNS = 0xD800, 0x800
-"""Halves of characters, which no decoder gives."""
+"""Surrogates, which no decoder returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenStops:
-    """Stop strings that name special tokens whose text is not shown.
+    """Stop strings that name special tokens whose text is hidden. In the searched text, a *sign* stands for such a
+    token.
 
-    - `signs`: what stands for such a token in the text that is searched, by its id: a character that no text has.
-    - `names`: by its sign.
-    - `strings`: stop strings with signs for the names in them, and what they are as the client has them.
+    - `signs`: signs by token id: characters that no text contains.
+    - `names`: names of the tokens, by sign.
+    - `strings`: the client's stop strings, by the same strings with signs instead of names.
     """
 
     signs: Mapping[int, str] = field(default_factory=dict)
@@ -88,18 +89,18 @@ _NO_HIDDEN_STOPS = HiddenStops()
 
 
 class OutputText:
-    """Turns tokens into text that can be shown: never a part of a character, never a part of a stop string.
+    """Converts tokens to text that can be shown: without incomplete characters and parts of stop strings.
 
     **Arguments:**
 
-    - `decoder`: turns tokens into text and holds back the bytes of unfinished characters.
-    - `stop`: strings that end the text; where several end at the same character, the longest counts.
-    - `stop_token_ids`: tokens that end the output; they are no part of its text.
+    - `decoder`: converts tokens to text and holds back the bytes of incomplete characters.
+    - `stop`: strings that end the text; if several end at the same character, the longest counts.
+    - `stop_token_ids`: tokens that end the output; they are not part of its text.
     - `include_stop`: the text keeps the stop string or token that ended it.
-    - `markers`: tokens in whose text no stop string is looked for; what was held back before one is shown.
-    - `unsearched`: the number of first tokens in whose text no stop string is looked for.
-    - `hidden`: the special tokens that `stop` names, where the decoder leaves them out, or shows only `markers`. They
-      are looked for among `markers` as well.
+    - `markers`: tokens whose text is not searched for stop strings; text that was held back before one is released.
+    - `unsearched`: the number of first tokens whose text is not searched for stop strings.
+    - `hidden`: the special tokens that `stop` names, if the decoder leaves them out, or shows only `markers`. They are
+      searched for even if they are `markers`.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class OutputText:
         self._stop = StopStrings([*stop, *hidden.strings]) if stop else None
         self._hidden = hidden
         shown = {hidden.names[hidden.signs[token]] for token in markers if token in hidden.signs}
-        self._shown = {ord(sign): name if name in shown else "" for sign, name in hidden.names.items()}
+        self._shown_names = {ord(sign): name if name in shown else "" for sign, name in hidden.names.items()}
         self._stop_token_ids = frozenset() if include_stop else stop_token_ids
         self._include_stop = include_stop
         self._markers = markers
@@ -126,7 +127,7 @@ class OutputText:
         self.matched: str | None = None
 
     def push(self, token_id: int) -> str:
-        """Text that one more token made certain, maybe empty. Once it sets `matched`, the text has ended."""
+        """Adds a token, and returns the text that can be shown now. Once it sets `matched`, the text has ended."""
         sign = self._hidden.signs.get(token_id, "")
         if token_id in self._stop_token_ids and not (sign and self._stop is not None and self._unsearched <= 0):
             return ""
@@ -144,7 +145,7 @@ class OutputText:
         return self._release(self._stop, piece)
 
     def flush(self) -> str:
-        """What was held back, at the end of an output that no stop string ended; may still set `matched`."""
+        """Returns the held-back text of an output that no stop string ended. May still set `matched`."""
         piece = self._decoder.flush()
         if self._stop is None or self._unsearched > 0:
             return piece
@@ -156,7 +157,7 @@ class OutputText:
 
     def _release(self, stop: StopStrings, piece: str) -> str:
         text = self._held + piece
-        if stop.begins_in(text) is None:
+        if stop.may_match(text) is None:
             self._held = ""
             return self._visible(text)
         found = stop.find(text)
@@ -165,10 +166,10 @@ class OutputText:
             self.matched = self._hidden.strings.get(string, string)
             self._held = ""
             return self._visible(text[: end - len(string)]) + (self.matched if self._include_stop else "")
-        certain = stop.certain(text)
-        self._held = text[certain:]
-        return self._visible(text[:certain])
+        safe_length = stop.safe_length(text)
+        self._held = text[safe_length:]
+        return self._visible(text[:safe_length])
 
     def _visible(self, text: str) -> str:
-        """With what the client is shown of special tokens for their signs."""
-        return text.translate(self._shown) if self._shown else text
+        """Replaces signs by what the client sees of their tokens."""
+        return text.translate(self._shown_names) if self._shown_names else text

@@ -37,7 +37,7 @@ Launcher = Callable[[EngineConfig], Awaitable[EngineClient]]
 
 
 async def _launch(config: EngineConfig) -> EngineClient:
-    """In this process; replicas in processes of their own."""
+    """Launches one engine in this process, or replicas in separate processes."""
     return await (launch_engine(config, in_process=True) if config.dp_size == 1 else launch_engines(config))
 
 
@@ -67,12 +67,12 @@ class Engine:
             check_main()
         self._loop = LoopThread("sglang-jax-client")
         try:
-            self._client = self._loop.run(_awaited(launch(self.config)))
+            self._client = self._loop.run(_await_client(launch(self.config)))
         except BaseException:
             self._loop.close()
             raise
         self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._client)
-        # Through atexit itself, so that it runs before what the backend registered when it was loaded.
+        # Registered with atexit, so that it runs before the handlers that the backend registered on loading.
         self._finalizer.atexit = False
         atexit.register(self._finalizer)
 
@@ -307,7 +307,7 @@ class Engine:
         """
         self._check_open()
         opened = self._loop.run(self._client.open_session(SessionOptions(session_id=session_id, timeout=timeout)))
-        return Session(opened, self._turn, lambda: self._close_session(opened))
+        return Session(opened, self._run_turn, lambda: self._close_session(opened))
 
     def flush_cache(self) -> bool:
         """Clears the prefix cache. Does nothing and returns False while requests are running or queued."""
@@ -331,8 +331,7 @@ class Engine:
         return self._loop.run(self._client.start_profile(place, num_steps))
 
     def stop_profile(self) -> list[str]:
-        """Stops the recording, and returns its folders once they are written. Raises `ParameterError` if there is
-        none."""
+        """Stops recording, and returns the folders once written. Raises `ParameterError` if there is no recording."""
         self._check_open()
         return self._loop.run(self._client.stop_profile())
 
@@ -355,7 +354,7 @@ class Engine:
     ) -> None:
         self.shutdown()
 
-    def _turn(
+    def _run_turn(
         self, prompt: Prompt, sampling: Sampling | None, template: GenerateInput
     ) -> GenerateOutput | Iterator[GenerateOutput]:
         if not is_single(prompt):
@@ -387,7 +386,7 @@ class Engine:
         sampling_params: Sampling | Sequence[Sampling] | None,
         template: GenerateInput,
     ) -> tuple[bool, Batch]:
-        """The requests, and whether a single output is to be returned."""
+        """Returns whether the caller gets a single output, and the requests as a batch."""
         self._check_open()
         single = is_single(prompts)
         each: Sequence[Any] = [prompts] if single else prompts
@@ -417,7 +416,7 @@ def _sampling_of_each(
     return [complete_sampling(params, defaults) for params in sampling]
 
 
-async def _awaited(client: Awaitable[EngineClient]) -> EngineClient:
+async def _await_client(client: Awaitable[EngineClient]) -> EngineClient:
     return await client
 
 

@@ -1,4 +1,4 @@
-"""Threads that take up work in turns of those it is for."""
+"""Threads that share their time fairly among tenants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Flow:
-    """What a request has waiting. `due`: of its last piece."""
+    """The waiting work of one request. `due`: when its last piece is due on the tenant's clock."""
 
     due: float
     waiting: int = 0
@@ -24,18 +24,18 @@ class _Flow:
 
 @dataclass(slots=True)
 class _Tenant:
-    """`begin`: how much of the work was its own, or everybody's when it came; `served`: when its latest piece was due
-    among its own; `pieces`: in their order, with when they are due."""
+    """A tenant with waiting work. `served`: work given to this tenant, at least the clock at its arrival; `clock`: when
+    its latest piece was due among its own; `pieces`: a heap of (due, number, piece)."""
 
-    begin: float
-    served: float = 0.0
+    served: float
+    clock: float = 0.0
     pieces: list[tuple[float, int, Piece]] = field(default_factory=list)
     flows: dict[str, _Flow] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A piece of work. `over`: it waits no longer, as its turn has come or nobody waits for it."""
+    """A piece of work. `turn`: done when it may run; `over`: it was taken, or its caller has left."""
 
     size: int
     tenant: str
@@ -44,37 +44,36 @@ class Piece:
     over: bool = False
 
 
-class Turns:
-    """Pieces of work that wait for their turn: the tenants', each of which has had as much as the others, then those of
-    a tenant's flows. A piece is due when it would end if all had their shares at once (weighted fair queueing), so a
-    small one of somebody who has nothing else comes before the large ones of others, and none waits for ever."""
+class FairOrder:
+    """Orders waiting pieces of work by weighted fair queueing, first among tenants, then among a tenant's flows. A
+    piece is due when it would end if all shared the threads equally. So a small piece of a tenant without other work
+    precedes the large pieces of others, and no piece starves."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
-        self._served = 0.0
+        self._clock = 0.0
         self._numbers = itertools.count()
 
     def put(self, piece: Piece) -> None:
-        """Adds a piece."""
-        tenant = self._tenants.setdefault(piece.tenant, _Tenant(begin=self._served))
-        flow = tenant.flows.setdefault(piece.flow, _Flow(due=tenant.served))
-        flow.due = max(flow.due, tenant.served) + piece.size
+        tenant = self._tenants.setdefault(piece.tenant, _Tenant(served=self._clock))
+        flow = tenant.flows.setdefault(piece.flow, _Flow(due=tenant.clock))
+        flow.due = max(flow.due, tenant.clock) + piece.size
         flow.waiting += 1
         heapq.heappush(tenant.pieces, (flow.due, next(self._numbers), piece))
 
     def get(self) -> Piece | None:
-        """Whose turn it is; None if nothing waits."""
+        """Removes and returns the next piece; None if none waits."""
         if not self._tenants:
             return None
-        tenant = min(self._tenants.values(), key=lambda one: one.begin + one.pieces[0][2].size)
-        tenant.served, _, piece = heapq.heappop(tenant.pieces)
-        tenant.begin += piece.size
-        self._served = max(self._served, tenant.begin)
+        tenant = min(self._tenants.values(), key=lambda one: one.served + one.pieces[0][2].size)
+        tenant.clock, _, piece = heapq.heappop(tenant.pieces)
+        tenant.served += piece.size
+        self._clock = max(self._clock, tenant.served)
         self._forget(piece)
         return piece
 
     def leave(self, piece: Piece) -> None:
-        """Nobody waits for a piece any more."""
+        """Removes a piece whose caller has left."""
         if not piece.over:
             self._forget(piece)
 
@@ -91,30 +90,30 @@ class Turns:
 
 
 class FairThreads:
-    """Runs work in threads, in the order of `Turns`. Work that nobody waits for any more is not begun. All methods run
-    on one event loop.
+    """Runs work in threads, in the order of `FairOrder`. Work whose caller has left is not started. All methods run on
+    one event loop.
 
-    **Arguments:** `rest`: so many times as long as a piece took of a processor's time, its thread begins no other.
+    **Arguments:** `rest`: after a piece, its thread is idle for `rest` times the processor time that the piece took.
     """
 
     def __init__(self, threads: int, name: str, *, rest: float = 0.0) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free = threads
-        self._turns = Turns()
+        self._order = FairOrder()
         self._rest = rest
 
     async def run(self, work: Callable[[], Result], *, size: int, tenant: str = "", flow: str = "") -> Result:
-        """What `work`, of about this size, returns or raises; for the request `flow` of a tenant."""
+        """Runs `work`, of about this size, for the request `flow` of a tenant. Returns or raises what it does."""
         loop = asyncio.get_running_loop()
         piece = Piece(size, tenant, flow, loop.create_future())
-        self._turns.put(piece)
+        self._order.put(piece)
         self._begin()
         try:
             await piece.turn
         except asyncio.CancelledError:
             if piece.turn.cancelled():
-                self._turns.leave(piece)
-            else:  # its turn had come, and it had not heard of it
+                self._order.leave(piece)
+            else:  # it was given a thread, but cancelled before it resumed
                 self._end()
             raise
         took = 0.0
@@ -127,17 +126,17 @@ class FairThreads:
             finally:
                 took = time.thread_time() - begin
 
-        working = loop.run_in_executor(self._threads, timed)  # to its end, whoever leaves meanwhile
+        working = loop.run_in_executor(self._threads, timed)  # runs to its end even if the caller leaves
         working.add_done_callback(lambda _: self._end_after(took * self._rest))
         return await asyncio.shield(working)
 
     def close(self) -> None:
-        """Ends the threads once they are done with what they have."""
+        """Ends the threads after their current work."""
         self._threads.shutdown(wait=False)
 
     def _begin(self) -> None:
-        while self._free and (piece := self._turns.get()) is not None:
-            if not piece.turn.cancelled():  # otherwise its task has still to hear of it
+        while self._free and (piece := self._order.get()) is not None:
+            if not piece.turn.cancelled():  # otherwise its task has not handled the cancellation yet
                 self._free -= 1
                 piece.turn.set_result(None)
 

@@ -1,4 +1,4 @@
-"""Items without end through one client: a bounded number of them held at a time, each with its outcome."""
+"""Runs any number of items through one client: holds a bounded number of them, and returns a result for each."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
 from sglang_jax.errors import EngineDeadError, RequestError
 
 Item = str | Sequence[int] | Mapping[str, Any]
-"""A prompt as text or token ids; or a mapping that has `prompt` or `messages`, and fields of a request beside it."""
+"""A prompt as text or token ids; or a mapping with `prompt` or `messages`, and further fields of a request."""
 
 GATHER_SECONDS = 0.05
-"""How long the first items are held back, so that there is something to choose from: a generator may be slow."""
+"""Seconds that the first items are held back, so that there are several to choose from even if the iterable is slow."""
 
 WINDOW_BYTES = 64 * 2**20
-"""The window holds fewer items than asked for once their prompts have so many bytes."""
+"""The window counts as full once its prompts have this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What became of an item: `outputs`, n of them and finished, or an `error`.
+    """The result of an item: its n finished `outputs`, or an `error`.
 
-    - `index`: its place among the items, from 0; `item`: as it was given.
+    - `index`: its position among the items, from 0; `item`: the item itself.
     """
 
     index: int
@@ -42,7 +42,7 @@ class BatchResult:
 
     @property
     def text(self) -> str:
-        """The first output's text. Raises the error if there is one."""
+        """The first output's text. Raises `error` if it is set."""
         if self.error is not None:
             raise self.error
         return self.outputs[0].text
@@ -57,14 +57,14 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """`in_flight`: items that the engine has at once; `lookahead`: items among which it is chosen what goes next."""
+    """Limits of a stream. `in_flight`: items that the engine has; `lookahead`: waiting items to choose from."""
 
     in_flight: int
     lookahead: int
 
     @property
     def held(self) -> int:
-        """Items taken from the iterable whose results were not taken yet."""
+        """Maximum items that were read and whose results were not taken yet."""
         return self.in_flight + self.lookahead
 
 
@@ -73,9 +73,9 @@ class ItemStream:
 
     **Arguments:**
 
-    - `convert`: the request of an item; what it raises as `RequestError` is the item's error.
-    - `ordered`: results come in the order of the items, otherwise as they are finished.
-    - `reorder`: prompts that begin alike go one after the other.
+    - `convert`: makes the request of an item; a `RequestError` that it raises is the item's error.
+    - `ordered`: return results in the order of the items, otherwise as they finish.
+    - `reorder`: run prompts that share a prefix one after the other.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ItemStream:
         self._running: set[concurrent.futures.Future[None]] = set()
 
     def run(self, items: Iterable[Item]) -> Iterator[BatchResult]:
-        """One result for each item. Leaving the iteration early aborts what still runs.
+        """Yields one result for each item. Leaving the iteration early aborts running requests.
 
         **Raises:** what `items` raises; `EngineDeadError` if the engine is lost or shut down.
         """
@@ -170,7 +170,7 @@ class ItemStream:
         self._gathered.set()
 
     async def _answer_one(self) -> None:
-        """Answers the item of the window whose turn it is. There are as many calls as items."""
+        """Answers the next item of the window. It is called once per item."""
         await self._gathered.wait()
         async with self._places:
             with self._window_lock:
@@ -189,7 +189,7 @@ class ItemStream:
 
 
 def prompt_key(request: GenerateInput) -> bytes:
-    """Begins alike for prompts that begin alike. Ids that are none are told apart when the request is checked."""
+    """Returns a key. Prompts that share a prefix have keys that do. Invalid ids, refused later, have none."""
     if isinstance(request.prompt, str):
         return request.prompt.encode(errors="surrogatepass")
     try:

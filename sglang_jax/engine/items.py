@@ -1,4 +1,4 @@
-"""From the items of a batch to requests."""
+"""Converts the items of a batch to requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Sampling = SamplingParams | Mapping[str, Any]
 
 
 class RequestOptions(TypedDict, total=False):
-    """Fields of `GenerateInput` that all prompts of a call share, or that an item of a batch has."""
+    """Fields of `GenerateInput` that a call sets for all prompts, or an item of a batch for itself."""
 
     return_logprob: bool
     logprob_start_len: int
@@ -37,8 +37,7 @@ _KNOWN_FIELDS = _SAMPLING_FIELDS | _OPTIONS | {"prompt", "messages", "custom_id"
 
 
 def complete_sampling(sampling: Sampling, defaults: GenerationDefaults) -> SamplingParams:
-    """`SamplingParams` are taken as they are; fields that a mapping leaves out are `defaults`'. Raises
-    `ParameterError`."""
+    """Completes a mapping from `defaults`; returns `SamplingParams` as they are. Raises `ParameterError`."""
     if isinstance(sampling, SamplingParams):
         return sampling
     unknown = sorted(set(sampling) - _SAMPLING_FIELDS)
@@ -48,7 +47,7 @@ def complete_sampling(sampling: Sampling, defaults: GenerationDefaults) -> Sampl
 
 
 def _with_grammar(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `SamplingParams`: whatever a grammar is called, it is `grammar` there. Raises `ParameterError`."""
+    """Renames the grammar's field, which has several spellings, to `grammar`. Raises `ParameterError`."""
     own = {name: value for name, value in fields.items() if name not in SPELLINGS}
     grammar = grammar_of(fields)
     return own if grammar is None else {**own, "grammar": grammar}
@@ -65,12 +64,12 @@ def _options(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ItemConverter:
-    """Makes the request of an item. Raises `ParameterError` for an item that is none.
+    """Converts an item to a request. Raises `ParameterError` for an invalid item.
 
     **Arguments:**
 
     - `sampling`: for fields that an item leaves out.
-    - `template`: other fields of the request, likewise.
+    - `template`: other fields of the request, for items that leave them out.
     """
 
     def __init__(
@@ -82,8 +81,8 @@ class ItemConverter:
     ) -> None:
         self._tokenizer = tokenizer
         self._defaults = defaults
-        self._given: Sampling = {} if sampling is None else sampling
-        self._shared = complete_sampling(self._given, defaults)
+        self._call_sampling: Sampling = {} if sampling is None else sampling
+        self._shared = complete_sampling(self._call_sampling, defaults)
         self._template = template
 
     def __call__(self, item: Item) -> GenerateInput:
@@ -117,16 +116,16 @@ class ItemConverter:
         own = {name: item[name] for name in _SAMPLING_FIELDS if name in item}
         if not own:
             return self._shared
-        if isinstance(self._given, SamplingParams):
-            return dataclasses.replace(self._given, **_with_grammar(own))
-        if not SPELLINGS.isdisjoint(own):  # in the place of the one that all share
-            shared = {name: value for name, value in self._given.items() if name not in (*SPELLINGS, "grammar")}
+        if isinstance(self._call_sampling, SamplingParams):
+            return dataclasses.replace(self._call_sampling, **_with_grammar(own))
+        if not SPELLINGS.isdisjoint(own):  # replaces the grammar that all items share
+            shared = {name: value for name, value in self._call_sampling.items() if name not in (*SPELLINGS, "grammar")}
             return with_defaults(_with_grammar({**shared, **own}), self._defaults)
-        return with_defaults(_with_grammar({**self._given, **own}), self._defaults)
+        return with_defaults(_with_grammar({**self._call_sampling, **own}), self._defaults)
 
 
 def chat_ids(tokenizer: TextTokenizer, messages: Any) -> list[int]:
-    """The prompt of a conversation. Raises `ParameterError` for messages that are not in OpenAI's form."""
+    """Returns the prompt of a conversation. Raises `ParameterError` for messages that are not in OpenAI's form."""
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         raise ParameterError("messages must be a list of mappings, each with role and content", param="messages")
     if not messages:

@@ -1,4 +1,4 @@
-"""Starts an engine core, and the front end over it."""
+"""Starts an engine core and its front end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def launch_engine(
     placement: Placement | None = None,
     load_tokenizer: TokenizerLoader | None = None,
 ) -> AsyncEngineClient:
-    """Starts an engine that serves the model which `config` names, and waits until it can.
+    """Starts an engine for the model that `config` names, and waits until it serves.
 
     **Arguments:** see `launch_core`; `load_tokenizer`: None for the tokenizer that `config` names.
 
@@ -55,15 +55,15 @@ async def launch_engine(
 
 
 def load_model(config: EngineConfig, channel: CoreChannel) -> Core:
-    """Loads what `config` names: a `CoreLoader`, which imports the libraries that read checkpoints. They take longer
-    than all the rest, so the core's process imports them while this one is on its way."""
+    """Loads the model that `config` names: a `CoreLoader`. It imports the libraries that read checkpoints. That takes
+    longer than all other imports, so the core's process does it while this one continues."""
     from sglang_jax.engine.model_core import load_core
 
     return load_core(config, channel)
 
 
 def tokenizer_of_model(config: EngineConfig) -> TextTokenizer:
-    """The tokenizer that `config` names: a `TokenizerLoader`, which imports the libraries that read tokenizers. Raises
+    """Loads the tokenizer that `config` names, and imports its libraries: a `TokenizerLoader`. Raises
     `CheckpointError`."""
     from sglang_jax.engine.model_core import load_text_tokenizer
 
@@ -78,21 +78,21 @@ async def launch_core(
     load_tokenizer: TokenizerLoader,
     placement: Placement | None = None,
 ) -> AsyncEngineClient:
-    """Starts an engine core and waits until it can serve.
+    """Starts an engine core and waits until it serves.
 
     **Arguments:**
 
-    - `in_process`: the core runs in a thread of this process; otherwise in a process of its own, which cannot slow down
-      this one's event loop, and whose death this one survives.
-    - `load`, `load_tokenizer`: what is served.
-    - `placement`: the part of the machine that the core's process has, None for all of it.
+    - `in_process`: the core runs in a thread of this process; otherwise in a separate process, which cannot slow down
+      this one's event loop, and whose end this one survives.
+    - `load`, `load_tokenizer`: load the model and its tokenizer.
+    - `placement`: the core process's part of the machine, None for all of it.
 
     **Raises:** `ConfigError`, `CheckpointError`; `EngineDeadError` if it failed for another reason.
     """
     if in_process and config.model_impl is ModelImpl.TRANSFORMERS:
-        from sglang_jax.checkpoint.tokenizer import import_tokenizers  # here: as above
+        from sglang_jax.checkpoint.tokenizer import import_tokenizers  # here: see `load_model`
 
-        # Of two threads that begin to import from transformers at once, one finds modules half made.
+        # If two threads start to import from transformers at once, one finds half-imported modules.
         await asyncio.to_thread(import_tokenizers)
     meanwhile = asyncio.to_thread(load_tokenizer, config)
     link, tokenizer = await _launch(config, in_process, load, placement, meanwhile)
@@ -102,14 +102,13 @@ async def launch_core(
 async def launch_link(
     config: EngineConfig, *, in_process: bool, load: CoreLoader, placement: Placement | None = None
 ) -> CoreLink:
-    """As `launch_core`, for a front end that is there already."""
+    """Like `launch_core`, for a front end that exists already."""
     link, _ = await _launch(config, in_process, load, placement, asyncio.sleep(0))
     return link
 
 
 async def launch_replica_link(config: EngineConfig, placement: Placement | None) -> CoreLink:
-    """A link to an engine core in a process of its own that serves the model which `config` names. Raises as
-    `launch_engine` does."""
+    """Starts an engine core for the model that `config` names in a separate process. Raises as `launch_engine` does."""
     return await launch_link(config, in_process=False, load=load_model, placement=placement)
 
 
@@ -120,7 +119,7 @@ async def _launch(
     placement: Placement | None,
     meanwhile: Coroutine[Any, Any, Result],
 ) -> tuple[CoreLink, Result]:
-    """A link to a core that serves, and what `meanwhile` gave, which is awaited while the core starts."""
+    """Starts a core, and awaits `meanwhile` while it starts. Returns a link to the core and that result."""
     with ExitStack() as resources:
         resources.callback(meanwhile.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -138,13 +137,13 @@ async def _launch(
             result = await meanwhile
             ready = await _wait_ready(channel, core, config.engine_start_timeout)
         except BaseException:
-            with suppress(EngineDeadError):  # it ended by itself
+            with suppress(EngineDeadError):  # it has ended already
                 channel.send(Shutdown(drain=False))
             core.kill()
-            await _until_over(core)
+            await _wait_ended(core)
             raise
         if folder is not None:
-            folder.cleanup()  # they are connected: nobody needs a path any more
+            folder.cleanup()  # both ends are connected, so the path is no longer needed
         link = CoreLink(
             channel,
             core,
@@ -157,19 +156,18 @@ async def _launch(
         return link, result
 
 
-async def _until_over(core: CoreHandle) -> None:
-    """Waits until a core that was told to stop has ended, however often that is cancelled: a thread that still loads
-    uses what is given back then."""
+async def _wait_ended(core: CoreHandle) -> None:
+    """Waits for the end of a stopped core, even if cancelled: a thread that still loads uses its resources."""
     while not core.ended.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait({core.ended})
 
 
 async def _wait_ready(channel: ClientChannel, core: CoreHandle, timeout: float) -> Ready:
-    """The core's first message. One that hangs and can be killed says where, as at any other time.
+    """Waits for the core's first message. A core that hangs and can be killed logs its stacks first.
 
-    **Raises:** `EngineDeadError` if it ends, or is not ready after `timeout` seconds, and what it could not do;
-    `ConfigError` if its script has no guard.
+    **Raises:** `EngineDeadError` if the core ends, or is not ready after `timeout` seconds; the error with which it
+    failed to start; `ConfigError` if its script has no guard.
     """
     first = asyncio.ensure_future(channel.receive_one())
     try:
@@ -191,7 +189,7 @@ async def _wait_ready(channel: ClientChannel, core: CoreHandle, timeout: float) 
         return _check_ready(first.result())
     finally:
         first.cancel()
-        await asyncio.wait({first})  # it must be off the socket before that is closed
+        await asyncio.wait({first})  # it must have left the socket before that is closed
 
 
 def _check_ready(message: Published) -> Ready:

@@ -1,7 +1,7 @@
-"""What lies between the front end and engine cores: links, and who chooses among them.
+"""The interfaces between the front end and engine cores: links, and what chooses among them.
 
-A link carries requests to one core, and what the core gives into the requests' outputs. It knows no text: the front end
-(`client.AsyncEngineClient`) has checked and tokenized the request, and the outputs turn tokens into text.
+A link sends requests to one core and stores the core's results in the requests' outputs. It does not handle text: the
+front end (`client.AsyncEngineClient`) checks and tokenizes requests, and the outputs convert tokens to text.
 """
 
 from __future__ import annotations
@@ -16,56 +16,55 @@ from sglang_jax.scheduler.messages import SchedulerStats
 
 
 class Link(Protocol):
-    """A running engine core, wherever it is."""
+    """A running engine core, in this process or elsewhere."""
 
     @property
     def model_info(self) -> ModelInfo: ...
 
     @property
     def max_running_requests(self) -> int:
-        """Most completions that it runs at once."""
+        """Maximum completions that the core runs at once."""
         ...
 
     @property
     def max_total_tokens(self) -> int:
-        """KV tokens that its pool holds."""
+        """KV tokens that the core's pool holds."""
         ...
 
     @property
-    def foreign_load(self) -> int:
-        """Completions of other clients that it runs or that wait there."""
+    def external_load(self) -> int:
+        """Completions of other clients that are running or queued at the core."""
         ...
 
     @property
     def alive(self) -> bool:
-        """False once it is gone or was told to stop."""
+        """Whether the core takes requests; False once it has ended or was asked to stop."""
         ...
 
     @property
     def silent_seconds(self) -> float:
-        """How long it has made no step though it has work; 0.0 where nobody watches."""
+        """Seconds without a step although there is work; 0.0 if the core is not watched."""
         ...
 
     @property
     def stats(self) -> SchedulerStats:
-        """The newest snapshot that its scheduler published."""
+        """The newest snapshot that the core's scheduler published."""
         ...
 
     def submit(self, outputs: RequestOutputs) -> None:
-        """Sends `outputs.request`, whose prompt is token ids; what comes back goes into `outputs`. Raises
-        `EngineDeadError`."""
+        """Sends `outputs.request`, whose prompt is token ids, and fills `outputs`. Raises `EngineDeadError`."""
         ...
 
     def abort(self, outputs: RequestOutputs) -> None:
-        """Ends a request that was submitted; its outputs end with what was generated, of kind ABORT."""
+        """Aborts a submitted request. Its outputs end with the text so far and kind ABORT."""
         ...
 
     def release(self, outputs: RequestOutputs) -> None:
-        """The reader is done with a request, or gives it up: what still runs of it is ended."""
+        """Forgets a request whose reader has finished or left; aborts its unfinished completions."""
         ...
 
     async def open_session(self, options: SessionOptions) -> None:
-        """Opens the session of this id. Raises as `EngineClient.open_session` does."""
+        """Opens the session `options.session_id`. Raises as `EngineClient.open_session` does."""
         ...
 
     async def close_session(self, session_id: str, owner: str) -> None:
@@ -77,43 +76,42 @@ class Link(Protocol):
         ...
 
     async def start_profile(self, folder: str, steps: int | None) -> str:
-        """Has it record what it computes, and returns the folder that the recording will be in: `folder`, or one that a
-        server elsewhere has for that. `steps`: how many, None for all until `stop_profile`.
+        """Starts recording a profile. Returns its folder: `folder`, or the one that a remote server uses instead.
+        `steps`: number of steps to record, None for all until `stop_profile`.
 
-        **Raises:** `ParameterError` while a profile is taken, or if the folder cannot be written; `EngineDeadError`.
+        **Raises:** `ParameterError` while a profile is being recorded, or if the folder cannot be written;
+        `EngineDeadError`.
         """
         ...
 
     async def stop_profile(self) -> str:
-        """Returns once the recording is written, with its folder. Raises `ParameterError` if there is none;
-        `EngineDeadError`."""
+        """Stops recording. Returns the folder once written. Raises `ParameterError` without one; `EngineDeadError`."""
         ...
 
     async def state(self) -> dict[str, object]:
-        """The scheduler's and the runner's figures. Raises `EngineDeadError`."""
+        """Figures of the scheduler and the runner. Raises `EngineDeadError`."""
         ...
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """What lies in its prefix cache, as `CacheReport` has it; several if it is a server of several replicas. Raises
-        `EngineDeadError`."""
+        """Contents of the prefix cache as `CacheReport`, one per replica of a server. Raises `EngineDeadError`."""
         ...
 
     async def ended(self) -> str:
-        """Waits until the core is gone; tells how it ended."""
+        """Waits until the core has ended. Returns how it ended."""
         ...
 
     async def close(self, *, drain: bool = False) -> None:
-        """Ends the core, with `drain` once its requests have finished. May be called again."""
+        """Ends the core; with `drain`, after its requests have finished. May be called again."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A request at the front end, and what became of it so far.
+    """A request at the front end, and its state.
 
-    - `request`: with its prompt as token ids `[tokens]` once they are known, and its name.
-    - `link`, `outputs`: who has it, and what that gives; None while nobody has. `index`: the link's number.
-    - `lost`: how often a core was lost before it began the request; `full`: links whose queue had no room.
+    - `request`: has an id, and its prompt as token ids `[tokens]` after tokenization.
+    - `link`, `outputs`: the link that has the request, and its outputs there, or None. `index`: the link's number.
+    - `lost`: number of cores that were lost before they started it; `full`: links whose queue had no room.
     """
 
     request: GenerateInput
@@ -125,7 +123,7 @@ class RoutedRequest:
     full: set[int] = field(default_factory=set)
 
     def abort(self) -> None:
-        """Ends it wherever it is."""
+        """Aborts the request, at its link if it has one."""
         self.aborted = True
         if self.link is not None and self.outputs is not None:
             self.link.abort(self.outputs)
@@ -142,42 +140,41 @@ class Links(Protocol):
 
     @property
     def alive(self) -> bool:
-        """A request that comes now is taken."""
+        """Whether a new request is accepted."""
         ...
 
     @property
     def gone(self) -> bool:
-        """There will never be a link again."""
+        """Whether there is no link, and never will be again."""
         ...
 
     @property
     def stats(self) -> SchedulerStats: ...
 
     def admit(self, request: GenerateInput) -> GenerateInput:
-        """The request as it goes to any link. Raises `EngineDeadError` if none will ever take it."""
+        """Prepares a request for any link. Raises `EngineDeadError` if no link will ever take it."""
         ...
 
     async def choose(self, routed: RoutedRequest) -> Link | None:
-        """The link that a request goes to, once there is one; None if it is aborted before. Raises `EngineDeadError`,
-        `QueueFullError`."""
+        """Waits for a link that takes the request, and returns it; None if the request is aborted before. Raises
+        `EngineDeadError`, `QueueFullError`."""
         ...
 
     def leave(self, routed: RoutedRequest) -> None:
-        """The request is no longer at the link that was chosen for it."""
+        """Notes that the request has left the link that was chosen for it."""
         ...
 
     def check_first(self, delta: OutputDelta) -> None:
-        """Looks at the first delta of a request. Raises the `QueueFullError` that it ended in if another link may have
-        room."""
+        """Checks the first delta of a request. Raises its `QueueFullError` if another link may have room."""
         ...
 
     def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, partly_read: bool) -> None:
-        """The chosen link was lost, or its queue was full. Returns if the request may go to another; raises what its
-        client is told otherwise. `partly_read`: its reader has something of it."""
+        """Handles the loss of the chosen link, or its full queue. Returns if the request may be sent to another link;
+        otherwise raises the error for its client. `partly_read`: the client already has some output."""
         ...
 
     def wake(self) -> None:
-        """A request that waits in `choose` may have been aborted."""
+        """Wakes requests that wait in `choose`, because one may have been aborted."""
         ...
 
     async def open_session(self, options: SessionOptions) -> str:
@@ -189,7 +186,7 @@ class Links(Protocol):
         ...
 
     async def flush_cache(self, *, idle: bool) -> bool:
-        """See `EngineClient.flush_cache`. `idle`: the front end has no requests."""
+        """See `EngineClient.flush_cache`. `idle`: whether the front end has no requests."""
         ...
 
     def loads(self) -> list[ReplicaLoad]: ...
@@ -205,7 +202,7 @@ class Links(Protocol):
     async def drain(self, index: int | None, timeout: float | None) -> None: ...
 
     async def ended(self) -> str:
-        """Waits until there will never be a link again; tells why."""
+        """Waits until there will never be a link again. Returns why."""
         ...
 
     async def close(self, *, drain: bool) -> None: ...

@@ -1,4 +1,4 @@
-"""A window over work to come, out of which neighbours are taken one after the other."""
+"""A window over waiting work that groups items with a shared prefix."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
-_SEARCHED_FOR_A_BORDER = 32
-"""Entries on either side of a new starting point among which the border between two groups is looked for."""
+_BORDER_SEARCH = 32
+"""Entries on either side of a new starting point that are searched for a border between two groups."""
 
 
 _Place = tuple[bytes, int]
-"""Key and number of an item: where it stands in the order. Numbers differ, so that nothing else is ever compared."""
+"""Key and number of an item, which define its position. Numbers are unique, so nothing else is compared."""
 
 _Entry = tuple[bytes, int, int, Item]
-"""An item behind its place and its size in bytes."""
+"""Key, number, size in bytes, and the item."""
 
 
 class Lookahead(Generic[Item]):
-    """Items that wait to be taken, so that those whose keys begin alike are taken one after the other.
+    """A window of waiting items. Items whose keys share a prefix are taken one after the other.
 
-    Whoever takes items sweeps through the window in the order of their keys and starts again from the front at its end;
-    what arrives ahead of the sweep is met by it, what arrives behind waits for the next one. That is replacement
-    selection (Knuth, The Art of Computer Programming, volume 3, section 5.4.1): the sorted runs that come out are about
-    twice as long as the window. Equal keys go by number, so the order is stable.
+    A taker sweeps through the window in the order of keys, and starts again from the front at the end. Items that
+    arrive ahead of the sweep join it; those that arrive behind it wait for the next one. This is replacement selection
+    (Knuth, The Art of Computer Programming, volume 3, section 5.4.1): the sorted runs are about twice as long as the
+    window. Equal keys are ordered by number, so the order is stable.
 
-    With several takers each sweeps on its own. An item belongs to the taker whose last item's key shares most with its
-    own; a taker that meets what belongs to another goes to the middle of the widest stretch without takers. So a group
-    with a prefix in common goes to one taker, unless there is nothing else left for another one to do.
+    With several takers, each sweeps separately. An item belongs to the taker whose last item's key shares the longest
+    prefix with its own. A taker that meets an item of another taker moves to the middle of the widest range without
+    takers. So a group with a shared prefix goes to one taker, unless another taker has nothing else left.
 
     **Arguments:**
 
-    - `max_items`, `max_bytes`: what the window holds; an item larger than it is taken in alone.
-    - `reorder`: False gives items in the order in which they came.
+    - `max_items`, `max_bytes`: capacity of the window; an empty window also takes an item that is larger.
+    - `reorder`: False returns items in the order of arrival.
     """
 
     def __init__(self, max_items: int, max_bytes: int, *, reorder: bool = True) -> None:
@@ -50,11 +50,11 @@ class Lookahead(Generic[Item]):
 
     @property
     def full(self) -> bool:
-        """There is no room for a further item."""
+        """Whether there is no room for another item."""
         return len(self) >= self._max_items or self._bytes >= self._max_bytes
 
     def push(self, item: Item, *, key: bytes, number: int, size: int) -> None:
-        """Adds an item. `number` is unlike that of any other; the caller looks at `full` before."""
+        """Adds an item with a unique `number`. The caller checks `full` first."""
         entry = (key, number, size, item)
         self._bytes += size
         if self._arrived is None:
@@ -63,7 +63,7 @@ class Lookahead(Generic[Item]):
             self._arrived.append(entry)
 
     def take(self, taker: int = 0) -> Item | None:
-        """The next item for this taker; None if there is none."""
+        """Removes and returns the next item for this taker; None if the window is empty."""
         if not len(self):
             return None
         entry = self._arrived.popleft() if self._arrived is not None else self._take_sorted(taker)
@@ -72,7 +72,7 @@ class Lookahead(Generic[Item]):
         return item
 
     def forget(self, taker: int) -> None:
-        """A taker is gone, or has lost what it had in its cache: nothing belongs to it any more."""
+        """Forgets a taker that has left, or lost its cache: no item belongs to it any more."""
         self._last.pop(taker, None)
 
     def _take_sorted(self, taker: int) -> _Entry[Item]:
@@ -99,13 +99,13 @@ class Lookahead(Generic[Item]):
         return max(shared.values(), default=-1) > own
 
     def _far_from_others(self, taker: int) -> int:
-        """The border between two groups that is nearest to the middle of the widest stretch between the others."""
+        """The border between two groups that is nearest to the middle of the widest range between the other takers."""
         count = len(self._sorted)
         places = sorted(self._ahead_of(last) for other, last in self._last.items() if other != taker)
         ends = [*places[1:], places[0] + count]
         start, end = max(zip(places, ends, strict=True), key=lambda stretch: stretch[1] - stretch[0])
         middle = (start + end) // 2
-        first, last = max(start + 1, middle - _SEARCHED_FOR_A_BORDER), min(end - 1, middle + _SEARCHED_FOR_A_BORDER)
+        first, last = max(start + 1, middle - _BORDER_SEARCH), min(end - 1, middle + _BORDER_SEARCH)
         near = sorted(range(first, last + 1), key=lambda position: abs(position - middle))
         return min(near, key=self._shared_with_previous, default=middle) % count
 
@@ -115,7 +115,7 @@ class Lookahead(Generic[Item]):
 
 
 def shared_length(one: bytes, other: bytes) -> int:
-    """Bytes that two keys have in common at their front."""
+    """Returns the length of the longest common prefix, in bytes."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most

@@ -1,4 +1,4 @@
-"""An event loop in a thread: asynchronous code for callers that are not, or that have a loop of their own."""
+"""An event loop in a thread, which runs asynchronous code for blocking callers and for other event loops."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Groups(Protocol[T_co]):
-    """Items by the group, on one event loop. Not an asynchronous generator, of which each would cost its own turn."""
+    """Items in groups, on one event loop. Not an asynchronous generator: each item would cost a thread switch."""
 
     async def next(self) -> Sequence[T_co] | None:
-        """The next group; None once there are no more."""
+        """Returns the next group; None after the last."""
         ...
 
     async def close(self) -> None:
-        """No more are wanted."""
+        """Ends the iteration early."""
         ...
 
 
 class LoopThread:
-    """Runs coroutines on a loop of its own, for blocking callers and for other event loops."""
+    """Runs coroutines on a separate loop, for blocking callers and for other event loops."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -39,14 +39,14 @@ class LoopThread:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Starts a coroutine on the loop; cancelling the future cancels it. Raises `EngineDeadError` after `close`."""
-        with self._lock:  # so that what was accepted is never left behind by a loop that stops
+        with self._lock:  # so that a loop that stops leaves no accepted coroutine behind
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
         raise EngineDeadError("the engine was shut down")
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for a coroutine. If the wait is interrupted, so is the coroutine."""
+        """Runs a coroutine and returns its result. If the wait is interrupted, the coroutine is cancelled."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -58,16 +58,13 @@ class LoopThread:
         return await asyncio.wrap_future(self.submit(coroutine))
 
     def iterate(self, groups: Groups[T]) -> Iterator[T]:
-        """The items of groups. Leaving the iteration early closes them.
-
-        Groups, since threads take turns for each of them.
-        """
+        """Yields the items of groups, at one thread switch per group. Leaving it early closes the groups."""
         iteration = _Iteration(groups)
         try:
             while (group := self.run(iteration.next())) is not None:
                 yield from group
         finally:
-            with suppress(EngineDeadError):  # then the loop closed it
+            with suppress(EngineDeadError):  # the loop has closed them already
                 self.run(iteration.close())
 
     async def iterate_async(self, groups: Groups[T]) -> AsyncGenerator[T, None]:
@@ -83,11 +80,11 @@ class LoopThread:
 
     @property
     def is_current(self) -> bool:
-        """True on the loop's own thread, which must not wait for the loop."""
+        """Whether this is the loop's thread, which must not wait for the loop."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Ends the thread. What still runs on the loop is cancelled."""
+        """Cancels what runs on the loop, and ends the thread."""
         with self._lock:
             last = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
             self._closed = True
@@ -98,7 +95,7 @@ class LoopThread:
 
 
 class _Iteration(Generic[T]):
-    """Steps through groups, one after the other: closing waits for a step that was cancelled to end."""
+    """Steps through groups one at a time: closing waits for a cancelled step to end."""
 
     def __init__(self, groups: Groups[T]) -> None:
         self._groups = groups

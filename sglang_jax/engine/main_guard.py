@@ -1,7 +1,7 @@
-"""The script that a spawned process runs once more, and the guard that it needs for that.
+"""Checks that a spawned process can run the main script once more.
 
 `multiprocessing` sets up a spawned process by running the parent's main module, under the name `__mp_main__`. If that
-creates an engine with processes of its own, it would do so in each of them, without end.
+module creates an engine with separate processes, each of these would create further ones, without end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from sglang_jax.errors import ConfigError
 
 CORE_NAME = "sglang-jax-core"
-# Exit status of a core whose script has no guard. A core that fails otherwise has 1, or a signal.
+# Exit status of a core whose script has no guard. Other failures give 1, or a signal.
 UNGUARDED_STATUS = 78
 
 UNGUARDED = (
@@ -29,15 +29,15 @@ NO_FILE = (
 
 
 def check_main() -> None:
-    """Called before an engine starts a process.
+    """Checks the main script before an engine starts a process.
 
-    **Raises:** `ConfigError` if the main module cannot be run once more, or is just being run for that. A process
-    of an engine ends at once instead, and the one that started it says what is wrong.
+    **Raises:** `ConfigError` if the main module cannot be run once more, or is being run for that just now. In a
+    process of an engine, it ends the process at once instead, and the parent reports the error.
     """
     main = sys.modules["__main__"]
     if _runs_once_more():
         if multiprocessing.current_process().name == CORE_NAME:
-            os._exit(UNGUARDED_STATUS)  # from whatever thread: there is nothing to save
+            os._exit(UNGUARDED_STATUS)  # works on any thread; there is nothing to save
         raise ConfigError(UNGUARDED)
     path = getattr(main, "__file__", None)
     if path is not None and getattr(main, "__spec__", None) is None and not Path(path).exists():
@@ -45,6 +45,6 @@ def check_main() -> None:
 
 
 def _runs_once_more() -> bool:
-    """Whether this process is still being set up. From then on `__mp_main__` is the main module."""
+    """Whether this process is still being set up. Afterwards, `__mp_main__` is the main module."""
     again = sys.modules.get("__mp_main__")
     return again is not None and again.__name__ == "__mp_main__" and again is not sys.modules["__main__"]

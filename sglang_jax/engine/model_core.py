@@ -15,7 +15,7 @@ from sglang_jax.checkpoint.resolve import ModelSource
 from sglang_jax.checkpoint.token_table import load_token_table
 from sglang_jax.config import EngineConfig, GrammarLibrary, SamplingDefaults, ServerConfig, Warmup
 from sglang_jax.engine.channel import CoreChannel, Ready
-from sglang_jax.engine.start_log import WarmUpProgress, said_every_few_seconds
+from sglang_jax.engine.start_log import WarmUpProgress, log_every_few_seconds
 from sglang_jax.engine.types import ModelInfo, TextTokenizer
 from sglang_jax.errors import CheckpointError, ParameterError
 from sglang_jax.grammar.compiler import GrammarCompiler
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelCore:
-    """A checkpoint on a backend, behind the scheduler."""
+    """A loaded checkpoint on a backend, with its scheduler."""
 
     def __init__(
         self,
@@ -51,22 +51,22 @@ class ModelCore:
 
     @property
     def ready(self) -> Ready:
-        """What the client needs to know before its first request."""
+        """Properties that the client needs before its first request."""
         return self._ready
 
     def run(self) -> None:
-        """Serves until told to shut down. Raises what the runner raises."""
+        """Serves until it receives `Shutdown`. Raises what the runner raises."""
         self._loop.run()
 
     def close(self) -> None:
-        """Gives the device back."""
+        """Releases the device."""
         if self._grammars is not None:
             self._grammars.close()
         self._runner.close()
 
 
 def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
-    """Loads what `config` names and compiles it. Raises `ConfigError`, `CheckpointError`."""
+    """Loads the model that `config` names and compiles it. Raises `ConfigError`, `CheckpointError`."""
     begin = time.perf_counter()
     checkpoint = open_checkpoint(
         config.model_path,
@@ -79,7 +79,7 @@ def load_core(config: EngineConfig, channel: CoreChannel) -> ModelCore:
     defaults = generation_defaults(config, checkpoint)
     create_runner = load_backend(config)
     grammars = load_grammars(config, checkpoint)
-    with said_every_few_seconds(partial(_loading, config.model_path, begin)):
+    with log_every_few_seconds(partial(_loading, config.model_path, begin)):
         runner = create_runner(config, checkpoint)
     loaded = time.perf_counter()
     report = runner.report()
@@ -104,8 +104,8 @@ def _loading(model_path: str, begin: float) -> str:
 
 
 def load_grammars(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompiler | None:
-    """What follows the grammars of requests; None where there is to be none, or where the tokenizer tells too little:
-    its vocabulary cannot be read, or no token ends an output. Raises `CheckpointError` if there is no tokenizer."""
+    """Creates the compiler of requests' grammars. None if grammars are turned off, or if the vocabulary cannot be read
+    or no token ends an output. Raises `CheckpointError` if there is no tokenizer."""
     if config.grammar_backend is GrammarLibrary.NONE:
         return None
     model = checkpoint.config
@@ -124,8 +124,8 @@ def load_grammars(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompil
 
 
 def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> GenerationDefaults:
-    """The checkpoint's sampling defaults if they are to be applied. Raises `CheckpointError` for a value that no
-    request could have."""
+    """Returns the checkpoint's sampling defaults, empty if they are not to be applied. Raises `CheckpointError` for a
+    value that is invalid in a request."""
     defaults = checkpoint.generation_defaults
     if config.sampling_defaults is SamplingDefaults.OPENAI or not defaults.given():
         return GenerationDefaults()
@@ -142,8 +142,10 @@ def generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> Generat
 
 
 def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
-    """The tokenizer that `config` names. Raises `CheckpointError`."""
-    from sglang_jax.checkpoint.tokenizer import load_tokenizer  # here: a core needs none, and it takes long to import
+    """Loads the tokenizer that `config` names. Raises `CheckpointError`."""
+    from sglang_jax.checkpoint.tokenizer import (
+        load_tokenizer,
+    )  # here: slow to import, and cores do not need it
 
     chat_template = config.chat_template if isinstance(config, ServerConfig) else None
     source = tokenizer_source(config)
@@ -156,18 +158,18 @@ def load_text_tokenizer(config: EngineConfig) -> TextTokenizer:
 
 
 def tokenizer_source(config: EngineConfig) -> ModelSource:
-    """Where the tokenizer that `config` names lies. Raises `CheckpointError`."""
+    """Finds the tokenizer that `config` names. Raises `CheckpointError`."""
     if config.tokenizer_path is None:
         return resolve_tokenizer(config.model_path, config.tokenizer_revision or config.revision, of_model=True)
     return resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
 
 
 def warm_up(runner: Runner, *, first_only: bool = False) -> None:
-    """Builds the runner's programs, and runs them, behind a progress bar; where there is no terminal, with a line of
-    the log every few seconds. `first_only`: see `Runner`."""
+    """Builds and runs the runner's programs, with a progress bar; without a terminal, with a log line every few
+    seconds. `first_only`: see `Runner`."""
     if not sys.stderr.isatty():
         progress = WarmUpProgress()
-        with said_every_few_seconds(progress.describe):
+        with log_every_few_seconds(progress.describe):
             runner.warm_up(progress, first_only=first_only)
         return
     with tqdm(desc="Warming up", unit="program") as bar:
@@ -182,7 +184,7 @@ def warm_up(runner: Runner, *, first_only: bool = False) -> None:
 
 def _ready(config: EngineConfig, checkpoint: Checkpoint, defaults: GenerationDefaults, runner: Runner) -> Ready:
     spec = runner.spec
-    # Of layers that all have windows, or states, a request of any length keeps a part.
+    # If all layers have windows or states, a request of any length keeps only part of its tokens.
     sees_all = any(pool.kind is CacheKind.FULL for pool in spec.pools)
     most = spec.max_total_tokens if sees_all else spec.max_context
     info = ModelInfo(

@@ -1,4 +1,4 @@
-"""What a request has produced so far, between the wire and whoever reads it."""
+"""The outputs of a request, buffered between the core's messages and their reader."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from sglang_jax import errors
 from sglang_jax.engine.detokenizer import OutputText
-from sglang_jax.engine.packed_logprobs import PackedLogprob, PackedLogprobs, packed, unpacked
+from sglang_jax.engine.packed_logprobs import PackedLogprob, PackedLogprobs, pack, unpack
 from sglang_jax.engine.types import FinishKind, FinishReason, GenerateInput, OutputDelta, TokenLogprob
 from sglang_jax.errors import RequestError
 from sglang_jax.scheduler.messages import DraftCounts, Finished, WireError, WireLogprob
 
 TOKEN_BYTES, LOGPROB_BYTES, ALTERNATIVE_BYTES = 100, 150, 12
-"""What a token, its logprob and an alternative take while they wait, about."""
+"""Estimated bytes of a waiting token, of its logprob, and of each alternative."""
 
 PIECE_LOGPROBS = 2048
-"""Logprobs that a stream gives at once: about 2 ms to write."""
+"""Maximum logprobs in one delta of a stream: they take about 2 ms to write."""
 
 _ERROR_CLASSES: dict[str, type[RequestError]] = {
     error.__name__: error
@@ -40,23 +40,23 @@ _ERROR_CLASSES: dict[str, type[RequestError]] = {
 
 
 def request_error(wire: WireError) -> RequestError:
-    """The error that the scheduler met, as it would have been raised here."""
+    """Converts a scheduler's error into the exception that it would have been here."""
     return _ERROR_CLASSES.get(wire.name, RequestError)(wire.message, param=wire.param, code=wire.code)
 
 
 def logprob_bytes(request: GenerateInput) -> int:
-    """What the logprobs of one position take while they wait, about."""
+    """Estimated bytes of one position's logprobs while they wait."""
     return LOGPROB_BYTES + ALTERNATIVE_BYTES * request.top_logprobs_num
 
 
 class Completion:
-    """One of a request's n outputs: gathers what a link brings until somebody takes it.
+    """One of a request's n outputs. Buffers what its link receives until the reader takes it.
 
-    What was taken is forgotten. A reader that is slower than the engine finds more at once; what waits is never more
-    than the output itself.
+    Deltas are forgotten once taken. A reader that is slower than the engine gets larger deltas; the buffer never holds
+    more than the output itself.
 
-    `wire_id` is the name that a link gives it. `aborted`: the core was told to end it, and is to say what did: a turn
-    of a session counts, or does not, for both alike.
+    `wire_id` is its id at the link. `aborted`: an abort was sent; the core decides how the output ended, so both sides
+    agree whether the turn of a session counts.
     """
 
     def __init__(self, outputs: RequestOutputs, *, index: int, prompt_tokens: int, text: OutputText) -> None:
@@ -69,8 +69,8 @@ class Completion:
         self.finish: FinishReason | None = None
         self.delivered = False
         self.aborted = False
-        self._drafts_so_far: tuple[int, int, int] | None = None
-        self._begun = False
+        self._draft_counts: tuple[int, int, int] | None = None
+        self._first_taken = False
         self._first_token = 0.0
         self._sampled: tuple[float, float] | None = None
         self._index = index
@@ -82,29 +82,29 @@ class Completion:
         self._new_text: list[str] = []
         self._new_logprobs: list[TokenLogprob | PackedLogprob] = []
 
-    def begin(self, *, guesses: bool) -> None:
-        """The core has begun it, and guesses tokens or not."""
+    def begin(self, *, drafting: bool) -> None:
+        """Notes that the core started the output. `drafting`: whether the engine drafts tokens."""
         self.outputs.started = True
-        if guesses and self._drafts_so_far is None:
-            self._drafts_so_far = (0, 0, 0)
+        if drafting and self._draft_counts is None:
+            self._draft_counts = (0, 0, 0)
 
-    def note_drafts(self, drafts: int, right: int) -> None:
-        """A step had so many drafts of it, some of which were right."""
-        steps, before, right_before = self._drafts_so_far or (0, 0, 0)
-        self._drafts_so_far = (steps + 1, before + drafts, right_before + right)
+    def note_drafts(self, drafts: int, accepted: int) -> None:
+        """Adds a step's drafted tokens, and how many of them were accepted."""
+        steps, before, accepted_before = self._draft_counts or (0, 0, 0)
+        self._draft_counts = (steps + 1, before + drafts, accepted_before + accepted)
 
     def add_prompt_logprobs(self, entries: Sequence[WireLogprob]) -> None:
         """Appends the logprobs of the next prompt positions, which all completions of the request share."""
-        self.outputs.add_prompt_logprobs([packed(entry) for entry in entries])
+        self.outputs.add_prompt_logprobs([pack(entry) for entry in entries])
 
     def add_logprob(self, entry: WireLogprob) -> None:
-        """Appends the logprob of the next output token, which follows."""
-        self._new_logprobs.append(packed(entry))
+        """Appends the logprob of the next output token. The token itself is pushed afterwards."""
+        self._new_logprobs.append(pack(entry))
         self._num_logprobs += 1
 
     def push(self, token_id: int) -> bool:
-        """Adds a token; True if its text completed a stop string, which ends the output: at once, unless it is
-        `aborted`. What comes behind that is left out."""
+        """Adds a token. Returns True if its text completed a stop string, which ends the output immediately unless it
+        is `aborted`. Later tokens are ignored."""
         if self._text.matched is not None:
             return False
         self._new_tokens.append(token_id)
@@ -117,14 +117,14 @@ class Completion:
         if self.aborted:
             self._drop_surplus()
         else:
-            self._sampled = (self._first_token, time.monotonic())  # the core is told to say no more of it
-            if self._drafts_so_far is not None:
-                self.drafts = DraftCounts(*self._drafts_so_far)
+            self._sampled = (self._first_token, time.monotonic())  # the core will report nothing more about this output
+            if self._draft_counts is not None:
+                self.drafts = DraftCounts(*self._draft_counts)
             self._finish(FinishReason(FinishKind.STOP, self._text.matched))
         return True
 
     def add(self, delta: OutputDelta) -> None:
-        """Adds what has become text elsewhere."""
+        """Adds a delta that another server has already converted to text."""
         self._by_token = False
         self._new_tokens += delta.token_ids
         self._num_tokens = delta.completion_tokens
@@ -143,7 +143,7 @@ class Completion:
             self.outputs.wake()
 
     def end(self, message: Finished) -> None:
-        """The scheduler's last word on this output."""
+        """Handles the scheduler's final message about this output."""
         self.cached_tokens, self.drafts = message.cached_tokens, message.drafts
         self._sampled = message.sampled
         for token_id in np.frombuffer(message.tokens, "<i4").tolist():
@@ -154,7 +154,7 @@ class Completion:
         self.end_with(FinishReason(FinishKind(message.kind), message.matched_token, error))
 
     def end_with(self, reason: FinishReason) -> None:
-        """Ends the output and shows the text that was held back."""
+        """Ends the output and releases the text that was held back."""
         if self._text.matched is None:
             self._new_text.append(self._text.flush())
         if self._text.matched is not None and reason.kind is not FinishKind.ABORT:
@@ -167,7 +167,7 @@ class Completion:
         self.outputs.wake()
 
     def _drop_surplus(self) -> None:
-        """Logprobs come before their tokens, and none is taken in between: those without a token are still here."""
+        """Drops logprobs without a token: a logprob is not taken before its token, so they are still here."""
         surplus = self._num_logprobs - self._num_tokens
         if surplus > 0:
             del self._new_logprobs[-surplus:]
@@ -180,22 +180,22 @@ class Completion:
 
     @property
     def has_news(self) -> bool:
-        """Something to take: a new token, or the end."""
+        """Whether there is something to take: a new token, or the end."""
         return bool(self._new_tokens) or (self.finish is not None and not self.delivered)
 
     @property
     def unread_bytes(self) -> int:
-        """Memory that waits until it is taken, about."""
+        """Estimated bytes that wait to be taken."""
         each = logprob_bytes(self.outputs.request)
         return TOKEN_BYTES * len(self._new_tokens) + each * len(self._new_logprobs)
 
     def forget(self) -> None:
-        """Nobody will take what waits."""
+        """Drops the waiting output, which will not be read."""
         self._new_text, self._new_tokens, self._new_logprobs = [], [], []
 
     def take(self) -> OutputDelta:
-        """What is new since the last call; of a stream with logprobs `PIECE_LOGPROBS` of them at most, as a reader who
-        comes late may find thousands of tokens."""
+        """Returns the output since the last call. A delta of a stream has at most `PIECE_LOGPROBS` logprobs, because a
+        slow reader may find thousands of tokens."""
         count = len(self._new_tokens)
         if self._new_logprobs and self._by_token and self.outputs.request.stream:
             count = min(count, max(1, PIECE_LOGPROBS // (1 + self.outputs.request.top_logprobs_num)))
@@ -214,28 +214,28 @@ class Completion:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self._num_tokens - left,
             cached_tokens=self.cached_tokens,
-            queue_seconds=None if self._begun else self.queue_seconds,
+            queue_seconds=None if self._first_taken else self.queue_seconds,
             sampled=None if finish is None else self._sampled,
             finish=finish,
-            logprobs=list(map(unpacked, logprobs)) if self.outputs.request.stream else PackedLogprobs(logprobs),
-            prompt_logprobs=None if self._begun else self.outputs.prompt_logprobs,
+            logprobs=list(map(unpack, logprobs)) if self.outputs.request.stream else PackedLogprobs(logprobs),
+            prompt_logprobs=None if self._first_taken else self.outputs.prompt_logprobs,
             drafts=self.drafts,
         )
-        if not self._begun:
-            self._begun = True
-            self.outputs.begun()
+        if not self._first_taken:
+            self._first_taken = True
+            self.outputs.note_first_delta()
         self.delivered = finish is not None
         return delta
 
 
 class RequestOutputs:
-    """The outputs of one request at one link, for the one task that reads them. They are given as they grow where the
-    request streams, otherwise each once, finished.
+    """The outputs of one request at one link, for the one task that reads them. A streaming request's outputs are
+    returned as they grow; otherwise each is returned once, finished.
 
-    - `started`: the link's core had begun the request.
-    - `in_pieces`: a completion gave a part of what there was.
-    - `prompt_logprobs`: of the request's prompt, if they are wanted. The core computes them for the first completion;
-      the others wait for them, and all share this one list: it may be larger by far than all that they say.
+    - `started`: the core had started the request.
+    - `in_pieces`: a completion returned only part of its waiting output.
+    - `prompt_logprobs`: logprobs of the prompt, if requested. The core computes them once, for the first completion;
+      the others wait for them and share this list, which may be much larger than the outputs.
     """
 
     def __init__(self, request: GenerateInput) -> None:
@@ -244,68 +244,69 @@ class RequestOutputs:
         self.started = False
         wanted = request.return_logprob and request.logprob_start_len >= 0
         self.prompt_logprobs: PackedLogprobs | None = PackedLogprobs() if wanted else None
-        # A session has one completion, which waits for no other, and its core says how many tokens the turn adds.
+        # A session's turn has one completion, which waits for no other; only its core knows how many tokens it adds.
         shared = wanted and request.session is None
-        self._missing = len(request.prompt) - request.logprob_start_len if shared else 0
-        self._to_begin = request.sampling.n
+        self._missing_prompt_logprobs = len(request.prompt) - request.logprob_start_len if shared else 0
+        self._first_deltas_left = request.sampling.n
         self._failure: RequestError | None = None
         self._given_up = False
         self.in_pieces = False
         self._news: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """Tells the reader that there is something to take."""
+        """Wakes the reader because there is something to take."""
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprob | PackedLogprob]) -> None:
         """Appends the logprobs of the next prompt positions."""
-        if not self._to_begin:  # a prompt that was aborted on the way: all have what there was
+        if (
+            not self._first_deltas_left
+        ):  # aborted while the prompt was computed: each completion already has what there was
             return
         self.prompt_logprobs = PackedLogprobs() if self.prompt_logprobs is None else self.prompt_logprobs
         self.prompt_logprobs.add(entries)
-        self._missing -= len(entries)
+        self._missing_prompt_logprobs -= len(entries)
         self.wake()
 
-    def begun(self) -> None:
-        """One more completion has said its first, and with it the prompt's logprobs; they are let go behind the last:
-        a stream may go on for long."""
-        self._to_begin -= 1
-        if not self._to_begin:
+    def note_first_delta(self) -> None:
+        """Counts the first delta of a completion, which has the prompt's logprobs. They are freed after the last
+        completion's, because a stream may run for long."""
+        self._first_deltas_left -= 1
+        if not self._first_deltas_left:
             self.prompt_logprobs = None
 
     def fail(self, error: RequestError) -> None:
-        """There will be no more: the reader gets what is there, then this error unless all outputs had ended."""
+        """Ends the outputs with an error. The reader gets it after the buffered output, unless all had ended."""
         self._failure = error
         self.wake()
 
     @property
     def unread_bytes(self) -> int:
-        """Memory of what streams and waits until it is taken, about."""
+        """Estimated bytes that wait to be taken; 0 without streaming."""
         if not self.request.stream:
             return 0
         prompt = logprob_bytes(self.request) * len(self.prompt_logprobs or ())
         return prompt + sum(one.unread_bytes for one in self.completions)
 
     def give_up(self, error: RequestError) -> None:
-        """What waits is dropped: the reader gets this error next."""
+        """Drops the buffered output, so that the reader gets this error next."""
         for completion in self.completions:
             completion.forget()
-        self.prompt_logprobs, self._to_begin = None, 0
+        self.prompt_logprobs, self._first_deltas_left = None, 0
         self._given_up = True
         self.fail(error)
 
     def close(self) -> None:
-        """Nobody reads any more. Completions and this refer to each other: so cut apart they, and what nobody took, are
-        freed at once, and not when the garbage collector comes. So does an error that was raised: it knows from where.
-        """
+        """Releases the outputs after their reader has left. Cuts references in both directions, and of a raised error
+        to its frames, so that the memory is freed at once instead of at the next garbage collection."""
         self.completions = ()
         self._failure = None
 
     async def take(self) -> list[OutputDelta]:
-        """Waits until something is new, and gives all that is; nothing once every output has given its last. Raises
-        what `fail` was given."""
-        if self.in_pieces:  # others have a turn between two pieces of what was there at once
+        """Waits for new output and returns all of it; an empty list after the last. Raises the error given to
+        `fail`."""
+        if self.in_pieces:  # lets other tasks run between two pieces
             self.in_pieces = False
             await asyncio.sleep(0)
         while True:
@@ -320,13 +321,13 @@ class RequestOutputs:
             await self._news
 
     def _ready(self) -> tuple[list[OutputDelta], bool]:
-        """What is new, and whether every output had given its last before."""
+        """Returns the new deltas, and whether every output had already returned its last."""
         stream, ended = self.request.stream, True
         ready = []
         for completion in self.completions:
             if not completion.delivered:
                 ended = False
-                if self._missing > 0 and self.completions[0].finish is None:
+                if self._missing_prompt_logprobs > 0 and self.completions[0].finish is None:
                     continue
                 if completion.finish is not None or (stream and completion.has_news):
                     ready.append(completion.take())

@@ -1,4 +1,4 @@
-"""Which part of the machine each replica has: CPU cores, GPUs or TPU chips."""
+"""Assigns CPU cores, GPUs or TPU chips to replicas."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from sglang_jax.runner.this_machine import (
 )
 
 _CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""How as many TPU chips of one node lie, as libtpu is told."""
+"""libtpu's grid of a node's TPU chips, by their number."""
 
 _LIBTPU_PORT = 8476
-"""Where libtpu of replica 0 listens; each further replica one port up."""
+"""The port of replica 0's libtpu; each further replica uses the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What one replica has, to be applied in its own process before a backend is imported.
+    """A replica's part of the machine, to be applied in its process before a backend is imported.
 
-    - `name`: how log lines call it.
-    - `device`: what it runs on, where the options said auto.
-    - `cores`: CPUs that its threads run on; none: any.
-    - `environment`: variables that show its devices, and no others, to their driver.
-    - `memory_share`: of what memory the device has, where replicas share one: all of them on a CPU.
+    - `name`: its name in log lines.
+    - `device`: the kind of device, after resolving auto.
+    - `cores`: CPUs that its threads run on; empty: any.
+    - `environment`: variables that restrict the driver to its devices.
+    - `memory_share`: its share of the device's memory if replicas share one: all of them on a CPU.
     """
 
     name: str
@@ -43,15 +43,15 @@ class Placement:
     memory_share: float = 1.0
 
     def apply(self) -> None:
-        """Gives this process what the replica has."""
+        """Restricts this process to the replica's devices and cores."""
         os.environ.update(self.environment)
         if self.cores and sys.platform == "linux":
-            # Later threads inherit it; those of numpy's BLAS have been there since its import.
+            # New threads inherit the affinity; numpy's BLAS threads have existed since its import.
             for thread in os.listdir("/proc/self/task"):
                 os.sched_setaffinity(int(thread), self.cores)
 
     def options(self, config: EngineConfig) -> EngineConfig:
-        """The replica's own options: one engine, on its device, with its share of memory."""
+        """Returns the replica's options: one engine, on its device, with its share of memory."""
         share = config.mem_fraction_static * self.memory_share
         return config.model_copy(update={"device": self.device, "mem_fraction_static": share, "dp_size": 1})
 
@@ -62,10 +62,9 @@ class Placement:
 
 
 def place_replicas(config: EngineConfig, count: int) -> list[Placement]:
-    """Where each of `count` replicas runs: GPUs and TPU chips by number, `tp_size` to a replica; CPU cores in equal
-    parts.
+    """Assigns devices to `count` replicas: `tp_size` GPUs or TPU chips each, by number, or equal numbers of CPU cores.
 
-    **Raises:** `ConfigError` for more replicas than the machine has devices for, naming both.
+    **Raises:** `ConfigError` if the machine has too few devices; the message has both numbers.
     """
     if config.nnodes > 1:
         raise ConfigError(
@@ -104,7 +103,7 @@ def _on_cores(count: int) -> list[Placement]:
 
 def _on_gpus(tp_size: int, count: int) -> list[Placement]:
     listed = VisibleDevices().cuda_visible_devices
-    gpus = _listed(listed) if listed is not None else [str(number) for number in range(num_cuda_gpus())]
+    gpus = _parse_devices(listed) if listed is not None else [str(number) for number in range(num_cuda_gpus())]
     if count * tp_size > len(gpus):
         where = "this machine has" if listed is None else f"CUDA_VISIBLE_DEVICES={listed} shows"
         raise ConfigError(
@@ -114,7 +113,7 @@ def _on_gpus(tp_size: int, count: int) -> list[Placement]:
         Placement(
             name=f"replica {number}",
             device=Device.CUDA,
-            environment=(("CUDA_VISIBLE_DEVICES", ",".join(_part(gpus, number, tp_size))),),
+            environment=(("CUDA_VISIBLE_DEVICES", ",".join(_slice_of(gpus, number, tp_size))),),
         )
         for number in range(count)
     ]
@@ -122,7 +121,7 @@ def _on_gpus(tp_size: int, count: int) -> list[Placement]:
 
 def _on_chips(tp_size: int, count: int) -> list[Placement]:
     listed = VisibleDevices().tpu_visible_chips
-    chips = _listed(listed) if listed is not None else [str(number) for number in range(num_tpu_chips())]
+    chips = _parse_devices(listed) if listed is not None else [str(number) for number in range(num_tpu_chips())]
     each = -(-tp_size // devices_per_tpu_chip())
     if each not in _CHIP_BOUNDS:
         raise ConfigError(
@@ -138,14 +137,14 @@ def _on_chips(tp_size: int, count: int) -> list[Placement]:
         Placement(
             name=f"replica {number}",
             device=Device.TPU,
-            environment=_chip_environment(_part(chips, number, each), _LIBTPU_PORT + number),
+            environment=_chip_environment(_slice_of(chips, number, each), _LIBTPU_PORT + number),
         )
         for number in range(count)
     ]
 
 
 def separate_slice(chips: int) -> Placement:
-    """One replica on all chips of a node whose slice has other nodes: to libtpu the node is a slice by itself.
+    """Places one replica on all chips of a node of a larger slice: libtpu treats the node as a separate slice.
 
     **Raises:** `ConfigError` for a number of chips that no node has.
     """
@@ -156,7 +155,7 @@ def separate_slice(chips: int) -> Placement:
 
 
 def _chip_environment(chips: Sequence[str], port: int) -> tuple[tuple[str, str], ...]:
-    """libtpu in this process is a slice of its own, of these chips alone."""
+    """Environment that makes libtpu in this process a separate slice of only these chips."""
     return (
         ("TPU_VISIBLE_CHIPS", ",".join(chips)),
         ("TPU_CHIPS_PER_PROCESS_BOUNDS", _CHIP_BOUNDS[len(chips)]),
@@ -164,19 +163,19 @@ def _chip_environment(chips: Sequence[str], port: int) -> tuple[tuple[str, str],
         ("TPU_PROCESS_ADDRESSES", f"localhost:{port}"),
         ("TPU_PROCESS_PORT", str(port)),
         ("CLOUD_TPU_TASK_ID", "0"),
-        # Those of GKE name the other nodes of the slice.
+        # GKE's values name the other nodes of the slice.
         ("TPU_WORKER_ID", "0"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
     )
 
 
-def _part(devices: Sequence[str], number: int, size: int) -> Sequence[str]:
+def _slice_of(devices: Sequence[str], number: int, size: int) -> Sequence[str]:
     return devices[number * size : (number + 1) * size]
 
 
-def _listed(text: str) -> list[str]:
-    """Devices of a list with commas. As CUDA reads it, -1 and what comes after it do not count."""
+def _parse_devices(text: str) -> list[str]:
+    """Splits a list of devices at commas. Like CUDA, ignores -1 and everything after it."""
     names = [name.strip() for name in text.split(",")]
     if "-1" in names:
         names = names[: names.index("-1")]

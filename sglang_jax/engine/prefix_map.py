@@ -1,4 +1,4 @@
-"""What a replica probably has in its prefix cache, as far as it can be told from the requests that it was given."""
+"""Estimates what a replica has in its prefix cache, from the requests that were sent to it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace, Node, RadixT
 
 
 class PrefixMap:
-    """Prompts that went to one replica: the very tree that the replica keeps, without KV.
+    """Prompts that were sent to one replica, in the same tree as the replica's cache, without KV.
 
-    It holds as many tokens as the replica's pool and forgets what was used least recently, as the replica does. It is
-    wrong where the replica's pool is partly taken by running requests, and about outputs, which it does not see; it is
-    asked where to send a request, not what is cached.
+    It holds as many tokens as the replica's pool and, like the replica, evicts the least recently used first. It is
+    wrong if running requests occupy part of the replica's pool, and about outputs, which it does not see. That is good
+    enough for routing.
 
     **Arguments:** `page_size`: tokens of a page; `capacity`: tokens to remember.
     """
@@ -30,15 +30,15 @@ class PrefixMap:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it remembers."""
+        """Number of remembered tokens."""
         return self._pages.evictable * self._tree.page_size
 
     def match(self, tokens: bytes, namespace: Namespace) -> int:
-        """How many tokens at the front of a prompt (int32 bytes) the replica has seen, in whole pages."""
+        """Returns how many tokens at the front of a prompt (int32 bytes) the replica has seen, in whole pages."""
         return self._tree.probe(tokens, namespace).length
 
     def add(self, tokens: bytes, namespace: Namespace) -> None:
-        """A prompt goes to the replica. Of one that is longer than the capacity, the front is remembered."""
+        """Adds a prompt that is sent to the replica; only its front if it is longer than the capacity."""
         page_bytes = self._tree.page_size * TOKEN_BYTES
         pages = min(len(tokens) // page_bytes, self._capacity)
         if pages == 0:
@@ -51,9 +51,9 @@ class PrefixMap:
 
 
 class _CountedPages(Component):
-    """Pages that are nothing but counted: all of them can go at any time, those of the least recently used leaf first.
+    """A component that only counts pages: all can be evicted at any time, the least recently used leaf first.
 
-    A node needs no value: its key tells how many pages it has. Locks last no longer than an insert.
+    Nodes store no value, because a node's key determines its number of pages. Locks are held only during an insert.
     """
 
     complete = True
@@ -65,10 +65,10 @@ class _CountedPages(Component):
         self.evictable += len(pages)
 
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
-        """No node lacks a page."""
+        """Does nothing: no node lacks a page."""
 
     def split(self, upper: Node, lower: Node) -> None:
-        """Nothing is held that could be divided."""
+        """Does nothing: a node has no value to split."""
 
     def may_join(self, upper: Node, lower: Node) -> bool:
         return True
@@ -89,7 +89,7 @@ class _CountedPages(Component):
         self.touch(node)
 
     def session_begins(self, node: Node) -> None:
-        """No session depends on what is remembered."""
+        """Does nothing: no session depends on the map."""
 
     def session_ends(self, node: Node) -> None:
         """As `session_begins`."""
@@ -121,4 +121,4 @@ class _CountedPages(Component):
             self.order.add(node)
 
     def give_back(self) -> None:
-        """Nothing is held that could be freed."""
+        """Does nothing: there is no memory to free."""

@@ -1,4 +1,4 @@
-"""Where an engine core runs: in a thread of this process, or in a process of its own."""
+"""Runs an engine core in a thread of this process, or in a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import zmq
 
 from sglang_jax import logs
 from sglang_jax.config import EngineConfig
-from sglang_jax.engine.allocator import memory_given_back
+from sglang_jax.engine.allocator import releasing_free_memory
 from sglang_jax.engine.channel import CoreChannel
 from sglang_jax.engine.collector import frozen_heap
 from sglang_jax.engine.core import Core, CoreLoader, run_core
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class CoreThread:
-    """A core in a thread. It ends when told to, or with the interpreter."""
+    """A core in a thread. It ends on request, or with the interpreter."""
 
     def __init__(
         self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]], address: str, load: CoreLoader
@@ -51,14 +51,14 @@ class CoreThread:
 
     @property
     def pulse(self) -> Pulse | None:
-        """None: what cannot be killed is not watched."""
+        """None: a thread cannot be killed, so it is not watched."""
         return None
 
     def dump_stacks(self) -> None:
-        """Does nothing: the threads of this process are its own business."""
+        """Does nothing: the core's threads belong to the caller's process."""
 
     def kill(self) -> None:
-        """Does nothing: a thread ends by itself, once the step in flight is done."""
+        """Does nothing: the thread ends by itself after the step in flight."""
 
     def _run(self, config: EngineConfig, channel: CoreChannel, load: CoreLoader) -> None:
         try:
@@ -72,15 +72,15 @@ class CoreThread:
 
 
 class CoreProcess:
-    """A core in a spawned process, which dies with this one. Its death is noticed at once.
+    """A core in a spawned process, which ends with this one. Its end is noticed at once.
 
-    It leads a process group, so that the processes which it starts (ranks on other devices) end with it, even those
-    that are stopped or stuck.
+    It leads a process group, so that the processes that it starts (ranks on other devices) end with it, even stopped or
+    stuck ones.
 
-    Interrupts that a terminal or a service manager sends to the whole group are for this process to judge: the core's
-    process ignores SIGINT and SIGTERM.
+    The core ignores SIGINT and SIGTERM, which a terminal or a service manager sends to the whole group: this process
+    decides what to do.
 
-    **Arguments:** `placement`: the part of the machine that it has, None for all of it.
+    **Arguments:** `placement`: the core's part of the machine, None for all of it.
 
     **Raises:** `ConfigError` if the main module cannot be run once more: see `main_guard`.
     """
@@ -121,8 +121,7 @@ class CoreProcess:
         return self._pulse
 
     def dump_stacks(self) -> None:
-        """See `CoreHandle.dump_stacks`. One that was stopped goes on for it: a stopped process takes no signal but
-        SIGKILL."""
+        """See `CoreHandle.dump_stacks`. Also continues a stopped process, which handles no signal except SIGKILL."""
         if self._ended.done():
             return
         logger.error("Process %d of the engine is in state %s; the stacks of its threads:", self.pid, _state(self.pid))
@@ -130,18 +129,18 @@ class CoreProcess:
         self._signal_group(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Ends the process at once, and those that it started."""
+        """Kills the process and those that it started."""
         if not self._ended.done():
             self._signal_group(signal.SIGKILL)
             self._process.kill()  # it may not lead its group yet
 
     def _signal_group(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # there is no such group before the process has made it
+        with suppress(ProcessLookupError):  # the process may not have created its group yet
             os.killpg(self.pid, number)
 
     def _on_end(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
-        # Before it is reaped, as until then its number is no other group's.
+        # Before the process is reaped: until then, no other group can have its number.
         self._signal_group(signal.SIGKILL)
         self._process.join()
         atexit.unregister(self._process.kill)
@@ -159,7 +158,7 @@ def _describe_exit(exitcode: int | None) -> str:
 
 
 def _state(pid: int) -> str:
-    """What Linux says that a process is at, such as `S (sleeping)`, `T (stopped)`, `D (disk sleep)`."""
+    """Returns a process's state from /proc, such as `S (sleeping)`, `T (stopped)`, `D (disk sleep)`."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -189,29 +188,29 @@ def _process_main(
     loaded = False
     with ExitStack() as stack:
 
-        def load_and_cling(config: EngineConfig, channel: CoreChannel) -> Core:
+        def load_and_guard(config: EngineConfig, channel: CoreChannel) -> Core:
             nonlocal loaded
             core = load(config, channel)
             loaded = True
-            die_with_parent()  # by the kernel, as from now on nothing is left to be removed
+            die_with_parent()  # from now on the kernel may kill it: there is nothing left to clean up
             stack.enter_context(frozen_heap())
-            stack.enter_context(memory_given_back())
+            stack.enter_context(releasing_free_memory())
             return core
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
-        well = run_core(config, CoreChannel(context, address, Pulse(words)), load_and_cling)
-    if loaded:  # and closed: a compiler may be at work on another thread, and fail if its libraries are torn down
+        well = run_core(config, CoreChannel(context, address, Pulse(words)), load_and_guard)
+    if loaded:  # A compiler may still run on another thread, and would fail if its libraries were unloaded.
         logging.shutdown()
         os._exit(0 if well else 1)
     raise SystemExit(1)
 
 
 def _follow_parent(address: str) -> None:
-    """Ends this process and those that it started when the one that started it has ended."""
+    """Kills this process and those that it started after its parent has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     folder = Path(address.removeprefix("ipc://")).parent
-    shutil.rmtree(folder, ignore_errors=True)  # the parent may have had no time to
+    shutil.rmtree(folder, ignore_errors=True)  # the parent may not have removed it
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""From what a client calls a prompt to checked token ids."""
+"""Converts a client's prompt to checked token ids."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from sglang_jax.engine.types import GenerateInput, ModelInfo, TextTokenizer
 from sglang_jax.errors import ParameterError, PromptTooLongError
 
 LONG_TEXT = 1024
-"""Texts of more characters are tokenized in a thread, so that the event loop goes on meanwhile."""
+"""Texts of more characters are tokenized in a thread, so that they do not block the event loop."""
 
 SHORT_TEXT = 8192
-"""Texts of up to so many characters have threads of their own, so that they wait for no longer one: a few milliseconds
-each, where one of 32,000 characters takes ten."""
+"""Texts of up to this many characters have separate threads, so that they do not wait for longer ones: they take a few
+milliseconds each, and one of 32,000 characters takes ten."""
 
 LARGE_TEXT = 65_536
-"""Texts of more characters are tokenized one at a time, and counted first, so many characters at a time: each token
-takes some hundred bytes while its text is tokenized."""
+"""Texts of more characters are tokenized one at a time, because each token takes some hundred bytes meanwhile. Their
+tokens are counted first, in pieces of this many characters."""
 
 CUT_TOKENS = 1024
-"""A text that is cut has other tokens around the cut, and never so many more."""
+"""A cut may increase the number of tokens, but always by fewer than this."""
 
 TOKENIZER_THREADS = 2
-"""For short texts, and as many for those that are neither short nor large."""
+"""Threads for short texts, and the same number for those that are neither short nor large."""
 
 
 class PromptReader:
-    """Tokenizes texts, long ones in threads of its own: in turns of those they are of, and none for who has left."""
+    """Tokenizes texts, long ones in threads that tenants share fairly. A text whose request has left is skipped."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -43,16 +43,16 @@ class PromptReader:
 
     @cached_property
     def opening(self) -> int:
-        """The token that the tokenizer puts before texts; -1 if it puts none there, whatever the model's BOS is: that
-        of SmolLM2 begins each message of a chat, and no text."""
+        """The token that the tokenizer puts before texts; -1 if there is none. It may differ from the model's BOS:
+        SmolLM2's BOS starts each message of a chat, but no text."""
         plain, whole = self._tokenizer.encode("a", add_special_tokens=False), self._tokenizer.encode("a")
         return whole[0] if whole[:1] != plain[:1] else -1
 
     async def token_ids(self, request: GenerateInput, info: ModelInfo) -> NDArray[np.int32]:
-        """The ids `[tokens]` of a request's prompt. What is too long is refused before it costs anything.
+        """Returns the ids `[tokens]` of a request's prompt. Refuses a prompt that is too long before spending time on
+        it.
 
-        **Raises:** `PromptTooLongError`; `ParameterError` for ids that the model does not have, and as
-        `validation.check_length` does.
+        **Raises:** `PromptTooLongError`; `ParameterError` for unknown ids, and as `validation.check_length` does.
         """
         prompt = request.prompt
         if isinstance(prompt, str):
@@ -75,10 +75,10 @@ class PromptReader:
         tenant: str = "",
         flow: str = "",
     ) -> list[int]:
-        """The ids of a text, which is part of the request `flow` of a tenant. Others are served meanwhile.
+        """Returns the ids of a text of the request `flow` of a tenant, without blocking other requests.
 
-        **Raises:** `PromptTooLongError` for a large text that has more than `most_tokens`. One that has few more
-        is tokenized all the same, and is for the caller to refuse. `ParameterError` as the tokenizer does.
+        **Raises:** `PromptTooLongError` for a large text that has clearly more than `most_tokens`. Other texts may
+        exceed it: the caller checks the result. `ParameterError` as the tokenizer does.
         """
         encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if len(text) <= LONG_TEXT:
@@ -94,7 +94,7 @@ class PromptReader:
             try:
                 counted += len(self._tokenizer.encode(text[start : start + LARGE_TEXT], add_special_tokens=False))
             except ParameterError:
-                return encode()  # which says where in the whole text it is
+                return encode()  # raises with the position in the whole text
             if counted - CUT_TOKENS * (start // LARGE_TEXT) > most_tokens:
                 raise PromptTooLongError(
                     f"{param} has more than {most_tokens} tokens, the limit: the first "
@@ -104,7 +104,7 @@ class PromptReader:
         return encode()
 
     def close(self) -> None:
-        """Ends the threads once they are done with what they have."""
+        """Ends the threads after their current work."""
         self._for_short_texts.close()
         self._threads.close()
         self._for_large_texts.close()

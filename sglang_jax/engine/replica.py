@@ -1,4 +1,4 @@
-"""One of several engines that serve the same model: started, watched, and started again when it is lost."""
+"""A replica: an engine that is started, watched, and restarted when it is lost."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaEngine(Protocol):
-    """What a replica watches."""
+    """An engine as a replica sees it."""
 
     async def ended(self) -> str:
-        """Waits until the engine is gone; tells how it ended."""
+        """Waits until the engine has ended. Returns how it ended."""
         ...
 
     async def close(self, *, drain: bool = False) -> None:
-        """Ends it, with `drain` once its requests have finished. May be called again."""
+        """Ends the engine; with `drain`, after its requests have finished. May be called again."""
         ...
 
 
@@ -39,13 +39,13 @@ EngineT_co = TypeVar("EngineT_co", bound=ReplicaEngine, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How a lost engine is started again. Times are in seconds.
+    """How a lost engine is restarted. Times are in seconds.
 
-    The first try is made at once; each further one, as long as engines fail within `settled`, after twice the time of
-    the one before, from `first` to `most`.
+    The first restart is immediate. While engines fail within `settled`, each further one waits twice as long as the one
+    before, from `first` up to `most`.
 
-    - `give_up`: after so many starts in a row that failed; None: never.
-    - `max_restarts`: so many in a row, of engines that failed to start or did not last `settled`; None: no limit.
+    - `give_up`: consecutive failed starts after which the replica stops; None: never.
+    - `max_restarts`: maximum consecutive restarts of engines that fail to start or within `settled`; None: no limit.
     """
 
     first: float = 1.0
@@ -55,16 +55,16 @@ class Backoff:
     max_restarts: int | None = None
 
     def delay(self, failures: int) -> float:
-        """How long to wait before the next start, after so many failures in a row."""
+        """Returns the delay before the next start, after `failures` consecutive failures."""
         return 0.0 if failures <= 1 else float(min(self.first * 2 ** (failures - 2), self.most))
 
 
 class Replica(Generic[EngineT_co]):
-    """An engine that is there again after it was lost. All methods run on one event loop.
+    """An engine that is restarted after it was lost. All methods run on one event loop.
 
     **Arguments:**
 
-    - `start`: starts the engine and waits until it serves; called again for each new one.
+    - `start`: starts the engine and waits until it serves; called again for each restart.
     - `on_change`: called with the index after each change of `state`.
     - `clock`, `sleep`: time, in seconds.
     """
@@ -92,37 +92,37 @@ class Replica(Generic[EngineT_co]):
         self._failures = 0
         self._restarts_in_a_row = 0
         self._changed = asyncio.Event()
-        self._keeper: asyncio.Task[None] | None = None
+        self._keep_task: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> ReplicaState:
-        """Where it is in its life."""
+        """The replica's current state."""
         return self._state
 
     @property
     def client(self) -> EngineT_co:
-        """The engine. Raises `EngineDeadError` while there is none, with the reason."""
+        """The engine. Raises `EngineDeadError` with the reason if there is none."""
         if self._client is None or self._state not in (ReplicaState.SERVING, ReplicaState.DRAINING):
             raise EngineDeadError(f"replica {self.index} is {self._state}: {self._end or 'no engine yet'}")
         return self._client
 
     @property
     def last_end(self) -> str:
-        """How the last engine ended, or why the last start failed; empty if all went well."""
+        """How the last engine ended, or why the last start failed; empty if neither has happened."""
         return self._end
 
     async def start(self) -> None:
-        """Starts the engine, and from then on keeps one running. Raises what the first start raises."""
+        """Starts the engine, and keeps one running from then on. Raises what the first start raises."""
         self._client = await self._start()
-        self._set(ReplicaState.SERVING)
-        self._keeper = asyncio.create_task(self._keep(), name=f"replica-{self.index}")
+        self._set_state(ReplicaState.SERVING)
+        self._keep_task = asyncio.create_task(self._keep_running(), name=f"replica-{self.index}")
 
     def start_later(self) -> None:
-        """As `start`, but tries until it succeeds, and does not wait for it."""
-        self._keeper = asyncio.create_task(self._keep(), name=f"replica-{self.index}")
+        """Like `start`, but retries until it succeeds, and returns immediately."""
+        self._keep_task = asyncio.create_task(self._keep_running(), name=f"replica-{self.index}")
 
     async def serving(self) -> EngineT_co:
-        """The engine, once it serves. Raises `EngineDeadError` if it was closed or given up."""
+        """Waits until the engine serves, and returns it. Raises `EngineDeadError` if the replica has stopped."""
         while self._state is not ReplicaState.SERVING:
             if self._state is ReplicaState.STOPPED:
                 raise EngineDeadError(f"replica {self.index} is stopped: {self._end}")
@@ -130,7 +130,7 @@ class Replica(Generic[EngineT_co]):
         return self.client
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Lets the engine finish what it has, within `timeout` seconds, and starts a new one; returns once that serves.
+        """Lets the engine finish its requests within `timeout` seconds, starts a new one, and waits until it serves.
 
         **Raises:** `EngineDeadError` if the replica does not serve, or if no new engine could be started.
         """
@@ -138,7 +138,7 @@ class Replica(Generic[EngineT_co]):
             raise EngineDeadError(f"replica {self.index} is {self._state}: only a serving replica can be drained")
         client = self.client
         logger.info("Replica %d drains", self.index)
-        self._set(ReplicaState.DRAINING)
+        self._set_state(ReplicaState.DRAINING)
         changed = self._changed
         try:
             await asyncio.wait_for(client.close(drain=True), timeout)
@@ -149,19 +149,19 @@ class Replica(Generic[EngineT_co]):
         await self.serving()
 
     async def close(self, *, drain: bool = False) -> None:
-        """Ends the engine for good; with `drain` once its requests have finished."""
-        if self._keeper is not None:
-            self._keeper.cancel()
+        """Ends the engine without a restart; with `drain`, after its requests have finished."""
+        if self._keep_task is not None:
+            self._keep_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
+                await self._keep_task
         self._end = "it was shut down"
         client, self._client = self._client, None
-        self._set(ReplicaState.STOPPED)
+        self._set_state(ReplicaState.STOPPED)
         if client is not None:
             await client.close(drain=drain)
 
-    async def _keep(self) -> None:
-        """Nobody waits for this task: what fails here is logged here, and ends the replica."""
+    async def _keep_running(self) -> None:
+        """Watches and restarts the engine. Logs its own errors, which stop the replica: no caller awaits it."""
         try:
             while self._state is not ReplicaState.STOPPED:
                 await self._watch()
@@ -169,10 +169,10 @@ class Replica(Generic[EngineT_co]):
         except Exception as error:
             logger.exception("Replica %d is abandoned", self.index)
             self._end = f"{type(error).__name__}: {error}"
-            self._set(ReplicaState.STOPPED)
+            self._set_state(ReplicaState.STOPPED)
 
     async def _watch(self) -> None:
-        """Returns once the engine, if there is one, has ended and its resources are given back."""
+        """Waits until the engine, if there is one, has ended, and releases its resources."""
         client = self._client
         if client is None:
             return
@@ -180,13 +180,13 @@ class Replica(Generic[EngineT_co]):
         reason = await client.ended()
         if self._state is ReplicaState.DRAINING:
             logger.info("Replica %d is drained and restarts", self.index)
-            self._set(ReplicaState.STARTING)
+            self._set_state(ReplicaState.STARTING)
         else:
             self._end = reason
             if self._clock() - begin >= self._backoff.settled:
                 self._failures = self._restarts_in_a_row = 0
             self._failures += 1
-            self._set(ReplicaState.DEAD)
+            self._set_state(ReplicaState.DEAD)
         await client.close()
         self._client = None
 
@@ -201,7 +201,7 @@ class Replica(Generic[EngineT_co]):
                 failed_starts += 1
                 self._failures += 1
                 self._end = f"it failed to start: {error}"
-                self._set(ReplicaState.DEAD)
+                self._set_state(ReplicaState.DEAD)
                 if failed_starts == self._backoff.give_up:
                     self._give_up(f"{failed_starts} starts in a row failed")
                     return
@@ -209,11 +209,11 @@ class Replica(Generic[EngineT_co]):
                     return
             else:
                 self.restarts += 1
-                self._set(ReplicaState.SERVING)
+                self._set_state(ReplicaState.SERVING)
                 logger.info("Replica %d serves", self.index)
 
     async def _may_start_again(self, what: str, failures: int) -> bool:
-        """Waits until it is time to; False if the replica is given up instead."""
+        """Waits for the delay before the next start. False if the replica stops instead."""
         if self._restarts_in_a_row == self._backoff.max_restarts:
             self._give_up(f"it was restarted {self._restarts_in_a_row} times in a row")
             return False
@@ -221,14 +221,14 @@ class Replica(Generic[EngineT_co]):
         logger.error("Replica %d %s (%s); it is restarted in %g s", self.index, what, self._end, delay)
         await self._sleep(delay)
         self._restarts_in_a_row += 1
-        self._set(ReplicaState.STARTING)
+        self._set_state(ReplicaState.STARTING)
         return True
 
     def _give_up(self, why: str) -> None:
         logger.error("Replica %d is not restarted again: %s (last failure: %s)", self.index, why, self._end)
-        self._set(ReplicaState.STOPPED)
+        self._set_state(ReplicaState.STOPPED)
 
-    def _set(self, state: ReplicaState) -> None:
+    def _set_state(self, state: ReplicaState) -> None:
         self._state = state
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -242,7 +242,7 @@ LaunchReplica = Callable[[EngineConfig, Placement], Awaitable[AsyncEngineClient]
 async def launch_replicas(
     config: EngineConfig, count: int, *, launch: LaunchReplica | None = None, backoff: Backoff | None = None
 ) -> list[Replica[AsyncEngineClient]]:
-    """Replicas each of which has a front end of its own: for callers that share out requests themselves.
+    """Starts replicas that each have their own front end, for callers that distribute requests themselves.
 
     **Arguments:** `launch`: for tests and other cores.
 
@@ -258,27 +258,27 @@ async def start_replicas(
     *,
     backoff: Backoff | None = None,
 ) -> list[Replica[EngineT_co]]:
-    """Starts `count` engines of the same model, each in a process of its own with its own part of the machine, and
-    waits until all of them serve.
+    """Starts `count` engines of the same model, each in a separate process on its own part of the machine, and waits
+    until all of them serve.
 
-    **Arguments:** `launch`: starts an engine, or a link to one, with a replica's options at its place.
+    **Arguments:** `launch`: starts an engine, or a link to one, from a replica's options and placement.
 
-    **Raises:** `ConfigError` if the machine has no room for so many, and what `launch` raises; no engine is left
-    running then.
+    **Raises:** `ConfigError` if the machine is too small for them, and what `launch` raises; then no engine is left
+    running.
     """
-    replicas = placed_replicas(config, count, launch, backoff=backoff)
+    replicas = create_replicas(config, count, launch, backoff=backoff)
     await start_all(replicas)
     return replicas
 
 
-def placed_replicas(
+def create_replicas(
     config: EngineConfig,
     count: int,
     launch: Callable[[EngineConfig, Placement], Awaitable[EngineT_co]],
     *,
     backoff: Backoff | None = None,
 ) -> list[Replica[EngineT_co]]:
-    """As `start_replicas` starts them, not started yet. Raises `ConfigError` if the machine has no room for so many."""
+    """Like `start_replicas`, without starting them. Raises `ConfigError` if the machine is too small for them."""
     placements = place_replicas(config, count)
     for placement in placements:
         logger.info("%s", placement)
@@ -289,7 +289,7 @@ def placed_replicas(
 
 
 async def start_all(replicas: Sequence[Replica[EngineT_co]]) -> None:
-    """Waits until all of them serve. Raises what the first that failed raised; no engine is left running then."""
+    """Starts all replicas and waits until they serve. Raises the first error; then no engine is left running."""
     try:
         async with asyncio.TaskGroup() as starts:
             for replica in replicas:
@@ -302,12 +302,12 @@ async def start_all(replicas: Sequence[Replica[EngineT_co]]) -> None:
 
 
 async def close_replicas(replicas: Sequence[Replica[EngineT_co]], *, drain: bool = False) -> None:
-    """Ends all of them at the same time."""
+    """Ends all replicas concurrently."""
     await asyncio.gather(*(replica.close(drain=drain) for replica in replicas))
 
 
 def _launcher() -> LaunchReplica:
-    """Replicas, and those that take their places, share one tokenizer in this process."""
+    """Launches engines that share one tokenizer in this process."""
     shared = SharedTokenizer()
 
     async def launch(config: EngineConfig, placement: Placement) -> AsyncEngineClient:
@@ -317,9 +317,9 @@ def _launcher() -> LaunchReplica:
 
 
 class SharedTokenizer:
-    """Loads a tokenizer once, whichever thread asks first.
+    """Loads a tokenizer once, for callers on any thread.
 
-    **Arguments:** `load`: how; None for the one that the options name.
+    **Arguments:** `load`: loads it; None for the tokenizer that the options name.
     """
 
     def __init__(self, load: TokenizerLoader | None = None) -> None:

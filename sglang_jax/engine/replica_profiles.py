@@ -1,4 +1,4 @@
-"""Profiles of several replicas: all take one, or none does."""
+"""Records profiles of several replicas: all of them, or none."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sglang_jax.errors import EngineDeadError, ParameterError, ReplicaLostError,
 logger = logging.getLogger(__name__)
 
 Serving = Sequence[Replica[Link]]
-"""Replicas that serve."""
+"""Serving replicas."""
 
 
 async def start_profiles(serving: Serving, folders: Sequence[str], steps: int | None) -> list[str]:
-    """Each records to its own of `folders`. Returns the folders of the recordings.
+    """Makes each replica record to its own entry of `folders`. Returns the folders of the profiles.
 
-    **Raises:** `ParameterError` or `ReplicaLostError` with what the first said that cannot record; those that started
-    are stopped.
+    **Raises:** `ParameterError` or `ReplicaLostError` with the message of the first replica that failed; those that
+    started are stopped.
     """
     own = dict(zip(serving, folders, strict=True))
     started, failed = await _each(serving, lambda replica: replica.client.start_profile(own[replica], steps))
@@ -33,10 +33,10 @@ async def start_profiles(serving: Serving, folders: Sequence[str], steps: int | 
 
 
 async def stop_profiles(serving: Serving) -> list[str]:
-    """Returns the folders of what was recorded.
+    """Stops recording on all replicas. Returns the folders of the profiles.
 
-    **Raises:** `ParameterError` or `ReplicaLostError` with what the first said that wrote no recording, and the folders
-    of those that did.
+    **Raises:** `ParameterError` or `ReplicaLostError` with the message of the first replica that wrote no profile, and
+    the folders of those that did.
     """
     written, failed = await _each(serving, _stop)
     if failed:
@@ -51,7 +51,7 @@ def _stop(replica: Replica[Link]) -> Awaitable[str]:
 async def _each(
     serving: Serving, ask: Callable[[Replica[Link]], Awaitable[str]]
 ) -> tuple[list[str], dict[Replica[Link], RequestError]]:
-    """What each answered, and what those raised that did not."""
+    """Calls `ask` for each replica. Returns the answers, and the errors of those that failed."""
     answers = await asyncio.gather(*(ask(replica) for replica in serving), return_exceptions=True)
     folders: list[str] = []
     failed: dict[Replica[Link], RequestError] = {}
@@ -66,7 +66,7 @@ async def _each(
 
 
 def _first(failed: dict[Replica[Link], RequestError], others: str) -> RequestError:
-    """What the first that failed said, and what became of the others."""
+    """The error of the first replica that failed, with the outcome of the others."""
     replica, error = next(iter(failed.items()))
     message = f"replica {replica.index}: {error.message}; {others}"
     if isinstance(error, EngineDeadError):

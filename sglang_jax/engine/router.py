@@ -1,4 +1,4 @@
-"""Replicas behind one front end: every request goes to one of them, and what is asked of the engine to all."""
+"""Routes each request to one replica, and sends management calls to all of them."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ from sglang_jax.scheduler.request_builder import arrival_seed
 logger = logging.getLogger(__name__)
 
 MAX_REROUTES = 3
-"""How often a request is given to another replica after it was lost: whatever kills engines kills no more than that."""
+"""Maximum reroutes of a request after its replica was lost. It bounds the engines that a harmful request can kill."""
 
 STATE_SECONDS = 10.0
-"""How long a replica that is asked for its figures may take, which it gives between two steps."""
+"""Seconds that a replica may take to report its figures, which it does between two steps."""
 
 
 class Router:
-    """`Links` of replicas; one engine that is kept running is the only one. All methods run on one event loop.
+    """`Links` of one or more replicas. All methods run on one event loop.
 
-    A request that a replica had not started when it was lost goes to another one, or to the same once it is started
-    again. One that a full queue refused goes to another one. One that ran fails, with `ReplicaLostError` if there are
-    others. While no replica serves, but one is being started, requests wait.
+    If a replica is lost, its unstarted requests go to another replica, or to the same one after its restart. Its
+    running requests fail, with `ReplicaLostError` if there are other replicas. A request that a full queue refused goes
+    to another replica. While no replica serves, but one is starting, requests wait.
 
-    Requests without a seed get theirs here, by order of arrival, so that what they sample does not depend on where.
+    Requests without a seed get one here, by order of arrival, so that their samples do not depend on the replica.
 
-    A session lives and dies with one replica, and its id tells which (`session_home`), so that nothing is
-    remembered of it here.
+    A session belongs to one replica and is lost with it. `session_home` computes the replica from the session's id, so
+    the router stores nothing about sessions.
 
     **Arguments:**
 
     - `replicas`: at least one serves.
-    - `policy`: which replica a request goes to, unless its `routing_key` tells.
-    - `max_waiting`: most requests that wait while no replica serves; None: no limit.
-    - `addresses`: HOST:PORT of each replica, empty for engines of this server; none where all are.
+    - `policy`: chooses the replica of a request without a `routing_key`.
+    - `max_waiting`: maximum requests that wait while no replica serves; None: no limit.
+    - `addresses`: HOST:PORT of each replica, empty for engines of this server; may be left out if all are.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Router:
         self._random_seed = random_seed
         self._max_waiting = max_waiting
         self._addresses = addresses or [""] * len(replicas)
-        self._alone = len(replicas) == 1 and not addresses
+        self._is_single = len(replicas) == 1 and not addresses
         self._model_info = next(one.client.model_info for one in replicas if one.state is ReplicaState.SERVING)
         self._in_flight = [0] * len(replicas)
         self._arrivals = 0
@@ -91,27 +91,26 @@ class Router:
 
     @property
     def model_info(self) -> ModelInfo:
-        """The model's properties."""
         return self._model_info
 
     @property
     def max_running_requests(self) -> int:
-        """Most completions that the replicas which serve run at once."""
+        """Maximum completions that run at once, over all serving replicas."""
         return sum(replica.client.max_running_requests for replica in self._serving())
 
     @property
     def alive(self) -> bool:
-        """A replica serves."""
+        """Whether a replica serves."""
         return bool(self._serving())
 
     @property
     def gone(self) -> bool:
-        """All replicas are given up, or were closed."""
+        """Whether all replicas are stopped: closed, or not restarted any more."""
         return all(replica.state is ReplicaState.STOPPED for replica in self.replicas)
 
     @property
     def stats(self) -> SchedulerStats:
-        """The replicas' newest snapshots together."""
+        """The sum of the replicas' newest snapshots."""
         return total_stats([load.stats for load in self.loads()])
 
     def loads(self) -> list[ReplicaLoad]:
@@ -124,7 +123,7 @@ class Router:
         return self._num_waiting
 
     def admit(self, request: GenerateInput) -> GenerateInput:
-        """See `Links.admit`: with a seed, if it has none."""
+        """See `Links.admit`. Adds a seed if the request has none."""
         sampling = request.sampling
         first = self._arrivals + 1
         self._arrivals += sampling.n
@@ -164,12 +163,12 @@ class Router:
         return home.client
 
     def _home(self, session_id: str) -> Replica[Link] | None:
-        """The replica of a session, None while it does not serve."""
+        """The replica of a session; None if it does not serve."""
         index = session_home(session_id, len(self.replicas))
         return next((one for one in self._serving() if one.index == index), None)
 
     async def open_session(self, options: SessionOptions) -> str:
-        """See `Links.open_session`. A session whose id is not given goes to a replica with the least to do."""
+        """See `Links.open_session`. A session without an id goes to a replica with the lowest load."""
         session_id = self._new_session_id() if options.session_id is None else options.session_id
         home = self._home(session_id)
         if home is None:
@@ -182,7 +181,7 @@ class Router:
 
     def _new_session_id(self) -> str:
         serving = self._some_serving()
-        loads = {one.index: self._in_flight[one.index] + one.client.foreign_load for one in serving}
+        loads = {one.index: self._in_flight[one.index] + one.client.external_load for one in serving}
         least = {index for index, load in loads.items() if load == min(loads.values())}
         while session_home(made_up := uuid.uuid4().hex, len(self.replicas)) not in least:
             pass
@@ -215,12 +214,12 @@ class Router:
             return
         routed.lost += 1
         if partly_read or error.started or routed.lost > (MAX_REROUTES if error.started is False else 1):
-            raise self._as_told(routed, error) from error
+            raise self._client_error(routed, error) from error
         logger.info("Rerouted a request that replica %d had not started", routed.index)
 
-    def _as_told(self, routed: RoutedRequest, error: EngineDeadError) -> EngineDeadError:
-        """What the client of a request is told that was lost. Where there are others, it may be sent again at once."""
-        if self._alone:
+    def _client_error(self, routed: RoutedRequest, error: EngineDeadError) -> EngineDeadError:
+        """The error that a lost request's client gets. With other replicas, it says to send the request again."""
+        if self._is_single:
             return EngineDeadError(f"{error.message}; it was running the request", started=True)
         return ReplicaLostError(
             f"replica {routed.index} was lost while it ran the request ({error.message}); send it again", started=True
@@ -232,7 +231,7 @@ class Router:
         changed.set()
 
     async def flush_cache(self, *, idle: bool) -> bool:
-        """See `EngineClient.flush_cache`: of all replicas that serve."""
+        """See `EngineClient.flush_cache`. Clears the caches of all serving replicas."""
         if not idle:
             return False
         serving = self._serving()
@@ -243,24 +242,23 @@ class Router:
         return all(done)
 
     async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        """See `EngineClient.start_profile`; each of several replicas that serve has a folder of its own in `folder`,
-        and all record or none."""
+        """See `EngineClient.start_profile`. Several replicas record to subfolders of `folder`: all, or none."""
         serving = self._some_serving()
-        if self._alone:
+        if self._is_single:
             return [await serving[0].client.start_profile(folder, steps)]
         return await start_profiles(serving, [f"{folder}/replica-{one.index}" for one in serving], steps)
 
     async def stop_profile(self) -> list[str]:
         """See `EngineClient.stop_profile`."""
         serving = self._some_serving()
-        return [await serving[0].client.stop_profile()] if self._alone else await stop_profiles(serving)
+        return [await serving[0].client.stop_profile()] if self._is_single else await stop_profiles(serving)
 
     async def states(self) -> list[dict[str, object]]:
-        """See `EngineClient.states`; a replica that does not serve has nothing but its state."""
+        """See `EngineClient.states`. Of a replica that does not serve, only the state is known."""
         return await asyncio.gather(*(self._state(replica) for replica in self.replicas))
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """See `EngineClient.cache_reports`; of replicas that serve."""
+        """See `EngineClient.cache_reports`. Covers the serving replicas."""
         serving = self._serving()
         reports = await asyncio.gather(*(replica.client.cache_reports() for replica in serving))
         return [
@@ -270,11 +268,11 @@ class Router:
         ]
 
     async def drain(self, index: int | None, timeout: float | None = None) -> None:
-        """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and starts it anew; meanwhile
-        others take new requests.
+        """Drains and restarts one replica, or all one after the other. Each gets `timeout` seconds to finish its
+        requests; meanwhile others take new ones.
 
         **Raises:** `ParameterError` if there is no such replica, if it does not serve, or if another is draining;
-        `EngineDeadError` if a replica does not come back: those after it are left alone then.
+        `EngineDeadError` if a replica does not come back, and then the replicas after it are not drained.
         """
         if index is not None and not 0 <= index < len(self.replicas):
             raise ParameterError(f"replica must be from 0 to {len(self.replicas) - 1}, got {index}", param="replica")
@@ -306,12 +304,12 @@ class Router:
         return self._reasons()
 
     async def close(self, *, drain: bool) -> None:
-        """Ends all replicas, with `drain` once their requests have finished."""
+        """Ends all replicas; with `drain`, after their requests have finished."""
         await close_replicas(self.replicas, drain=drain)
 
     async def _wait_for_replica(self) -> None:
-        """Until something has changed. Raises `EngineDeadError` if no replica will serve again, and `QueueFullError`
-        if too many requests wait."""
+        """Waits until a replica's state changes. Raises `EngineDeadError` if no replica will serve again, and
+        `QueueFullError` if too many requests wait."""
         if self.gone:
             raise EngineDeadError(f"no replica is left ({self._reasons()})")
         if self._max_waiting is not None and self._num_waiting >= self._max_waiting:
@@ -330,14 +328,14 @@ class Router:
 
     def _pick(self, routed: RoutedRequest, serving: Sequence[Replica[Link]]) -> Link:
         candidates = [
-            Candidate(replica.index, self._in_flight[replica.index] + replica.client.foreign_load)
+            Candidate(replica.index, self._in_flight[replica.index] + replica.client.external_load)
             for replica in serving
         ]
         request = routed.request
         assert isinstance(request.prompt, np.ndarray)
         tokens, key, namespace = request.prompt.tobytes(), request.routing_key, request.extra_key
         index = sticky_choice(key, candidates) if key else self._policy.choose(tokens, namespace, candidates)
-        self._policy.sent(index, tokens, namespace)
+        self._policy.note_sent(index, tokens, namespace)
         self._note_sent(routed, index)
         return self.replicas[index].client
 
@@ -346,7 +344,7 @@ class Router:
         routed.index = index
 
     def _serving(self) -> list[Replica[Link]]:
-        """An engine is lost some turns of the event loop before its replica knows."""
+        """The serving replicas. `alive` is checked because a lost engine's replica learns of it later."""
         return [one for one in self.replicas if one.state is ReplicaState.SERVING and one.client.alive]
 
     def _some_serving(self) -> list[Replica[Link]]:
@@ -388,11 +386,11 @@ class Router:
 
 
 _MEANS: dict[str, Callable[[Sequence[float]], float]] = {"new_token_reserve": lambda values: sum(values) / len(values)}
-"""How a figure of several schedulers becomes one, where it is not their sum."""
+"""Figures that are not summed over schedulers, and how they are combined."""
 
 
 def total_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """The figures of several schedulers as those of one."""
+    """Combines the figures of several schedulers."""
     values = [msgspec.structs.asdict(one) for one in stats]
     lists = ("groups", "experts")
     figures = {name: _MEANS.get(name, sum)([one[name] for one in values]) for name in values[0] if name not in lists}
@@ -400,7 +398,7 @@ def total_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
 
 
 def _total_groups(stats: Sequence[SchedulerStats]) -> list[GroupUsage]:
-    """The pools of all replicas, added up by name: replicas that have not told yet have none."""
+    """Sums the pools of all replicas by name. Replicas that have not reported yet have none."""
     totals: dict[str, GroupUsage] = {}
     for group in (group for one in stats for group in one.groups):
         so_far = totals.get(group.name, GroupUsage(group.name, 0, 0))
@@ -415,8 +413,8 @@ def _total_groups(stats: Sequence[SchedulerStats]) -> list[GroupUsage]:
 
 
 def _total_experts(stats: Sequence[SchedulerStats]) -> list[ExpertBalance]:
-    """Of each layer the tokens of all replicas, and their balancedness by tokens: each replica has experts of its own,
-    so that what one has too few of does not make good for another."""
+    """Sums the tokens of each layer over all replicas, and averages balancedness weighted by tokens: each replica has
+    its own experts, so an imbalance in one is not offset by another."""
     totals: dict[int, ExpertBalance] = {}
     for one in (one for each in stats for one in each.experts):
         so_far = totals.get(one.layer, ExpertBalance(one.layer, 0, 0.0))

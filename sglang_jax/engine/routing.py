@@ -1,4 +1,4 @@
-"""Which replica a request goes to. Policies know prompts, loads and nothing else; they neither wait nor send."""
+"""Policies that choose the replica of a request from prompts and loads; they neither wait nor send."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica that takes requests. `load`: completions that it runs or that wait there."""
+    """A replica that takes requests. `load`: completions that are running or queued there."""
 
     index: int
     load: int
 
 
 class RoutingPolicy(Protocol):
-    """Chooses among candidates, of which there is at least one, in the order of their indices."""
+    """Chooses among candidates: at least one, in the order of their indices."""
 
     def choose(self, tokens: bytes, namespace: Namespace, candidates: Sequence[Candidate]) -> int:
-        """The index of the replica for a prompt (int32 bytes)."""
+        """Returns the index of the replica for a prompt (int32 bytes)."""
         ...
 
-    def sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
-        """A prompt goes to this replica, whoever chose it."""
+    def note_sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
+        """Notes that a prompt is sent to this replica, whether the policy chose it or not."""
         ...
 
     def reset(self, index: int, capacity: int) -> None:
-        """The replica's cache is empty now, and holds `capacity` tokens."""
+        """Notes that the replica's cache is empty now, and holds `capacity` tokens."""
         ...
 
 
 class RoundRobin:
-    """One after the other."""
+    """Chooses the replicas in rotation."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -46,16 +46,16 @@ class RoundRobin:
         """See `RoutingPolicy.choose`."""
         return _next_after(self._last, candidates)
 
-    def sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
-        """See `RoutingPolicy.sent`."""
+    def note_sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
+        """See `RoutingPolicy.note_sent`."""
         self._last = index
 
     def reset(self, index: int, capacity: int) -> None:
-        """Nothing is remembered of a replica."""
+        """Does nothing: it stores nothing about replicas."""
 
 
 class LeastLoaded:
-    """The replica with the least to do; among equals one after the other."""
+    """Chooses the replica with the lowest load; rotates among equals."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -65,43 +65,43 @@ class LeastLoaded:
         least = min(candidate.load for candidate in candidates)
         return _next_after(self._last, [candidate for candidate in candidates if candidate.load == least])
 
-    def sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
-        """See `RoutingPolicy.sent`."""
+    def note_sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
+        """See `RoutingPolicy.note_sent`."""
         self._last = index
 
     def reset(self, index: int, capacity: int) -> None:
-        """Nothing is remembered of a replica."""
+        """Does nothing: it stores nothing about replicas."""
 
 
-MOST_AHEAD = 64
-"""Completions by which a replica may be ahead of another, at most."""
+MAX_AHEAD = 64
+"""Maximum completions by which a replica's load may exceed another's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """When a prefix decides, and when loads are too uneven for that. The same rule, with the same defaults, as in
+    """When a cached prefix decides, and when loads are too uneven for that. The rule and its defaults are those of
     SGLang's router.
 
-    - `least_share`: a match counts if it is more than this share of the prompt.
+    - `min_share`: a match counts if it is more than this share of the prompt.
     - `absolute`, `relative`: loads are uneven if the largest is more than `absolute` above the smallest, and more than
       `relative` times as large.
     """
 
-    least_share: float = 0.3
-    absolute: int = MOST_AHEAD
+    min_share: float = 0.3
+    absolute: int = MAX_AHEAD
     relative: float = 1.5
 
     def uneven(self, candidates: Sequence[Candidate]) -> bool:
-        """Somebody waits here while there is room elsewhere."""
+        """Whether the loads are so uneven that requests may wait at one replica while another has room."""
         loads = [candidate.load for candidate in candidates]
         return max(loads) - min(loads) > self.absolute and max(loads) > self.relative * min(loads)
 
 
 class CacheAware:
-    """The replica that has the longest prefix of the prompt; the least loaded one where none has much of it, or where
-    loads are uneven.
+    """Chooses the replica with the longest cached prefix of the prompt; the least loaded one if no match is long
+    enough, or if loads are uneven.
 
-    What a replica has is told by a `PrefixMap` of the prompts that it was given.
+    A `PrefixMap` of the prompts sent to a replica estimates what its cache holds.
     """
 
     def __init__(self, page_size: int, balance: Balance) -> None:
@@ -114,12 +114,12 @@ class CacheAware:
         if not self._balance.uneven(candidates):
             matches = {one.index: self._maps[one.index].match(tokens, namespace) for one in candidates}
             longest = max(matches.values())
-            if longest * TOKEN_BYTES > self._balance.least_share * len(tokens):
+            if longest * TOKEN_BYTES > self._balance.min_share * len(tokens):
                 return self._least([one for one in candidates if matches[one.index] == longest])
         return self._least(candidates)
 
-    def sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
-        """See `RoutingPolicy.sent`."""
+    def note_sent(self, index: int, tokens: bytes, namespace: Namespace) -> None:
+        """See `RoutingPolicy.note_sent`."""
         self._maps[index].add(tokens, namespace)
 
     def reset(self, index: int, capacity: int) -> None:
@@ -127,12 +127,12 @@ class CacheAware:
         self._maps[index] = PrefixMap(self._page_size, capacity)
 
     def _least(self, candidates: Sequence[Candidate]) -> int:
-        """The least loaded one; among equals the one that remembers least, whose cache has most room."""
+        """The least loaded candidate; among equals, the one with the fewest remembered tokens."""
         return min(candidates, key=lambda one: (one.load, self._maps[one.index].num_tokens, one.index)).index
 
 
 def create_policy(method: LoadBalanceMethod, page_size: int, balance: Balance) -> RoutingPolicy:
-    """The policy of this name. Before a replica is a candidate, `reset` is called for it."""
+    """Creates the policy of this name. Call its `reset` for a replica before the replica is a candidate."""
     match method:
         case LoadBalanceMethod.CACHE_AWARE:
             return CacheAware(page_size, balance)
@@ -143,8 +143,8 @@ def create_policy(method: LoadBalanceMethod, page_size: int, balance: Balance) -
 
 
 def sticky_choice(routing_key: str, candidates: Sequence[Candidate]) -> int:
-    """The replica of a key: the same as long as it is among the candidates. When it is not, its keys are spread over
-    the others, and those of the others stay where they are.
+    """Returns the replica of a key: always the same while it is among the candidates. While it is not, its keys are
+    spread over the others, whose own keys stay.
 
     Rendezvous hashing (Thaler and Ravishankar 1998).
     """
@@ -156,7 +156,7 @@ def sticky_choice(routing_key: str, candidates: Sequence[Candidate]) -> int:
 
 
 def session_home(session_id: str, replicas: int) -> int:
-    """The replica of a session, of so many, whether it serves or not: the same for every router that asks."""
+    """Returns the replica of a session, whether it serves or not. All routers compute the same one."""
     return sticky_choice(session_id, [Candidate(index, 0) for index in range(replicas)])
 
 

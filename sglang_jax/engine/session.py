@@ -1,4 +1,4 @@
-"""A session of the engine in this process, as scripts use it."""
+"""A session of an in-process engine, for scripts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from sglang_jax.engine.types import GenerateInput, GenerateOutput, SessionTurnIn
 from sglang_jax.errors import EngineDeadError, SessionNotFoundError
 
 Run = Callable[[Prompt, Sampling | None, GenerateInput], GenerateOutput | Iterator[GenerateOutput]]
-"""Completes one prompt, for which the last argument has all but the prompt and how to sample."""
+"""Completes one prompt. The last argument has the other fields of the request."""
 
 
 class Session:
-    """A conversation that keeps its memory between turns. Made by `Engine.open_session`.
+    """A conversation whose KV cache is kept between turns. Created by `Engine.open_session`.
 
     >>> with engine.open_session() as session:
     ...     first = session.generate("The capital of France is", {"max_new_tokens": 8})
     ...     second = session.generate(" Its largest museum is", {"max_new_tokens": 8})
 
-    Each turn is given what comes behind the one before, and computes that alone. A turn that fails, or whose stream is
-    left early, changes nothing: the next one follows the last that finished. The end of a `with` block closes it,
-    unless it has timed out or its engine is lost.
+    A turn's prompt is only the text after the previous turn, and only that is computed. A turn that fails, or whose
+    stream is left early, changes nothing: the next one follows the last finished turn. Leaving a `with` block closes
+    the session, unless it has timed out or its engine is lost.
 
-    **Arguments:** `session_id`: what the engine calls it; `run`, `close`: what the engine does for it.
+    **Arguments:** `session_id`: the engine's id of the session; `run`, `close`: the engine's functions for it.
     """
 
     def __init__(self, session_id: str, run: Run, close: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class Session:
         stream: bool = False,
         **request: Unpack[RequestOptions],
     ) -> GenerateOutput | Iterator[GenerateOutput]:
-        """The next turn: what `prompt`, a text or token ids, adds to the session. Otherwise as `Engine.generate`.
+        """Runs the next turn. `prompt`: text or token ids to append to the session. Otherwise like `Engine.generate`.
 
         **Raises:** `SessionBusyError` while a turn runs, `SessionNotFoundError` once the session is closed or has timed
         out, and whatever `Engine.generate` does.
@@ -74,7 +74,7 @@ class Session:
         return self._run(prompt, sampling_params, template)
 
     def close(self) -> None:
-        """Lets its memory go; further calls do nothing. Raises `SessionNotFoundError` if it has timed out."""
+        """Closes the session; further calls do nothing. Raises `SessionNotFoundError` if it has timed out."""
         if not self._closed:
             self._closed = True
             self._close()

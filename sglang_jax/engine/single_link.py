@@ -1,4 +1,4 @@
-"""The one link of an engine that nobody starts again: one in this process, or a replica of somebody else's."""
+"""The link of an engine that is not restarted: one in this process, or a replica that its owner restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_jax.scheduler.messages import SchedulerStats
 
 
 class SingleLink:
-    """`Links` of which there is one. What it cannot do, nobody can."""
+    """`Links` with one link. A failure of the link is final."""
 
     def __init__(self, link: CoreLink) -> None:
         self._link = link
@@ -42,7 +42,7 @@ class SingleLink:
 
     @property
     def gone(self) -> bool:
-        """See `Links.gone`: nobody starts it again."""
+        """See `Links.gone`. The engine is not restarted."""
         return not self.alive
 
     @property
@@ -60,17 +60,17 @@ class SingleLink:
         return None if routed.aborted else self._link
 
     def leave(self, routed: RoutedRequest) -> None:
-        """Nothing is counted."""
+        """Does nothing: no requests are counted."""
 
     def check_first(self, delta: OutputDelta) -> None:
-        """An error is the output's own: there is no other link."""
+        """Does nothing: there is no other link, so an error stays in the output."""
 
     def failed(self, routed: RoutedRequest, error: EngineDeadError | QueueFullError, *, partly_read: bool) -> None:
-        """See `Links.failed`: there is no other."""
+        """See `Links.failed`. There is no other link, so it always raises."""
         raise error
 
     def wake(self) -> None:
-        """Nobody waits in `choose`."""
+        """Does nothing: no request waits in `choose`."""
 
     async def open_session(self, options: SessionOptions) -> str:
         """See `Links.open_session`."""
@@ -83,7 +83,7 @@ class SingleLink:
         await self._link.close_session(session_id, owner)
 
     async def flush_cache(self, *, idle: bool) -> bool:
-        """See `Links.flush_cache`; the core itself knows whether it is idle."""
+        """See `Links.flush_cache`. The core checks by itself whether it is idle."""
         return await self._link.flush_cache()
 
     def loads(self) -> list[ReplicaLoad]:

@@ -1,4 +1,4 @@
-"""Lines of the log while a model is loaded and warmed up: no start is silent for long."""
+"""Regular log lines while a model is loaded and warmed up, so that a slow start does not look stuck."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SECONDS_BETWEEN_LINES = 4.0
 
 
 @contextmanager
-def said_every_few_seconds(describe: Callable[[], str]) -> Iterator[None]:
-    """Logs what `describe` returns every `SECONDS_BETWEEN_LINES` while the block runs, however long one of its calls
-    takes. `describe` is called on another thread."""
+def log_every_few_seconds(describe: Callable[[], str]) -> Iterator[None]:
+    """Logs the result of `describe` every `SECONDS_BETWEEN_LINES` while the block runs, even if one call in it takes
+    longer. `describe` is called on another thread."""
     over = threading.Event()
 
     def say() -> None:
@@ -33,7 +33,7 @@ def said_every_few_seconds(describe: Callable[[], str]) -> Iterator[None]:
 
 
 class WarmUpProgress:
-    """How far a warm-up is. It is called as `Runner.warm_up` calls its `progress`."""
+    """Progress of a warm-up. `Runner.warm_up` calls it as its `progress`."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
@@ -43,7 +43,7 @@ class WarmUpProgress:
         self._so_far = done, total
 
     def describe(self) -> str:
-        """A line with the time that is left, by what the programs took so far; those that take longest come first."""
+        """Returns a line with the time left, extrapolated from the programs so far, which are the slowest."""
         seconds = time.perf_counter() - self._begin
         if self._so_far is None:
             return f"Warming up: {seconds:.0f} s so far"

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.engine.so_far import PutTogether
+from sglang_jax.engine.output_buffer import LazyOutput
 from sglang_jax.errors import RequestError
 from sglang_jax.sampling.defaults import GenerationDefaults
 from sglang_jax.sampling.params import SamplingParams
@@ -25,7 +25,7 @@ class SessionOptions:
     - `session_id`: generated if None.
     - `owner`: the only tenant that may use it.
     - `streaming`: turns may leave out `after`.
-    - `timeout`: seconds without a turn until it is closed; None: the default.
+    - `timeout`: seconds without a turn after which it is closed; None: the default.
     """
 
     session_id: str | None = None
@@ -40,8 +40,8 @@ class SessionTurnInput:
 
     - `after`: the `request_id` of the turn that it follows, which must be the session's last; None: the last one.
     - `name`: the name of the turn, if not its `request_id`.
-    - `opening`: the token that starts a conversation, left out in later turns; -1: none; None: the token that the
-      tokenizer adds before texts.
+    - `opening`: the token that starts a conversation, left out in later turns; -1: there is none; None: the token that
+      the tokenizer adds before texts.
     """
 
     session_id: str
@@ -70,8 +70,8 @@ class GenerateInput:
     - `continues_text`: the output continues the prompt's text, so a leading space is kept. False: the output is a
       separate text, such as a chat answer; sentencepiece starts each text with a space.
     - `session`: the prompt is the next turn of a session that belongs to `tenant`.
-    - `shared_len`: the number of the prompt's first tokens that other prompts probably begin with too. Where layers
-      keep states, one is kept there for those.
+    - `shared_len`: the number of the prompt's first tokens that other prompts probably share. Layers that keep states
+      store a snapshot there.
     """
 
     prompt: str | Sequence[int] | NDArray[np.int32]
@@ -124,13 +124,13 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     The concatenated deltas of a completion are its text, token ids and logprobs. Text in a stream never ends inside a
     multi-byte character, and never contains part of a stop string.
 
-    - `completion_tokens`: output tokens so far, these included.
+    - `completion_tokens`: output tokens so far, including these.
     - `prompt_logprobs`: only in the completion's first delta, if requested.
-    - `queue_seconds`: only in the first delta: seconds until it got a row. None from a remote server that
-      does not report it.
+    - `queue_seconds`: only in the first delta: seconds until it got a row. None from a remote server that does not
+      report it.
     - `sampled`: when its first and its last token were sampled, by `time.monotonic()`; only in the last delta, and only
       if the engine reports it.
-    - `drafts`: in the last delta of a completion that the engine ended, if it guesses tokens.
+    - `drafts`: in the last delta of a completion that the engine ended, if it drafts tokens.
     """
 
     index: int
@@ -148,7 +148,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
 
 
 @dataclass(slots=True, kw_only=True)
-class GenerateOutput(PutTogether):
+class GenerateOutput(LazyOutput):
     """State of one completion, for callers in Python. In a stream, each output has everything generated so far, and
     the part that is new since the previous output.
 
@@ -176,7 +176,7 @@ class GenerateOutput(PutTogether):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Properties of the model. `generation_defaults`: values of sampling fields that a request leaves out; empty if the
-    engine does not apply the model's defaults. `keeps_states`: some of its layers keep a state, and no keys."""
+    engine does not apply the model's defaults. `keeps_states`: some layers keep a state, and no keys."""
 
     model_path: str
     architecture: str
@@ -190,7 +190,7 @@ class ModelInfo:
 
 
 class ReplicaState(StrEnum):
-    """`DEAD`: lost, and to be restarted; `STOPPED`: closed, or not restarted any more."""
+    """State of a replica. `DEAD`: lost, and to be restarted; `STOPPED`: closed, or not restarted any more."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -201,14 +201,14 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """One replica, as operators see it. An engine without replicas is one.
+    """One replica, as operators see it. An engine without replicas is reported as one.
 
-    - `max_running_requests`, `max_total_tokens`: rows and KV tokens that it has; 0 while it has no engine.
+    - `max_running_requests`, `max_total_tokens`: its rows and KV tokens; 0 while it has no engine.
     - `address`: HOST:PORT of a remote server, else empty.
     - `stats`: the newest snapshot of its scheduler; zeros while it has none.
-    - `in_flight`: completions that this process has given it.
-    - `silent_seconds`: how long its engine has made no step though it has work.
-    - `restarts`: how often it was started again; `last_end`: why the last time, or why it failed to start.
+    - `in_flight`: completions that this process has sent it and that have not ended.
+    - `silent_seconds`: how long its engine has made no step although it has work.
+    - `restarts`: number of restarts; `last_end`: why the last engine ended or failed to start.
     """
 
     index: int
@@ -224,24 +224,23 @@ class ReplicaLoad:
 
 
 class StreamDecoder(Protocol):
-    """Turns the tokens of one output into text as they come. A part of a character is held back, not shown as
-    U+FFFD."""
+    """Turns the tokens of one output into text. An incomplete character is held back, not returned as U+FFFD."""
 
     def push(self, token_id: int) -> str:
-        """Text that this token completed, maybe empty."""
+        """Returns the text that this token completed; may be empty."""
         ...
 
     def flush(self) -> str:
-        """Text of what was held back, once the output has ended."""
+        """Returns the text that was held back, after the output has ended."""
         ...
 
 
 class TextTokenizer(Protocol):
-    """Text to ids and back. Thread-safe."""
+    """Converts text to token ids and back. Thread-safe."""
 
     @property
     def longest_token(self) -> int:
-        """Most characters of a text that one token stands for."""
+        """Maximum characters of text in one token."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -255,29 +254,28 @@ class TextTokenizer(Protocol):
         continues_text: bool = False,
         markers: Set[int] = frozenset(),
     ) -> StreamDecoder:
-        """A decoder for one output; cheap to make, and not to be shared between threads. `continues_text`, `markers`:
-        see `GenerateInput`."""
+        """Returns a decoder for one output. It is cheap to make and must not be shared between threads.
+        `continues_text`, `markers`: see `GenerateInput`."""
         ...
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The tokens that `skip_special_tokens` leaves out, by their spellings."""
+        """Ids of the tokens that `skip_special_tokens` leaves out, by their text."""
         ...
 
     @property
     def role_tokens(self) -> Mapping[str, str]:
-        """The spellings of tokens that have a role, by transformers' names of those, such as `bos_token`."""
+        """The text of tokens that have a role, by transformers' names of the roles, such as `bos_token`."""
         ...
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template; empty if there is none. Raises `RequestError` if there are several, and none
-        for chats."""
+        """The chat template; empty without one. Raises `RequestError` if there are several and none is for chats."""
         ...
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
-        """How replies are written, in transformers' words, where the checkpoint says so."""
+        """The format of replies in transformers' schema, if the checkpoint has one; else None."""
         ...
 
     def token_text(self, token_id: int) -> str:
@@ -285,16 +283,15 @@ class TextTokenizer(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that a token stands for (a part of a character, maybe)."""
+        """The exact bytes of a token, which may be part of a character."""
         ...
 
     def check_roles(self, roles: Sequence[object]) -> None:
-        """Raises `ParameterError` for the first role of a conversation's messages that the chat template does not
-        know, naming those that it knows."""
+        """Raises `ParameterError` for the first message role that the chat template lacks, naming those it has."""
         ...
 
     def marked(self, text: str) -> str:
-        """A message's text as `render_chat` gives it to the template."""
+        """Returns a message's text as `render_chat` passes it to the template."""
         ...
 
     def render_chat(
@@ -305,14 +302,14 @@ class TextTokenizer(Protocol):
         tools: Sequence[Mapping[str, object]] = (),
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The chat template's text for a conversation, for `encode`: control tokens that messages spell out are marked
-        as text. `tools` are in OpenAI's form; `variables` are what else the template is given. Raises `RequestError`
-        if the template refuses it or there is none, and as `check_roles` does."""
+        """Renders a conversation with the chat template, for `encode`. Control tokens that messages spell out are
+        marked as text. `tools` are in OpenAI's form; `variables` are further inputs of the template. Raises
+        `RequestError` if the template refuses it or there is none, and as `check_roles` does."""
         ...
 
 
 class EngineClient(Protocol):
-    """An engine as the server sees it. Every method runs on the server's event loop."""
+    """An engine as the server sees it. All methods run on the server's event loop."""
 
     @property
     def tokenizer(self) -> TextTokenizer: ...
@@ -327,8 +324,8 @@ class EngineClient(Protocol):
         tenant: str = "",
         flow: str = "",
     ) -> list[int]:
-        """Token ids of a text; others are served meanwhile, in turns of tenants and their flows (see `GenerateInput`).
-        Raises `PromptTooLongError` for a large one of more than `most_tokens`."""
+        """Returns the token ids of a text without blocking other requests. Tenants and their flows (see
+        `GenerateInput`) take turns. Raises `PromptTooLongError` for a large text of more than `most_tokens`."""
         ...
 
     @property
@@ -336,17 +333,17 @@ class EngineClient(Protocol):
 
     @property
     def max_running_requests(self) -> int:
-        """Most completions that it runs at once."""
+        """Maximum completions that run at once."""
         ...
 
     @property
     def alive(self) -> bool:
-        """False while no engine process takes requests."""
+        """Whether an engine process takes requests."""
         ...
 
     @property
     def gone(self) -> bool:
-        """No engine process is left, and none is started again."""
+        """Whether no engine process is left, and none will be restarted."""
         ...
 
     @property
@@ -355,7 +352,7 @@ class EngineClient(Protocol):
         ...
 
     def generate(self, request: GenerateInput) -> AsyncGenerator[OutputDelta, None]:
-        """Validates, then yields deltas. Without `stream`, one finished delta for each of the n completions.
+        """Validates, then yields deltas; without `stream`, one finished delta for each of the n completions.
 
         Closing the generator early aborts the request. **Raises** `RequestError` (before the first output for bad
         input; `EngineDeadError` at any time).
@@ -378,38 +375,38 @@ class EngineClient(Protocol):
         ...
 
     async def flush_cache(self) -> bool:
-        """Empties the prefix cache; False, and nothing is done, while requests run or wait."""
+        """Clears the prefix cache. Returns False, and does nothing, while requests are running or queued."""
         ...
 
     async def start_profile(self, folder: str, steps: int | None) -> list[str]:
-        """Has each replica that serves record its next `steps` steps, all until `stop_profile` if None; returns the
-        folders. Raises `ParameterError` while a profile is taken, or for a folder that cannot be written;
+        """Makes each serving replica record its next `steps` steps; None: all until `stop_profile`. Returns the
+        folders. Raises `ParameterError` during a recording, or for a folder that cannot be written;
         `EngineDeadError`."""
         ...
 
     async def stop_profile(self) -> list[str]:
-        """Ends recordings, and returns their folders once they are written. Raises `ParameterError` if there is none;
+        """Stops recording, and returns the folders once written. Raises `ParameterError` if there is no recording;
         `EngineDeadError`."""
         ...
 
     async def states(self) -> list[dict[str, object]]:
-        """The scheduler's and runner's figures of each replica, for `/server_info`. Raises `EngineDeadError`."""
+        """Figures of each replica's scheduler and runner, for `/server_info`. Raises `EngineDeadError`."""
         ...
 
     async def cache_reports(self) -> list[dict[str, object]]:
-        """What lies in the prefix cache of each replica that serves, as `CacheReport` has it, with its number as
-        `replica`. Raises `EngineDeadError`."""
+        """Contents of each serving replica's prefix cache as `CacheReport`, plus its number as `replica`. Raises
+        `EngineDeadError`."""
         ...
 
     async def drain(self, index: int | None = None, timeout: float | None = None) -> None:
-        """Lets one replica, or all in turn, finish what it has within `timeout` seconds, and restarts it.
-        Raises `ParameterError` if that cannot be done."""
+        """Drains and restarts one replica, or all one after the other; each gets `timeout` seconds to finish its
+        requests. Raises `ParameterError` if that cannot be done."""
         ...
 
     def loads(self) -> list[ReplicaLoad]:
-        """What each replica has to do. An engine without replicas is one."""
+        """The load of each replica. An engine without replicas is reported as one."""
         ...
 
     async def close(self, *, drain: bool = False) -> None:
-        """Ends the engine, with `drain` once its requests have finished. May be called again without."""
+        """Ends the engine; with `drain`, after its requests have finished. May be called again without `drain`."""
         ...

@@ -1,4 +1,4 @@
-"""Turns a client's input into the scheduler's requests, or says what is wrong with it."""
+"""Checks a client's input, and converts it to the scheduler's requests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sglang_jax.errors import ParameterError, PromptTooLongError, shown
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
 
 MAX_PROMPT_LOGPROBS = 2**20
-"""Most logprobs of prompt tokens in one answer, alternatives and repetitions for n completions included. Each takes
-about a hundred bytes."""
+"""Maximum logprobs of prompt tokens in one answer, of about a hundred bytes each, including alternatives and
+repetitions for n completions."""
 
-MOST_REPEATED = 2**23
-"""Most characters of text that an answer makes of what its request holds: prompts repeated for each of n completions,
-texts of token ids. A token id stands for up to a hundred characters and more."""
+MAX_REPEATED_CHARACTERS = 2**23
+"""Maximum characters that an answer repeats from its request: prompts for each of n completions, texts of token ids.
+One token id may stand for more than a hundred characters."""
 
 
 def check_input(request: GenerateInput, info: ModelInfo) -> None:
-    """All that can be checked before the prompt is tokenized. Raises `ParameterError` naming the field."""
+    """Checks a request before its prompt is tokenized. Raises `ParameterError` naming the field."""
     if isinstance(request.prompt, str):
         if not request.prompt:
             raise ParameterError("prompt is empty, at least one token is needed", param="prompt")
@@ -49,7 +49,7 @@ def check_input(request: GenerateInput, info: ModelInfo) -> None:
 
 
 def check_session(options: SessionOptions) -> None:
-    """Whether a core can read them. Raises `ParameterError` naming the field."""
+    """Checks the options of a session. Raises `ParameterError` naming the field."""
     session_id, timeout = options.session_id, options.timeout
     if session_id is not None:
         if not isinstance(session_id, str) or not session_id:
@@ -85,12 +85,12 @@ def _check_text(name: str, text: str) -> None:
 
 
 def stop_token_ids(sampling: SamplingParams, info: ModelInfo) -> frozenset[int]:
-    """Token ids that end an output."""
+    """Returns the token ids that end an output."""
     return frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else info.eos_token_ids)
 
 
 def prompt_array(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
-    """Token ids `[tokens]` of a prompt, checked. Raises `ParameterError`."""
+    """Checks a prompt's token ids and returns them as an array `[tokens]`. Raises `ParameterError`."""
     if isinstance(token_ids, (bytes, bytearray)) or not isinstance(token_ids, (Sequence, np.ndarray)):
         raise ParameterError(
             f"prompt must be text or a list of token ids, got {type(token_ids).__name__}", param="prompt"
@@ -99,7 +99,7 @@ def prompt_array(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) 
         raise ParameterError("prompt is empty, at least one token is needed", param="prompt")
     try:
         ids = np.asarray(token_ids)
-    except (ValueError, OverflowError) as error:  # nested lists of unlike lengths
+    except (ValueError, OverflowError) as error:  # nested lists of different lengths
         raise ParameterError("prompt must be a flat list of token ids", param="prompt") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iuO":
         raise ParameterError(f"prompt must be a flat list of integers, got {shown(token_ids[0])} in it", param="prompt")
@@ -117,8 +117,7 @@ def prompt_array(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) 
 
 
 def check_characters(count: int, tokenizer: TextTokenizer, context_length: int, param: str = "prompt") -> None:
-    """Raises `PromptTooLongError` for a text of so many characters if it cannot fit whatever its tokens are, before
-    they are looked for."""
+    """Raises `PromptTooLongError`, before tokenizing, if a text of `count` characters cannot fit the context."""
     limit = context_length * tokenizer.longest_token
     if count > limit:
         raise PromptTooLongError(
@@ -131,28 +130,31 @@ def check_characters(count: int, tokenizer: TextTokenizer, context_length: int, 
 def check_repeated(
     texts: Sequence[tuple[str | Sequence[int] | NDArray[np.int32], int]], tokenizer: TextTokenizer, param: str
 ) -> None:
-    """Raises `ParameterError` for an answer that would have each of these texts, or those of such token ids, so many
-    times. May take a tenth of a second for many ids."""
+    """Raises `ParameterError` if an answer would repeat too many characters. `texts`: texts or token ids, each with the
+    number of repetitions. May take a tenth of a second for many ids."""
     longest = tokenizer.longest_token
-    if sum(times * len(text) * (1 if isinstance(text, str) else longest) for text, times in texts) <= MOST_REPEATED:
+    if (
+        sum(times * len(text) * (1 if isinstance(text, str) else longest) for text, times in texts)
+        <= MAX_REPEATED_CHARACTERS
+    ):
         return
     count = sum(times * (len(text) if isinstance(text, str) else _characters(text, tokenizer)) for text, times in texts)
-    if count > MOST_REPEATED:
+    if count > MAX_REPEATED_CHARACTERS:
         raise ParameterError(
             f"{param} would repeat {count} characters of the request in n completions; the limit of "
-            f"one response is {MOST_REPEATED}",
+            f"one response is {MAX_REPEATED_CHARACTERS}",
             param=param,
         )
 
 
 def _characters(ids: Sequence[int] | NDArray[np.int32], tokenizer: TextTokenizer) -> int:
-    """How many these tokens have at most. What is no token has none, and is for others to refuse."""
+    """Maximum characters of these tokens. Invalid ids count as none: another check refuses them."""
     return sum(count * len(tokenizer.token_bytes(token)) for token, count in Counter(ids).items() if 0 <= token < 2**31)
 
 
 def check_length(request: GenerateInput, prompt_tokens: int, context_length: int) -> None:
-    """Raises `PromptTooLongError` if the prompt does not fit, with an output token behind it unless none is wanted, and
-    `ParameterError` for logprobs wanted of a position that the prompt does not have."""
+    """Raises `PromptTooLongError` if the prompt, plus one output token unless none is requested, does not fit the
+    context, and `ParameterError` for logprobs of positions outside the prompt, or for too many of them."""
     limit = context_length if request.sampling.max_new_tokens == 0 else context_length - 1
     if prompt_tokens > limit:
         raise PromptTooLongError(
@@ -188,10 +190,10 @@ def _described(request: GenerateInput, prompt_tokens: int) -> str:
 
 
 def expand(sampling: SamplingParams, room: int) -> list[SamplingParams]:
-    """The parameters of each of the n completions, as the scheduler needs them.
+    """Returns the parameters of each of the n completions, for the scheduler.
 
-    Lengths are clamped to `room`, the output tokens that fit behind the prompt; a seed counts up from one completion to
-    the next; stop strings stay with the client, who alone sees text.
+    Clamps lengths to `room`, the output tokens that fit after the prompt, and adds the completion's index to the seed.
+    Removes stop strings, because only the client handles text.
     """
     length = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
     if sampling.n == 1 and length == sampling.max_new_tokens and not sampling.stop:

@@ -1,4 +1,4 @@
-"""Notices a core that has work and makes no step."""
+"""Detects a core that has work but makes no steps."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 
 from sglang_jax.runner.pulse import Beat, Pulse, RankBeat
 
-MOST_BETWEEN_LOOKS = 1.0
-"""Seconds between two looks at a pulse, or a tenth of the timeout where that is less."""
+MAX_BETWEEN_LOOKS = 1.0
+"""Maximum seconds between two looks at a pulse; a tenth of the timeout if that is less."""
 
 
 class Silence:
-    """How long a core has had work and made no progress, in seconds; what of it was one build of a program counts
-    apart (`building`).
+    """Measures for how many seconds a core has had work and made no progress. Time of building one program is counted
+    separately (`building`).
 
-    Counted look by look, not read off a clock. Time in which nobody looked counts as two looks at most: when a machine
-    was suspended, or this process stopped or busy with something else, that says nothing about the core.
+    Seconds are summed look by look, and a longer gap counts as two intervals: if the machine was suspended, or this
+    process was stopped or busy, the gap says nothing about the core.
 
     **Arguments:** `between`: seconds between two looks.
     """
@@ -30,8 +30,8 @@ class Silence:
         self._ticks = -1
 
     def look(self, beat: Beat, *, waited_for: bool, passed: float) -> float:
-        """Takes in the pulse as it is `passed` seconds after the last look; `waited_for`: somebody waits for the core,
-        whatever it says itself."""
+        """Updates the seconds from the pulse, read `passed` seconds after the last look, and returns them.
+        `waited_for`: a request or call waits for the core, whatever the core reports."""
         at_rest = not (beat.busy or waited_for)
         stands = beat.ticks == self._ticks and not at_rest
         more = min(passed, 2 * self._between)
@@ -42,10 +42,10 @@ class Silence:
 
 
 class Watchdog:
-    """Looks at a pulse until the core has been silent for too long, and says so once.
+    """Looks at a pulse until the core has been silent for too long, and reports that once.
 
-    **Arguments:** `timeout`: seconds; `waited_for`: see `Silence.look`; `on_hang`: called with what is to be said of
-    the core; `build_timeout`: seconds that one build of a program may take while the core has work.
+    **Arguments:** `timeout`: seconds; `waited_for`: see `Silence.look`; `on_hang`: called with a description of the
+    hang; `build_timeout`: maximum seconds of building one program while the core has work.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Watchdog:
         self._pulse = pulse
         self._timeout = timeout
         self._build_timeout = build_timeout
-        self._between = min(MOST_BETWEEN_LOOKS, timeout / 10, build_timeout / 10)
+        self._between = min(MAX_BETWEEN_LOOKS, timeout / 10, build_timeout / 10)
         self._silence = Silence(self._between)
         self._waited_for = waited_for
         self._on_hang = on_hang
@@ -67,11 +67,11 @@ class Watchdog:
 
     @property
     def silent_seconds(self) -> float:
-        """How long the core has made no step though it has work."""
+        """Seconds without a step although the core has work."""
         return self._silence.seconds
 
     def stop(self) -> None:
-        """Looks no more. May be called again."""
+        """Stops watching. May be called again."""
         self._task.cancel()
 
     async def _watch(self) -> None:

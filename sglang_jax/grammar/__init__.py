@@ -1,1 +1,1 @@
-"""Grammars on the host: compiled in the background, followed token by token, and told as masks. No tensor library."""
+"""Compiles grammars in the background and matches outputs to them on the host, without a tensor library."""

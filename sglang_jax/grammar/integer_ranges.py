@@ -1,4 +1,4 @@
-"""Ranges of integers, exactly: the library of grammars takes their ends for floating-point numbers."""
+"""Exact ranges of integers. The grammar library reads their bounds as floating-point numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 EXACT = 2**53
-"""Floating-point numbers have all integers up to here, with either sign."""
+"""Floating-point numbers represent all integers up to this absolute value."""
 
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
@@ -19,7 +19,7 @@ def is_number(value: object) -> bool:
 
 
 def has_wide_bounds(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema is one of integers, and has a bound beyond `EXACT`."""
+    """Whether a schema is for integers and has a bound beyond `EXACT`."""
     types = schema.get("type")
     several = types if isinstance(types, list) else [types]
     if "integer" not in several or "number" in several:
@@ -29,7 +29,7 @@ def has_wide_bounds(schema: Mapping[str, Any]) -> bool:
 
 
 def range_of(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """The smallest and the largest integer that the bounds of a schema allow; None where there is none."""
+    """Returns the smallest and the largest integer that a schema's bounds allow; None for no bound."""
     exact = {
         name: Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
         for name, value in schema.items()
@@ -42,8 +42,8 @@ def range_of(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
     return max(least, default=None), min(most, default=None)
 
 
-def rounded(number: float, *, up: bool) -> float:
-    """The nearest number that floating-point numbers have, at or above this one, or at or below it."""
+def round_to_float(number: float, *, up: bool) -> float:
+    """Rounds a number up or down to one that floating-point numbers represent."""
     try:
         nearest = float(number)
     except OverflowError:
@@ -56,8 +56,7 @@ def rounded(number: float, *, up: bool) -> float:
 
 
 def range_regex(least: int | None, most: int | None) -> str:
-    """A regular expression of the integers from `least` to `most`, as JSON has them; None is no end. One of them must
-    be in it."""
+    """Returns a regular expression of JSON's integers from `least` to `most` (None: unbounded), at least one."""
     parts = []
     if least is None or least < 0:
         nearest = 1 if most is None or most >= 0 else -most
@@ -68,7 +67,7 @@ def range_regex(least: int | None, most: int | None) -> str:
 
 
 def _naturals(least: int, most: int | None) -> str:
-    """Those from `least` on, which is at least 0."""
+    """The same for integers from `least`, which is at least 0."""
     digits = len(str(least))
     if most is None:
         return f"{_same_length(str(least), '9' * digits)}|[1-9][0-9]{{{digits},}}"
@@ -86,7 +85,7 @@ def _same_length(least: str, most: str) -> str:
 
 
 def _branches(least: str, most: str) -> Iterator[str]:
-    """Numbers from one text of digits to another of the same length, in parts."""
+    """Yields alternatives for the numbers between two texts of digits of the same length."""
     if not least:
         yield ""
         return

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a library of grammars."""
+"""The interface between the scheduler and a grammar library."""
 
 from __future__ import annotations
 
@@ -14,60 +14,57 @@ from sglang_jax.sampling.grammar import Grammar
 Int32 = NDArray[np.int32]
 
 
-class Progress(Enum):
-    """Where an output is in its grammar: more may follow; complete, and nothing can follow; or the grammar took more
-    work than one request may."""
+class MatchState(Enum):
+    """The state of an output in its grammar: more may follow; nothing can follow; or it took too much work."""
 
-    GOES_ON = auto()
+    CONTINUES = auto()
     COMPLETE = auto()
     FAILED = auto()
 
 
 class Matcher(Protocol):
-    """Where one output is in its grammar. It knows the output's tokens that it was told, and belongs to the request,
-    not to its row: a request that loses its row keeps both. For one thread."""
+    """Matches one output to its grammar. It knows the output's tokens that it was given. It belongs to the request, not
+    to its row: a request that loses its row keeps it. For one thread."""
 
     @property
     def failure(self) -> str:
-        """What went wrong, once it has failed."""
+        """The error, after it has failed."""
         ...
 
 
 class CompiledGrammar(Protocol):
-    """A grammar that outputs can be followed in; shared by the requests that bring it. What it takes in memory stays
-    while it, or a matcher of it, does."""
+    """A compiled grammar, shared by the requests that use it. Its memory is freed with it and its last matcher."""
 
     @property
-    def spoiled(self) -> bool:
-        """Its outputs have used up what they share: who brings it again is to have it compiled again."""
+    def exhausted(self) -> bool:
+        """Whether its outputs have used up what they share, so that the next request must compile it again."""
         ...
 
     def matcher(self) -> Matcher:
-        """A matcher of an empty output."""
+        """Returns a matcher of an empty output."""
         ...
 
 
 class GrammarBackend(Protocol):
-    """A library of grammars, for one vocabulary. All but `build` is for one thread."""
+    """A grammar library, for one vocabulary. All methods except `build` are for one thread."""
 
     @property
     def specials(self) -> Mapping[str, int]:
-        """Names and ids of the tokens that are not text."""
+        """Ids of the tokens that are not text, by name."""
         ...
 
     def build(self, grammar: Grammar, lark: str) -> CompiledGrammar:
-        """Makes a grammar of which the sandbox gave the text `lark`. Called on threads of a pool. Raises
+        """Compiles a grammar from the text `lark` that the sandbox returned. Called on threads of a pool. Raises
         `GrammarError`."""
         ...
 
-    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[Progress]:
-        """Tells each matcher the token that its output got, one that its mask allowed."""
+    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[MatchState]:
+        """Gives each matcher the next token of its output, which its mask allowed."""
         ...
 
-    def fill(self, matchers: Sequence[Matcher], words: Int32) -> list[Progress]:
-        """Writes which tokens may come next: `words` `[matchers, mask_words]`, C-contiguous (see `TokenMasks`).
+    def fill(self, matchers: Sequence[Matcher], words: Int32) -> list[MatchState]:
+        """Writes masks of the allowed next tokens: `words` `[matchers, mask_words]`, C-contiguous (see `TokenMasks`).
 
-        The mask of one that has failed, or is complete, means nothing. End-of-sequence tokens are allowed where the
-        output may end.
+        The mask of a complete or failed matcher is undefined. End-of-sequence tokens are allowed at possible ends.
         """
         ...

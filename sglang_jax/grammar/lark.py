@@ -1,4 +1,4 @@
-"""From a request's grammar to the Lark dialect of llguidance (its docs/syntax.md)."""
+"""Converts a request's grammar to the Lark dialect of llguidance (its docs/syntax.md)."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from sglang_jax.errors import GrammarError
-from sglang_jax.grammar.integer_ranges import BOUNDS, has_wide_bounds, is_number, range_of, rounded
-from sglang_jax.grammar.places import ALONE, IN_LISTS, IN_MAPPINGS
+from sglang_jax.grammar.integer_ranges import BOUNDS, has_wide_bounds, is_number, range_of, round_to_float
+from sglang_jax.grammar.schema_paths import IN_LISTS, IN_MAPPINGS, SINGLE
 from sglang_jax.grammar.structural_tag import TagWriter
 from sglang_jax.grammar.wide_integers import JsonWriter
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
 NO_FORCING = '%llguidance {"no_forcing":true}'
-"""Text that has to follow is left to the model to spell: to force its tokens takes a tokenizer."""
+"""The model samples even text that is fully determined: forcing its tokens would take a tokenizer."""
 
 HEADER_LINES = 1
 
 WHITESPACE = r"[ \t\n\r]{1,48}"
-"""White space between the parts of JSON, where a schema's `x-guidance` has no other: without a bound small models write
-blanks until their output is full."""
+"""White space between the parts of JSON, unless a schema's `x-guidance` sets another. It is bounded because small
+models would write blanks until their output is full."""
 
-_MOST = 2**63 - 2**10
-"""The largest number that the library has as a limit of both kinds of numbers, with either sign."""
+_MAX_LIMIT = 2**63 - 2**10
+"""The largest limit, in absolute value, that the library supports for both integers and other numbers."""
 _LEAST, _GREATEST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 _OPTIONS = re.compile(r"\s*%llguidance\s*(\{[^\n]*\})\s*(?:\n|$)")
 
 
 def to_lark(grammar: Grammar, specials: Mapping[str, int]) -> str:
-    """The grammar in llguidance's Lark, one line of options before the grammar's own first. `specials`: tokens that are
-    not text, which structural tags may name.
+    """Converts a grammar to llguidance's Lark; one line of options precedes it. `specials`: tokens that are not text,
+    which structural tags may name.
 
-    **Raises:** `GrammarError` for what cannot be written so.
+    **Raises:** `GrammarError` for a grammar that cannot be converted.
     """
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
@@ -58,20 +58,20 @@ def to_lark(grammar: Grammar, specials: Mapping[str, int]) -> str:
 def tag_writer(
     grammar: Grammar, specials: Mapping[str, int], schema_rule: Callable[[Any], str] | None = None
 ) -> TagWriter:
-    """What writes a grammar of structural tags. `schema_rule`: writes its schemas."""
+    """Creates the writer of a grammar of structural tags. `schema_rule`: writes its schemas."""
     write_schema = schema_rule or json_rule
     return TagWriter(grammar.field, specials, write_schema, regex_rule, lambda text: _ebnf(text, grammar.field))
 
 
 def json_lark(schema: Any) -> str:
-    """A schema as the rules of a grammar."""
+    """Converts a schema to the rules of a grammar."""
     writer = JsonWriter(json_rule, WHITESPACE)
     return _with_rules(f"start: {writer.rule(schema)}\n", writer)
 
 
 def find_bound_fault(schema: Any) -> tuple[str, str] | None:
     """See `JsonWriter.find_bound_fault`."""
-    return JsonWriter(json_rule, WHITESPACE).find_bound_fault(schema, _MOST)
+    return JsonWriter(json_rule, WHITESPACE).find_bound_fault(schema, _MAX_LIMIT)
 
 
 def _with_rules(lark: str, writer: JsonWriter) -> str:
@@ -79,18 +79,18 @@ def _with_rules(lark: str, writer: JsonWriter) -> str:
 
 
 def json_rule(schema: Any) -> str:
-    """A schema as a part of a Lark rule."""
+    """Converts a schema to a part of a Lark rule."""
     if not isinstance(schema, dict):
         return "%json " + ("{}" if schema else '{"not":{}}')
     own = schema.get("x-guidance")
     options: dict[str, Any] = dict(own) if isinstance(own, dict) else {}
     if options.get("whitespace_flexible") is not False:
         options.setdefault("whitespace_pattern", WHITESPACE)
-    within = _as_the_library_reads({**schema, "x-guidance": options})
+    within = _adapt_to_library({**schema, "x-guidance": options})
     return "%json " + json.dumps(within, ensure_ascii=False, separators=(",", ":"))
 
 
-_DEMANDS_NOTHING: dict[str, tuple[Any, ...]] = {
+_NO_CONSTRAINT: dict[str, tuple[Any, ...]] = {
     "propertyNames": (True, {}, {"type": "string"}),
     "uniqueItems": (False,),
     "dependentRequired": ({},),
@@ -102,22 +102,20 @@ _DEMANDS_NOTHING: dict[str, tuple[Any, ...]] = {
     "additionalItems": (True, {}),
     "not": (False,),
 }
-"""Values with which a keyword allows everything. Libraries that generate schemas write them; llguidance refuses some of
-these keywords, whatever their value."""
+"""Values with which a keyword allows everything. Schema generators write them; llguidance refuses some."""
 
 
-def _as_the_library_reads(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy without keywords that demand nothing. Limits of numbers that the library has no patterns for (those of 64
-    bits and beyond, as code generators write them) are the nearest that it has, within them. An output that follows it
-    follows the schema."""
+def _adapt_to_library(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy without keywords that allow everything. Limits near 64 bits, which code generators write and the
+    library lacks, are rounded inwards, so that outputs that match it also match the schema."""
     whole = dict(schema)
-    going: list[Any] = [whole]
-    while going:
-        inner = going.pop()
+    pending: list[Any] = [whole]
+    while pending:
+        inner = pending.pop()
         for name, value in list(inner.items()):
-            if any(type(value) is type(one) and value == one for one in _DEMANDS_NOTHING.get(name, ())):
+            if any(type(value) is type(one) and value == one for one in _NO_CONSTRAINT.get(name, ())):
                 del inner[name]
-        if has_wide_bounds(inner):  # exclusive bounds of integers are not exact there
+        if has_wide_bounds(inner):  # the library's exclusive bounds of integers are not exact there
             ends = zip(("minimum", "maximum"), range_of(inner), strict=True)
             for name in BOUNDS:
                 inner.pop(name, None)
@@ -125,14 +123,14 @@ def _as_the_library_reads(schema: dict[str, Any]) -> dict[str, Any]:
         for name in inner.keys() & {*_LEAST, *_GREATEST}:
             value = inner[name]
             if is_number(value):
-                value = rounded(value, up=name in _LEAST)
-                inner[name] = max(value, -_MOST) if name in _LEAST else min(value, _MOST)
-        going.extend(_copied_parts(inner))
+                value = round_to_float(value, up=name in _LEAST)
+                inner[name] = max(value, -_MAX_LIMIT) if name in _LEAST else min(value, _MAX_LIMIT)
+        pending.extend(_copied_parts(inner))
     return whole
 
 
 def _copied_parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Puts copies of the schemas within a schema in their places, and gives those that are objects."""
+    """Replaces the schemas within a schema by copies, and yields those that are objects."""
     for name, value in schema.items():
         part: Any = schema
         places: Iterable[Any] = [name]
@@ -142,7 +140,7 @@ def _copied_parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
         elif name in IN_LISTS and isinstance(value, list):
             schema[name] = part = list(value)
             places = range(len(part))
-        elif name not in ALONE:
+        elif name not in SINGLE:
             continue
         for place in places:
             if isinstance(part[place], dict):
@@ -151,10 +149,10 @@ def _copied_parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def regex_rule(pattern: str, field: str) -> str:
-    """A regular expression as it stands between slashes. It is matched from end to end anyway, so that anchors there
-    say nothing.
+    """Converts a regular expression for use between slashes. Anchors at its ends are removed: it always matches the
+    whole text.
 
-    **Raises:** `GrammarError` for a backslash at the end, which the library leaves out without a word.
+    **Raises:** `GrammarError` for a backslash at the end, which the library drops silently.
     """
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1:
         raise GrammarError(f"{field}: the pattern ends in a backslash without a character to escape", param=field)
@@ -174,12 +172,12 @@ def _ebnf(grammar: str, field: str) -> str:
 
 
 def _without_forcing(lark: str) -> str:
-    """The grammar with the option; others that it sets stay."""
+    """Adds the option to a grammar, and keeps the grammar's other options."""
     found = _OPTIONS.match(lark)
     if found is None:
         return f"{NO_FORCING}\n{lark}"
     try:
         options = json.loads(found[1])
     except ValueError:
-        return lark  # llguidance says what is wrong with them
+        return lark  # llguidance reports the error
     return f"%llguidance {json.dumps({**options, 'no_forcing': True})}\n{lark[found.end() :]}"

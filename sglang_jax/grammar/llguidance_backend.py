@@ -1,4 +1,4 @@
-"""Grammars by llguidance, a library in Rust (https://github.com/guidance-ai/llguidance)."""
+"""Grammars compiled by llguidance, a library in Rust (https://github.com/guidance-ai/llguidance)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.errors import GrammarError
-from sglang_jax.grammar.interface import CompiledGrammar, Int32, Matcher, Progress
+from sglang_jax.grammar.interface import CompiledGrammar, Int32, Matcher, MatchState
 from sglang_jax.grammar.llguidance_trial import LIMITS, brief
 from sglang_jax.sampling.grammar import Grammar
 
 MASK_THREADS = 4
-"""Most threads that a step's masks are computed on."""
+"""Maximum threads that compute a step's masks."""
 
-MOST_CHARACTERS_BUILT_AGAIN = 16 << 10
-"""Longest grammar that is built again for one output, between two steps: tens of milliseconds at most."""
+MAX_REBUILT_CHARACTERS = 16 << 10
+"""Maximum characters of a grammar that is rebuilt for one output between two steps: tens of milliseconds."""
 
-MOST_PARTED = 32
-"""Outputs that have states of their own at once, of up to 60 MB each: 1.9 GB."""
+MAX_DETACHED = 32
+"""Maximum outputs with separate states, of up to 60 MB each: 1.9 GB."""
 
-_OF_THE_LEXER = "lexer error"
-"""How errors begin that all who share its states get: too many of them, or too much work on one mask."""
+_LEXER_ERROR = "lexer error"
+"""Start of errors that all matchers with the same states get: too many states, or too much work on one mask."""
 
 
 class _Vocabulary:
-    """A vocabulary as llguidance asks for it. It never asks for a text's tokens, as no grammar here forces any."""
+    """A vocabulary in llguidance's interface. No grammar here forces tokens, so it never tokenizes a text."""
 
     bos_token_id = None
 
@@ -41,54 +41,54 @@ class _Vocabulary:
 
 
 class LlguidanceMatcher:
-    """See `Matcher`. `tokens`: what it was told; None once its states are its own."""
+    """See `Matcher`. `tokens`: its tokens so far; None once it is detached, or if it cannot be."""
 
     __slots__ = ("__weakref__", "grammar", "inner", "tokens")
 
     def __init__(self, inner: LLMatcher, grammar: LlguidanceGrammar) -> None:
         self.inner = inner
         self.grammar = grammar
-        self.tokens: list[int] | None = [] if grammar.can_part else None
+        self.tokens: list[int] | None = [] if grammar.can_detach else None
 
     @property
     def failure(self) -> str:
         return brief(self.inner.get_error())
 
-    def part(self) -> bool:
-        """Whether it goes on with states of its own: where the shared ones are full, which others may have filled."""
-        if not self.failure.startswith(_OF_THE_LEXER):
+    def detach(self) -> bool:
+        """Detaches it from the shared states if these are full, maybe due to others. False if it cannot continue."""
+        if not self.failure.startswith(_LEXER_ERROR):
             return False
-        self.grammar.spoiled = True
-        if self.tokens is None or len(self.grammar.parted) >= MOST_PARTED:
+        self.grammar.exhausted = True
+        if self.tokens is None or len(self.grammar.detached) >= MAX_DETACHED:
             return False
-        self.grammar.parted.add(self)
-        told, self.tokens = self.tokens, None
+        self.grammar.detached.add(self)
+        consumed, self.tokens = self.tokens, None
         self.inner = self.grammar.build()
-        self.inner.consume_tokens(told)
+        self.inner.consume_tokens(consumed)
         return not self.inner.is_error()
 
 
 class LlguidanceGrammar:
-    """See `CompiledGrammar`. Matchers share the states of the lexer that they have met, up to a limit, at which the
-    library fails all of them, whosever output it was. They part then.
+    """See `CompiledGrammar`. Matchers share the lexer states that they have met. At a limit of states, the library
+    fails all matchers, whichever caused it; then each is detached.
 
-    **Arguments:** `build`: makes a matcher of an empty output that shares nothing; `can_part`: it is quick to;
-    `parted`: matchers of all grammars that have parted.
+    **Arguments:** `build`: creates a matcher of an empty output that shares nothing; `can_detach`: whether `build` is
+    fast; `detached`: detached matchers of all grammars.
     """
 
     def __init__(
         self,
         prototype: LLMatcher,
         build: Callable[[], LLMatcher],
-        parted: WeakSet[LlguidanceMatcher],
+        detached: WeakSet[LlguidanceMatcher],
         *,
-        can_part: bool,
+        can_detach: bool,
     ) -> None:
         self._prototype = prototype
         self.build = build
-        self.parted = parted
-        self.can_part = can_part
-        self.spoiled = False
+        self.detached = detached
+        self.can_detach = can_detach
+        self.exhausted = False
 
     def matcher(self) -> LlguidanceMatcher:
         return LlguidanceMatcher(self._prototype.deep_copy(), self)
@@ -111,10 +111,10 @@ class LlguidanceBackend:
             table.tokens[token].decode(errors="replace"): token for token in table.special if token < vocab_size
         }
         self._executor = LLExecutor(MASK_THREADS)
-        self._parted: WeakSet[LlguidanceMatcher] = WeakSet()
+        self._detached: WeakSet[LlguidanceMatcher] = WeakSet()
 
     def build(self, grammar: Grammar, lark: str) -> CompiledGrammar:
-        """See `GrammarBackend`. Other threads run meanwhile."""
+        """See `GrammarBackend`. Releases Python's lock."""
         text = LLMatcher.grammar_from_lark(lark)
 
         def build() -> LLMatcher:
@@ -122,12 +122,12 @@ class LlguidanceBackend:
 
         prototype = build()
         if not prototype.is_error():
-            prototype.deep_copy().compute_bitmask()  # the first mask of a grammar is the dearest
+            prototype.deep_copy().compute_bitmask()  # the first mask of a grammar is the most expensive
         if prototype.is_error():
             raise GrammarError(f"{grammar.field}: {brief(prototype.get_error())}", param=grammar.field)
-        return LlguidanceGrammar(prototype, build, self._parted, can_part=len(lark) <= MOST_CHARACTERS_BUILT_AGAIN)
+        return LlguidanceGrammar(prototype, build, self._detached, can_detach=len(lark) <= MAX_REBUILT_CHARACTERS)
 
-    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[Progress]:
+    def accept(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[MatchState]:
         own = _own(matchers)
         for matcher, token in zip(own, tokens, strict=True):
             if matcher.tokens is not None:
@@ -138,10 +138,10 @@ class LlguidanceBackend:
             self._executor.consume_token_par([(one.inner, token) for one, token in zip(own, tokens, strict=True)])
         for matcher in own:
             if matcher.inner.is_error():
-                matcher.part()
+                matcher.detach()
         return [_progress(matcher.inner) for matcher in own]
 
-    def fill(self, matchers: Sequence[Matcher], words: Int32) -> list[Progress]:
+    def fill(self, matchers: Sequence[Matcher], words: Int32) -> list[MatchState]:
         own = _own(matchers)
         row_bytes = words.shape[1] * words.itemsize
         if len(own) == 1:
@@ -150,7 +150,7 @@ class LlguidanceBackend:
             pairs = [(matcher.inner, line) for line, matcher in enumerate(own)]
             self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, row_bytes, len(own))
         for line, matcher in enumerate(own):
-            if matcher.inner.is_error() and matcher.part():
+            if matcher.inner.is_error() and matcher.detach():
                 matcher.inner.unsafe_compute_mask_ptr(words[line].ctypes.data, row_bytes)
         return [_progress(matcher.inner) for matcher in own]
 
@@ -163,7 +163,7 @@ def _own(matchers: Sequence[Matcher]) -> list[LlguidanceMatcher]:
     return own
 
 
-def _progress(matcher: LLMatcher) -> Progress:
+def _progress(matcher: LLMatcher) -> MatchState:
     if not matcher.is_stopped():
-        return Progress.GOES_ON
-    return Progress.FAILED if matcher.is_error() else Progress.COMPLETE
+        return MatchState.CONTINUES
+    return MatchState.FAILED if matcher.is_error() else MatchState.COMPLETE

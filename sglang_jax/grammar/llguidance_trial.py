@@ -1,4 +1,4 @@
-"""Writes grammars for llguidance and tries them, over a vocabulary of single bytes; says what is wrong with them."""
+"""Converts grammars for llguidance and tries them on a vocabulary of single bytes; explains errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from sglang_jax.errors import GrammarError
 from sglang_jax.grammar.lark import HEADER_LINES, find_bound_fault, json_lark, tag_writer, to_lark
-from sglang_jax.grammar.places import MOST_SECONDS, find_constant_fault, find_fault, find_reference_fault
+from sglang_jax.grammar.schema_paths import MAX_SECONDS, find_constant_fault, find_fault, find_reference_fault
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
 LIMITS = LLParserLimits(
@@ -24,9 +24,8 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""What one grammar may take: seconds and tens of megabytes to compile, a few milliseconds a step, and for the states of
-its lexer, which grow as outputs do, some 60 MB. An output of 10,000 characters that a schema counts takes 35,000
-states: fewer are no limit for it."""
+"""Limits of one grammar: seconds and tens of megabytes to compile, a few milliseconds per step, and some 60 MB for its
+lexer states, which grow with outputs: 10,000 characters that a schema counts take 35,000 states."""
 
 _EXCERPT = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
@@ -35,7 +34,7 @@ _LEAD = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 
 
 class Trial:
-    """**Arguments:** `specials`: see `to_lark`."""
+    """Tries grammars. **Arguments:** `specials`: see `to_lark`."""
 
     def __init__(self, specials: Mapping[str, int]) -> None:
         self._specials = specials
@@ -43,15 +42,14 @@ class Trial:
         self._executor = LLExecutor(1)
 
     def lark(self, grammar: Grammar) -> str:
-        """The grammar in Lark, once it has been compiled and has told what an output may begin with. Raises
-        `GrammarError`."""
+        """Converts a grammar to Lark, compiles it, and computes its first mask. Raises `GrammarError`."""
         lark = to_lark(grammar, self._specials)
         if _LONG_NUMBER.search(grammar.text):
             self._check_numbers(grammar)
         text = LLMatcher.grammar_from_lark(lark)
-        # Of tokens with names a vocabulary of bytes has none.
+        # A vocabulary of bytes has no named tokens.
         names_tokens = "<[" in lark or "<|" in lark
-        if error := _fault(text) if names_tokens else self._begin(text):
+        if error := _fault(text) if names_tokens else self._try_first_mask(text):
             raise self._explain(grammar, error)
         return lark
 
@@ -61,7 +59,7 @@ class Trial:
                 raise GrammarError(f"{field} at {found[0]}: {found[1]}", param=field)
 
     def _schemas(self, grammar: Grammar) -> list[tuple[str, Any]]:
-        """What a client calls the schemas of a grammar, and these."""
+        """Returns the schemas of a grammar, each with the client's name for it."""
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
                 return [(grammar.field, json.loads(grammar.text))]
@@ -72,24 +70,24 @@ class Trial:
         return []
 
     def _explain(self, grammar: Grammar, error: str) -> GrammarError:
-        """What is wrong, and where, in the client's words."""
+        """Returns an error with its cause and place in the client's terms."""
         message = brief(error)
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                return _of_schema(grammar.field, json.loads(grammar.text), message)
+                return _schema_error(grammar.field, json.loads(grammar.text), message)
             case GrammarKind.STRUCTURAL_TAG:
-                until = time.monotonic() + MOST_SECONDS
+                until = time.monotonic() + MAX_SECONDS
                 for field, schema in self._schemas(grammar):
                     if time.monotonic() > until:
                         break
                     if _schema_fault(schema):
-                        return _of_schema(field, schema, message)
+                        return _schema_error(field, schema, message)
             case GrammarKind.EBNF:
-                message = _own_lines(error)
+                message = _shift_lines(error)
         return GrammarError(f"{grammar.field}: {message}", param=grammar.field)
 
-    def _begin(self, text: str) -> str:
-        """Computes a mask, on a thread of the library, whose stack is smaller than this one's; what went wrong."""
+    def _try_first_mask(self, text: str) -> str:
+        """Computes a mask on a library thread, whose stack is smaller than this one's. Returns the error or ''."""
         matcher = LLMatcher(self._bytes, text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             words = np.zeros((2, -(-self._bytes.vocab_size // 32)), np.int32)
@@ -100,11 +98,11 @@ class Trial:
 
 
 def brief(error: str) -> str:
-    """Without excerpts, and places in a text that the client has not written."""
+    """Removes excerpts and places that refer to a text that the client has not written."""
     return _LEAD.sub("", _EXCERPT.split(error)[0].split("\n<state>")[0]).removesuffix("<non-verbose/>").strip()
 
 
-def _of_schema(field: str, schema: Any, message: str) -> GrammarError:
+def _schema_error(field: str, schema: Any, message: str) -> GrammarError:
     place, fault = find_reference_fault(schema) or find_fault(schema, _schema_fault)
     where = f" at {place}" if place else ""
     return GrammarError(f"{field}{where}: {fault or message}", param=field)
@@ -119,8 +117,8 @@ def _fault(text: str) -> str:
     return messages[0] if failed else ""
 
 
-def _own_lines(error: str) -> str:
-    """Places by the lines of the client's own text."""
+def _shift_lines(error: str) -> str:
+    """Shifts places to the lines of the client's text."""
 
     def shifted(found: re.Match[str]) -> str:
         return f"line {max(int(found[1]) - HEADER_LINES, 1)}, column {found[2]}: "

@@ -1,8 +1,8 @@
-"""Looks at grammars of strangers in a process of its own, before the engine does.
+"""Tries untrusted grammars in a separate process before the engine compiles them.
 
-A grammar may be a bomb: take minutes, gigabytes, or more of the stack than there is, which ends a process. Here that
-ends a process that has nothing else to lose. What comes back is the grammar in llguidance's own dialect, tried out, so
-that the engine's threads spend next to nothing on it in Python.
+A grammar may take minutes, gigabytes, or more stack than there is, which ends a process. Here, that process does
+nothing else. It returns the tried grammar in llguidance's dialect, so that the engine's threads need almost no Python
+time for it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from sglang_jax.errors import GrammarError, GrammarUnavailableError
 from sglang_jax.runner.processes import die_with_parent
 from sglang_jax.sampling.grammar import Grammar
 
-MOST_BYTES = 2 << 30
-"""Address space of the process."""
+MAX_BYTES = 2 << 30
+"""Maximum address space of the process."""
 
 START_SECONDS = 60.0
-"""How long the process may take to start, on a machine that is busy; what a grammar may take counts from then."""
+"""Maximum seconds to start the process on a busy machine; a grammar's time counts from then."""
 
 PATIENCE_SECONDS = 60.0
-"""How long a grammar may take by the clock, on a machine that is busy with others."""
+"""Maximum seconds of wall-clock time of a grammar, on a machine that is busy with other work."""
 
 STACK_BYTES = 8 << 20
-"""Its stack. Whoever builds the same grammar elsewhere has more, so that what went well here goes well there."""
+"""Stack of the process. Threads that compile the same grammar elsewhere have more, so it fits there too."""
 
 
 _READY = b"ready"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What came of a grammar: its text in Lark, or what is wrong with it."""
+class TrialResult:
+    """The result of a trial: the grammar in Lark, or its error."""
 
     lark: str = ""
     error: str = ""
@@ -49,11 +49,11 @@ class Verdict:
 
 
 class Sandbox:
-    """A process that tries grammars, one at a time; started at the first, and again after one that it did not survive.
-    For one thread.
+    """A process that tries grammars one at a time. It is started with the first grammar, and again after one that ended
+    it. For one thread.
 
-    **Arguments:** `specials`: tokens that are not text, which grammars may name; `seconds`: what processor time a
-    grammar may take. The kernel ends the process that takes more: so a verdict does not depend on what else runs.
+    **Arguments:** `specials`: tokens that are not text, which grammars may name; `seconds`: maximum processor seconds
+    of a grammar. The kernel ends a process that takes more, so results do not depend on the machine's load.
     """
 
     def __init__(self, specials: Mapping[str, int], seconds: float) -> None:
@@ -63,7 +63,7 @@ class Sandbox:
         self._connection: Connection | None = None
 
     def prepare(self) -> None:
-        """Starts the process where there is none. Raises `GrammarUnavailableError` if it does not start."""
+        """Starts the process if there is none. Raises `GrammarUnavailableError` if it does not start."""
         if self._connection is not None:
             return
         try:
@@ -78,7 +78,7 @@ class Sandbox:
             )
 
     def try_out(self, grammar: Grammar) -> str:
-        """The grammar in Lark. Raises `GrammarError`, and `GrammarUnavailableError` where nothing can be said of it."""
+        """Returns the grammar in Lark. Raises `GrammarError`; `GrammarUnavailableError` if it was not tried."""
         self.prepare()
         connection = self._connection
         assert connection is not None
@@ -91,7 +91,7 @@ class Sandbox:
                     "try again later",
                     param=grammar.field,
                 )
-            verdict = msgspec.msgpack.decode(connection.recv_bytes(), type=Verdict)
+            result = msgspec.msgpack.decode(connection.recv_bytes(), type=TrialResult)
         except (EOFError, OSError) as error:
             if self._ended() == -signal.SIGPROF:
                 raise GrammarError(
@@ -103,12 +103,12 @@ class Sandbox:
                 f"{grammar.field} needs too much memory, or is nested too deeply; make it smaller",
                 param=grammar.field,
             ) from error
-        if verdict.error:
-            raise GrammarError(verdict.error, param=verdict.param)
-        return verdict.lark
+        if result.error:
+            raise GrammarError(result.error, param=result.param)
+        return result.lark
 
     def _ended(self) -> int | None:
-        """Ends what is left of the process; how it ended."""
+        """Waits for the process to end, or kills it. Returns its exit status, None if it was killed."""
         process = self._process
         assert process is not None
         try:
@@ -139,7 +139,7 @@ class Sandbox:
 
 
 def main(connection: Connection) -> None:
-    """Answers until the connection closes."""
+    """Tries grammars until the connection closes."""
     from sglang_jax.grammar.llguidance_trial import Trial  # after the limits are set
 
     specials, seconds = msgspec.msgpack.decode(connection.recv_bytes(), type=tuple[dict[str, int], float])
@@ -150,16 +150,16 @@ def main(connection: Connection) -> None:
             grammar = msgspec.msgpack.decode(connection.recv_bytes(), type=Grammar)
             signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
-                verdict = Verdict(lark=trial.lark(grammar))
+                result = TrialResult(lark=trial.lark(grammar))
             except GrammarError as error:
-                verdict = Verdict(error=error.message, param=error.param)
+                result = TrialResult(error=error.message, param=error.param)
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(msgspec.msgpack.encode(verdict))
+            connection.send_bytes(msgspec.msgpack.encode(result))
 
 
 if __name__ == "__main__":
     die_with_parent()
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     main(Connection(int(sys.argv[1])))

@@ -1,7 +1,6 @@
-"""Structural tags: free text in which some openings begin parts that follow a schema, as in a model's calls of tools.
+"""Structural tags: free text in which certain openings start parts that follow a schema, as in tool calls.
 
-Two forms are read: SGLang's and vLLM's older one (`structures`, `triggers`), and the newer one that XGrammar describes
-(`format`).
+Supports two forms: SGLang's and vLLM's older one (`structures`, `triggers`), and XGrammar's newer one (`format`).
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ from typing import Any
 from sglang_jax.errors import GrammarError, shown
 
 _TEXT = r"/(.|\n)*/"
-_MOST_DEPTH = 16
+_MAX_DEPTH = 16
 
 
 class TagWriter:
-    """Writes Lark rules for structural tags.
+    """Writes Lark rules for structural tags. `schemas`: the schemas so far, each with the client's name for it.
 
-    **Arguments:** `field`: what the client calls them; `specials`: tokens that are not text; `json_rule`,
-    `regex_rule`, `lark`: how schemas, regular expressions and grammars are written.
-
-    `schemas`: those that were met, each with what its client calls it.
+    **Arguments:** `field`: the client's name for the tags; `specials`: tokens that are not text; `json_rule`,
+    `regex_rule`, `lark`: convert schemas, regular expressions and grammars.
     """
 
     def __init__(
@@ -45,14 +42,14 @@ class TagWriter:
         self._rules: list[str] = []
 
     def write(self, tags: Mapping[str, Any]) -> str:
-        """The whole grammar. Raises `GrammarError` naming the place."""
+        """Returns the whole grammar. Raises `GrammarError` naming the place."""
         if "format" in tags:
             start = self._format(tags["format"], f"{self._field}.format", 0)
         else:
-            start = self._older(tags, self._field)
+            start = self._old_form(tags, self._field)
         return "\n".join([f"start: {start}", *self._rules, ""])
 
-    def _older(self, tags: Mapping[str, Any], place: str) -> str:
+    def _old_form(self, tags: Mapping[str, Any], place: str) -> str:
         structures = self._list(tags, "structures", place)
         triggers = self._list(tags, "triggers", place)
         places = [f"{place}.structures[{number}]" for number in range(len(structures))]
@@ -68,8 +65,8 @@ class TagWriter:
     def _format(self, value: Any, place: str, depth: int) -> str:
         if not isinstance(value, Mapping):
             raise self._error(place, f"must be an object, got {shown(value)}")
-        if depth > _MOST_DEPTH:
-            raise self._error(place, f"is nested more than {_MOST_DEPTH} levels deep")
+        if depth > _MAX_DEPTH:
+            raise self._error(place, f"is nested more than {_MAX_DEPTH} levels deep")
         match value.get("type"):
             case "const_string":
                 return self._literal(self._text(value, "value", place)) or '""'
@@ -79,7 +76,7 @@ class TagWriter:
             case "grammar":
                 return f"%lark {{\n{self._lark(self._text(value, 'grammar', place))}\n}}"
             case "structural_tag":
-                return self._older(value, place)
+                return self._old_form(value, place)
             case "regex":
                 return f"/{self._regex(self._text(value, 'pattern', place), f'{place}.pattern')}/"
             case "any_text":
@@ -107,7 +104,7 @@ class TagWriter:
         return [self._format(one, f"{place}.elements[{number}]", depth + 1) for number, one in enumerate(elements)]
 
     def _tag(self, value: Any, place: str, depth: int) -> tuple[str, str]:
-        """What a tag begins with, and the rule of the rest of it."""
+        """Returns the beginning of a tag, and the rule of its rest."""
         if not isinstance(value, Mapping):
             raise self._error(place, f"must be an object, got {shown(value)}")
         begin = self._text(value, "begin", place)
@@ -145,7 +142,7 @@ class TagWriter:
         at_least_one: bool,
         stop_after_first: bool,
     ) -> str:
-        """Text up to a trigger, the rest of a tag that begins with it, and so on."""
+        """Returns a rule for text up to a trigger, the rest of a tag that starts with the trigger, and so on."""
         parts: list[str] = []
         taken = 0
         for number, trigger in enumerate(triggers):
@@ -174,7 +171,7 @@ class TagWriter:
         return several if value.get("at_least_one") is True else f"{several}?"
 
     def _up_to(self, end: str) -> str:
-        """Text of any length, and `end` where it first comes."""
+        """Returns a rule for text up to and including the first `end`."""
         if end in self._specials:
             return self._rule(f"{_TEXT} {self._literal(end)}")
         name = f"upto_{len(self._rules)}"
@@ -187,7 +184,7 @@ class TagWriter:
         return name
 
     def _literal(self, text: str) -> str:
-        """A text; names of special tokens in it are those tokens."""
+        """Quotes a text; names of special tokens in it become those tokens."""
         parts: list[str] = []
         begin = 0
         for found in () if self._any_special is None else self._any_special.finditer(text):

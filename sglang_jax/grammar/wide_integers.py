@@ -1,5 +1,5 @@
-"""JSON whose schema has integers with bounds beyond 2^53, as rules of Lark: objects, arrays and alternatives that lead
-to such an integer are written here, and all others are left to the library."""
+"""Writes Lark rules for JSON schemas with integer bounds beyond 2^53. Objects, arrays and alternatives that contain
+such an integer are written here; the library handles all others."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sglang_jax.grammar.integer_ranges import BOUNDS, EXACT, has_wide_bounds, range_of, range_regex, rounded
-from sglang_jax.grammar.places import children, pointer_of, resolve
+from sglang_jax.grammar.integer_ranges import BOUNDS, EXACT, has_wide_bounds, range_of, range_regex, round_to_float
+from sglang_jax.grammar.schema_paths import children, pointer_of, resolve
 
-MOST_DIGITS = 64
-"""Of a bound: its regular expression grows with the square of that."""
+MAX_DIGITS = 64
+"""Maximum digits of a bound: the size of its regular expression grows with the square."""
 
-MOST_DEPTH = 32
+MAX_DEPTH = 32
 
-MOST_NAME = 128
-"""Characters of a property's name, where properties of other names may come."""
+MAX_NAME = 128
+"""Maximum characters of a property's name in objects that allow other names."""
 
-MOST_WRITTEN = 200_000
-"""Characters of rules: each part that is left to the library takes all definitions along."""
+MAX_WRITTEN = 200_000
+"""Maximum characters of rules: each part that is left to the library includes all definitions."""
 
 _NOTES = frozenset(
     {"title", "description", "default", "examples", "deprecated", "$comment", "readOnly", "writeOnly", "$schema"}
@@ -32,18 +32,18 @@ _OBJECT = _ANYWHERE | {"type", "properties", "required", "additionalProperties"}
 _ARRAY = _ANYWHERE | {"type", "items", "minItems", "maxItems"}
 _OPTIONS = frozenset({"whitespace_pattern", "whitespace_flexible", "lenient"})
 
-_OF_LIBRARY = "%json"
+_LIBRARY_PREFIX = "%json"
 _CHARACTER = r"[^\"\\\x00-\x1f]"
 
 
 class NotWritableError(Exception):
-    """The schema has something else around such an integer than is written here."""
+    """The schema has keywords around a wide integer that are not supported here."""
 
 
 class JsonWriter:
     """Writes the schemas of one grammar.
 
-    **Arguments:** `library`: writes a schema as the library reads it; `blank`: white space between the parts of JSON.
+    **Arguments:** `library`: writes a schema for the library; `blank`: white space between the parts of JSON.
     """
 
     def __init__(self, library: Callable[[Any], str], blank: str) -> None:
@@ -52,8 +52,8 @@ class JsonWriter:
         self._blank = blank
 
     def rule(self, schema: Any) -> str:
-        """A schema as a part of a rule, which may need some of `rules`."""
-        if not isinstance(schema, dict) or not Wideness(schema).of(schema):
+        """Converts a schema to a part of a rule, which may refer to `rules`."""
+        if not isinstance(schema, dict) or not WideIntegerFinder(schema).found_in(schema):
             return self._library(schema)
         before = len(self.rules)
         try:
@@ -63,15 +63,15 @@ class JsonWriter:
             return self._library(schema)
 
     def find_bound_fault(self, schema: Any, most: int) -> tuple[str, str] | None:
-        """The JSON pointer of the first bound that is not exact, as it is not written here, and what that is; None if
-        there is none. Bounds beyond `most`, those of types of 64 bits, are rounded."""
+        """Returns the JSON pointer of the first bound that excludes all integers or would not be exact, and the fault;
+        None if there is none. Bounds beyond `most`, those of 64-bit types, may be rounded."""
         options = schema.get("x-guidance") if isinstance(schema, dict) else None
         lenient = isinstance(options, dict) and options.get("lenient") is True
-        if lenient or not self.rule(schema).startswith(_OF_LIBRARY):
+        if lenient or not self.rule(schema).startswith(_LIBRARY_PREFIX):
             return None
-        going: list[tuple[str, Any]] = [("", schema)]
-        while going:
-            place, inner = going.pop()
+        pending: list[tuple[str, Any]] = [("", schema)]
+        while pending:
+            place, inner = pending.pop()
             if isinstance(inner, dict) and has_wide_bounds(inner):
                 least, last = range_of(inner)
                 if least is not None and last is not None and least > last:
@@ -79,50 +79,50 @@ class JsonWriter:
                     return f"{place}/{name}", f"no integer is at least {least} and at most {last}"
                 for name in BOUNDS:
                     end = range_of({name: inner[name]} if name in inner else {})[name in BOUNDS[2:]]
-                    if end is not None and abs(end) <= most and rounded(end, up=True) != end:
+                    if end is not None and abs(end) <= most and round_to_float(end, up=True) != end:
                         return f"{place}/{name}", (
                             f"the bound {inner[name]} cannot be enforced exactly with the keywords around it: bounds "
                             f"beyond {EXACT} (2^53) need a schema of objects, arrays, anyOf and $ref only"
                         )
-            going.extend(reversed([(place + path, child) for path, child in children(inner)]))
+            pending.extend(reversed([(place + path, child) for path, child in children(inner)]))
         return None
 
 
-class Wideness:
-    """Which parts of a schema hold an integer with wide bounds, themselves or by reference."""
+class WideIntegerFinder:
+    """Finds the parts of a schema that contain an integer with wide bounds, directly or by reference."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._known: dict[int, bool] = {}
 
-    def of(self, part: Any) -> bool:
+    def found_in(self, part: Any) -> bool:
         if id(part) not in self._known:
             self._known[id(part)] = any(map(has_wide_bounds, self._reached(part)))
         return self._known[id(part)]
 
     def _reached(self, part: Any) -> Iterable[Mapping[str, Any]]:
         seen: set[str] = set()
-        going = [part]
-        while going:
-            inner = going.pop()
+        pending = [part]
+        while pending:
+            inner = pending.pop()
             if not isinstance(inner, dict):
                 continue
             yield inner
             pointer = pointer_of(inner)
             if pointer is not None and pointer not in seen:
                 seen.add(pointer)
-                going.append(resolve(self._root, pointer))
-            going.extend(child for path, child in children(inner) if path.split("/")[1] not in _SHARED)
+                pending.append(resolve(self._root, pointer))
+            pending.extend(child for path, child in children(inner) if path.split("/")[1] not in _SHARED)
 
 
 class _SchemaWriter:
-    """Writes one of them. Raises `NotWritableError`."""
+    """Writes one schema. Raises `NotWritableError`."""
 
     def __init__(self, root: dict[str, Any], library: Callable[[Any], str], blank: str, rules: list[str]) -> None:
         self._root = root
         self._library = library
         self._rules = rules
-        self._wideness = Wideness(root)
+        self._finder = WideIntegerFinder(root)
         self._written = 0
         own = root.get("x-guidance", {})
         if not isinstance(own, dict) or not own.keys() <= _OPTIONS:
@@ -136,10 +136,10 @@ class _SchemaWriter:
         return self._node(self._root, ())
 
     def _node(self, schema: Any, followed: tuple[str, ...], depth: int = 0) -> str:
-        """`followed`: references on the way here."""
-        if not self._wideness.of(schema):
+        """Writes a part of the schema. `followed`: references on the path to it."""
+        if not self._finder.found_in(schema):
             return self._leaf(schema)
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise NotWritableError
         keys = schema.keys() - _ANYWHERE
         if keys == {"$ref"}:
@@ -162,7 +162,7 @@ class _SchemaWriter:
         least, most = range_of(schema)
         if least is not None and most is not None and least > most:
             raise NotWritableError
-        if any(end is not None and abs(end) >= 10**MOST_DIGITS for end in (least, most)):
+        if any(end is not None and abs(end) >= 10**MAX_DIGITS for end in (least, most)):
             raise NotWritableError
         written = f"/{range_regex(least, most)}/"
         if not isinstance(schema["type"], list):
@@ -187,32 +187,35 @@ class _SchemaWriter:
         named, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(named, dict) or not isinstance(required, list) or not set(required) <= named.keys():
             raise NotWritableError
-        # What may follow where a member came before, and where none did.
-        behind, first = self._others(named.keys(), schema.get("additionalProperties", True), write)
+        # What may follow a member, and what may come if there was none.
+        following, first = self._other_members(named.keys(), schema.get("additionalProperties", True), write)
         for name, inner in reversed(named.items()):
             member = self._rule(f"{_quoted(json.dumps(name, ensure_ascii=False))} {self._pair(write(inner))}")
             further = f'{self._space} "," {self._space} {member}'
             if name in required:
-                behind, first = self._rule(f"{further} {behind}"), self._rule(f"{member} {behind}")
+                following, first = self._rule(f"{further} {following}"), self._rule(f"{member} {following}")
             else:
-                behind, first = self._rule(f"({further})? {behind}"), self._rule(f"{member} {behind} | {first}")
+                following, first = (
+                    self._rule(f"({further})? {following}"),
+                    self._rule(f"{member} {following} | {first}"),
+                )
         return self._rule(f'"{{" {self._space} {first} {self._space} "}}"')
 
-    def _others(self, names: Iterable[str], schema: Any, write: Callable[[Any], str]) -> tuple[str, str]:
-        """Members of other names."""
+    def _other_members(self, names: Iterable[str], schema: Any, write: Callable[[Any], str]) -> tuple[str, str]:
+        """Writes members with other names."""
         if schema is False:
             return '""', '""'
-        if any(len(name) > MOST_NAME for name in names):
+        if any(len(name) > MAX_NAME for name in names):
             raise NotWritableError
-        member = self._rule(f'/\\"{_other_than(sorted(names))}\\"/ {self._pair(write(schema))}')
-        behind = self._rule(f'({self._space} "," {self._space} {member})*')
-        return behind, self._rule(f"({member} {behind})?")
+        member = self._rule(f'/\\"{_regex_other_than(sorted(names))}\\"/ {self._pair(write(schema))}')
+        following = self._rule(f'({self._space} "," {self._space} {member})*')
+        return following, self._rule(f"({member} {following})?")
 
     def _pair(self, value: str) -> str:
         return f'{self._space} ":" {self._space} {value}'
 
     def _leaf(self, schema: Any) -> str:
-        """A part without such integers, with what its references lead to."""
+        """Writes a part without wide integers, with the targets of its references."""
         if schema is False:
             raise NotWritableError
         whole: dict[str, Any] = dict(schema) if isinstance(schema, dict) else {}
@@ -225,7 +228,7 @@ class _SchemaWriter:
 
     def _rule(self, body: str) -> str:
         self._written += len(body)
-        if self._written > MOST_WRITTEN:
+        if self._written > MAX_WRITTEN:
             raise NotWritableError
         name = f"json_{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
@@ -248,20 +251,20 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _other_than(names: Sequence[str]) -> str:
-    """A regular expression of the characters of a key that is none of these. It has no escapes, by which a key may be
-    written in several ways."""
+def _regex_other_than(names: Sequence[str]) -> str:
+    """Returns a regular expression of keys other than `names`, without escapes, which would give a key several
+    spellings."""
     if not names or names == [""]:
         return f"{_CHARACTER}{'+' if names else '*'}"
     firsts = sorted({name[0] for name in names if name})
-    parts = [rf"[^\"\\\x00-\x1f{''.join(map(_spelt, firsts))}]{_CHARACTER}*"]
+    parts = [rf"[^\"\\\x00-\x1f{''.join(map(_escape, firsts))}]{_CHARACTER}*"]
     for first in firsts:
         if not re.match(_CHARACTER, first):
-            continue  # no such key is written without an escape
-        rest = _other_than([name[1:] for name in names if name[:1] == first])
-        parts.append(f"{_spelt(first)}{rest}")
+            continue  # such a key cannot be written without an escape
+        rest = _regex_other_than([name[1:] for name in names if name[:1] == first])
+        parts.append(f"{_escape(first)}{rest}")
     return f"({'|'.join(parts)}){'' if '' in names else '?'}"
 
 
-def _spelt(char: str) -> str:
+def _escape(char: str) -> str:
     return f"\\x{{{ord(char):x}}}"

@@ -10,7 +10,7 @@ import numpy as np
 from sglang_jax.errors import GrammarError, GrammarUnavailableError
 from sglang_jax.grammar.compile_queue import Compilation
 from sglang_jax.grammar.compiler import GrammarCompiler
-from sglang_jax.grammar.interface import Matcher, Progress
+from sglang_jax.grammar.interface import Matcher, MatchState
 from sglang_jax.runner.plan import MASK_WORD, Int32, TokenMasks, mask_words
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.request import Request
@@ -113,7 +113,7 @@ class Constraints:
         closed: list[Closed] = []
         for line, (place, found) in enumerate(zip(places, progress, strict=True)):
             request = requests[place]
-            if found is Progress.GOES_ON:
+            if found is MatchState.CONTINUES:
                 self._settle_ends(request, own[line])
             else:
                 closed.append(self._closed(request, found))
@@ -130,7 +130,7 @@ class Constraints:
         return [
             self._closed(request, found)
             for request, found in zip(requests, progress, strict=True)
-            if found is not Progress.GOES_ON
+            if found is not MatchState.CONTINUES
         ]
 
     def _settle_ends(self, request: Request, words: Int32) -> None:
@@ -150,8 +150,8 @@ class Constraints:
                 words[token // MASK_WORD] |= _bit(token)
 
     @staticmethod
-    def _closed(request: Request, progress: Progress) -> Closed:
-        if progress is Progress.COMPLETE:
+    def _closed(request: Request, progress: MatchState) -> Closed:
+        if progress is MatchState.COMPLETE:
             return Closed(request)
         assert request.sampling.grammar is not None
         field = request.sampling.grammar.field

@@ -116,8 +116,8 @@ class RemoteLink:
         return self._tokens
 
     @property
-    def foreign_load(self) -> int:
-        """See `Link.foreign_load`; as it was at the last look."""
+    def external_load(self) -> int:
+        """See `Link.external_load`; as it was at the last look."""
         return self._foreign_load
 
     @property

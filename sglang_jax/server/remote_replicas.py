@@ -9,7 +9,7 @@ from functools import partial
 
 from sglang_jax.config import ServerConfig
 from sglang_jax.engine.launch import launch_replica_link
-from sglang_jax.engine.launch_replicated import LaunchLink, own_replicas, replicated_client
+from sglang_jax.engine.launch_replicated import LaunchLink, local_replicas, replicated_client
 from sglang_jax.engine.link import Link
 from sglang_jax.engine.model_core import load_text_tokenizer
 from sglang_jax.engine.replica import Backoff, Replica, close_replicas, start_all
@@ -48,7 +48,7 @@ async def connect_engines(
     if tokenizer is None:
         tokenizer = await asyncio.to_thread(load_text_tokenizer, config)
     key = config.admin_key() or config.client_key()  # replicas are asked what they have to do, which is an operator's
-    own = own_replicas(config, launch) if with_own else []
+    own = local_replicas(config, launch) if with_own else []
     servers: list[Replica[Link]] = [
         Replica(index, partial(RemoteLink.connect, address, tokenizer, key), backoff=RETRY)
         for index, address in enumerate(addresses, len(own))

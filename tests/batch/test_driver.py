@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_jax.batch.answers import Answer, Tokens
 from sglang_jax.batch.journal import Journal, Kind
-from sglang_jax.batch.progress import Figures, Progress
+from sglang_jax.batch.progress import Figures, RunProgress
 from sglang_jax.batch.source import Record
 from sglang_jax.errors import EngineDeadError
 
@@ -185,7 +185,7 @@ class Reading:
 def test_progress_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     now = 100.0
     reading = Reading()
-    progress = Progress(Figures(before=20, failed_before=1), reading, terminal=False, clock=lambda: now)
+    progress = RunProgress(Figures(before=20, failed_before=1), reading, terminal=False, clock=lambda: now)
     reading.num_read, reading.share_read = 50, 0.25
     for kind in (Kind.OUTPUT, Kind.OUTPUT, Kind.ERROR):
         now += 10
@@ -204,7 +204,7 @@ def test_progress_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     reading = Reading()
-    progress = Progress(Figures(before=2), reading, terminal=True)
+    progress = RunProgress(Figures(before=2), reading, terminal=True)
     reading.num_read, reading.share_read = 6, 0.5
     progress.finished(Answer(Kind.OUTPUT, b"", Tokens(output=7)))
     progress.close()

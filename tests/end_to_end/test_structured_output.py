@@ -94,7 +94,7 @@ class Completer:
     def _next(self, matcher: Matcher) -> list[int]:
         self._words[:] = 0
         (progress,) = self._backend.fill([matcher], self._words)
-        return allowed_tokens(self._words[0]).tolist() if progress.name == "GOES_ON" else []
+        return allowed_tokens(self._words[0]).tolist() if progress.name == "CONTINUES" else []
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from sglang_jax.engine import allocator
-from sglang_jax.engine.allocator import ARENAS, GROWTH_BYTES, FreeMemory, give_memory_back, limit_free_memory
+from sglang_jax.engine.allocator import ARENAS, GROWTH_BYTES, FreeMemory, limit_free_memory, release_free_memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has its own ways")
 
@@ -111,7 +111,7 @@ def test_what_is_over_some_time_after_it_grew_goes_back_too() -> None:
 
 LOADED = """
 import threading, time
-from sglang_jax.engine.allocator import memory_given_back, resident_bytes
+from sglang_jax.engine.allocator import releasing_free_memory, resident_bytes
 before = resident_bytes()
 kept = []
 
@@ -127,7 +127,7 @@ def in_threads():
 in_threads()
 grown = resident_bytes() - before
 assert grown > 24 * 2**20, grown
-with memory_given_back(seconds=0.01):
+with releasing_free_memory(seconds=0.01):
     print((resident_bytes() - before) / grown)
     in_threads()
     until = time.monotonic() + 60
@@ -146,7 +146,7 @@ def test_it_is_left_at_that_after_a_while(monkeypatch: pytest.MonkeyPatch) -> No
     trims: list[int] = []
     resident = [100 * GROWTH_BYTES]
     monkeypatch.setattr(allocator, "resident_bytes", lambda: resident[0])
-    monkeypatch.setattr(allocator, "give_memory_back", lambda: bool(trims.append(look)) or True)
+    monkeypatch.setattr(allocator, "release_free_memory", lambda: bool(trims.append(look)) or True)
     memory = FreeMemory()
     for look in range(3000):
         if look == 5:
@@ -158,4 +158,4 @@ def test_it_is_left_at_that_after_a_while(monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("musl", "1.2"))
     assert not limit_free_memory()
-    assert not give_memory_back()
+    assert not release_free_memory()

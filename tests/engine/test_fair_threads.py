@@ -11,7 +11,7 @@ from helpers.engine_fakes import ByteTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_jax.engine.fair_threads import FairThreads, Piece, Turns
+from sglang_jax.engine.fair_threads import FairOrder, FairThreads, Piece
 from sglang_jax.engine.prompt_reader import TOKENIZER_THREADS, PromptReader
 
 
@@ -19,7 +19,7 @@ class Waiting:
     """Pieces by name, in order of their turns."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.turns = FairOrder()
         self._names: dict[Piece, str] = {}
 
     def put(self, name: str, size: int, tenant: str = "", flow: str = "") -> Piece:
@@ -92,7 +92,7 @@ PIECES = st.tuples(st.integers(1, 9), st.sampled_from("ab"), st.sampled_from("xy
 @given(st.lists(st.one_of(PIECES, st.just("get"), st.integers(0, 50)), max_size=60))
 def test_each_piece_has_one_turn_and_those_of_a_flow_in_order(steps: list[tuple[int, str, str] | str | int]) -> None:
     """Against a list of each flow's; an integer has one that waits leave."""
-    turns, waiting = Turns(), list[Piece]()
+    turns, waiting = FairOrder(), list[Piece]()
     flows: dict[tuple[str, str], list[Piece]] = defaultdict(list)
     turn = asyncio.Future[None](loop=asyncio.new_event_loop())
 
@@ -154,7 +154,7 @@ async def test_work_that_nobody_waits_for_is_not_begun() -> None:
     await asyncio.wait({left, first})
     assert gate.begun == ["first"]
     await asyncio.sleep(0)
-    assert threads._turns._tenants[""].flows[""].waiting == 1  # the last one
+    assert threads._order._tenants[""].flows[""].waiting == 1  # the last one
     gate.open.set()
     assert await asyncio.wait_for(last, 20) == "last"
     assert gate.begun == ["first", "last"]
@@ -182,7 +182,7 @@ async def test_whose_turn_comes_as_it_leaves_keeps_nobody_waiting() -> None:
     leaving.cancel()
     threads._end()
     assert await asyncio.wait_for(threads.run(lambda: "done", size=1), 20) == "done"
-    assert not threads._turns._tenants
+    assert not threads._order._tenants
     threads.close()
 
 

@@ -309,7 +309,7 @@ async def test_load_decides_and_counts_completions(two: ToldReplicas) -> None:
     await until(lambda: bool(two.engine(0).asked))
     tasks += [ask(client) for _ in range(3)]
     await until(lambda: len(two.engine(1).asked) == 3)
-    two.engine(0).foreign_load = 5
+    two.engine(0).external_load = 5
     tasks += [ask(client)]
     await until(lambda: len(two.engine(1).asked) == 4)
     for index in (0, 1):

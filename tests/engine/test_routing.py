@@ -108,7 +108,7 @@ def ready(policy: RoutingPolicy, count: int, capacity: int = 10_000) -> RoutingP
 
 def route(policy: RoutingPolicy, tokens: list[int], loads: list[int]) -> int:
     index = policy.choose(encoded(tokens), None, candidates(loads))
-    policy.sent(index, encoded(tokens), None)
+    policy.note_sent(index, encoded(tokens), None)
     return index
 
 
@@ -120,7 +120,7 @@ def test_every_policy_chooses_a_candidate(
     for prompt, serving in requests:
         index = policy.choose(encoded(prompt), None, [Candidate(index, index) for index in sorted(serving)])
         assert index in serving
-        policy.sent(index, encoded(prompt), None)
+        policy.note_sent(index, encoded(prompt), None)
 
 
 @given(st.integers(1, 6), st.integers(1, 50), loads)
@@ -135,7 +135,7 @@ def test_round_robin_passes_over_replicas_that_are_gone() -> None:
     chosen = []
     for serving in ([0, 1, 2], [0, 2], [0, 2], [0, 1, 2], [1], [0, 1, 2]):
         index = policy.choose(b"", None, [Candidate(one, 0) for one in serving])
-        policy.sent(index, b"", None)
+        policy.note_sent(index, b"", None)
         chosen.append(index)
     assert chosen == [0, 2, 0, 1, 1, 2]
 
@@ -158,7 +158,7 @@ def test_cache_aware_follows_the_longest_prefix_or_the_load(
     policy = CacheAware(PAGE, balance)
     ready(policy, len(loads))
     for number, prompt in enumerate(sent):
-        policy.sent(number % len(loads), encoded(prompt), None)
+        policy.note_sent(number % len(loads), encoded(prompt), None)
     matches = [
         max((common_pages(wanted, prompt) for prompt in sent[index :: len(loads)]), default=0)
         for index in range(len(loads))
@@ -187,7 +187,7 @@ def test_a_replica_that_was_started_again_has_nothing() -> None:
 
 def test_prefixes_of_other_namespaces_do_not_count() -> None:
     policy = ready(CacheAware(PAGE, Balance()), 2)
-    policy.sent(0, encoded([7] * 8), "salt")
+    policy.note_sent(0, encoded([7] * 8), "salt")
     assert policy.choose(encoded([7] * 8), None, candidates([9, 0])) == 1
     assert policy.choose(encoded([7] * 8), "salt", candidates([9, 0])) == 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.fake_grammars import FakeGrammar
 
-from sglang_jax.grammar.compile_queue import Compilation, Held, Queue
+from sglang_jax.grammar.compile_queue import Compilation, CompileQueue, GrammarRoom
 from sglang_jax.grammar.compiler import GrammarCompiler
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 
@@ -21,7 +21,7 @@ def of(text: str) -> Compilation:
     return Compilation(Grammar(GrammarKind.REGEX, text, "regex"))
 
 
-def get(queue: Queue, seconds: float = 1.0) -> str:
+def get(queue: CompileQueue, seconds: float = 1.0) -> str:
     """The next one's text, once it has taken so long."""
     got = queue.get()
     assert got is not None
@@ -33,7 +33,7 @@ class Room:
     """Compiled grammars, as their requests keep them."""
 
     def __init__(self) -> None:
-        self.held = Held()
+        self.held = GrammarRoom()
         self._kept: dict[str, list[Compilation]] = {}
 
     def add(self, tenant: str, size: int) -> bool:
@@ -77,7 +77,7 @@ def test_one_key_leaves_room_for_those_of_the_others() -> None:
 
 
 def test_what_is_compiled_takes_its_room_and_gives_it_back_if_it_fails() -> None:
-    held, first, second = Held(), of("x" * 600), of("x" * 600)
+    held, first, second = GrammarRoom(), of("x" * 600), of("x" * 600)
     assert held.admit(first, "one", MOST)
     assert not held.admit(second, "one", MOST)
     assert (held.has_admitted(first), held.has_admitted(second)) == (True, False)
@@ -88,7 +88,7 @@ def test_what_is_compiled_takes_its_room_and_gives_it_back_if_it_fails() -> None
 
 def test_one_that_there_is_no_room_for_is_passed_over() -> None:
     """Both threads waited for room for a minute, and all other grammars behind them."""
-    queue = Queue(lambda compilation, tenant: len(compilation.source.text) < 10)
+    queue = CompileQueue(lambda compilation, tenant: len(compilation.source.text) < 10)
     queue.put(of("x" * 20), ("one", "large"))
     queue.put(of("behind"), ("one", "large"))
     queue.put(of("small"), ("one", "small"))
@@ -102,12 +102,12 @@ def test_a_grammar_for_which_somebody_else_waits_is_shared() -> None:
     compiler = GrammarCompiler(backend, trier=Sandbox, threads=0)
     first = compiler.start(of("a").source, ("one", "1"))
     assert compiler.start(of("a").source, ("two", "1")) is first
-    assert first.places == {"one": "1", "two": "1"}
+    assert first.queued_in == {"one": "1", "two": "1"}
 
 
 def test_who_was_idle_has_nothing_saved_up() -> None:
     """One that came back had all turns until its had taken as long as what others had needed meanwhile."""
-    queue = Queue()
+    queue = CompileQueue()
     queue.put(of("b0"), ("b", "0"))
     for number in range(30):
         queue.put(of(f"a{number}"), ("a", str(number)))
@@ -122,7 +122,7 @@ def test_who_was_idle_has_nothing_saved_up() -> None:
 
 
 def test_what_two_wait_for_is_compiled_when_it_is_the_turn_of_either() -> None:
-    queue, shared = Queue(), of("shared")
+    queue, shared = CompileQueue(), of("shared")
     for number in range(5):
         queue.put(of(f"slow {number}"), ("flood", "1"))
     queue.put(shared, ("flood", "1"))
@@ -137,7 +137,10 @@ def test_what_two_wait_for_is_compiled_when_it_is_the_turn_of_either() -> None:
 
 
 def test_nothing_is_left_of_whatever_happened() -> None:
-    draw, queue = random.Random(0), Queue(lambda compilation, tenant: not compilation.source.text.startswith("no"))
+    draw, queue = (
+        random.Random(0),
+        CompileQueue(lambda compilation, tenant: not compilation.source.text.startswith("no")),
+    )
     waiting: dict[Compilation, None] = {}
     running = []
     for number in range(3000):
@@ -165,7 +168,7 @@ def test_nothing_is_left_of_whatever_happened() -> None:
         assert queue.withdraw(compilation)
     for whose in running:
         queue.done(whose, 1.0)
-    assert (queue._waiting, queue._taken, queue._taken_by_flow, queue._running) == ({}, {}, {}, [])
+    assert (queue._waiting, queue._seconds, queue._seconds_by_flow, queue._running) == ({}, {}, {}, [])
 
 
 class Sandbox:
@@ -188,7 +191,7 @@ class Backend:
 
 
 def test_a_key_compiles_its_grammars_while_another_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_jax.grammar.compiler.MOST_HELD_CHARACTERS", MOST)
+    monkeypatch.setattr("sglang_jax.grammar.compiler.MAX_HELD_CHARACTERS", MOST)
     now, others = [0.0], set(threading.enumerate())
     backend: Any = Backend()
     compiler = GrammarCompiler(backend, trier=Sandbox, threads=1, clock=lambda: now[0])

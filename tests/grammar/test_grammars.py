@@ -21,9 +21,9 @@ from llguidance import LLParserLimits
 
 from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.errors import GrammarError, GrammarUnavailableError, ParameterError
-from sglang_jax.grammar.compile_queue import Compilation, Queue
-from sglang_jax.grammar.compiler import MOST_BUILT, MOST_CACHED_CHARACTERS, GrammarCompiler
-from sglang_jax.grammar.interface import CompiledGrammar, Matcher, Progress
+from sglang_jax.grammar.compile_queue import Compilation, CompileQueue
+from sglang_jax.grammar.compiler import MAX_BUILT, MAX_CACHED_CHARACTERS, GrammarCompiler
+from sglang_jax.grammar.interface import CompiledGrammar, Matcher, MatchState
 from sglang_jax.grammar.lark import json_rule
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.grammar.llguidance_trial import LIMITS, Trial
@@ -68,7 +68,7 @@ def outputs(
         finished = False
         for _ in range(60):
             (progress,) = backend.fill([matcher], words)
-            assert progress is not Progress.FAILED
+            assert progress is not MatchState.FAILED
             choice = allowed_tokens(words[0]).tolist()
             assert choice
             assert max(choice) < len(TABLE.tokens)
@@ -77,7 +77,7 @@ def outputs(
                 finished = True
                 break
             output += TABLE.tokens[token]
-            if backend.accept([matcher], [token]) == [Progress.COMPLETE]:
+            if backend.accept([matcher], [token]) == [MatchState.COMPLETE]:
                 finished = True
                 break
         yield output, finished
@@ -132,10 +132,10 @@ def test_tags_begin_with_their_triggers_and_hold_what_they_say(backend: Llguidan
     compiled = backend.build(grammar := tag_grammar(old), trial.lark(grammar))
     words = np.zeros((1, mask_words(VOCAB)), np.int32)
     matcher = compiled.matcher()
-    assert backend.fill([matcher], words) == [Progress.GOES_ON]
+    assert backend.fill([matcher], words) == [MatchState.CONTINUES]
     assert {EOS, ord("x"), ord("<")} <= set(allowed_tokens(words[0]).tolist())
     for byte in b"hi <f=":
-        assert backend.accept([matcher], [byte]) == [Progress.GOES_ON]
+        assert backend.accept([matcher], [byte]) == [MatchState.CONTINUES]
     for byte in b"go>2</f>":
         backend.fill([matcher], words)
         assert byte in allowed_tokens(words[0])
@@ -153,7 +153,7 @@ def test_a_special_token_that_a_tag_names_is_that_token(backend: LlguidanceBacke
     matcher = compiled.matcher()
     backend.fill([matcher], words)
     assert allowed_tokens(words[0]).tolist() == [CALL]
-    assert backend.accept([matcher], [CALL]) == [Progress.GOES_ON]
+    assert backend.accept([matcher], [CALL]) == [MatchState.CONTINUES]
     backend.fill([matcher], words)
     assert allowed_tokens(words[0]).tolist() == [ord("a"), ord("b")]
 
@@ -399,13 +399,13 @@ def test_compiled_grammars_are_kept_up_to_a_number_and_those_in_use() -> None:
     stub: Any = Stub()
     compiler = GrammarCompiler(stub, trier=Quick)
     used = compile_all(compiler, ["used"])
-    compile_all(compiler, (str(number) for number in range(MOST_BUILT + 40)))
-    assert len(stub.alive) <= MOST_BUILT + 2  # the last one is looked at with the next
+    compile_all(compiler, (str(number) for number in range(MAX_BUILT + 40)))
+    assert len(stub.alive) <= MAX_BUILT + 2  # the last one is looked at with the next
     assert used[0] in stub.alive
     tried = Quick.tried
-    compile_all(compiler, [str(MOST_BUILT + 39)])
+    compile_all(compiler, [str(MAX_BUILT + 39)])
     assert Quick.tried == tried
-    long = "x" * (MOST_CACHED_CHARACTERS // 8 - 10)
+    long = "x" * (MAX_CACHED_CHARACTERS // 8 - 10)
     compile_all(compiler, (f"{number}{long}" for number in range(20)))
     assert len(stub.alive) <= 8 + 2
     compiler.close()
@@ -413,8 +413,8 @@ def test_compiled_grammars_are_kept_up_to_a_number_and_those_in_use() -> None:
 
 def test_no_grammar_is_compiled_while_those_of_requests_take_all_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of queued requests: 4,096 of them with grammars of 24 MB took it all."""
-    monkeypatch.setattr("sglang_jax.grammar.compiler.MOST_HELD_CHARACTERS", 10)
-    monkeypatch.setattr("sglang_jax.grammar.compiler.MOST_CACHED_CHARACTERS", 5)
+    monkeypatch.setattr("sglang_jax.grammar.compiler.MAX_HELD_CHARACTERS", 10)
+    monkeypatch.setattr("sglang_jax.grammar.compiler.MAX_CACHED_CHARACTERS", 5)
     now = [0.0]
     stub: Any = Stub()
     compiler = GrammarCompiler(stub, trier=Quick, threads=1, clock=lambda: now[0])
@@ -447,9 +447,9 @@ def follow(backend: LlguidanceBackend, matchers: Sequence[Matcher], texts: Seque
     for letters in zip(*texts, strict=True):
         progress = backend.fill(matchers, words)
         pairs = zip(progress, words, strict=True)
-        found.append([allowed_tokens(row).tolist() if one is Progress.GOES_ON else None for one, row in pairs])
+        found.append([allowed_tokens(row).tolist() if one is MatchState.CONTINUES else None for one, row in pairs])
         progress = backend.accept(matchers, [ord(letter) for letter in letters])
-        found[-1] = [None if one is Progress.FAILED else own for one, own in zip(progress, found[-1], strict=True)]
+        found[-1] = [None if one is MatchState.FAILED else own for one, own in zip(progress, found[-1], strict=True)]
     return found
 
 
@@ -475,7 +475,7 @@ def test_an_output_does_not_fail_by_what_others_of_its_grammar_have_met(
     assert second is not first
     (whole,) = zip(*follow(backend, [first.matcher()], ["".join(texts)]), strict=True)
     assert whole[-1] is None  # alone it takes more than there is
-    monkeypatch.setattr("sglang_jax.grammar.llguidance_backend.MOST_PARTED", 2)
+    monkeypatch.setattr("sglang_jax.grammar.llguidance_backend.MAX_DETACHED", 2)
     gc.collect()
     for _ in range(2):  # those that have ended count no more
         last = follow(backend, [second.matcher() for _ in texts], texts)[-1]
@@ -556,7 +556,7 @@ def test_who_brings_many_slow_grammars_keeps_nobody_else_from_theirs(
     held, now = Held(tried), [0.0]
     compiler = GrammarCompiler(backend, trier=lambda: held, threads=1, clock=lambda: now[0])
     slow = [compiler.start(Grammar(GrammarKind.REGEX, f"slow{number}", "regex"), many) for number in range(4)]
-    while slow[0].begun is None:
+    while slow[0].started is None:
         time.sleep(0.001)
     quick = [compiler.start(Grammar(GrammarKind.REGEX, f"quick{number}", "regex"), few) for number in range(2)]
     now[0] = 10.0  # for so long the first one has taken up the thread
@@ -569,7 +569,7 @@ def test_who_brings_many_slow_grammars_keeps_nobody_else_from_theirs(
 
 def test_turns_of_requests_that_have_ended_are_forgotten() -> None:
     """There are ever new ones."""
-    queue = Queue()
+    queue = CompileQueue()
     waiting = [Compilation(Grammar(GrammarKind.REGEX, str(number))) for number in range(40)]
     for number, compilation in enumerate(waiting):
         queue.put(compilation, ("", str(number // 4)))
@@ -583,11 +583,11 @@ def test_turns_of_requests_that_have_ended_are_forgotten() -> None:
         assert got is not None
         seen.append(got[1])
         queue.done(got[1], 1.0)
-        assert len(queue._taken_by_flow) <= 11
+        assert len(queue._seconds_by_flow) <= 11
     assert len(seen) == 40 + 1 - 14
     assert ("other", "0") in seen[:2]
-    assert not queue._taken_by_flow
-    assert not queue._taken
+    assert not queue._seconds_by_flow
+    assert not queue._seconds
 
 
 def test_what_nobody_waits_for_is_not_compiled(backend: LlguidanceBackend) -> None:
@@ -599,7 +599,7 @@ def test_what_nobody_waits_for_is_not_compiled(backend: LlguidanceBackend) -> No
         compiler.start(Grammar(GrammarKind.REGEX, text, "regex")) for text in ("first", "left", "shared", "last")
     )
     assert compiler.start(Grammar(GrammarKind.REGEX, "shared", "regex")) is shared
-    while first.begun is None:
+    while first.started is None:
         time.sleep(0.001)
     for compilation in (first, left, shared):
         compiler.leave(compilation)
@@ -616,7 +616,7 @@ def test_what_nobody_waits_for_is_not_compiled(backend: LlguidanceBackend) -> No
 def test_what_never_ends_is_given_up(backend: LlguidanceBackend) -> None:
     now = [0.0]
     compiler = GrammarCompiler(backend, trier=Quick, clock=lambda: now[0], seconds=5.0)
-    stuck = Compilation(Grammar(GrammarKind.REGEX, "x", "regex"), begun=0.0)
+    stuck = Compilation(Grammar(GrammarKind.REGEX, "x", "regex"), started=0.0)
     assert not compiler.settled(stuck)
     now[0] = 120.5
     assert compiler.settled(stuck)

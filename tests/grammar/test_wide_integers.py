@@ -14,7 +14,7 @@ import pytest
 from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.errors import GrammarError
 from sglang_jax.grammar.integer_ranges import range_regex
-from sglang_jax.grammar.interface import Progress
+from sglang_jax.grammar.interface import MatchState
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.grammar.llguidance_trial import Trial
 from sglang_jax.runner.plan import allowed_tokens, mask_words
@@ -39,7 +39,7 @@ class Checker:
             self._backend.fill([matcher], words)
             if byte not in allowed_tokens(words[0]).tolist():
                 return False
-            if self._backend.accept([matcher], [byte]) == [Progress.COMPLETE]:
+            if self._backend.accept([matcher], [byte]) == [MatchState.COMPLETE]:
                 return count == len(data)
         self._backend.fill([matcher], words)
         return EOS in allowed_tokens(words[0]).tolist()

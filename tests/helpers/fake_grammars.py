@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_jax.errors import GrammarError
 from sglang_jax.grammar.compile_queue import Compilation
-from sglang_jax.grammar.interface import Progress
+from sglang_jax.grammar.interface import MatchState
 from sglang_jax.runner.plan import MASK_WORD
 from sglang_jax.sampling.grammar import Grammar, GrammarKind
 from sglang_jax.sampling.params import SamplingParams
@@ -85,7 +85,7 @@ class FakeMatcher:
 @dataclass(frozen=True)
 class FakeGrammar:
     key: int
-    spoiled: bool = False
+    exhausted: bool = False
 
     def matcher(self) -> FakeMatcher:
         return FakeMatcher(self.key, late=self.key % 2 == 0)
@@ -106,12 +106,12 @@ class FakeGrammars:
             raise GrammarError(f"{source.field}: refused", param=source.field)
         return FakeGrammar(key)
 
-    def accept(self, matchers: Sequence[FakeMatcher], tokens: Sequence[int]) -> list[Progress]:
+    def accept(self, matchers: Sequence[FakeMatcher], tokens: Sequence[int]) -> list[MatchState]:
         for matcher, token in zip(matchers, tokens, strict=True):
             matcher.output.append(token)
-        return [Progress.GOES_ON if matcher.late else self._progress(matcher) for matcher in matchers]
+        return [MatchState.CONTINUES if matcher.late else self._progress(matcher) for matcher in matchers]
 
-    def fill(self, matchers: Sequence[FakeMatcher], words: np.ndarray) -> list[Progress]:
+    def fill(self, matchers: Sequence[FakeMatcher], words: np.ndarray) -> list[MatchState]:
         words[:] = 0
         for matcher, line in zip(matchers, words, strict=True):
             for token in allowed(matcher.key, matcher.output, self._vocab, self._eos):
@@ -119,10 +119,10 @@ class FakeGrammars:
         return [self._progress(matcher) for matcher in matchers]
 
     @staticmethod
-    def _progress(matcher: FakeMatcher) -> Progress:
+    def _progress(matcher: FakeMatcher) -> MatchState:
         if complete(matcher.key, matcher.output):
-            return Progress.COMPLETE
-        return Progress.FAILED if fails(matcher.key, matcher.output) else Progress.GOES_ON
+            return MatchState.COMPLETE
+        return MatchState.FAILED if fails(matcher.key, matcher.output) else MatchState.CONTINUES
 
 
 class FakeCompiler:
@@ -132,7 +132,7 @@ class FakeCompiler:
         self.backend = backend
         self._looks: dict[int, int] = {}
 
-    def start(self, source: Grammar, whose: tuple[str, str] = ("", "")) -> Compilation:
+    def start(self, source: Grammar, flow_key: tuple[str, str] = ("", "")) -> Compilation:
         compilation = Compilation(source, waiting=1)
         self._looks[id(compilation)] = int(source.text) % 4
         return compilation

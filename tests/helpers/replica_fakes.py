@@ -50,7 +50,7 @@ class ToldLink:
         self.profiles: list[str] = []
         self.profile_error: RequestError | None = None
         self.busy = False
-        self.foreign_load = 0
+        self.external_load = 0
         self.silent_seconds = 0.0
         self.stats = SchedulerStats(num_running=1, prompt_tokens=10, cached_tokens=4)
         self._outputs: dict[str, RequestOutputs] = {}

@@ -50,7 +50,7 @@ def test_a_batch_that_was_answered_counts_as_new() -> None:
     book = AttemptBook()
     assert [book.begin("a"), book.begin("b"), book.begin("a"), book.begin("a")] == [1, 1, 2, 3]
     book.finish("a")
-    assert book.under_way() == 1
+    assert book.num_unfinished() == 1
     assert book.begin("a") == 1
 
 
@@ -60,7 +60,7 @@ def test_a_batch_may_be_answered_twice() -> None:
     assert [book.begin("a"), book.begin("a")] == [1, 2]
     book.finish("a")
     book.finish("a")
-    assert (book.under_way(), book.finished()) == (0, 2)
+    assert (book.num_unfinished(), book.finished()) == (0, 2)
 
 
 def test_a_task_that_writes_again_leaves_no_line_twice(tmp_path: Path) -> None:

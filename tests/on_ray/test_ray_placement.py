@@ -18,10 +18,10 @@ from ray.util.placement_group import PlacementGroup
 
 from sglang_jax.batch.options import BatchConfig
 from sglang_jax.batch.ray import Answering, SharedAttempts, answer_rows, nodes
-from sglang_jax.batch.ray.nodes import WORKER_LABEL, GroupPlacement, in_order, start_node
-from sglang_jax.batch.ray.pipeline import replica_resources, telling_what_is_awaited
+from sglang_jax.batch.ray.nodes import WORKER_LABEL, GroupPlacement, sort_nodes, start_node
+from sglang_jax.batch.ray.pipeline import replica_resources, reporting_waits
 from sglang_jax.batch.ray.run import run_ray_batch
-from sglang_jax.batch.ray_options import RayOptions, lack_of_nodes
+from sglang_jax.batch.ray_options import RayOptions, describe_lack_of_nodes
 from sglang_jax.config import Backend, Device, Dtype, EngineConfig, ServerConfig
 from sglang_jax.errors import ConfigError
 
@@ -167,7 +167,7 @@ def test_nodes_of_a_group_are_those_of_one_tpu_slice_in_its_order(cluster: Nodes
     add_slices(cluster)
     with reserved(ONE_SLICE) as group:
         nodes = [start_node(group, number, ONE_SLICE) for number in range(2)]
-        where = [ray.get(node.address.remote()).partition(":")[0] for node in in_order(nodes)]
+        where = [ray.get(node.address.remote()).partition(":")[0] for node in sort_nodes(nodes)]
     labels = {node["NodeManagerAddress"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
     slices = [(labels[address][SLICE_LABEL], labels[address][WORKER_LABEL]) for address in where]
     assert slices in ([("first", "0"), ("first", "1")], [("second", "0"), ("second", "1")])
@@ -175,7 +175,7 @@ def test_nodes_of_a_group_are_those_of_one_tpu_slice_in_its_order(cluster: Nodes
 
 def test_a_tpu_slice_that_is_in_use_in_part_is_not_waited_for(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first node is free, by which Ray chooses slices."""
-    monkeypatch.setattr(nodes, "SECONDS_A_TURN", 1.0)
+    monkeypatch.setattr(nodes, "RETRY_SECONDS", 1.0)
     add_slices(cluster)
     for used, free in (("first", "second"), ("second", "first")):
         another = placement_group([{"CPU": 2}], bundle_label_selector=[{SLICE_LABEL: used, WORKER_LABEL: "1"}])
@@ -189,7 +189,7 @@ def test_a_tpu_slice_that_is_in_use_in_part_is_not_waited_for(cluster: Nodes, mo
 def test_a_run_without_an_engine_says_so_now_and_then(cluster: Nodes) -> None:
     told: list[str] = []
     attempts = SharedAttempts()
-    with telling_what_is_awaited(attempts, {"CPU": 3, "GPU": 1}, 1, told.append, seconds_between=0.1):
+    with reporting_waits(attempts, {"CPU": 3, "GPU": 1}, 1, told.append, seconds_between=0.1):
         until(lambda: len(told) >= 3)
         node = cluster.add(num_cpus=3, num_gpus=1)
         until(lambda: "It is starting, or other jobs use its nodes" in told[-1])
@@ -197,13 +197,13 @@ def test_a_run_without_an_engine_says_so_now_and_then(cluster: Nodes) -> None:
             pass
         cluster.kill(node)
         until(lambda: told[-1].startswith("Again without an engine"))
-    lack = lack_of_nodes({"CPU": 3, "GPU": 1}, 1, 0)
+    lack = describe_lack_of_nodes({"CPU": 3, "GPU": 1}, 1, 0)
     assert told[0] == f"{lack}: waiting for one."
     assert re.fullmatch(rf"Still without an engine after \d+ s\. {lack}\.", told[1])
     told.clear()
-    with telling_what_is_awaited(attempts, {"CPU": 3}, 2, told.append):
+    with reporting_waits(attempts, {"CPU": 3}, 2, told.append):
         pass
-    assert told == [f"{lack_of_nodes({'CPU': 3}, 2, 0)}: waiting for them."]
+    assert told == [f"{describe_lack_of_nodes({'CPU': 3}, 2, 0)}: waiting for them."]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,10 @@ SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reaso
 """Keywords whose texts a user reads."""
 
 READ_WHOLE = (
+    "sglang_jax/batch",
     "sglang_jax/config",
+    "sglang_jax/engine",
+    "sglang_jax/grammar",
     "sglang_jax/mem_cache",
     "sglang_jax/models",
     "sglang_jax/runner",

@@ -18,7 +18,7 @@ import pytest
 from sglang_jax.checkpoint.token_table import TokenTable
 from sglang_jax.config import ReasoningParser, ToolCallParser
 from sglang_jax.errors import GrammarError, ParameterError
-from sglang_jax.grammar.interface import Progress
+from sglang_jax.grammar.interface import MatchState
 from sglang_jax.grammar.llguidance_backend import LlguidanceBackend
 from sglang_jax.grammar.llguidance_trial import Trial
 from sglang_jax.replies import call_reader
@@ -85,24 +85,24 @@ class Walker:
         draw = random.Random(seed)
         matcher, output = self._compiled.matcher(), list(_spelt(begin))
         for token in output:
-            assert self._backend.accept([matcher], [token]) == [Progress.GOES_ON], (begin, token)
+            assert self._backend.accept([matcher], [token]) == [MatchState.CONTINUES], (begin, token)
         words = np.zeros((1, mask_words(VOCAB)), np.int32)
         for _ in range(most):
             (progress,) = self._backend.fill([matcher], words)
-            assert progress is not Progress.FAILED
+            assert progress is not MatchState.FAILED
             choice = allowed_tokens(words[0]).tolist()
             # What ends a string or a value comes too seldom otherwise.
             ends = [token for token in choice if token in ENDS or token >= EOS]
             closing = _closing(output)
             if closing is not None and closing in choice and draw.random() < 0.9:
                 output.append(closing)
-                assert self._backend.accept([matcher], [closing]) == [Progress.GOES_ON]
+                assert self._backend.accept([matcher], [closing]) == [MatchState.CONTINUES]
                 continue
             token = draw.choice(ends) if ends and draw.random() < 0.5 else draw.choice(choice)
             if token == EOS:
                 return _text(output), True
             output.append(token)
-            if self._backend.accept([matcher], [token]) == [Progress.COMPLETE]:
+            if self._backend.accept([matcher], [token]) == [MatchState.COMPLETE]:
                 return _text(output), True
         return _text(output), False
 
@@ -114,7 +114,7 @@ class Walker:
             self._backend.fill([matcher], words)
             if token not in allowed_tokens(words[0]):
                 return False
-            if self._backend.accept([matcher], [token]) == [Progress.COMPLETE]:
+            if self._backend.accept([matcher], [token]) == [MatchState.COMPLETE]:
                 return True
         self._backend.fill([matcher], words)
         return EOS in allowed_tokens(words[0])

@@ -213,7 +213,7 @@ def test_silent_connections_do_not_keep_health_checks_out(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(validation, "MOST_REPEATED", 10_000)
+    monkeypatch.setattr(validation, "MAX_REPEATED_CHARACTERS", 10_000)
     return 10_000
 
 

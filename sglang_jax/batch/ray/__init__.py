@@ -1,4 +1,4 @@
-"""Offline batches over many machines by Ray Data, which reads, spreads, retries and writes; engines of ours answer.
+"""Offline batches on a Ray cluster. Ray Data reads, distributes, retries and writes; this project's engines answer.
 
 >>> import ray
 >>> from sglang_jax.batch.ray import Answering, answer_rows
@@ -7,8 +7,7 @@
 >>> answers = answer_rows(rows, Answering(config=ServerConfig(model_path="demo")))
 >>> answers.write_parquet("s3://bucket/answers/")
 
-Neither this nor what it imports needs jax or torch; the actors' engines do, in processes of their own. It needs Ray:
-the extra `ray`.
+This package imports neither jax nor torch, which only the engines' processes need. It needs Ray: the extra `ray`.
 """
 
 from sglang_jax.batch.ray.actors import ANSWER_COLUMNS, REQUEST_COLUMNS, Answering, AnswerRows, Attempts, SharedAttempts

@@ -1,5 +1,5 @@
-"""The actors of `map_batches`: each has an engine, takes rows, and gives them back with their answers. How often a
-batch was begun is counted where no killed actor or node loses it."""
+"""The actors of `map_batches`: each has an engine, and adds answers to rows. Attempts are counted in a separate actor,
+which survives the loss of other actors and nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sglang_jax import logs
-from sglang_jax.batch.answers import Answer, failed
+from sglang_jax.batch.answers import Answer, error_answer
 from sglang_jax.batch.journal import Kind
 from sglang_jax.batch.lines import MAX_LINE_BYTES, BadLine, Line, parse_defaults, parse_line
 from sglang_jax.batch.parquet import first_text, row_as_json
@@ -36,11 +36,11 @@ from sglang_jax.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
-MOST_STARTS = 5
-"""How often in a row an actor may be lost while its engine starts. Ray would start it again for ever."""
+MAX_STARTS = 5
+"""Maximum consecutive losses of an actor while its engine starts. Ray itself would restart it without limit."""
 
 REQUEST_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
-"""Columns that make a request of a row: those of a line of the input format."""
+"""Columns that form a request: the fields of a line of the input format."""
 
 ANSWER_COLUMNS = pa.schema(
     [
@@ -52,49 +52,49 @@ ANSWER_COLUMNS = pa.schema(
         ("error", pa.string()),
     ]
 )
-"""What `AnswerRows` adds to a row. `answer` is the first completion's text, `response` the whole response as JSON; both
-are null for a row that failed, whose `error_code` and `error` say why."""
+"""Columns that `AnswerRows` adds. `answer` is the first completion's text, `response` the whole response as JSON; both
+are null for a failed row, whose `error_code` and `error` have the reason."""
 
 
 class AttemptBook:
-    """Work that was begun and not finished, with how often. It holds no more than what is under way."""
+    """Counts the starts of unfinished work. Its size is bounded by the work in progress."""
 
     def __init__(self) -> None:
-        self._begun: Counter[str] = Counter()
+        self._started: Counter[str] = Counter()
         self._finished = 0
 
     def begin(self, key: str) -> int:
-        """A piece of work is begun; for which time, from 1."""
-        self._begun[key] += 1
-        return self._begun[key]
+        """Notes that work starts. Returns how often it has started, from 1."""
+        self._started[key] += 1
+        return self._started[key]
 
     def finish(self, key: str) -> None:
-        """It is done. If its answers are lost later, with the node that holds them, it counts as new. It may be done
-        twice: by an actor on a node that was only thought lost, and by its successor."""
-        self._begun.pop(key, None)
+        """Notes that work is finished. If its answers are lost later, with their node, it counts as new. Work may
+        finish twice: by an actor on a node that was wrongly considered lost, and by its successor."""
+        self._started.pop(key, None)
         self._finished += 1
 
-    def under_way(self) -> int:
-        """How much is begun and not finished."""
-        return len(self._begun)
+    def num_unfinished(self) -> int:
+        """Number of started, unfinished pieces of work."""
+        return len(self._started)
 
     def finished(self) -> int:
-        """How much is done."""
+        """Number of finished pieces of work."""
         return self._finished
 
 
 class Attempts(Protocol):
-    """Counts how often work was begun."""
+    """Counts the starts of work."""
 
     @contextmanager
     def of(self, key: str) -> Iterator[int]:
-        """Around the work: for which time it is begun, from 1. Left by an error, it stays begun."""
+        """Wraps a piece of work. Yields how often it has started, from 1. After an error, it stays unfinished."""
         ...
 
 
 class SharedAttempts:
-    """Counts for all actors of a job, in an actor on the node of whoever makes this: the driver's, without which there
-    is no job. It lives as long as somebody holds this."""
+    """Counts for all actors of a job, in an actor on the node of its creator. That is the driver's node, without which
+    the job ends. The actor lives as long as it is referenced."""
 
     def __init__(self) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -107,21 +107,21 @@ class SharedAttempts:
         ray.get(self._book.finish.remote(key))
 
     def finished(self) -> int:
-        """See `AttemptBook`."""
+        """See `AttemptBook.finished`."""
         number: int = ray.get(self._book.finished.remote())
         return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
-    """How rows are answered: what an actor is made with.
+    """How an actor answers rows.
 
-    - `config`: the engine's options; it is made in the actor, on the actor's devices.
-    - `asking`: how rows are asked. Its `max_retries` is also how often a batch is begun again after its actor or its
-      node was lost. Then it fails.
+    - `config`: the engine's options; the engine is created in the actor, on the actor's devices.
+    - `asking`: how lines are sent to the engine. Its `max_retries` also limits the restarts of a batch after its actor
+      or node was lost; then the batch fails.
     - `defaults`: a JSON object of body fields for rows that leave them out.
     - `launch`: starts the engine; for tests and other cores.
-    - `group`: where an engine over several nodes is placed; `answer_rows` sees to it.
+    - `group`: placement of an engine over several nodes; set by `answer_rows`.
     """
 
     config: ServerConfig
@@ -132,7 +132,7 @@ class Answering:
 
 
 class _InferenceActor:
-    """What both actors have: an engine, and a limit to how often a batch may cost an actor its life."""
+    """The common part of both actors: an engine, and a limit on how many actors one batch may kill."""
 
     def __init__(self, answering: Answering, attempts: Attempts) -> None:
         logs.configure(answering.config.log_level.upper())
@@ -141,20 +141,20 @@ class _InferenceActor:
         self._attempts = attempts
         this = ray.get_runtime_context().get_actor_id()
         with attempts.of(f"start of {this}") as attempt:
-            if attempt > MOST_STARTS:
-                raise EngineDeadError(f"the actor or a node was lost each of the {MOST_STARTS} times an engine started")
+            if attempt > MAX_STARTS:
+                raise EngineDeadError(f"the actor or a node was lost each of the {MAX_STARTS} times an engine started")
             self._engine = _start_engine(answering)
 
     def answer(self, lines: Sequence[Line | BadLine], key: bytes) -> list[Answer]:
-        """The answers of a batch, in order. `key` tells it from other batches of the same task."""
+        """Returns the answers of a batch, in order. `key` distinguishes it from other batches of the same task."""
         task = ray.get_runtime_context().get_task_id()
         with self._attempts.of(f"{task}-{hashlib.sha256(key).hexdigest()}") as attempt:
             if attempt > 1:
                 logger.warning("Starting a batch of %d rows for the %dth time", len(lines), attempt)
             if attempt > self._max_retries + 1:
                 message = f"the actor or its node was lost each of the {attempt - 1} times that this batch was started"
-                return [failed(line, "replica_lost", message) for line in lines]
-            with _leaving_without_engine():
+                return [error_answer(line, "replica_lost", message) for line in lines]
+            with _exit_without_engine():
                 return self._engine.answer(lines)
 
 
@@ -164,21 +164,21 @@ def _start_engine(answering: Answering) -> LineEngine:
     try:
         return MultiNodeEngine(answering.config, answering.asking, answering.launch, answering.group)
     except RayActorError as error:
-        _leave(f"a node was lost while the engine started: {error}")
+        _exit_process(f"a node was lost while the engine started: {error}")
 
 
 @contextmanager
-def _leaving_without_engine() -> Iterator[None]:
-    """An actor whose engine cannot be started again is of no use: it ends."""
+def _exit_without_engine() -> Iterator[None]:
+    """Ends the actor if its engine cannot be restarted."""
     try:
         yield
     except EngineDeadError as error:
-        _leave(f"its engine is given up: {error}")
+        _exit_process(f"its engine is given up: {error}")
 
 
-def _leave(reason: str) -> NoReturn:
-    """Ends this process, so that Ray starts the actor again, which may be elsewhere, and gives it the rows. Leaving
-    through Ray would be for good, and an error would end the job."""
+def _exit_process(reason: str) -> NoReturn:
+    """Ends this process, so that Ray restarts the actor, maybe elsewhere, and retries its rows. Exiting through Ray
+    would end the actor permanently, and an error would end the job."""
     logger.critical("Ending this actor: %s", reason)
     logging.shutdown()
     sys.stderr.flush()
@@ -186,9 +186,9 @@ def _leave(reason: str) -> NoReturn:
 
 
 class AnswerLines:
-    """Rows of `RequestFiles` to rows of `AnswerFiles`.
+    """Converts rows of `RequestFiles` to rows of `AnswerFiles`.
 
-    **Arguments:** `files`: names of the files, by number: of several, they stand before the default of `custom_id`.
+    **Arguments:** `files`: names of the files, by number. If there are several, they prefix the default `custom_id`.
     """
 
     def __init__(self, answering: Answering, attempts: Attempts, files: Sequence[str]) -> None:
@@ -197,7 +197,7 @@ class AnswerLines:
         self._engine = _InferenceActor(answering, attempts)
 
     def __call__(self, rows: pa.Table) -> pa.Table:
-        """`ROWS` to `ANSWERS`."""
+        """Converts a table of `ROWS` to one of `ANSWERS`."""
         numbers = rows["number"].to_pylist()
         lines = [self._parse(number, raw) for number, raw in zip(numbers, rows["raw"].to_pylist(), strict=True)]
         answers = self._engine.answer(lines, repr(numbers).encode())
@@ -224,8 +224,8 @@ class AnswerLines:
 
 
 class AnswerRows:
-    """Rows with `REQUEST_COLUMNS`, as many of them as a line of the input format needs, to the same rows with
-    `ANSWER_COLUMNS`. For `Dataset.map_batches`, with `batch_format="pyarrow"`; `answer_rows` does it all.
+    """Adds `ANSWER_COLUMNS` to rows that have the `REQUEST_COLUMNS` of a line of the input format. For
+    `Dataset.map_batches`, with `batch_format="pyarrow"`; `answer_rows` calls that.
 
     **Arguments:** `columns`: further columns that are fields of a plain row's body, such as `max_tokens`.
     """
@@ -236,7 +236,7 @@ class AnswerRows:
         self._engine = _InferenceActor(answering, attempts)
 
     def __call__(self, rows: pa.Table) -> pa.Table:
-        """Answers a batch of rows. Columns that are there already by the name of one that is added are replaced."""
+        """Answers a batch of rows. Replaces existing columns that have the name of an added one."""
         raws = [self._request(row) for row in rows.to_pylist(maps_as_pydicts="strict")]
         lines = [parse_line(next(self._numbers), raw, self._engine.defaults) for raw in raws]
         answers = [_columns_of(answer) for answer in self._engine.answer(lines, b"\n".join(raws))]

@@ -1,4 +1,4 @@
-"""An engine in this process's care, and lines for it from any number of threads."""
+"""An engine that answers lines from any number of threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp
 
-from sglang_jax.batch.answers import Answer, answered, failed, post
+from sglang_jax.batch.answers import Answer, answer_of, error_answer, post
 from sglang_jax.batch.lines import BadLine, Line
 from sglang_jax.batch.work_queue import Job, WorkQueue
 from sglang_jax.config import ServerConfig
@@ -23,14 +23,14 @@ from sglang_jax.server.app import create_app, create_context
 from sglang_jax.server.callers import Callers
 
 WINDOW_BYTES = 256 * 2**20
-"""Room for the lines that wait here; who calls holds them in any case, so this only has to be enough."""
+"""Capacity for waiting lines. Callers hold them in memory anyway, so it only has to be large enough."""
 
 Launch = Callable[[ServerConfig], Awaitable[AsyncEngineClient]]
 
 
 @dataclass(slots=True)
 class _Served:
-    """An engine, and the server's application over it."""
+    """An engine, and its application."""
 
     engine: AsyncEngineClient
     app: ASGIApp
@@ -38,11 +38,11 @@ class _Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How lines are asked.
+    """How lines are sent to the engine.
 
     - `max_retries`: see `WorkQueue`.
-    - `lookahead`: most lines that wait for the engine, among which those that begin alike are asked together.
-    - `reorder`: False asks in the order in which lines come.
+    - `lookahead`: number of waiting lines to search for shared prefixes.
+    - `reorder`: False sends lines in the order of arrival.
     """
 
     max_retries: int = 3
@@ -54,7 +54,7 @@ class LineEngine(Protocol):
     """Answers lines."""
 
     def answer(self, lines: Sequence[Line | BadLine]) -> list[Answer]:
-        """The lines' answers, in their order. For many threads at once; no two lines in work may have one number.
+        """Returns the answers, in order. May be called from many threads; lines in progress have unique numbers.
 
         **Raises:** `EngineDeadError` if the engine is lost for good.
         """
@@ -62,13 +62,13 @@ class LineEngine(Protocol):
 
 
 class LocalEngine:
-    """Has an engine answer lines. The engine's core is a process of its own; when it is lost it is started again, and
-    the lines that it had are asked again.
+    """Answers lines with an engine whose core is a separate process. A lost engine is restarted, and its lines are
+    retried.
 
     **Arguments:**
 
     - `launch`: starts the engine; for tests and other cores.
-    - `backoff`: how it is started again.
+    - `backoff`: how it is restarted.
 
     **Raises:** `ConfigError`, `CheckpointError`, `EngineDeadError` if the engine does not start.
     """
@@ -100,7 +100,7 @@ class LocalEngine:
         return self._loop.run(self._answer_all(lines))
 
     def close(self) -> None:
-        """Ends the engine; lines in work fail with `EngineDeadError`."""
+        """Ends the engine; lines in progress fail with `EngineDeadError`."""
         self._loop.run(self._replica.close())
         self._loop.close()
 
@@ -118,16 +118,16 @@ class LocalEngine:
         for line in good:
             self._waiting[line.number] = asyncio.get_running_loop().create_future()
             self._queue.push(line)
-        self._queue.pushed()
+        self._queue.wake()
         answers = await asyncio.gather(*(self._waiting[line.number] for line in good))
         of_number = dict(zip((line.number for line in good), answers, strict=True))
         return [
-            of_number[line.number] if isinstance(line, Line) else failed(line, line.code, line.message)
+            of_number[line.number] if isinstance(line, Line) else error_answer(line, line.code, line.message)
             for line in lines
         ]
 
     async def _work(self) -> None:
-        """Answers one line after the other. Raises `EngineDeadError` once the engine is given up."""
+        """Answers lines one at a time. Raises `EngineDeadError` once the replica has stopped."""
         index = self._replica.index
         while True:
             served = await self._served()
@@ -139,9 +139,9 @@ class LocalEngine:
                 self._queue.give_back(index, job)
 
     async def _served(self) -> _Served:
-        """The engine once it serves. Raises `EngineDeadError` if it was given up."""
+        """Waits until the engine serves. Raises `EngineDeadError` if the replica has stopped."""
         engine = await self._replica.serving()
-        while not engine.alive:  # the replica is about to learn that
+        while not engine.alive:  # the engine was lost, and the replica will notice it soon
             await asyncio.sleep(0)
             engine = await self._replica.serving()
         if self._served_now is None or self._served_now.engine is not engine:
@@ -153,17 +153,17 @@ class LocalEngine:
         index, line = self._replica.index, job.line
         reply = await post(app, line)
         if not reply.transient:
-            answer = answered(line, reply)
+            answer = answer_of(line, reply)
         elif self._queue.lose(index, job):
             return
         else:
             message = f"the engine was lost each of the {job.losses} times that this line was run"
-            answer = failed(line, "engine_dead", message)
+            answer = error_answer(line, "engine_dead", message)
         self._queue.finish(index)
         self._waiting.pop(line.number).set_result(answer)
 
     def _on_end(self, worker: asyncio.Task[None]) -> None:
-        """One worker's error is everyone's: lines that it might have answered are not left waiting."""
+        """Passes a worker's error to all waiting lines, which would otherwise wait forever."""
         if worker.cancelled() or self._end is not None:
             return
         self._end = worker.exception()

@@ -1,4 +1,4 @@
-"""Files of requests as rows, and answers as files, whichever file system they lie on."""
+"""Reads files of requests as rows, and writes answers to files, on any file system."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from sglang_jax.batch.parquet import READ_ROWS, SCHEMA, row_as_json, row_of_line
 from sglang_jax.batch.source import BYTE_ORDER_MARK, FileFormat
 
 LINE_BITS = 40
-"""A row's number is that of its file, shifted by this, and that of its line there, both from 0."""
+"""A row's number is its file's number, shifted by this, plus its line's number in the file, both from 0."""
 
 READ_BYTES = 2**20
 BLOCK_BYTES = 8 * 2**20
-"""Rows are given on once they have so many bytes, so that a large file needs no more memory than a small one."""
+"""Bytes after which a block of rows is emitted, so that large files need no more memory than small ones."""
 
 ROWS = pa.schema([("number", pa.int64()), ("raw", pa.large_binary())])
-"""What is read. `raw` is a line of JSON, without its end; null where it is longer than `MAX_LINE_BYTES`."""
+"""Columns of the input. `raw`: a line of JSON without its end; null if it is longer than `MAX_LINE_BYTES`."""
 
 
 class RequestFiles(FileBasedDatasource):  # type: ignore[misc]  # Ray has no types
-    """Files of requests, and folders of them, all of one format. Their lines keep their numbers as long as the list of
-    files is the same.
+    """Files or folders of requests, all of one format. Lines keep their numbers as long as the list of files is the
+    same.
 
-    Each file is read by one task from its beginning to its end: numbering the lines needs that, and reading is never
-    what an engine waits for. Lines end where JSON lines end, at a line feed alone. (Ray's own reader of text holds a
-    whole file, and also ends lines at the separators that Unicode knows, which JSON may hold in its strings.)
+    One task reads each file from start to end, because numbering the lines requires it, and reading is never the
+    bottleneck. Lines end only at a line feed, as JSON lines do. (Ray's own reader of text loads a whole file, and also
+    splits lines at Unicode separators, which JSON strings may contain.)
 
     **Raises:** `OSError`, `ValueError` for paths that cannot be read, or of both formats.
     """
@@ -55,12 +55,12 @@ class RequestFiles(FileBasedDatasource):  # type: ignore[misc]  # Ray has no typ
 
     @property
     def files(self) -> dict[str, int]:
-        """The files' paths in the order of their numbers, and their sizes in bytes."""
+        """Sizes in bytes by path, in the order of the files' numbers."""
         sizes = dict(zip(self._paths(), self._file_sizes(), strict=True))
         return {path: int(sizes[path]) for path in self._number_of}
 
     def _open_input_source(self, filesystem: FileSystem, path: str, **open_args: Any) -> pa.NativeFile:
-        """Parquet is read from several places."""
+        """Opens a file. Parquet needs random access."""
         if self._file_format is FileFormat.PARQUET:
             return filesystem.open_input_file(path)
         return super()._open_input_source(filesystem, path, **open_args)
@@ -72,7 +72,7 @@ class RequestFiles(FileBasedDatasource):  # type: ignore[misc]  # Ray has no typ
 
 
 def blocks_of(first: int, raws: Iterator[bytes | None]) -> Iterator[pa.Table]:
-    """Tables of lines, numbered from `first`. Blank lines count and are left out."""
+    """Yields tables of lines, numbered from `first`. Blank lines are counted but left out."""
     numbers: list[int] = []
     kept: list[bytes | None] = []
     size = 0
@@ -89,34 +89,34 @@ def blocks_of(first: int, raws: Iterator[bytes | None]) -> Iterator[pa.Table]:
 
 
 def read_lines(file: pa.NativeFile) -> Iterator[bytes | None]:
-    """Lines of a stream, without their ends; None for one longer than `MAX_LINE_BYTES`."""
-    begun: list[bytes] = []
-    begun_bytes = 0
+    """Yields the lines of a stream, without their ends; None for one longer than `MAX_LINE_BYTES`."""
+    parts: list[bytes] = []
+    num_bytes = 0
     at_start = True
     while block := file.read(READ_BYTES):
         if at_start:
             block, at_start = block.removeprefix(BYTE_ORDER_MARK), False
         first, *others = block.split(b"\n")
-        begun_bytes += len(first)
-        if begun_bytes <= MAX_LINE_BYTES:
-            begun.append(first)
+        num_bytes += len(first)
+        if num_bytes <= MAX_LINE_BYTES:
+            parts.append(first)
         if others:
-            yield b"".join(begun) if begun_bytes <= MAX_LINE_BYTES else None
-            yield from others[:-1]  # each shorter than what is read at once
-            begun, begun_bytes = [others[-1]], len(others[-1])
-    if begun_bytes:
-        yield b"".join(begun) if begun_bytes <= MAX_LINE_BYTES else None
+            yield b"".join(parts) if num_bytes <= MAX_LINE_BYTES else None
+            yield from others[:-1]  # each is shorter than a block
+            parts, num_bytes = [others[-1]], len(others[-1])
+    if num_bytes:
+        yield b"".join(parts) if num_bytes <= MAX_LINE_BYTES else None
 
 
 def read_rows(file: pa.NativeFile) -> Iterator[bytes]:
-    """Rows of a Parquet file as lines of JSON."""
+    """Yields the rows of a Parquet file as lines of JSON."""
     for batch in pq.ParquetFile(file, pre_buffer=False).iter_batches(READ_ROWS):
         for row in batch.to_pylist(maps_as_pydicts="strict"):
             yield row_as_json(row)
 
 
 ERRORS_ENDING = ".errors.jsonl"
-"""How the names of files end that hold lines which failed."""
+"""End of the names of files with failed lines."""
 
 ANSWERS = pa.schema(
     [
@@ -127,20 +127,20 @@ ANSWERS = pa.schema(
         ("line", pa.large_binary()),
     ]
 )
-"""What is written. `number`: see `RequestFiles`; `line`: of the output format, with its end."""
+"""Columns of the answers. `number`: see `RequestFiles`; `line`: a line of the output format, with its end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What was written, in one file or in all."""
+class WriteTotals:
+    """Totals of what was written, in one file or in all."""
 
     num_answered: int = 0
     num_failed: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
 
-    def __add__(self, other: Written) -> Written:
-        return Written(
+    def __add__(self, other: WriteTotals) -> WriteTotals:
+        return WriteTotals(
             self.num_answered + other.num_answered,
             self.num_failed + other.num_failed,
             self.prompt_tokens + other.prompt_tokens,
@@ -149,19 +149,19 @@ class Written:
 
 
 class AnswerFiles(BlockBasedFileDatasink):  # type: ignore[misc]  # Ray has no types
-    """A folder of answers. The name of a file is that of the task that writes it, so a task that is run again, as its
-    node was lost, writes the same file again."""
+    """A folder of answers. Files are named after their tasks, so a task that runs again after the loss of its node
+    overwrites its file."""
 
     def __init__(self, path: str, file_format: FileFormat, *, rows_per_file: int) -> None:
         super().__init__(path, min_rows_per_file=rows_per_file, file_format=file_format.value)
         self._answer_format = file_format
-        self.written = Written()
+        self.written = WriteTotals()
 
-    def write(self, blocks: Iterable[Block], ctx: TaskContext) -> Written:
-        """Runs on any node. Returns what was written."""
+    def write(self, blocks: Iterable[Block], ctx: TaskContext) -> WriteTotals:
+        """Writes blocks to a file. Runs on any node. Returns its totals."""
         table = pa.concat_tables([BlockAccessor.for_block(block).to_arrow().select(ANSWERS.names) for block in blocks])
         if not table.num_rows:
-            return Written()
+            return WriteTotals()
         name = self.filename_provider.get_filename_for_task(ctx.kwargs["write_uuid"], ctx.task_idx)
         path = posixpath.join(self.path, name)
         answered = table.filter(pc.invert(table["failed"]))
@@ -176,11 +176,11 @@ class AnswerFiles(BlockBasedFileDatasink):  # type: ignore[misc]  # Ray has no t
         else:
             self._remove(failed_path)
         tokens = (pc.sum(table[name], min_count=0).as_py() for name in ("prompt_tokens", "output_tokens"))
-        return Written(answered.num_rows, failed.num_rows, *tokens)
+        return WriteTotals(answered.num_rows, failed.num_rows, *tokens)
 
-    def on_write_complete(self, write_result: WriteResult[Written]) -> None:
-        """Runs in the driver, at the end."""
-        self.written = sum(write_result.write_returns, Written())
+    def on_write_complete(self, write_result: WriteResult[WriteTotals]) -> None:
+        """Sums the totals. Runs in the driver, at the end."""
+        self.written = sum(write_result.write_returns, WriteTotals())
         super().on_write_complete(write_result)
 
     def _write_answers(self, path: str, lines: pa.ChunkedArray) -> None:
@@ -192,7 +192,7 @@ class AnswerFiles(BlockBasedFileDatasink):  # type: ignore[misc]  # Ray has no t
             pq.write_table(rows, file)
 
     def _remove(self, path: str) -> None:
-        """Lines that failed, or were answered, when this task ran before may not do so again."""
+        """Removes a file of an earlier run of this task, whose lines may have been answered or failed differently."""
         if self.filesystem.get_file_info(path).type is FileType.File:
             self.filesystem.delete_file(path)
 

@@ -1,5 +1,4 @@
-"""An engine over several nodes of the cluster, reserved all at once or not at all: an actor on each, and one that holds
-them."""
+"""An engine over several nodes, reserved all at once: one actor per node, and one that holds them."""
 
 from __future__ import annotations
 
@@ -35,18 +34,18 @@ from sglang_jax.runner.backends import load_follower
 logger = logging.getLogger(__name__)
 
 WORKER_LABEL = "ray.io/tpu-worker-id"
-"""Which of its TPU slice's nodes one is, as Ray labels it."""
+"""Ray's label for a node's number in its TPU slice."""
 
-SECONDS_A_TURN = 10.0
-"""How long a TPU slice is waited for before another one is tried, and how often it is told what is waited for."""
+RETRY_SECONDS = 10.0
+"""Seconds to wait for a TPU slice before another one is tried, and between two log lines about the wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlacement:
-    """What an engine over several nodes reserves.
+    """The nodes that an engine reserves.
 
-    - `nodes`: how many; `bundle`: what of each.
-    - `tpu_slice`: the version and topology of the TPU slice that they are to be, such as `("v6e", "4x4")`.
+    - `nodes`: their number; `bundle`: resources of each.
+    - `tpu_slice`: version and topology of the TPU slice that they form, such as `("v6e", "4x4")`.
     - `calls`: batches that it works on at once.
     """
 
@@ -61,28 +60,28 @@ class GroupPlacement:
         return f"{self.nodes} nodes with {each} each{where}"
 
     def reserve(self) -> PlacementGroup:
-        """Waits until there are nodes with room, all of them unlike.
+        """Waits until enough different nodes have room, and reserves them.
 
-        Ray gives back what an actor reserves only when the whole job ends, unless the actor is a detached one: then
-        with that actor. So it is a detached one that may call this.
+        Only a detached actor may call this. Its reservation ends with the actor; any other actor's ends only with the
+        whole job.
         """
         return self._reserve_anywhere() if self.tpu_slice is None else self._reserve_slice(*self.tpu_slice)
 
     def _reserve_anywhere(self) -> PlacementGroup:
         group = placement_group([self.bundle] * self.nodes, strategy="STRICT_SPREAD")
-        while not group.wait(SECONDS_A_TURN):
+        while not group.wait(RETRY_SECONDS):
             logger.warning("Waiting for %s", self)
         return group
 
     def _reserve_slice(self, version: str, topology: str) -> PlacementGroup:
-        """Ray takes any slice whose first node is free, and then waits for its other nodes, which may be in use for
-        ever. So after a turn a further slice is tried, while those before are held; the first with room is taken."""
+        """Reserves a TPU slice. Ray chooses one whose first node is free, and then waits for its other nodes, maybe
+        forever. So after each wait another slice is tried while the others are held; the first with room is taken."""
         tried: dict[ObjectRef, SlicePlacementGroup] = {}
         while True:
             one = self._try_slice(version, topology)
             if one is not None:
                 tried[one.placement_group.ready()] = one
-            ready = ray.wait(list(tried), timeout=SECONDS_A_TURN)[0] if tried else []
+            ready = ray.wait(list(tried), timeout=RETRY_SECONDS)[0] if tried else []
             if ready:
                 taken = tried.pop(ready[0])
                 for other in tried.values():
@@ -91,7 +90,7 @@ class GroupPlacement:
             logger.warning("Waiting for %s; partly used slices: %d", self, len(tried))
 
     def _try_slice(self, version: str, topology: str) -> SlicePlacementGroup | None:
-        """A slice whose first node is free, and which is asked for the others; None if there is none for a turn."""
+        """Requests a slice whose first node is free; None if there is none for `RETRY_SECONDS`."""
         resources = {name: amount for name, amount in self.bundle.items() if name != "TPU"}
         try:
             return SlicePlacementGroup(
@@ -100,27 +99,27 @@ class GroupPlacement:
                 resources_per_bundle=resources,
                 strategy="STRICT_SPREAD",
                 chips_per_vm=int(self.bundle["TPU"]),
-                head_reservation_timeout_s=SECONDS_A_TURN,
+                head_reservation_timeout_s=RETRY_SECONDS,
             )
         except TimeoutError:
             return None
 
 
 class MultiNodeEngine:
-    """Has an engine over several nodes answer lines. It is lost as a whole when any of them is, and it ends with the
-    process that made it, however that ends.
+    """Answers lines with an engine over several nodes. The loss of one node ends the whole engine, and so does the end
+    of the process that created it.
 
-    **Raises:** what the engine's start raises on any node; `RayActorError` if a node is lost meanwhile.
+    **Raises:** the error with which the engine fails to start on any node; `RayActorError` if a node is lost meanwhile.
     """
 
     def __init__(self, config: ServerConfig, asking: Asking, launch: Launch, placement: GroupPlacement) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._presence = ray.remote(Presence).options(num_cpus=0, scheduling_strategy=here).remote()
-        ray.get(self._presence.begin.remote())  # whoever waits for its end must find it
+        self._beacon = ray.remote(OwnerBeacon).options(num_cpus=0, scheduling_strategy=here).remote()
+        ray.get(self._beacon.begin.remote())  # it must exist before another actor waits for its end
         keeper = (
             ray.remote(GroupKeeper)
             .options(num_cpus=0, scheduling_strategy=here, lifetime="detached")
-            .remote(placement, self._presence)
+            .remote(placement, self._beacon)
         )
         self._leader: ActorHandle = ray.get(keeper.start.remote(config, asking, launch))
 
@@ -133,24 +132,23 @@ class MultiNodeEngine:
         return answers
 
 
-class Presence:
-    """An actor that is there as long as whoever made it."""
+class OwnerBeacon:
+    """An actor that lives as long as its creator, so that others can wait for the creator's end."""
 
     def begin(self) -> None:
-        """It is there."""
+        """Returns once the actor exists."""
 
     async def stay(self) -> None:
-        """Does not end by itself."""
+        """Never returns."""
         await asyncio.Event().wait()
 
 
 class GroupKeeper:
-    """The actor that holds the nodes of an engine, and ends with the first of them, or with whose engine it is.
+    """The actor that reserves the nodes of an engine. It ends with the first of them, or with the engine's user.
 
-    Ray would give back what the engine's user reserves only at the end of the job: also what it reserved in a former
-    life, so that it would wait for itself once it is started again. What a detached actor reserves goes with that
-    actor, so this is one. The nodes' actors, which are its own, go with it too; none of their calls keeps the user from
-    leaving.
+    If the user itself reserved the nodes, Ray would release them only at the end of the job, so a restarted user would
+    wait for its own nodes. A detached actor's reservation ends with the actor, so this one is detached. The actors on
+    the nodes are its children and end with it. None of their calls keeps the user alive.
     """
 
     def __init__(self, placement: GroupPlacement, user: ActorHandle) -> None:
@@ -159,10 +157,10 @@ class GroupKeeper:
         self._end_after([user.stay.remote()], "the engine's driver has ended")
 
     def start(self, config: ServerConfig, asking: Asking, launch: Launch) -> ActorHandle:
-        """Reserves nodes and starts the engine. Returns the `NodeActor` that answers. Raises what any node raises."""
+        """Reserves nodes and starts the engine. Returns the `NodeActor` that answers. Raises the error of any node."""
         placement = self._placement
         group = placement.reserve()
-        nodes = in_order([start_node(group, number, placement) for number in range(placement.nodes)])
+        nodes = sort_nodes([start_node(group, number, placement) for number in range(placement.nodes)])
         update = {"dist_init_addr": ray.get(nodes[0].address.remote())}
         configs = [config.model_copy(update={**update, "node_rank": rank}) for rank in range(placement.nodes)]
         secret = secrets.token_hex(32)
@@ -172,13 +170,13 @@ class GroupKeeper:
             for node, one in zip(nodes[1:], configs[1:], strict=True)
         ]
         [first], _ = ray.wait([leading, *following])
-        ray.get(first)  # raises what it ended with; a node that follows does not end before the leader
+        ray.get(first)  # raises the call's error; a following node ends no earlier than the leader
         assert first == leading, "a node ended while the engine started"
         self._end_after(following, "a node of the engine has ended")
         return nodes[0]
 
     def _end_after(self, calls: list[ObjectRef], reason: str) -> None:
-        """Ends this actor when one of the calls ends, as each does at the latest with the actor that it is made to."""
+        """Ends this actor when one of the calls ends; a call ends at the latest with its actor."""
         this = ray.get_runtime_context().current_actor
 
         def wait() -> None:
@@ -190,26 +188,26 @@ class GroupKeeper:
 
 
 class NodeActor:
-    """The actor on one of the nodes."""
+    """The actor on one of the engine's nodes."""
 
     def __init__(self) -> None:
         self._engine: LocalEngine | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-jax-node-", ignore_cleanup_errors=True)
 
     def number(self) -> int:
-        """Its place in the TPU slice; 0 where there is none."""
+        """The node's number in the TPU slice; 0 without a slice."""
         return int(ray.get_runtime_context().get_node_labels().get(WORKER_LABEL, 0))
 
     def address(self) -> str:
-        """HOST:PORT where the nodes can meet."""
+        """Returns HOST:PORT where the nodes can meet."""
         address = get_node_ip_address()
         with socket.create_server((address, 0)) as listener:
             return f"{address}:{listener.getsockname()[1]}"
 
     def lead(self, config: ServerConfig, secret: str, asking: Asking, launch: Launch) -> None:
-        """Starts the engine, with the others' help. `secret`: what the nodes know each other by."""
-        config = config.model_copy(update=self._keep(secret, config))
-        self._engine = LocalEngine(config, asking, launch=_Once(launch), backoff=Backoff(give_up=1))
+        """Starts the engine together with the other nodes. `secret`: authenticates the nodes to each other."""
+        config = config.model_copy(update=self._secret_option(secret, config))
+        self._engine = LocalEngine(config, asking, launch=_LaunchOnce(launch), backoff=Backoff(give_up=1))
 
     def answer(self, lines: Sequence[Line | BadLine]) -> list[Answer]:
         """See `LocalEngine`."""
@@ -217,13 +215,13 @@ class NodeActor:
         return self._engine.answer(lines)
 
     def follow(self, config: EngineConfig, secret: str) -> None:
-        """Helps until the leader ends."""
-        config = config.model_copy(update=self._keep(secret, config))
+        """Runs a follower until the leader ends."""
+        config = config.model_copy(update=self._secret_option(secret, config))
         load_follower(config)(config)
 
-    def _keep(self, secret: str, config: EngineConfig) -> dict[str, Path]:
-        """The option that gives the secret to the engine, which may be another process; none where a file of the user's
-        does. The folder is this user's alone."""
+    def _secret_option(self, secret: str, config: EngineConfig) -> dict[str, Path]:
+        """Returns the option that passes the secret to the engine, which may be another process; empty if the user has
+        set a file. Only this user can read the folder."""
         if config.group_secret_file is not None:
             return {}
         file = Path(self._folder.name) / "secret"
@@ -231,8 +229,8 @@ class NodeActor:
         return {"group_secret_file": file}
 
 
-class _Once:
-    """Starts an engine once: one over several nodes does not come back unless all of them start anew."""
+class _LaunchOnce:
+    """Starts an engine only once: an engine over several nodes can only be restarted with all its nodes."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch: Launch | None = launch
@@ -245,7 +243,7 @@ class _Once:
 
 
 def start_node(group: PlacementGroup, number: int, placement: GroupPlacement) -> ActorHandle:
-    """A `NodeActor` in one of the reserved places."""
+    """Creates a `NodeActor` on one of the reserved nodes."""
     there = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
     others = {name: amount for name, amount in placement.bundle.items() if name not in ("CPU", "GPU")}
     handle: ActorHandle = (
@@ -262,7 +260,7 @@ def start_node(group: PlacementGroup, number: int, placement: GroupPlacement) ->
     return handle
 
 
-def in_order(nodes: list[ActorHandle]) -> list[ActorHandle]:
-    """By their places in the TPU slice, which is how libtpu numbers them."""
+def sort_nodes(nodes: list[ActorHandle]) -> list[ActorHandle]:
+    """Sorts nodes by their numbers in the TPU slice, which libtpu uses."""
     numbers = ray.get([node.number.remote() for node in nodes])
     return [node for _, node in sorted(zip(numbers, nodes, strict=True), key=lambda pair: pair[0])]

@@ -1,5 +1,4 @@
-"""From a cluster and options to a pool of actors, and from files to files through it; what a run says as long as it has
-no engine."""
+"""Builds the pipeline from files through a pool of actors to answers, and reports while a run has no engine."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from ray.util.tpu import get_tpu_worker_resources
 from sglang_jax.batch.ray.actors import Answering, AnswerLines, AnswerRows, Attempts, SharedAttempts
 from sglang_jax.batch.ray.files import RequestFiles
 from sglang_jax.batch.ray.nodes import GroupPlacement
-from sglang_jax.batch.ray_options import RayOptions, lack_of_nodes
+from sglang_jax.batch.ray_options import RayOptions, describe_lack_of_nodes
 from sglang_jax.config import Device, EngineConfig
 from sglang_jax.errors import ConfigError
 
 SECONDS_BETWEEN = 60.0
-"""How often a run without an engine says so."""
+"""Seconds between two reports while a run has no engine."""
 
 QUEUED_BATCHES = 2
-"""Batches that wait at an actor beside those that it works on, so that it never waits for the driver."""
+"""Batches queued at an actor in addition to those in progress, so that it never waits for the driver."""
 
 
 def answer_rows(
@@ -36,20 +35,20 @@ def answer_rows(
     *,
     columns: Sequence[str] = (),
 ) -> Dataset:
-    """A dataset of requests with their answers beside them; see `AnswerRows` for the columns it needs and adds.
+    """Adds answers to a dataset of requests; see `AnswerRows` for the columns that it needs and adds.
 
-    Rows are answered when the dataset is consumed. Whatever fails, a row comes out for each that went in.
+    Rows are answered when the dataset is consumed. Every input row gives one output row, also after failures.
 
     **Arguments:** `columns`: further columns that are fields of a row's body, such as `max_tokens`.
 
     **Raises:** `ConfigError` for devices that cannot be divided among nodes, or nodes that cannot be placed.
     """
     options = options or RayOptions()
-    dataset = _in_batches(dataset, options)
+    dataset = _split_into_batches(dataset, options)
     return dataset.map_batches(
         AnswerRows,
         fn_constructor_kwargs={
-            "answering": _placed(answering, options),
+            "answering": _with_placement(answering, options),
             "attempts": SharedAttempts(),
             "columns": tuple(columns),
         },
@@ -60,12 +59,12 @@ def answer_rows(
 def answer_files(
     requests: RequestFiles, answering: Answering, options: RayOptions, names: Sequence[str], attempts: Attempts
 ) -> Dataset:
-    """A dataset of answers to the lines of files. `names`: see `AnswerLines`. Raises `ConfigError`."""
-    dataset = _in_batches(ray.data.read_datasource(requests), options)
+    """Returns a dataset of answers to the lines of files. `names`: see `AnswerLines`. Raises `ConfigError`."""
+    dataset = _split_into_batches(ray.data.read_datasource(requests), options)
     return dataset.map_batches(
         AnswerLines,
         fn_constructor_kwargs={
-            "answering": _placed(answering, options),
+            "answering": _with_placement(answering, options),
             "attempts": attempts,
             "files": tuple(names),
         },
@@ -73,20 +72,18 @@ def answer_files(
     )
 
 
-def _in_batches(dataset: Dataset, options: RayOptions) -> Dataset:
-    """Blocks become batches: what is begun again after a loss is one of them. The pool grows once its actors have work
-    for all their threads; by default Ray Data waits until nearly as much again is queued at them, out of reach of
-    actors that are still to come."""
+def _split_into_batches(dataset: Dataset, options: RayOptions) -> Dataset:
+    """Splits a dataset into batches, the unit of retries. The pool grows once all threads of its actors have work; by
+    default, Ray Data waits until nearly twice as much is queued at them, where new actors cannot take it."""
     dataset.context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0
     return dataset.repartition(target_num_rows_per_block=options.rows_per_batch)
 
 
 def pool_of_engines(config: EngineConfig, options: RayOptions) -> dict[str, Any]:
-    """Arguments of `map_batches` for a pool of actors with an engine each.
+    """Returns arguments of `map_batches` for a pool of actors with one engine each.
 
-    Several batches are at an actor at once, each in a thread, so that its engine has work while one of them comes to
-    its end. Actors that are lost are started again where there is room, and their batches begun again, as Ray Data has
-    it by default; `Attempts` limits that.
+    An actor works on several batches at once, each in a thread, so that its engine stays busy while a batch ends. By
+    default, Ray Data restarts lost actors where there is room, and their batches; `Attempts` limits that.
 
     **Raises:** `ConfigError` for devices that cannot be divided among nodes, or nodes that cannot be placed.
     """
@@ -106,8 +103,8 @@ def pool_of_engines(config: EngineConfig, options: RayOptions) -> dict[str, Any]
 
 
 def replica_resources(config: EngineConfig, options: RayOptions) -> dict[str, Any]:
-    """What an actor reserves, all of it on one node: a tensor-parallel group's devices lie together. Over several
-    nodes it reserves nothing, as the actors of its `MultiNodeEngine` do."""
+    """Returns the resources that an actor reserves on one node: a tensor-parallel group's devices must be together. An
+    engine over several nodes reserves them in the actors of its `MultiNodeEngine` instead."""
     if config.nnodes > 1:
         return {"num_cpus": 0}
     needs = node_resources(config, options)
@@ -118,7 +115,7 @@ def replica_resources(config: EngineConfig, options: RayOptions) -> dict[str, An
 
 
 def node_resources(config: EngineConfig, options: RayOptions) -> dict[str, float]:
-    """What an engine takes of each of its nodes, by Ray's names. With `device` auto it runs on what the cluster has:
+    """Returns what an engine takes of each of its nodes, by Ray's names. With `device` auto, it uses the cluster's
     TPUs, or else GPUs, or else CPUs.
 
     **Raises:** `ConfigError` for devices that cannot be divided among the nodes.
@@ -132,8 +129,8 @@ def node_resources(config: EngineConfig, options: RayOptions) -> dict[str, float
     return needs
 
 
-def _placed(answering: Answering, options: RayOptions) -> Answering:
-    """With the placement of an engine over several nodes. Raises `ConfigError`."""
+def _with_placement(answering: Answering, options: RayOptions) -> Answering:
+    """Adds the placement of an engine over several nodes. Raises `ConfigError`."""
     config = answering.config
     if config.nnodes == 1:
         return answering
@@ -149,13 +146,13 @@ def _placed(answering: Answering, options: RayOptions) -> Answering:
             nodes=config.nnodes,
             bundle=needs,
             calls=options.batches_per_replica + QUEUED_BATCHES,
-            tpu_slice=_slice(options.tpu_slice, config) if on_tpus and options.tpu_slice is not None else None,
+            tpu_slice=_parse_slice(options.tpu_slice, config) if on_tpus and options.tpu_slice is not None else None,
         ),
     )
 
 
-def _slice(named: str, config: EngineConfig) -> tuple[str, str]:
-    """Its version and topology. Raises `ConfigError` if the engine would not take the whole of it."""
+def _parse_slice(named: str, config: EngineConfig) -> tuple[str, str]:
+    """Returns a slice's version and topology. Raises `ConfigError` if the engine would not use the whole slice."""
     version, _, topology = named.partition(":")
     chips = config.tp_size // config.nnodes
     try:
@@ -178,17 +175,17 @@ def _device(wanted: Device) -> Device:
 
 
 @contextmanager
-def telling_what_is_awaited(
+def reporting_waits(
     attempts: SharedAttempts,
     needs: Mapping[str, float],
     nodes: int,
     tell: Callable[[str], None],
     seconds_between: float = SECONDS_BETWEEN,
 ) -> Iterator[None]:
-    """Around a run: tells now and then what it waits for, until its first engine has started, and when no engine has
-    room any more, as nodes were lost.
+    """While the block runs, reports what the run waits for, until its first engine has started, and again if lost nodes
+    leave no room for any engine.
 
-    **Arguments:** `attempts`: those of the run; `needs`, `nodes`: what an engine takes of each of so many nodes.
+    **Arguments:** `attempts`: those of the run; `needs`, `nodes`: what an engine takes of each of its nodes.
     """
     if nodes_with(needs) < nodes:
         tell(f"{_lack(needs, nodes)}: waiting for {'one' if nodes == 1 else 'them'}.")
@@ -200,7 +197,7 @@ def telling_what_is_awaited(
             try:
                 had_an_engine = attempts.finished() > 0
                 short = nodes_with(needs) < nodes
-            except RayError:  # the run is about to meet it too
+            except RayError:  # the run will raise it too
                 return
             since = f"after {time.monotonic() - begin:.0f} s"
             if short:
@@ -218,10 +215,10 @@ def telling_what_is_awaited(
 
 
 def nodes_with(needs: Mapping[str, float]) -> int:
-    """How many nodes of the cluster are large enough, whoever uses them."""
+    """Counts nodes of the cluster that are large enough, including busy ones."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return sum(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes)
 
 
 def _lack(needs: Mapping[str, float], nodes: int) -> str:
-    return lack_of_nodes(needs, nodes, nodes_with(needs))
+    return describe_lack_of_nodes(needs, nodes, nodes_with(needs))

@@ -1,4 +1,4 @@
-"""One run of `batch --engine ray`, from its options to its exit status."""
+"""Runs the command `batch --engine ray`, from its options to its exit status."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from sglang_jax import logs
 from sglang_jax.batch.options import BatchConfig
 from sglang_jax.batch.ray.actors import Answering, SharedAttempts
 from sglang_jax.batch.ray.engine import Asking, Launch
-from sglang_jax.batch.ray.files import ERRORS_ENDING, AnswerFiles, RequestFiles, Written
-from sglang_jax.batch.ray.pipeline import answer_files, node_resources, telling_what_is_awaited
+from sglang_jax.batch.ray.files import ERRORS_ENDING, AnswerFiles, RequestFiles, WriteTotals
+from sglang_jax.batch.ray.pipeline import answer_files, node_resources, reporting_waits
 from sglang_jax.batch.ray_options import RayOptions
 from sglang_jax.batch.run import ALL_ANSWERED, INTERRUPTED, SOME_FAILED, body_defaults, server_config, shaping_options
-from sglang_jax.batch.run_folder import VERSION, InputIdentity, Manifest, OptionValue, check_same, read_manifest
+from sglang_jax.batch.run_folder import VERSION, InputIdentity, OptionValue, RunManifest, check_same, read_manifest
 from sglang_jax.batch.source import FileFormat
 from sglang_jax.config import EngineConfig
 from sglang_jax.engine.launch import launch_engine
@@ -42,22 +42,22 @@ PROTOCOL = "://"
 SECONDS_TO_CONNECT = 10.0
 
 CHECKPOINT_ACTOR_BYTES = 256 * 2**20
-"""Memory that Ray reserves at least for knowing which lines are finished; it takes 8 bytes a line."""
+"""Minimum memory that Ray reserves for the set of finished lines, which takes 8 bytes per line."""
 
 
 def run_ray_batch(batch: BatchConfig, options: RayOptions, engine: EngineConfig, launch: Launch = launch_engine) -> int:
-    """Answers the lines of the input that are not answered yet, on a Ray cluster. Returns the exit status.
+    """Answers the remaining lines of the input on a Ray cluster. Returns the exit status.
 
-    It uses the cluster that this process is connected to, or else connects to one until it returns.
+    Uses the cluster that this process is connected to, or else connects to one until it returns.
 
     **Arguments:** `launch`: starts an engine; for tests and other cores.
 
-    **Raises:** `BatchError` for a run that cannot begin or go on, `ConfigError` for options that do not go together.
+    **Raises:** `BatchError` if the run cannot start or continue, `ConfigError` for incompatible options.
     """
     logs.configure(batch.log_level.upper())
     config = server_config(batch, engine)
-    _refuse(batch, engine)
-    body_defaults(batch)  # here, so that bad ones are told before anything is started
+    _check_supported(batch, engine)
+    body_defaults(batch)  # checks them before anything is started
     answering = Answering(
         config=config,
         asking=Asking(max_retries=batch.max_retries, lookahead=batch.lookahead, reorder=not batch.no_reorder),
@@ -79,7 +79,7 @@ def run_ray_batch(batch: BatchConfig, options: RayOptions, engine: EngineConfig,
             ray.shutdown()
 
 
-def _refuse(batch: BatchConfig, engine: EngineConfig) -> None:
+def _check_supported(batch: BatchConfig, engine: EngineConfig) -> None:
     if batch.ordered:
         raise BatchError(
             "--ordered is not supported with --engine ray, which writes many files: sort the responses by id"
@@ -94,18 +94,18 @@ def _refuse(batch: BatchConfig, engine: EngineConfig) -> None:
 
 
 def _connect(options: RayOptions) -> None:
-    """Raises `BatchError`. A cluster that is started here reports its use to nobody, unless the environment says so."""
+    """Connects to Ray; a cluster started here sends no usage statistics by default. Raises `BatchError`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         if options.address is not None:
-            _knock(options.address)
+            _check_listening(options.address)
         ray.init(address=options.address, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, ValueError, RuntimeError) as error:
         raise BatchError(f"cannot connect to Ray at {options.address or 'RAY_ADDRESS'}: {error}") from error
 
 
-def _knock(address: str) -> None:
-    """Raises `OSError` if nobody listens at HOST:PORT: Ray itself tries that for minutes."""
+def _check_listening(address: str) -> None:
+    """Raises `OSError` if HOST:PORT accepts no connection; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and PROTOCOL not in address:
         socket.create_connection((host, int(port)), SECONDS_TO_CONNECT).close()
@@ -124,7 +124,7 @@ def _answer(batch: BatchConfig, options: RayOptions, answering: Answering) -> in
         names = _short_names(list(requests.files))
         answers = answer_files(requests, answering, options, names, attempts)
         needs = node_resources(answering.config, options)
-        with telling_what_is_awaited(attempts, needs, answering.config.nnodes, partial(click.echo, err=True)):
+        with reporting_waits(attempts, needs, answering.config.nnodes, partial(click.echo, err=True)):
             written = output.write(answers)
         click.echo(_summary(written, time.monotonic() - begin), err=True)
     if output.has_errors():
@@ -141,25 +141,25 @@ def _open_requests(location: str) -> RequestFiles:
 
 
 def _absolute(location: str) -> str:
-    """Ray's processes have folders of their own to work in."""
+    """Makes a local path absolute, because Ray's processes have other working folders."""
     return location if PROTOCOL in location else os.path.abspath(location)
 
 
 def _identify(files: Mapping[str, int]) -> InputIdentity:
-    """Names and sizes: looking into files of an object store would take its time."""
+    """Identifies the input by names and sizes. Reading files of an object store would take long."""
     listed = "\n".join(f"{size} {path}" for path, size in files.items())
     return InputIdentity(sum(files.values()), hashlib.sha256(listed.encode()).hexdigest())
 
 
 def _short_names(paths: list[str]) -> list[str]:
-    """Paths without the folder that all are in."""
+    """Returns paths relative to their common folder."""
     folder = posixpath.commonpath([posixpath.dirname(path) for path in paths])
     return [posixpath.relpath(path, folder) for path in paths]
 
 
 class _OutputFolder:
-    """The folder of answers, and beside it, at OUTPUT.run, what lets a later run go on: which lines are finished, kept
-    by Ray, and what the run is about."""
+    """The folder of answers, and OUTPUT.run next to it for later runs: Ray's record of finished lines, and the
+    manifest."""
 
     def __init__(self, location: str, options: RayOptions) -> None:
         self._location = location
@@ -170,42 +170,42 @@ class _OutputFolder:
             raise BatchError(f"--output {location} cannot be written: {error}") from error
         self._files: FileSystem = self._sink.filesystem
         self._run = self._sink.path.rstrip("/") + ".run"
-        self._whole = f"{self._run}/whole"
+        self._complete_marker = f"{self._run}/whole"
 
     def claim(self, identity: InputIdentity, options: Mapping[str, OptionValue]) -> bool:
-        """Notes what this run is about, or checks that it goes on with what was begun. True if nothing is left to do.
+        """Writes a new run's manifest, or checks a resumed run's. Returns True if nothing is left to do.
 
-        **Raises:** `BatchError` if the input or an option has changed, or the folder has files of another's.
+        **Raises:** `BatchError` if the input or an option has changed, or the folder has files that no run wrote.
         """
-        manifest = Manifest(VERSION, identity, dict(options))
+        manifest = RunManifest(VERSION, identity, dict(options))
         path = f"{self._run}/manifest.json"
         if self._exists(path):
             with self._files.open_input_stream(path) as file:
                 check_same(read_manifest(file.readall(), path), manifest, self._location, self._run)
-            return self._exists(self._whole)
-        if self._listed():
+            return self._exists(self._complete_marker)
+        if self._list_files():
             raise BatchError(
                 f"{self._location} has files that no run recorded in {self._run} wrote: choose another --output"
             )
         self._write(path, msgspec.json.format(msgspec.json.encode(manifest)))
         return False
 
-    def write(self, answers: Dataset) -> Written:
-        """Answers what is left, and writes it. Returns what this run wrote."""
+    def write(self, answers: Dataset) -> WriteTotals:
+        """Answers the remaining lines and writes the answers. Returns the totals of this run."""
         checkpoint = CheckpointConfig(
             "number", f"{self._run}/finished", delete_checkpoint_on_success=False, override_filesystem=self._files
         )
         checkpoint.checkpoint_actor_memory_bytes = CHECKPOINT_ACTOR_BYTES
         answers.context.checkpoint_config = checkpoint
         answers.write_datasink(self._sink)
-        self._write(self._whole, b"")
+        self._write(self._complete_marker, b"")
         return self._sink.written
 
     def has_errors(self) -> bool:
-        """Some lines failed, in this run or before."""
-        return any(path.endswith(ERRORS_ENDING) for path in self._listed())
+        """Whether lines failed, in this run or earlier ones."""
+        return any(path.endswith(ERRORS_ENDING) for path in self._list_files())
 
-    def _listed(self) -> list[str]:
+    def _list_files(self) -> list[str]:
         found = self._files.get_file_info(FileSelector(self._sink.path, allow_not_found=True))
         return [file.path for file in found if file.type is FileType.File]
 
@@ -218,7 +218,7 @@ class _OutputFolder:
             file.write(content)
 
 
-def _summary(written: Written, seconds: float) -> str:
+def _summary(written: WriteTotals, seconds: float) -> str:
     rate = written.output_tokens / seconds
     return (
         f"{written.num_answered} lines answered, {written.num_failed} failed, in {seconds:.1f} s: "
@@ -227,5 +227,5 @@ def _summary(written: Written, seconds: float) -> str:
 
 
 def _reason(error: RayError) -> str:
-    """The last line: before it come the traces of every process that the error went through."""
+    """Returns the last line of an error, without the traces of all processes that it passed through."""
     return str(error).strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Where in a schema the fault is that the library of grammars found, which names none."""
+"""Finds the part of a schema that causes an error: the grammar library does not report it."""
 
 from __future__ import annotations
 
@@ -12,57 +12,56 @@ from sglang_jax.errors import shown
 
 IN_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 IN_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
-ALONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 
-MOST_LOOKS = 256
-MOST_SECONDS = 1.0
+MAX_LOOKS = 256
+MAX_SECONDS = 1.0
 
 
 def find_reference_fault(schema: Any) -> tuple[str, str] | None:
-    """The JSON pointer of the first schema with a `$ref` within the whole that leads nowhere, or back to itself before
-    anything is said, and that fault; None if there is none. References to other documents are not looked at."""
-    until = time.monotonic() + MOST_SECONDS
-    going: list[tuple[str, Any]] = [("", schema)]
+    """Returns the JSON pointer of the first schema with a `$ref` that leads nowhere, or only back to itself, and that
+    fault; None if there is none. References to other documents are ignored."""
+    until = time.monotonic() + MAX_SECONDS
+    pending: list[tuple[str, Any]] = [("", schema)]
     seen: dict[str, bool] = {}
-    while going and time.monotonic() < until:
-        place, inner = going.pop()
+    while pending and time.monotonic() < until:
+        place, inner = pending.pop()
         pointer = pointer_of(inner)
         if pointer is not None:
             if resolve(schema, pointer) is NOWHERE:
                 return place, f"Pointer '{pointer}' does not exist"
-            if _says_nothing(schema, inner, pointer, seen):
+            if _is_circular(schema, inner, pointer, seen):
                 return place, f"$ref '#{pointer}' refers to itself"
-        going.extend(reversed([(place + path, child) for path, child in children(inner)]))
+        pending.extend(reversed([(place + path, child) for path, child in children(inner)]))
     return None
 
 
 def find_constant_fault(schema: Any) -> tuple[str, str] | None:
-    """The JSON pointer of the first schema with a whole number in its `const` or `enum` that the library does not spell
-    as it is, and what that is; None if there is none. It takes them for floating-point numbers,
-    and overflows its stack at -2**63."""
-    going: list[tuple[str, Any]] = [("", schema)]
-    while going:
-        place, inner = going.pop()
+    """Returns the JSON pointer of the first integer in a `const` or `enum` that the library changes, and the fault;
+    None if there is none. The library reads these as floating-point numbers, and overflows its stack at -2**63."""
+    pending: list[tuple[str, Any]] = [("", schema)]
+    while pending:
+        place, inner = pending.pop()
         for name in ("const", "enum"):
             number = _lost_number(inner.get(name)) if isinstance(inner, dict) else None
             if number is not None:
                 return f"{place}/{name}", f"the whole number {shown(number)} is not supported; use a string for it"
-        going.extend(reversed([(place + path, child) for path, child in children(inner)]))
+        pending.extend(reversed([(place + path, child) for path, child in children(inner)]))
     return None
 
 
 def _lost_number(value: Any) -> int | None:
-    going = [value]
-    while going:
-        inner = going.pop()
+    pending = [value]
+    while pending:
+        inner = pending.pop()
         if isinstance(inner, int) and not isinstance(inner, bool) and inner != 2**63 - 1 and _as_float(inner) != inner:
             return inner
-        going.extend(inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ())
+        pending.extend(inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ())
     return None
 
 
 def _as_float(number: int) -> int | None:
-    """What the library spells; None for what it cannot take."""
+    """Returns what the library writes for an integer; None for one that it cannot read."""
     try:
         nearest = float(number)
     except OverflowError:
@@ -76,7 +75,7 @@ NOWHERE = object()
 
 
 def pointer_of(schema: Any) -> str | None:
-    """Where the `$ref` of a schema points to within the whole; None without one."""
+    """Returns the target of a schema's `$ref` within the document; None without one."""
     found = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(found, str) or not (found in ("", "#") or found.startswith("#/")):
         return None
@@ -95,58 +94,58 @@ def resolve(schema: Any, pointer: str) -> Any:
     return schema
 
 
-def _says_nothing(schema: Any, begin: Any, pointer: str, seen: dict[str, bool]) -> bool:
-    """Whether what a `$ref` leads to needs that reference again for the same value: by `$ref`s and `allOf` alone.
-    `seen`: what was found of pointers before."""
+def _is_circular(schema: Any, begin: Any, pointer: str, seen: dict[str, bool]) -> bool:
+    """Whether the target of a `$ref` requires the same reference again for the same value, through only `$ref` and
+    `allOf`. `seen`: results by pointer."""
     if pointer in seen:
         return seen[pointer]
     seen[pointer], followed = False, {pointer}
-    going = [resolve(schema, pointer)]
-    while going:
-        inner = going.pop()
+    pending = [resolve(schema, pointer)]
+    while pending:
+        inner = pending.pop()
         if inner is begin:
             seen[pointer] = True
             break
         if not isinstance(inner, dict):
             continue
         if isinstance(inner.get("allOf"), list):
-            going.extend(inner["allOf"])
+            pending.extend(inner["allOf"])
         further = pointer_of(inner)
         if further is not None and further not in followed:
             followed.add(further)
-            going.append(resolve(schema, further))
+            pending.append(resolve(schema, further))
     return seen[pointer]
 
 
 def find_fault(schema: Any, fault_of: Callable[[Any], str]) -> tuple[str, str]:
-    """The JSON pointer of the innermost schema that has a fault when it stands alone, with the definitions of the whole
-    beside it, and that fault. Looks `MOST_LOOKS` times and for `MOST_SECONDS` at most.
+    """Returns the JSON pointer of the innermost schema that has a fault by itself, with the document's definitions
+    added, and that fault. Tries at most `MAX_LOOKS` schemas, for at most `MAX_SECONDS`.
 
-    **Arguments:** `fault_of`: what is wrong with a schema, empty if nothing is. `schema` has a fault.
+    **Arguments:** `fault_of`: returns a schema's fault, empty if there is none. `schema` has a fault.
     """
     shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
     place, fault = "", fault_of(schema)
-    looks, until = MOST_LOOKS, time.monotonic() + MOST_SECONDS
-    inner, going = schema, True
-    while going:
-        going = False
+    looks, until = MAX_LOOKS, time.monotonic() + MAX_SECONDS
+    inner, deeper = schema, True
+    while deeper:
+        deeper = False
         for path, child in children(inner):
             looks -= 1
             if looks < 0 or time.monotonic() > until:
                 return place, fault
-            # Definitions are looked at alone too: beside themselves each would have the fault of any.
-            alone = (
+            # Definitions are tried without the others: with them, each would have the fault of any.
+            candidate = (
                 {**shared, **child} if isinstance(child, dict) and not path.startswith(("/$defs", "/def")) else child
             )
-            found = fault_of(alone)
+            found = fault_of(candidate)
             if found and _same(found, fault):
-                place, fault, inner, going = place + path, found, child, True
+                place, fault, inner, deeper = place + path, found, child, True
                 break
     return place, fault
 
 
 def _same(one: str, other: str) -> bool:
-    """The outer schema may put words around the inner one's."""
+    """Whether two faults are the same: an outer schema's may contain the inner one's text."""
     return one in other or other in one
 
 
@@ -161,7 +160,7 @@ def children(schema: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(schema.get(name), list):
             for number, child in enumerate(schema[name]):
                 yield f"/{name}/{number}", child
-    for name in ALONE:
+    for name in SINGLE:
         if isinstance(schema.get(name), dict):
             yield f"/{name}", schema[name]
 

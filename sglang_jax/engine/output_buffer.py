@@ -1,0 +1,82 @@
+"""Storage that all outputs of a stream share: each output is assembled only when it is read.
+
+Each output of a stream has all text, token ids and logprobs so far. Most callers read only the new part, so copying the
+whole for each token would be wasted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_jax.engine.types import OutputDelta, TokenLogprob
+
+
+class OutputBuffer:
+    """All text, token ids and logprobs of one completion. It only grows, so an output stores only its lengths.
+
+    One thread appends while others read: a reader reads only data that was there before its output was made.
+    """
+
+    __slots__ = ("_characters", "_ids", "_joined", "_logprobs", "_pieces")
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._joined = ("", 0)  # text of the first pieces, and their number: replaced together
+        self._characters = 0
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def add(self, delta: OutputDelta) -> BufferPrefix:
+        """Appends a delta. Returns the prefix that ends with it."""
+        self._pieces.append(delta.text)
+        self._characters += len(delta.text)
+        self._ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        return self, self._characters, len(self._ids), len(self._logprobs)
+
+    def text(self, characters: int) -> str:
+        """The first `characters` characters."""
+        text, count = self._joined
+        new = self._pieces[count:]
+        if new:
+            text += "".join(new)
+            self._joined = text, count + len(new)
+        return text[:characters]
+
+    def ids(self, count: int) -> list[int]:
+        """The first `count` token ids, as a new list."""
+        return self._ids[:count]
+
+    def logprobs(self, count: int) -> list[TokenLogprob]:
+        """The logprobs of the first `count` tokens, as a new list."""
+        return self._logprobs[:count]
+
+
+BufferPrefix = tuple[OutputBuffer, int, int, int]
+"""A prefix of a buffer: its numbers of characters, token ids and logprobs."""
+
+
+class LazyOutput:
+    """Base of an output whose `text`, `output_ids` and `logprobs` may be left out if a prefix of a buffer is set: the
+    first read assembles them, and then the output owns them."""
+
+    __slots__ = ("_prefix",)
+
+    _prefix: BufferPrefix
+
+    def set_prefix(self, prefix: BufferPrefix) -> None:
+        """Sets the prefix from which the omitted fields are assembled."""
+        self._prefix = prefix
+
+    if not TYPE_CHECKING:  # otherwise type checkers accept misspelt fields
+
+        def __getattr__(self, name: str) -> object:
+            """Assembles the omitted fields at the first read of one of them."""
+            if name not in ("text", "output_ids", "logprobs"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            buffer, characters, ids, logprobs = self._prefix
+            self.text = buffer.text(characters)
+            self.output_ids = buffer.ids(ids)
+            self.logprobs = buffer.logprobs(logprobs)
+            return object.__getattribute__(self, name)
