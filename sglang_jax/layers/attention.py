@@ -30,14 +30,14 @@ from sglang_jax.layers.rotary import apply_rotary, apply_rotary_by_product
 from sglang_jax.layers.sharding import KV_AXES, partition_spec
 
 _MOST_TOGETHER = 512
-"""Tokens of a step whose queries, keys and values have norm and rotation together: by libtpu 0.0.51 for v6e it takes
-half of the cycles for 64, as many for 512, and a sixth more for 2048."""
+"""Maximum tokens of a step that normalises and rotates queries, keys and values together. By libtpu 0.0.51 for v6e,
+that takes half the cycles for 64 tokens, as many for 512, and a sixth more for 2,048."""
 
 
 class Attention(nnx.Module):
     """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection.
 
-    The fused projection is `[hidden, kv_heads, group + 2, head_dim]`: of each kv head its queries, its key, its value.
+    The fused projection is `[hidden, kv_heads, group + 2, head_dim]`: for each KV head its queries, its key, its value.
     """
 
     def __init__(self, config: AttentionConfig, options: PartOptions) -> None:
@@ -63,7 +63,7 @@ class Attention(nnx.Module):
         self.kv_scales = parameter(scales, jnp.dtype(jnp.float32), *sides, kind=Kind.SCALE) if scaled else None
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        """See `LayerPart`. The pages come back with the step's keys and values."""
+        """See `LayerPart`. Writes the step's keys and values into the pages."""
         assert memory.pages is not None, "a layer with attention"
         fused = self.qkv(x)
         together = self.together and len(x) <= _MOST_TOGETHER
@@ -98,8 +98,9 @@ class Attention(nnx.Module):
         return queries, keys, values
 
     def _together(self, fused: jax.Array, rotary: RotaryTables | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The same in half as many operations: all parts of a kv head have norm and rotation together, and of values
-        what they were is taken. Operations of so few rows take a TPU a microsecond each, whatever they do."""
+        """The same result in half as many operations: normalises and rotates all parts of a KV head together, and then
+        takes the values from before. With few rows, each operation takes about a microsecond on a TPU, whatever it
+        does."""
         part = np.arange(self.group + 2)[:, None]
         found = fused
         if self.query_norm is not None and self.key_norm is not None:
@@ -122,12 +123,12 @@ class Attention(nnx.Module):
 
 
 def _norm_of(config: QKNorm | None, heads: Sizes, dtype: jnp.dtype, part: Part) -> Norm | None:
-    """Over `heads` (heads, head_dim), or over each of them alone."""
+    """A norm over `heads` (heads, head_dim), or over each head separately."""
     return None if config is None else Norm(heads if config.whole else heads[1:], config.norm, dtype, part)
 
 
 def with_write_plan(implementation: AttentionImplementation, batch: ForwardBatch, kv_pages: jax.Array) -> ForwardBatch:
-    """A cache group's batch with what all its layers have in common as they write; `kv_pages` are those of one."""
+    """A cache group's batch with the write plan that all its layers share. `kv_pages`: of one of them."""
     find = partial(plan_writes, implementation, kv_pages)
     mesh = jax.sharding.get_abstract_mesh()
     if implementation.for_tpu and not mesh.empty:
@@ -147,13 +148,13 @@ def write_and_attend(
     scale: float,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Stores a step's keys and values, and attends to all that the queries see: see `ragged_paged_attention`.
+    """Stores a step's keys and values, and computes attention: see `ragged_paged_attention`.
 
-    Under a mesh kernels run on each device for its own heads, with its part of the options: the compiler spreads
-    operations, but not kernels.
+    Under a mesh, kernels run on each device for its heads, with its shard of the options, since the compiler shards
+    operations but not kernels.
 
     **Arguments:** `queries` `[T, heads, head_dim]`; `keys`, `values` `[T, kv_heads, head_dim]`; `kv_pages` as
-    `kernels.kv_storage` describes. No `values`: they are the keys, which every device has.
+    `kernels.kv_storage` describes. If `values` is None, they are the keys, which every device has.
 
     **Returns:** `[T, heads, head_dim]`, and the pages after the write.
     """
@@ -189,7 +190,7 @@ def write_and_attend(
 
 
 def _option_specs(options: AttentionOptions) -> AttentionOptions:
-    """Where each array of the options goes."""
+    """The sharding of each array of the options."""
     return replace(
         options,
         sinks=None if options.sinks is None else partition_spec((Axis.HEADS,)),

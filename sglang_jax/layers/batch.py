@@ -1,4 +1,4 @@
-"""What one forward step computes, as arrays on the device."""
+"""The batch of one forward step, as arrays on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_jax.kernels.state_rows import StateRows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GroupPages:
-    """Where the tokens of a step lie in the pages of one cache group: see `ForwardBatch`."""
+    """The places of a step's tokens in the pages of one cache group: see `ForwardBatch`."""
 
     write_slots: jax.Array
     page_table: jax.Array
@@ -21,24 +21,24 @@ class GroupPages:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ForwardBatch:
-    """Tokens of one step, the sequences they belong to, and where their keys and values lie.
+    """The tokens of one step, their sequences, and the places of their keys and values.
 
-    T is the token bucket, R the row bucket, P the page-table columns; all are static, everything else is data.
-    Sequence s holds the tokens `query_starts[s] : query_starts[s + 1]`, which are the last ones of its
-    `kv_lens[s]` keys. Decode sequences come first and have exactly one token: token i belongs to sequence i.
-    A program with T == R is a decode program: all its sequences are decode sequences and no prefill part is traced.
+    T is the token bucket, R the row bucket, P the page-table columns; these are static, everything else is data.
+    Sequence s has tokens `query_starts[s] : query_starts[s + 1]`, the last of its `kv_lens[s]` keys. Decode sequences
+    are first and have exactly one token: token i belongs to sequence i. A program with T == R is a decode program, with
+    decode sequences only.
 
     - `tokens`: int32 `[T]`.
     - `positions`: int32 `[T]`, 0 for padding.
     - `write_slots`: int32 `[T]`, `page * page_size + offset`; padding writes into page 0.
-    - `page_table`: int32 `[R, P]`, 0 where unused. Of layers with a window, entries before it may name any page.
+    - `page_table`: int32 `[R, P]`, 0 where unused. With a window, entries before it may name any page.
     - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
     - `query_starts`: int32 `[R + 1]`; padding repeats the number of tokens, so that its sequences are empty.
     - `num_decode`: int32 scalar.
-    - `write_plan`: what layers of one cache group have in common as they write (see `plan_writes`), if it was made.
-    - `further`: pages of the cache groups after the first, whose are `write_slots` and `page_table`. Groups that keep
-      states are not among them.
-    - `states`: of a model that keeps states, where its sequences have them.
+    - `write_plan`: the part of writing that layers of one cache group share (see `plan_writes`), if there is one.
+    - `further`: pages of the cache groups after the first, to which `write_slots` and `page_table` belong, without
+      groups of states.
+    - `states`: the places of the sequences' states, if the model has any.
     """
 
     tokens: jax.Array
@@ -53,7 +53,7 @@ class ForwardBatch:
     states: StateRows | None = None
 
     def of_group(self, group: int) -> ForwardBatch:
-        """The batch as layers of one cache group see it."""
+        """The batch for layers of one cache group."""
         if group == 0:
             return replace(self, further=())
         pages = self.further[group - 1]

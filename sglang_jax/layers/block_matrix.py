@@ -1,4 +1,4 @@
-"""Matrices that are also held in the blocks in which a checkpoint stores them, for steps of few rows on a CPU."""
+"""Matrices that stay in the blocks of the checkpoint, for steps of few rows on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.sharding import named_sharding
 
 BLOCK_AXES = (Axis.IN_BLOCKS, Axis.IN_BLOCK)
-"""Those that the arrays of a matrix in blocks have in the place of its inputs, until they are packed."""
+"""The axes that replace inputs in the arrays of a matrix in blocks, until they are packed."""
 
 _BYTES = {ValueType.INT4: jnp.uint8, ValueType.INT8: jnp.int8}
 
@@ -30,9 +30,9 @@ _BYTES = {ValueType.INT4: jnp.uint8, ValueType.INT8: jnp.int8}
 class BlockProduct:
     """The kernel of products with matrices of one encoding.
 
-    - `target`: as XLA's CPU backend knows it.
-    - `threads`: on so many it works at most.
-    - `most_rows`: it serves products of so many rows at most.
+    - `target`: its name in XLA's CPU backend.
+    - `threads`: maximum threads that it uses.
+    - `most_rows`: maximum rows of a product.
     """
 
     encoding: Encoding
@@ -41,7 +41,8 @@ class BlockProduct:
     most_rows: int
 
     def multiply(self, x: jax.Array, levels: jax.Array, scales: jax.Array) -> jax.Array:
-        """bfloat16 `x [T, inputs]` by a matrix as `cpu_kernels.block_layout` has it → float32 `[T, outputs]`."""
+        """bfloat16 `x [T, inputs]` times a matrix in the layout of `cpu_kernels.block_layout` → float32 `[T,
+        outputs]`."""
         rows, inputs = x.shape
         found = jax.ShapeDtypeStruct((rows, len(levels) * OUTPUTS), jnp.float32)
         scratch = jax.ShapeDtypeStruct((self.threads, scratch_floats(inputs)), jnp.float32)
@@ -50,22 +51,22 @@ class BlockProduct:
 
 
 BlockProducts = Callable[[Encoding], BlockProduct | None]
-"""The kernel for matrices of an encoding; None where there is none."""
+"""From an encoding to its kernel; None if it has none."""
 
 
 def no_blocks(_: Encoding) -> None:
-    """Of a machine without such kernels: matrices in blocks are dequantised while they are read."""
+    """For machines without such kernels: matrices in blocks are dequantised while they are read."""
 
 
 class BlockMatrix(nnx.Module):
-    """A matrix `[*out, inputs]` in blocks, yet without values: loaded as it is stored, and then packed.
+    """A matrix `[*out, inputs]` in blocks, without values at first: loaded as stored, and then packed.
 
-    Its weights are those of the matrix in bfloat16, bit for bit, so that a product differs by the order of its float32
-    sums alone. That order is the same for any number of rows.
+    Its weights equal those of the matrix in bfloat16, bit for bit, so a product differs only by the order of its
+    float32 sums. That order is the same for any number of rows.
     """
 
     def __init__(self, product: BlockProduct, inputs: int, outputs: Sizes, parts: Sequence[Part]) -> None:
-        """`parts`: the matrices that it is made of. All of its outputs are a multiple of 4."""
+        """`parts`: the matrices that it consists of. The number of outputs must be a multiple of 4."""
         encoding = product.encoding
         assert encoding.block is not None
         blocks = [*outputs, (Axis.IN_BLOCKS, inputs // encoding.block)]
@@ -79,7 +80,7 @@ class BlockMatrix(nnx.Module):
         self.product = product
 
     def pack(self) -> None:
-        """Changes the arrays, once loaded, or the shapes that stand for them, to those that the kernel reads."""
+        """Changes the loaded arrays, or their shapes, to those that the kernel reads."""
         encoding, outputs = self.product.encoding, math.prod(self.output_sizes)
         stored = {role: self.arrays[role.value].get_value() for role in encoding.roles}
         values = stored[Role.VALUES]
@@ -95,7 +96,7 @@ class BlockMatrix(nnx.Module):
         self.arrays = nnx.Dict(levels=_packed(levels), scales=_packed(scales))
 
     def serves(self, rows: int) -> bool:
-        """Whether products of so many rows are these."""
+        """Whether it serves products of `rows` rows."""
         return rows <= self.product.most_rows
 
     def multiply(self, x: jax.Array) -> jax.Array:
@@ -105,7 +106,7 @@ class BlockMatrix(nnx.Module):
 
 
 def _shapes_of_packed(encoding: Encoding, tiles: int, blocks: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Of levels and scales: see `cpu_kernels.block_layout.PackedBlocks`."""
+    """The shapes of quantised values and scales: see `cpu_kernels.block_layout.PackedBlocks`."""
     if encoding == Q4:
         levels, numbers = jax.ShapeDtypeStruct((tiles, blocks, BLOCK), jnp.int16), 2 * OUTPUTS
     else:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router, experts, and a shared expert beside them where there is one."""
+"""Mixtures of experts: a router, experts, and possibly a shared expert."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_jax.layers.sharding import partition_spec
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 _LEAST_SUM = 1e-20
-"""Of scores that are divided by their sum: sigmoids may all be 0."""
+"""Minimum sum by which scores are divided, since all sigmoids may be 0."""
 
 
 class Experts(nnx.Module):
@@ -43,7 +43,7 @@ class Experts(nnx.Module):
         self.correction = bias(Part.ROUTER_CORRECTION, experts, wanted=config.correction)
 
         def matrices(part: Part, row: tuple[Axis, int]) -> tuple[Parameter, Parameter | None]:
-            """Those of all experts, and a scale of each row where they have 8 bits."""
+            """The matrices of all experts, and a scale per row if they have 8 bits."""
             encoding, sizes = options.encoding_of(part), [experts, inner, hidden]
             if encoding is None or encoding.block is not None:
                 return parameter(sizes, options.dtype, part), None
@@ -95,7 +95,7 @@ class Experts(nnx.Module):
 
 
 class SharedExpert(nnx.Module):
-    """A gated layer through which every token passes, with a gate of its own where the config has one."""
+    """A gated feed-forward layer for every token, whose output may have another gate."""
 
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         hidden, inner = [(Axis.HIDDEN, options.hidden_size)], [(Axis.INTERMEDIATE, config.shared_size)]
@@ -133,7 +133,7 @@ def choose_experts(
     ranked = scores if correction is None else scores + correction
     if config.groups > 1:
         ranked = _in_best_groups(config, ranked)
-    experts = jax.lax.top_k(ranked, config.chosen)[1]  # of equal ones, the lower number first
+    experts = jax.lax.top_k(ranked, config.chosen)[1]  # of equal values, the lower index first
     chosen = jnp.take_along_axis(scores, experts, axis=-1)
     if config.scores is ExpertScores.CHOSEN_SOFTMAX:
         chosen = jax.nn.softmax(chosen, axis=-1)
@@ -144,13 +144,13 @@ def choose_experts(
 
 
 def _add_to_words(words: jax.Array, added: jax.Array) -> jax.Array:
-    """uint32 `[2, n]`, low words and high words of `n` sums, with int32 `[n]` added: JAX has no integers of 64 bits."""
+    """Adds int32 `[n]` to `n` sums, stored as uint32 `[2, n]` low and high words: JAX has no 64-bit integers."""
     low = words[0] + added.astype(jnp.uint32)
     return jnp.stack([low, words[1] + (low < words[0])])
 
 
 def _in_best_groups(config: ExpertsConfig, ranked: jax.Array) -> jax.Array:
-    """The same, with those of other groups than the best behind all."""
+    """Ranks with the experts outside the best groups after all others."""
     by_group = ranked.reshape(len(ranked), config.groups, -1)
     best = jax.lax.top_k(by_group, config.best_of_group)[0].sum(-1)
     groups = jax.lax.top_k(best, config.chosen_groups)[1]
@@ -159,7 +159,7 @@ def _in_best_groups(config: ExpertsConfig, ranked: jax.Array) -> jax.Array:
 
 
 def _on_each_device(multiply: partial[jax.Array], x: jax.Array, weights: ExpertWeights, choice: Choice) -> jax.Array:
-    """`multiply` by each device with its part of the columns of every expert, and the sum of what they find."""
+    """Runs `multiply` on each device with its shard of the columns of every expert, and sums the results."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape["tensor"] == 1:
         return multiply(x, weights, choice)

@@ -1,4 +1,4 @@
-"""What computes each kind of part on the JAX backend: one class for each type of config."""
+"""The class that computes each kind of part on the JAX backend, by type of config."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ CLASSES: Mapping[type, Callable[[Any, PartOptions], LayerPart]] = {
 
 
 def build_part(config: object, options: PartOptions, layer: int) -> LayerPart:
-    """The part of a config, without values.
+    """Builds the part of a config, without values.
 
-    **Raises:** `ConfigError` naming the layer, if this backend has no such parts.
+    **Raises:** `ConfigError` naming the layer, if this backend does not have this kind.
     """
     build = CLASSES.get(type(config))
     if build is None:

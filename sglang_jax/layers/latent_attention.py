@@ -1,13 +1,13 @@
 """Latent attention over paged latent vectors, in two forms.
 
-Absorbed: a score is `(W_k c) . q`, where c is the latent vector of a token, W_k a head's key projection and q its
-query: it is `c . (W_k^T q)`. So attention sees one kv head for all query heads, whose keys are the latent vectors with
-the rotated keys behind them, and whose values are the latent vectors, which the heads' value projections turn into
-values afterwards. Decode rows and short chunks take this form, and on TPUs all rows.
+Absorbed: a score `(W_k c) . q`, of a token's latent vector c, a head's key projection W_k and its query q, equals
+`c . (W_k^T q)`. So attention sees one KV head for all query heads. Its keys are the latent vectors with the rotated
+keys after them, and its values the latent vectors, to which the heads' value projections are applied afterwards. Decode
+rows and short chunks use this form, and on TPUs all rows do.
 
-Expanded: keys and values of heads are made from the cached vectors. For many queries this takes fewer products: rows
-with at least twice `LatentAttentionConfig.expands_from` tokens take it. Which form a row takes depends only on the
-number of its own tokens. The forms differ in what they round to the type of activations: see docs/architecture.md.
+Expanded: keys and values of heads are computed from the cached vectors. With many queries this takes fewer products, so
+rows with at least twice `LatentAttentionConfig.expands_from` tokens use it. The choice depends only on the number of
+the row's own tokens. The forms round differently: see docs/architecture/models.md.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from sglang_jax.layers.rotary import apply_rotary
 
 _TOKENS_PER_BLOCK = 64
 _TIMES_LIMIT = 2
-"""How many times `expands_from` tokens a row must have: XLA's CPU backend takes the small matrices of heads at about
-two thirds of the rate of the large ones of latent vectors (of DeepSeek-V2-Lite on an EPYC, 60 and 90 billion
-multiply-adds per second), so that 256 tokens take as long in either form, where 171 take as many products."""
+"""Rows are expanded from this multiple of `expands_from` tokens. XLA's CPU backend multiplies the small matrices of
+heads at about two thirds of the rate of the large ones of latent vectors (for DeepSeek-V2-Lite on an EPYC, 60 and 90
+billion multiply-adds per second), so 256 tokens take as long in either form, while 171 take as many products."""
 
 
 class LatentAttention(nnx.Module):
@@ -64,7 +64,7 @@ class LatentAttention(nnx.Module):
         self.output = Linear(values, hidden, (Part.OUTPUT,), options, bias=config.out_bias)
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        """See `LayerPart`. The pages come back with the step's latent vectors."""
+        """See `LayerPart`. Writes the step's latent vectors into the pages."""
         assert memory.pages is not None, "a layer with attention"
         of_queries = x
         if self.query_latent is not None and self.query_latent_norm is not None:
@@ -95,10 +95,10 @@ def attend_latents(
     kv_pages: jax.Array,
     batch: ForwardBatch,
 ) -> tuple[jax.Array, jax.Array]:
-    """Stores a step's latent vectors, and attends to all that the queries see, each row in the form for its length.
+    """Stores a step's latent vectors, and computes attention, each row in the form for its length.
 
     **Arguments:** `queries` `[T, heads, key_dim]` and `[T, heads, rotary_dim]`; `cached` `[T, 1, latent + rotary_dim]`;
-    `up` makes keys `[heads, key_dim, latent]` and values `[heads, value_dim, latent]`.
+    `up`: the projections to keys `[heads, key_dim, latent]` and values `[heads, value_dim, latent]`.
 
     **Returns:** `[T, heads, value_dim]`, and the pages after the write.
     """
@@ -116,7 +116,7 @@ def attend_latents(
         options=AttentionOptions(unread=expanded),
     )
     values = _by_head("thl,hvl->htv", attended[..., : config.latent], value_up, needed)
-    if expanded is not None:  # each of the two is 0 for the other's rows
+    if expanded is not None:  # each is 0 for rows of the other form
         asked = jnp.concatenate([plain, rotated], axis=-1)
         values += expanded_attention(asked, kv_pages, batch, expanded, key_up, value_up, scale=config.scale)
     return values, kv_pages
@@ -125,7 +125,7 @@ def attend_latents(
 def _expanded_rows(
     implementation: AttentionImplementation, config: LatentAttentionConfig, batch: ForwardBatch
 ) -> jax.Array | None:
-    """bool `[R]`: rows for the expanded form; None where a step of this size has none."""
+    """Rows in the expanded form, bool `[R]`; None if a step of this size has none."""
     if implementation is not AttentionImplementation.XLA or config.expands_from is None:
         return None
     least, tokens = _TIMES_LIMIT * config.expands_from, len(batch.tokens)
@@ -135,15 +135,16 @@ def _expanded_rows(
 
 
 def _tokens_of_others(expanded: jax.Array, batch: ForwardBatch) -> jax.Array:
-    """bool `[T]`: tokens of rows in the absorbed form; without padding."""
+    """Tokens of rows in the absorbed form, bool `[T]`, without padding."""
     places, ends = jnp.arange(len(batch.tokens)), batch.query_starts[1:]
     return ~expanded[jnp.searchsorted(ends, places, side="right")] & (places < ends[-1])
 
 
 def _by_head(form: str, x: jax.Array, kernel: jax.Array, needed: jax.Array | None = None) -> jax.Array:
-    """A product for each head, in the type of `x`; sums are float32. `form` has heads first in the result, which come
-    second then: XLA's CPU backend fails for some products of bfloat16 otherwise, and takes ten times as long for some
-    of float32. `needed`: bool `[T]`, None for all; blocks of tokens of which none is needed are skipped, and give 0."""
+    """A product per head in the dtype of `x`, with float32 sums. `form`: an einsum whose result has heads first; they
+    are moved to second place afterwards. With heads second in the einsum, XLA's CPU backend fails for some bfloat16
+    products, and takes ten times as long for some in float32. `needed`: bool `[T]`, None for all tokens; blocks without
+    needed tokens are skipped, and are 0."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def product(x: jax.Array) -> jax.Array:

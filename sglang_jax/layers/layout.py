@@ -1,4 +1,4 @@
-"""How a loaded matrix may lie in memory, each way with the product that reads it. Layers know none of them."""
+"""Layouts of loaded matrices in memory, each with its product. Layers do not depend on them."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from sglang_jax.layers.sharding import named_sharding
 
 
 class Layout(Protocol):
-    """How a matrix lies in memory. Layouts are compared by value: layers of equal ones share a trace."""
+    """The layout of a matrix in memory. Layouts are compared by value, so that layers with equal ones share a trace."""
 
     def arrange(self, kernel: Parameter, inputs: int) -> None:
-        """Changes a loaded kernel `[*in, *out]`, with `inputs` axes of input, to this layout; a shape that stands for a
-        kernel becomes that of the other layout."""
+        """Changes a loaded kernel `[*in, *out]`, with `inputs` input axes, or its shape, to this layout."""
         ...
 
     def arrange_rows(self, rows: Parameter) -> None:
-        """Changes what each output has, loaded as `[*out]`, so that it lies as what `multiply` returns."""
+        """Changes values per output, loaded as `[*out]`, to the layout of the result of `multiply`."""
         ...
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """`x [T, *in]` by a kernel in this layout → float32 `[T, *out]`, or the same with axes of out made one.
+        """`x [T, *in]` times a kernel in this layout → float32 `[T, *out]`, or the same with merged output axes.
         `of_outputs`: see `matmul_outputs_first`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InputsFirst:
-    """`[*in, *out]`, in which kernels are loaded and stored."""
+    """`[*in, *out]`, the layout of loading and storing."""
 
     def arrange(self, kernel: Parameter, inputs: int) -> None:
-        """It is in this layout."""
+        """Does nothing: it has this layout."""
 
     def arrange_rows(self, rows: Parameter) -> None:
-        """It lies so."""
+        """Does nothing: the layout is the same."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul`."""
@@ -52,13 +51,13 @@ class InputsFirst:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Embeddings `[out, in]` that are the head too."""
+    """Embeddings `[out, in]` that are also the head."""
 
     def arrange(self, kernel: Parameter, inputs: int) -> None:
-        """Embeddings are in this layout."""
+        """Does nothing: embeddings have this layout."""
 
     def arrange_rows(self, rows: Parameter) -> None:
-        """It lies so."""
+        """Does nothing: the layout is the same."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul`."""
@@ -67,15 +66,15 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class OutputsFirst:
-    """`[*out, *in]`, which XLA's CPU backend reads at the speed of memory: see `PlatformForm`."""
+    """`[*out, *in]`, which XLA's CPU backend reads at memory speed: see `PlatformForm`."""
 
     def arrange(self, kernel: Parameter, inputs: int) -> None:
-        """Exchanges the sides."""
+        """Moves output axes first."""
         order = (*range(inputs, len(kernel.axes)), *range(inputs))
         _rewrite(kernel, order, [(axis,) for axis in order])
 
     def arrange_rows(self, rows: Parameter) -> None:
-        """It lies so."""
+        """Does nothing: the layout is the same."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `matmul_outputs_first`."""
@@ -84,23 +83,23 @@ class OutputsFirst:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """`[in, out]`, or gate and up as `[2, in, out]`: the last two axes, which a TPU keeps in tiles, are those of a
+    """`[in, out]`, or gate and up as `[2, in, out]`: the last two axes, which a TPU stores in tiles, are those of a
     product.
 
-    Of a kernel with more axes on one side the compiler makes a copy, at each step, in the tiles that a product wants.
-    Outputs become one axis, in which those of one device lie together. Of gate and up each device has a part, so that
-    they stay apart; but they are one product still: of two the compiler computes one within the product that reads it,
-    which at 256 rows costs more than it saves.
+    The compiler would copy a kernel with more axes on one side, in each step, to the tiles of a product. Outputs become
+    one axis, in which those of a device are adjacent. Gate and up keep a separate axis, since each device has a part of
+    both. They stay one product: of two, the compiler would compute one within the product that reads it, which at 256
+    rows costs more than it saves.
     """
 
     def arrange(self, kernel: Parameter, inputs: int) -> None:
-        """Makes one axis of the inputs and one of the outputs."""
+        """Merges the input axes into one, and the output axes into one."""
         outer, columns = _outputs(kernel, inputs)
         rows = range(inputs)
         _rewrite(kernel, (*outer, *rows, *columns), [*[(axis,) for axis in outer], tuple(rows), tuple(columns)])
 
     def arrange_rows(self, rows: Parameter) -> None:
-        """Makes one axis of the outputs of each matrix."""
+        """Merges the output axes of each matrix into one."""
         outer, columns = _outputs(rows, 0)
         _rewrite(rows, (*outer, *columns), [*[(axis,) for axis in outer], tuple(columns)])
 
@@ -110,13 +109,13 @@ class Matrices:
 
 
 def _outputs(kernel: Parameter, inputs: int) -> tuple[list[int], list[int]]:
-    """Which axes of a kernel with so many of inputs stay apart, and which become one."""
+    """The output axes of a kernel with `inputs` input axes that stay separate, and those that are merged."""
     outer = [axis for axis, meaning in enumerate(kernel.axes) if meaning is Axis.GATE_OR_UP]
     return outer, [axis for axis in range(inputs, len(kernel.axes)) if axis not in outer]
 
 
 def _rewrite(kernel: Parameter, order: tuple[int, ...], groups: Sequence[tuple[int, ...]]) -> None:
-    """Puts a kernel's axes in another order, with those of a group made one, which is spread as the first of them."""
+    """Reorders a kernel's axes and merges each group into one axis, which is sharded like the group's first axis."""
     value = kernel.get_value()
     axes = tuple(kernel.axes[group[0]] for group in groups)
     shape = tuple(math.prod(value.shape[axis] for axis in group) for group in groups)

@@ -15,12 +15,11 @@ from sglang_jax.layers.part import PartOptions
 
 
 class Linear(nnx.Module):
-    """`x [T, *inputs]` → `[T, *outputs]` of x's type, rounded to it once, after the bias. The product rounds x to the
-    type of the weights.
+    """`x [T, *inputs]` → `[T, *outputs]` in the dtype of x, rounded once, after the bias. The product rounds x to the
+    dtype of the weights.
 
-    Several output axes make one product of several matrices: (gate or up, intermediate), or
-    (kv head, its queries + key + value, head_dim), laid out so that a cut along one axis is a tensor-parallel shard.
-    `parts` are those matrices.
+    Several output axes join several matrices (`parts`) in one product: (gate or up, intermediate), or (KV head, its
+    queries + key + value, head_dim). The order of axes is such that a cut along one of them is a tensor-parallel shard.
     """
 
     def __init__(

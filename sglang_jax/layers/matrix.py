@@ -1,4 +1,4 @@
-"""Matrices: what a layer multiplies by, whatever it is stored as and wherever it runs."""
+"""Matrices by which layers multiply, one class per way to store them."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class Matrix(Protocol):
     """A weight `[*in, *out]`: an `nnx.Module` whose parameters are its arrays."""
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """`x [T, *in]`, rounded to the type of products → float32 `[T, *out]`, or the same with axes of out made one.
+        """`x [T, *in]`, rounded to the dtype of products → float32 `[T, *out]`, or the same with merged output axes.
         `of_outputs`: see `matmul_outputs_first`."""
         ...
 
     def arrange(self, layout: Layout) -> None:
-        """Changes the arrays, once loaded, or the shapes that stand for them, to another layout."""
+        """Changes the loaded arrays, or their shapes, to another layout."""
         ...
 
 
 class PlainMatrix(nnx.Module):
-    """One array of numbers, which are loaded as `[*in, *out]`."""
+    """One array of plain numbers, loaded as `[*in, *out]`."""
 
     def __init__(self, kernel: Parameter, inputs: int, layout: Layout) -> None:
-        """`inputs`: axes of input, if the kernel is in the layout of inputs first."""
+        """`inputs`: number of input axes, if the kernel has the layout `InputsFirst`."""
         self.kernel = kernel
         self.inputs = inputs
         self.layout = layout
 
     @classmethod
     def of(cls, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype) -> PlainMatrix:
-        """One without values. `parts`: the matrices that it is made of."""
+        """A matrix without values. `parts`: the matrices that it consists of."""
         return cls(parameter([*inputs, *outputs], dtype, *parts), len(inputs), InputsFirst())
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
@@ -62,13 +62,13 @@ class PlainMatrix(nnx.Module):
 
 
 class ScaledMatrix(nnx.Module):
-    """Values of 8 bits `[*in, *out]`, and a scale of each output: int8 or float8 in memory, widened to the type of
-    products where a product reads them. They have that type exactly, and the scale multiplies float32 sums."""
+    """8-bit values `[*in, *out]`, int8 or float8, and a scale per output. Products widen the values to their dtype,
+    which is exact, and multiply float32 sums by the scale."""
 
     def __init__(
         self, encoding: Encoding, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype
     ) -> None:
-        """Without values. `dtype`: of products."""
+        """A matrix without values. `dtype`: of products."""
         values = jnp.dtype(encoding.values.value)
         self.values = parameter([*inputs, *outputs], values, *parts, role=Role.VALUES)
         self.scales = parameter(outputs, jnp.dtype(jnp.float32), *parts, role=Role.SCALES)
@@ -105,7 +105,7 @@ class ScaledMatrix(nnx.Module):
 
 
 class FewOrMany(nnx.Module):
-    """The same matrix twice: in blocks for steps of few rows, and for others in another way."""
+    """A matrix in two formats: in blocks for steps of few rows, and another one for other steps."""
 
     def __init__(self, few: BlockMatrix, many: PlainMatrix) -> None:
         self.few, self.many = few, many
@@ -117,13 +117,13 @@ class FewOrMany(nnx.Module):
         return self.many.multiply(x, of_outputs=of_outputs)
 
     def arrange(self, layout: Layout) -> None:
-        """See `Matrix`. Blocks lie in one way: see `BlockMatrix.pack`."""
+        """See `Matrix`. Blocks have only one layout: see `BlockMatrix.pack`."""
         self.many.arrange(layout)
 
 
 def matrix_for(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartOptions) -> Matrix:
-    """A matrix without values, of the class for how its `parts` are stored. What has blocks is also widened to the type
-    of products, or widened alone where no kernel reads it."""
+    """A matrix without values, of the class for the encoding of its `parts`. A matrix in blocks is also kept widened to
+    the dtype of products, or only widened if no kernel reads its blocks."""
     encoding = options.encoding_of(*parts)
     if encoding is None:
         return PlainMatrix.of(inputs, outputs, parts, options.dtype)

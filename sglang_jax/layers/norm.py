@@ -1,4 +1,4 @@
-"""Norms: root mean square, and standard deviation."""
+"""Norms: RMS norm and layer norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_jax.layers.parameter import Sizes, parameter
 
 
 def divide_by_rms(x: jax.Array, eps: float) -> jax.Array:
-    """float32 x over the root mean square of its last axis."""
+    """float32 x divided by the root mean square of its last axis."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
@@ -26,12 +26,12 @@ class Norm(nnx.Module):
         self.wide = config.wide
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., *sizes]` → the same shape and type."""
+        """`[..., *sizes]` → the same shape and dtype."""
         scale = self.scale[...]
         return self.scaled_by(scale, x, axes=tuple(range(-scale.ndim, 0)))
 
     def scaled_by(self, scale: jax.Array, x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
-        """The norm over `axes` with another scale, whose shape goes along the last axes of x."""
+        """The norm over `axes` with another scale, which broadcasts to the last axes of x."""
         wide = x.astype(jnp.float32)
         if self.kind is NormKind.LAYER:
             wide = wide - jnp.mean(wide, axis=axes, keepdims=True)
@@ -39,6 +39,6 @@ class Norm(nnx.Module):
         return (scale * wide).astype(x.dtype) if self.wide else scale * wide.astype(x.dtype)
 
     def add(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Adds x to the residual stream; returns (the sum normalised, the sum)."""
+        """Adds x to the residual stream. Returns the normalised sum, and the sum."""
         total = x + residual
         return self(total), total

@@ -1,4 +1,4 @@
-"""How the parts of a layer are built and called, whatever their kind."""
+"""The interface of the parts of a layer, whatever their kind."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ States = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOptions:
-    """What all parts of a model are built with.
+    """The options with which all parts of a model are built.
 
-    - `dtype`: of weights. `kv_dtype`: of keys and values in pages; one of 8 bits brings `kv_scales`, by which they are
-      stored divided.
+    - `dtype`: of weights. `kv_dtype`: of keys and values in pages; with 8 bits, `kv_scales` divide stored values.
     - `implementation`: the kernels of attention, and of recurrent states (see `kernels.states`).
-    - `encodings`: how matrices are stored. `block_products`: kernels for those in blocks.
-    - `layer`: the part's, None for what belongs to the whole model.
+    - `encodings`: how each matrix is stored. `block_products`: makes kernels for matrices in blocks.
+    - `layer`: index of the part's layer, None for parts of the whole model.
     """
 
     hidden_size: int
@@ -43,7 +42,7 @@ class PartOptions:
     layer: int | None = None
 
     def encoding_of(self, *parts: Part) -> Encoding | None:
-        """How the matrices of some parts are stored: None for plain numbers, and where they differ."""
+        """The encoding of the matrices of `parts`; None for plain numbers, or if they differ."""
         found = {self.encodings(ParameterName(part, layer=self.layer)) for part in parts}
         return found.pop() if len(found) == 1 else None
 
@@ -51,11 +50,10 @@ class PartOptions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerMemory:
-    """What a layer keeps of sequences: KV pages, as `kernels.kv_storage` lays them out, where it has attention, and the
-    pools of its state, where it has one.
+    """The memory of a layer: KV pages in the layout of `kernels.kv_storage` if it has attention, and the pools of its
+    state if it has one.
 
-    `expert_tokens`: how many tokens each expert was chosen by, if that is counted: uint32 `[2, experts]`, low words and
-    high words.
+    `expert_tokens`: counts of the tokens that chose each expert, if enabled: uint32 `[2, experts]`, low and high words.
     """
 
     pages: jax.Array | None = None
@@ -66,14 +64,15 @@ class LayerMemory:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerStep:
-    """A step as a layer sees it. `batch`: in the pages of the layer's cache group. `rotary`: None without positions."""
+    """A step for one layer. `batch`: with the pages of its cache group. `rotary`: None for a layer without
+    positions."""
 
     batch: ForwardBatch
     rotary: RotaryTables | None = None
 
     @property
     def padding(self) -> jax.Array:
-        """bool `[T]`: which tokens are padding."""
+        """Which tokens are padding, bool `[T]`."""
         return jnp.arange(len(self.batch.tokens)) >= self.batch.query_starts[-1]
 
 
@@ -81,5 +80,5 @@ class LayerPart(Protocol):
     """Attention, a recurrent layer, or a feed-forward one."""
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        """`[T, hidden]` → `[T, hidden]`, and what the layer keeps after the step."""
+        """`[T, hidden]` → `[T, hidden]`, and the layer's memory after the step."""
         ...

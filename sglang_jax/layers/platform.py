@@ -1,4 +1,4 @@
-"""Forms of weights and caches that differ by platform, chosen by measurement (benchmarks/model_step_cpu.py)."""
+"""Layouts of weights and caches by platform, chosen by measurement (benchmarks/model_step_cpu.py)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ _BITS = {jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16), jnp.dtype(jnp.float8_e4
 
 @dataclass(frozen=True, slots=True)
 class PlatformForm:
-    """How a platform likes its arrays.
+    """The layouts that a platform computes with.
 
-    - `kv_as_bits`: hold bfloat16 and float8 keys and values as the bits of integers (see `kernels.kv_storage`).
-    - `tiled_kv_pages`: pages in whole tiles of memory (see `kernels.kv_storage`).
-    - `tiled_state_tails`: the last inputs of convolutions in whole tiles (see `kernels.causal_convolution`).
-    - `own_head_for_tied_embeddings`: keep tied embeddings twice, `[vocab, hidden]` to look rows up and
+    - `kv_as_bits`: bfloat16 and float8 keys and values are stored as integers with the same bits (see
+      `kernels.kv_storage`).
+    - `tiled_kv_pages`: pages are in whole memory tiles (see `kernels.kv_storage`).
+    - `tiled_state_tails`: the last inputs of convolutions are in whole tiles (see `kernels.causal_convolution`).
+    - `own_head_for_tied_embeddings`: tied embeddings are stored twice, `[vocab, hidden]` to look up rows and
       `[hidden, vocab]` to compute logits. XLA's CPU backend multiplies by a large transposed matrix at a twentieth of
-      the speed of memory.
-    - `outputs_first`: on one device, matrices `[out, in]`, as checkpoints have them, and their products in the form of
-      `layers.parameter.matmul_outputs_first`. For a CPU with AMX: all products of a decode step of SmolLM2-135M take
-      10.5 ms in place of 27 at two rows, and 27 in place of 35 at 32. Without it, measured beside
-      other work, neither form was plainly faster, and the plain one reached 0.8 of memory's speed on an AMD EPYC.
-    - `matrices`: weights of products in two axes (see `layout.Matrices`). In more of them libtpu 0.0.51 made a
-      copy of the projections of Llama-3.1-8B at each step of 256 rows, 142 us a layer on v6e by its own estimate.
-    - `wide_activations`: what lies between products is float32, and rounded to the weights' type where a product or the
-      cache takes it. XLA's CPU backend computes bfloat16 in float32 and rounds after each operation, and each reshape
-      between them: two fifths of the time of a gated feed-forward layer's elementwise part (512 rows of SmolLM2-135M).
-    - `computes_again_for_each_reader`: the compiler makes cheap and dear elementwise operations alike part of every
-      loop that reads them, and drops optimization barriers before it does. XLA's CPU backend took sines and cosines
-      anew in each layer, a sixth of the time of a prefill step; libtpu 0.0.51 takes them once, in one loop that
-      writes both to vector memory, for two layers as for six.
+      memory speed.
+    - `outputs_first`: on one device, matrices are `[out, in]`, as in checkpoints, with products by
+      `layers.parameter.matmul_outputs_first`. For CPUs with AMX: all products of a decode step of SmolLM2-135M take
+      10.5 ms instead of 27 at two rows, and 27 ms instead of 35 at 32. Without AMX, on a busy machine, neither layout
+      was clearly faster, and the plain one reached 0.8 of memory speed on an AMD EPYC.
+    - `matrices`: weights of products have two axes (see `layout.Matrices`). With more, libtpu 0.0.51 copied the
+      projections of Llama-3.1-8B in each step of 256 rows, 142 us a layer on v6e by its own estimate.
+    - `wide_activations`: activations between products are float32, and are rounded to the weights' dtype for a product
+      or the cache. XLA's CPU backend computes bfloat16 in float32 and rounds after each operation, and after each
+      reshape: two fifths of the time of a gated feed-forward layer's elementwise part (512 rows of SmolLM2-135M).
+    - `computes_again_for_each_reader`: the compiler fuses all elementwise operations, cheap and expensive, into every
+      loop that reads them, and drops optimization barriers before that. XLA's CPU backend recomputed sines and cosines
+      in each layer, a sixth of the time of a prefill step; libtpu 0.0.51 computes them once, in one loop that writes
+      both to vector memory, with two layers and with six.
     """
 
     kv_as_bits: bool
@@ -47,7 +48,7 @@ class PlatformForm:
 
     @classmethod
     def of(cls, platform: str) -> PlatformForm:
-        """The form for `cpu`, `gpu` or `tpu`."""
+        """The layouts for `cpu`, `gpu` or `tpu`."""
         on_cpu = platform == "cpu"
         return cls(
             kv_as_bits=on_cpu,
@@ -61,7 +62,7 @@ class PlatformForm:
         )
 
     def kv_storage(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The type of the array that holds keys and values of `dtype`."""
+        """The dtype of the array that stores keys and values of `dtype`."""
         if not self.kv_as_bits:
             return jnp.dtype(dtype)
         return _BITS.get(jnp.dtype(dtype), jnp.dtype(dtype))

@@ -1,4 +1,4 @@
-"""Layers that keep a recurrent state of each sequence: short convolutions, gated delta nets, Mamba-2."""
+"""Layers with a recurrent state per sequence: short convolutions, gated delta nets, Mamba-2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions
 from sglang_jax.layers.sharding import partition_spec
 
 ConvolutionWeights = tuple[jax.Array, jax.Array | None]
-"""A kernel `[channels, 1, width]`, and a bias `[channels]` if there is one."""
+"""A kernel `[channels, 1, width]`, and a bias `[channels]` or None."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class Mamba2(nnx.Module):
         return self.output(gated.astype(x.dtype)), replace(memory, states=(tails, matrices))
 
     def _gated(self, outputs: jax.Array, gate: jax.Array) -> jax.Array:
-        """Outputs float32 `[T, inner]` by their gate, normed where the config has a norm."""
+        """Outputs float32 `[T, inner]` times their gate, normalised if the config has a norm."""
         config = self.config
         if config.norm is None or self.norm is None:
             return outputs * gate
@@ -175,14 +175,14 @@ _HEAD_OUTPUTS = partition_spec((Axis.TOKENS, Axis.STATE_HEADS, Axis.HEAD_DIM))
 _TAILS = partition_spec((Axis.PAGES, Axis.TAPS, Axis.CHANNELS))
 _MATRICES = partition_spec((Axis.PAGES, Axis.STATE_HEADS))
 _ALL = PartitionSpec()
-"""Which part of an argument or a result of `_on_each_device` belongs to a device."""
+"""The sharding of an argument or a result of `_on_each_device`: all of it on each device."""
 
 
 def _on_each_device(
     run: Callable[P, T], shards: int, taken: Sequence[PartitionSpec], given: Sequence[PartitionSpec]
 ) -> Callable[P, T]:
-    """`run` by each of the devices that share a layer, with its part of the arguments, under their mesh; nothing is
-    exchanged. So channels are parted as they lie on one device, and kernels run there for its own heads."""
+    """Runs `run` on each device of the mesh with its shard of the arguments, without any exchange. So channels are
+    divided as on one device, and kernels run for the device's heads."""
     if shards == 1:
         return run
     mesh = jax.sharding.get_abstract_mesh()
@@ -234,7 +234,7 @@ def _in_heads(config: GatedDeltaNetConfig, x: jax.Array) -> list[jax.Array]:
     """`[T, channels]` → queries and keys `[T, num_key_heads, key_dim]`, values `[T, num_value_heads, value_dim]`."""
     tokens, heads, size = x.shape[0], config.num_key_heads, config.key_dim
     if size == config.value_dim:
-        # Heads before their parts: the convolution has them so on TPUs (`kernels.causal_convolution_pallas`).
+        # Heads before their parts, as the convolution returns them on TPUs (`kernels.causal_convolution_pallas`).
         return jnp.split(x.reshape(tokens, -1, size), (heads, 2 * heads), axis=1)
     queries, keys, values = jnp.split(x, (heads * size, 2 * heads * size), axis=-1)
     return [part.reshape(tokens, -1, dim) for part, dim in ((queries, size), (keys, size), (values, config.value_dim))]
@@ -274,5 +274,5 @@ def _mamba(
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Each last axis of float32 x over its length."""
+    """float32 x with its last axis divided by its Euclidean norm."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_OF_KEYS)

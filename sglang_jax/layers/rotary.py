@@ -22,9 +22,9 @@ def rotary_tables(scaling: RotaryScaling, positions: jax.Array) -> tuple[jax.Arr
 
 
 def rotary_tables_once(scaling: RotaryScaling, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`rotary_tables` behind a branch, which a compiler that computes again for each reader leaves whole.
+    """`rotary_tables` within a branch, which a compiler that recomputes values for each reader does not fuse.
 
-    It is always taken, which the compiler cannot know: no position is negative.
+    The branch is always taken, since no position is negative, but the compiler cannot know that.
     """
     found = jax.eval_shape(lambda: rotary_tables(scaling, positions))
     nothing = jax.tree.map(lambda table: jnp.zeros(table.shape, table.dtype), found)
@@ -32,7 +32,7 @@ def rotary_tables_once(scaling: RotaryScaling, positions: jax.Array) -> tuple[ja
 
 
 def _multipliers(stretch: DynamicStretch, positions: jax.Array) -> jax.Array:
-    """`[T, head_dim / 2]`: 1 in the original context."""
+    """Multipliers of frequencies `[T, head_dim / 2]`: 1 within the original context."""
     excess = jnp.maximum(positions + 1 - stretch.original_max_position, 0).astype(jnp.float32)
     return jnp.exp(jnp.log1p(stretch.growth * excess)[:, None] * stretch.exponents.astype(np.float32))
 
@@ -48,8 +48,8 @@ def apply_rotary(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Arra
 
 
 def apply_rotary_by_product(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
-    """`apply_rotary` where a product costs less than taking halves apart and putting them together, as on a TPU: what
-    each number is rotated with comes to its place by a matrix of zeros, ones and minus ones, which changes no bit."""
+    """`apply_rotary` by a product, which on a TPU costs less than splitting and joining halves. A matrix of zeros, ones
+    and minus ones moves each number's partner to its place, without changing a bit."""
     middle = (1,) * (x.ndim - 2)
     cosines, sines = (
         jnp.concatenate([table, table], axis=-1).reshape(len(table), *middle, x.shape[-1]) for table in (cosines, sines)

@@ -1,7 +1,7 @@
-"""Which axis of an array goes over which axis of the device mesh.
+"""The sharding of arrays over the device mesh.
 
-Arrays name their axes by meaning (`Axis`); one table says where each meaning goes. A new way to spread a model is a
-change of the table, and no layer knows the mesh.
+Arrays name their axes by meaning (`Axis`), and one table maps these to axes of the mesh. Another way to shard a model
+is a change of the table; layers do not know the mesh.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ MESH_AXIS: dict[Axis, str | None] = {
     Axis.IN_TILES: None,
     Axis.ONE: None,
 }
-"""Tensor parallelism after Megatron-LM (Shoeybi et al. 2019): each device computes whole heads and a part of the
-feed-forward layer; one sum over devices follows each of the two."""
+"""Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019): each device computes whole heads and a part of the
+feed-forward layer; a sum over devices follows each of the two."""
 
 KV_AXES = (Axis.PAGES, Axis.KV_HEADS, Axis.KEY_OR_VALUE, Axis.PAGE_OFFSET, Axis.HEAD_DIM)
-"""Of a layer's KV pages: see `kernels.kv_storage`."""
+"""The axes of a layer's KV pages: see `kernels.kv_storage`."""
 
 
 def partition_spec(axes: Sequence[Axis]) -> PartitionSpec:
-    """Where an array of these axes goes, by the table."""
+    """The sharding of an array with these axes."""
     return PartitionSpec(*(MESH_AXIS[axis] for axis in axes))
 
 
@@ -59,10 +59,10 @@ def named_sharding(mesh: Mesh, axes: Sequence[Axis]) -> NamedSharding:
 
 
 def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, expert: int = 1) -> Mesh:
-    """A mesh (data, tensor, expert) of all `devices`; what `data` and `expert` leave is tensor parallel. Whole chips of
-    a TPU that fill a box are in an order that goes along its links, and back to the first one where that can be.
+    """A mesh (data, tensor, expert) of all `devices`; the tensor axis has those that `data` and `expert` leave. TPU
+    chips that fill a box are ordered along its links, and back to the first one if possible.
 
-    **Raises:** `ValueError` if the devices cannot be divided so.
+    **Raises:** `ValueError` if the number of devices cannot be divided this way.
     """
     if len(devices) % (data * expert):
         raise ValueError(f"{len(devices)} devices cannot be divided into data {data} x expert {expert}")
@@ -73,18 +73,18 @@ def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, expert: int = 1) 
 
 
 def _has_links(devices: Sequence[jax.Device]) -> bool:
-    """They are whole chips of a TPU that fill a box: neighbours in the mesh can be neighbours by their links."""
+    """Whether they are whole TPU chips that fill a box, so that neighbours in the mesh can have links."""
     if devices[0].platform != "tpu":
         return False
     chips = {tuple(device.coords) for device in devices}
     if len(devices) > len(chips) and not devices[0].device_kind.startswith("TPU7"):
-        return False  # of a v4 that is compiled for, and not there, each core is a device
+        return False  # when compiling for an absent v4, each core is a device
     box = math.prod(max(places) - min(places) + 1 for places in zip(*chips, strict=True))
     return box == len(chips)
 
 
 def _along_links(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """The devices of a box in the order of `ring_through`, those of one chip after each other."""
+    """The devices of a box in the order of `ring_through`, with those of a chip adjacent."""
     chips: dict[tuple[int, ...], list[jax.Device]] = {}
     for device in devices:
         chips.setdefault(tuple(device.coords), []).append(device)
@@ -95,11 +95,11 @@ def _along_links(devices: Sequence[jax.Device]) -> list[jax.Device]:
 
 
 def ring_through(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every place of a box once, each a neighbour of the one before it, and the first one of the last where a box has
-    such a ring: where an axis is even and another is longer than 1, or the box has two places or one.
+    """Every place of a box once, each next to the previous one, and the last next to the first if the box has such a
+    ring: if one axis is even and another is longer than 1, or if the box has at most two places.
 
-    A path winds through all axes but an even one; the ring goes up that one, along all of the path but its first place
-    at each height, and comes back by the first place's line.
+    A path winds through all axes except an even one. The ring ascends along that axis, visiting all of the path except
+    its first place at each height, and returns along the line of the first place.
     """
     axes = [axis for axis, size in enumerate(sizes) if size > 1]
     even = next((axis for axis in axes if sizes[axis] % 2 == 0), None)
@@ -118,7 +118,7 @@ def ring_through(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _winding(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every place of a box once, each a neighbour of the one before it."""
+    """Every place of a box once, each next to the previous one."""
     places: list[tuple[int, ...]] = [()]
     for size in reversed(sizes):
         ends = [places if number % 2 == 0 else places[::-1] for number in range(size)]
