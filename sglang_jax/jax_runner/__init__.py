@@ -1,4 +1,4 @@
-"""The JAX backend. Importing it imports no JAX: `create_runner` does."""
+"""The JAX backend. Importing it does not import JAX; `create_runner` does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
     """A runner with the checkpoint's weights on the device; the entry point of the backend `jax`.
 
-    **Raises:** `ConfigError` for options that this machine cannot meet, `CheckpointError` for weights that the model
-    cannot take.
+    **Raises:** `ConfigError` for options that this machine does not support; `CheckpointError` for weights that do not
+    fit the model.
     """
     _check_installed()
     if config.nnodes > 1:
@@ -30,7 +30,7 @@ def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
 
 
 def follow(config: EngineConfig) -> None:
-    """Runs what node 0 runs, until that ends: what nodes of `config.node_rank` above 0 do.
+    """Runs the plans of node 0 until that ends, on a node with a `config.node_rank` above 0.
 
     **Raises:** as `create_runner`.
     """

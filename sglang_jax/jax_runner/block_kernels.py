@@ -1,4 +1,4 @@
-"""The kernels of products with matrices in blocks, compiled, made known to XLA's CPU backend, and tried."""
+"""Compiles the kernels of products with matrices in blocks, registers them with XLA's CPU backend, and tries them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from sglang_jax.runner.this_machine import cpu_cores, cpu_multiplies_bfloat16_ti
 logger = logging.getLogger(__name__)
 
 _MOST_ROWS, _MOST_ROWS_BESIDE_TILES = 32, 4
-"""Of a step that blocks serve, the second where the CPU multiplies whole tiles of bfloat16 (AMX). All products of
-SmolLM2-135M take 11 ms of processor time in place of 38 at one row, 25 in place of 46 at 8, 41 in place of 60 at 16 and
-69 in place of 90 at 32 (Zen 4, busy). With AMX those of bfloat16 take a third of that time; nothing was measured there.
-"""
+"""Maximum rows of a step that uses blocks, and the same on CPUs with bfloat16 tiles (AMX). All products of SmolLM2-135M
+take 11 ms of processor time instead of 38 at one row, 25 instead of 46 at 8, 41 instead of 60 at 16 and 69 instead of
+90 at 32 (Zen 4, busy). With AMX, bfloat16 products take a third of that time; blocks were not measured there."""
 
 _ROWS_TRIED = (1, 3, 11)
 _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 def check_block_kernels(device: jax.Device, dtype: jnp.dtype, tp_size: int) -> None:
-    """Looks whether products with blocks can be had here at all.
+    """Checks whether this machine supports products with blocks.
 
     **Raises:** `ConfigError` naming what is missing.
     """
@@ -44,30 +43,30 @@ def check_block_kernels(device: jax.Device, dtype: jnp.dtype, tp_size: int) -> N
         raise ConfigError(f"keep_gguf_blocks needs --dtype bfloat16, got {dtype.name}")
     if find_spec("numba") is None:
         raise ConfigError(f"keep_gguf_blocks needs numba, which is not installed: {how_to_install('jax', 'cpu')}")
-    from sglang_jax.cpu_kernels import vectors  # here: only blocks need numba
+    from sglang_jax.cpu_kernels import vectors  # imported here, since only blocks need numba
 
     if not vectors.supported():
         raise ConfigError("keep_gguf_blocks needs a CPU with avx512_bf16, which this one has not: remove it")
 
 
 def most_rows() -> int:
-    """Of a step that blocks serve on this CPU. It is not measured at each start, as on Torch: programs are built before
-    weights are there, and found again in the compilation cache."""
+    """Maximum rows of a step that uses blocks on this CPU. Unlike on Torch, it is not measured at each start: programs
+    are built before weights are loaded, and must be found again in the compilation cache."""
     return _MOST_ROWS_BESIDE_TILES if cpu_multiplies_bfloat16_tiles() else _MOST_ROWS
 
 
 @functools.cache
 def block_product(encoding: Encoding, cache_folder: Path | None) -> BlockProduct | None:
-    """The product with matrices of an encoding, compiled, or found below `cache_folder` if there is one.
+    """The product with matrices of an encoding, compiled, or loaded from `cache_folder` if given.
 
-    None where it cannot be compiled, where this jaxlib does not take it, and where it is wrong: said in the log.
+    None, with a log line, if it cannot be compiled, if this jaxlib does not accept it, or if its results are wrong.
     """
     from numba.core.errors import NumbaError
 
     try:
         product = BlockProduct(encoding, _register(encoding, cache_folder), len(cpu_cores()), most_rows())
         wrong = _largest_error(product)
-    except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM and XLA fail
+    except (NumbaError, OSError, RuntimeError) as error:  # LLVM and XLA raise RuntimeError
         logger.warning("Blocks of %d bits are dequantised: XLA cannot call their kernel (%s)", encoding.bits, error)
         return None
     if not wrong <= 1e-4:
@@ -80,8 +79,8 @@ def block_product(encoding: Encoding, cache_folder: Path | None) -> BlockProduct
 
 
 def _register(encoding: Encoding, cache_folder: Path | None) -> str:
-    """Makes a kernel known to XLA under a name that is returned. It has the version of the kernels: programs in JAX's
-    compilation cache call it by that name."""
+    """Registers a kernel with XLA and returns its name, which contains the version of the kernels, since programs in
+    JAX's compilation cache call it by that name."""
     from sglang_jax.cpu_kernels.block_product import build_block_product
     from sglang_jax.cpu_kernels.compiling import KernelCompiler, version_of_kernels
     from sglang_jax.cpu_kernels.xla_call import build_xla_call
@@ -99,11 +98,12 @@ def _register(encoding: Encoding, cache_folder: Path | None) -> str:
 
 _lock = threading.Lock()
 _registered: dict[str, object] = {}
-"""What XLA may call as long as the process lives; it takes no name twice."""
+"""Registered kernels, by name, which must stay alive as long as the process. XLA accepts each name once."""
 
 
 def _largest_error(product: BlockProduct) -> float:
-    """Over all products with a small matrix, in parts of the largest: against the widened matrix in float64."""
+    """The largest error of products with a small matrix, against the widened matrix in float64, relative to the largest
+    result."""
     blocks = random_blocks(product.encoding, outputs=256, inputs=160)
     weights = _rounded(blocks)
     packed = pack(blocks)
@@ -112,7 +112,7 @@ def _largest_error(product: BlockProduct) -> float:
         x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 160)), jnp.bfloat16)
         exact = np.asarray(x, np.float64) @ weights.T
         errors.append(np.abs(_run(product, x, packed) - exact).max() / np.abs(exact).max())
-    return float(np.max(errors))  # NaN if there is one
+    return float(np.max(errors))  # NaN if any is
 
 
 def _rounded(blocks: Stored) -> np.ndarray:

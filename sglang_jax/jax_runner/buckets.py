@@ -1,4 +1,4 @@
-"""The shapes that programs are compiled for. A plan runs in the first one that it fits in."""
+"""The shapes for which programs are compiled. A plan runs in the smallest one that it fits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ROUNDING = 64
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Static shape of a step program.
+    """The static shape of a step program.
 
-    - `tokens` and `rows`: most tokens and sequences; equal for a program of decode rows alone.
-    - `deltas`: page-table entries that the program itself overwrites before it runs.
+    - `tokens`, `rows`: maximum tokens and sequences; equal for a program with decode rows only.
+    - `deltas`: maximum page-table entries that the program itself overwrites first.
     """
 
     tokens: int
@@ -25,7 +25,7 @@ class Bucket:
 
     @property
     def decode_only(self) -> bool:
-        """No sequence has more than one query, so that token i belongs to sequence i."""
+        """Whether every sequence has one query, so that token i belongs to sequence i."""
         return self.tokens == self.rows
 
     def __str__(self) -> str:
@@ -43,11 +43,12 @@ class Buckets:
 
     @classmethod
     def ladder(cls, max_rows: int, token_budget: int, page_size: int, num_groups: int = 1) -> Buckets:
-        """Decode buckets double from 2, mixed ones grow by 4 from 16. `num_groups`: of the cache, each with pages.
+        """Decode buckets double from 2; mixed ones grow by a factor of 4 from 16. `num_groups`: cache groups with
+        pages.
 
-        Decode steps are most of the steps, and their time grows with the rows, padding included. A mixed bucket has one
-        row for every two tokens, up to all rows: with fewer, a few tokens beside many decode rows would not fit, and
-        with more, tokens that are mostly decode rows would pay for logits of rows that are not there.
+        Most steps are decode steps, and their time grows with the rows, padding included. A mixed bucket has one row
+        per two tokens, up to all rows: with fewer, a short chunk with many decode rows would not fit; with more, steps
+        of mostly decode rows would compute logits of unused rows.
         """
         decode = []
         rows = _SMALLEST_DECODE
@@ -79,8 +80,8 @@ class Buckets:
     def pick(
         self, num_tokens: int, num_rows: int, num_decode: int, usable: Callable[[Bucket], bool] | None = None
     ) -> Bucket:
-        """The smallest program for a step of that many tokens, sequences and decode rows. `usable`: of those for which
-        it is true, if it is for any that fits.
+        """The smallest program for a step with these numbers of tokens, sequences and decode rows. `usable`: prefers
+        programs for which it is true.
 
         **Raises:** `ValueError` for a step beyond the token budget or the rows.
         """

@@ -1,4 +1,5 @@
-"""A model on JAX before its weights are read: devices, dtypes and kernels, and the model of shapes that follows."""
+"""Builds a model on JAX before its weights are read: chooses devices, dtypes and kernels, and builds a model of
+shapes."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ _KV_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """A model of shapes over the devices of `parallel`, and what makes further ones. `kv_dtype`: of its keys and
+    """A model of shapes over the devices of `parallel`. `build`: creates another one; `kv_dtype`: of keys and
     values."""
 
     checkpoint: Checkpoint
@@ -66,12 +67,12 @@ class UnloadedModel:
     model: Transformer
 
     def load(self, mesh: Mesh) -> None:
-        """Gives `model` its values, in the form that it computes with.
+        """Loads the weights of `model`, and changes them to the layout that it computes with.
 
-        **Raises:** `CheckpointError` for weights that the model cannot take.
+        **Raises:** `CheckpointError` for weights that do not fit the model.
         """
         if self.checkpoint.reader is None:
-            from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax  # here: importing Orbax takes a second
+            from sglang_jax.jax_runner.orbax_checkpoint import restore_orbax  # here: importing it takes a second
 
             source = self.checkpoint.source
             restore_orbax(source.path, self.model, self.checkpoint.config, mesh, source.remote)
@@ -82,7 +83,7 @@ class UnloadedModel:
 
 @dataclass(frozen=True, slots=True)
 class JaxBackend:
-    """What a runner computes on and with: see `runner.assembly.Backend`. `dtype`: of activations."""
+    """The devices, dtypes and kernels of a runner: see `runner.assembly.Backend`. `dtype`: of activations."""
 
     config: EngineConfig
     devices: Sequence[jax.Device]
@@ -92,12 +93,12 @@ class JaxBackend:
 
     @classmethod
     def choose(cls, config: EngineConfig, models: Models) -> JaxBackend:
-        """The first `config.tp_size` devices of `config.device`, and what suits them.
+        """Chooses the first `config.tp_size` devices of `config.device`, and dtypes and kernels for them.
 
-        **Raises:** `ConfigError` for options that the models or the machine cannot meet.
+        **Raises:** `ConfigError` for options that the models or the machine do not support.
         """
         for each in models.all:
-            TensorParallel.of(each.config, config.tp_size)  # a model that cannot be divided is refused on any machine
+            TensorParallel.of(each.config, config.tp_size)  # refuses a model that cannot be sharded, on any machine
         devices = select_devices(config.device, config.tp_size)
         attention = choose_attention(config, devices[0])
         return cls(config, devices, make_mesh(devices), select_dtype(config.dtype, devices[0]), attention)
@@ -109,7 +110,7 @@ class JaxBackend:
 
     @property
     def kv_dtype(self) -> jnp.dtype:
-        """Of keys and values of the model."""
+        """The dtype of the model's keys and values."""
         return kv_dtype_of(self.config, self.dtype)
 
     @property
@@ -188,10 +189,10 @@ def _block_products(
     device: jax.Device,
     dtype: jnp.dtype,
 ) -> BlockProducts:
-    """The kernels for the matrices that are kept in blocks too, of the model that `build` makes; none where those would
-    take too much memory.
+    """The kernels for matrices that are also kept in blocks, of the model that `build` creates; none if the blocks
+    would take too much memory.
 
-    **Raises:** `ConfigError` if they were asked for and cannot be had.
+    **Raises:** `ConfigError` if the options ask for blocks that are not supported.
     """
     if not config.keep_gguf_blocks:
         return no_blocks
@@ -210,11 +211,11 @@ def _block_products(
 
 
 def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImplementation:
-    """The implementation that the options ask for; `auto` is the kernels for TPU there, and XLA's operations elsewhere.
-    With `debug_memory` kernels check addresses.
+    """The attention implementation of the options; `auto` is the Pallas kernels on a TPU, and XLA's operations
+    elsewhere. With `debug_memory`, kernels check addresses.
 
-    **Raises:** `ConfigError` for one, or for another option, that this backend does not have, and for a TPU that the
-    kernels do not know.
+    **Raises:** `ConfigError` for an implementation that this backend does not have, or that the device does not
+    support, and for a TPU that the kernels do not support.
     """
     on_tpu = device.platform == "tpu"
     backend = config.attention_backend
@@ -235,12 +236,12 @@ def choose_attention(config: EngineConfig, device: jax.Device) -> AttentionImple
 
 
 def kv_dtype_of(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
-    """The type of keys and values in the cache; `dtype` is that of activations."""
+    """The dtype of keys and values in the cache. `dtype`: of activations."""
     return _KV_DTYPES.get(config.kv_cache_dtype, dtype)
 
 
 def state_dtypes_of(config: EngineConfig, dtype: jnp.dtype) -> StateDtypes:
-    """The types of recurrent states; `dtype` is that of activations."""
+    """The dtypes of recurrent states. `dtype`: of activations."""
     return StateDtypes(activations=dtype, recurrent=jnp.dtype(config.mamba_ssm_dtype.value))
 
 
@@ -260,7 +261,7 @@ def memory_of_one_device(
     *,
     state_dtypes: StateDtypes,
 ) -> Memory:
-    """What a device has, and what it holds of the weights, of each page and of each slot."""
+    """The memory of a device: available bytes, and bytes of weights, of a page and of a slot."""
     return Memory(
         platform=platform,
         available=available,
@@ -272,7 +273,7 @@ def memory_of_one_device(
 def _groups(
     parallel: TensorParallel, kv_dtype: jnp.dtype, page_size: int, platform: str, state_dtypes: StateDtypes
 ) -> tuple[GroupMemory, ...]:
-    """What each cache group takes on one device."""
+    """The memory of each cache group on one device."""
     sizes = bytes_of_groups(
         parallel.config,
         kv_dtype,
@@ -286,7 +287,7 @@ def _groups(
 
 
 def _least_of_nodes(available: int) -> int:
-    """All nodes must come to the same sizes."""
+    """The least memory of all nodes, so that all choose the same sizes."""
     if jax.process_count() == 1:
         return available
     mebibytes = multihost_utils.process_allgather(np.int32(available // 2**20))

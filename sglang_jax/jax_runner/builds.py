@@ -1,4 +1,4 @@
-"""Building programs: when they are first used, before that on other threads, or in the background."""
+"""Builds programs: at their first use, before that on other threads, or in the background."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_jax.runner.this_machine import available_host_memory
 logger = logging.getLogger(__name__)
 
 _MEMORY_OF_A_BUILD = 2 << 30
-"""What the compiler may take at its most for a step of tens of layers, in bytes."""
+"""Maximum memory of the compiler for a step of tens of layers, in bytes."""
 
 Executable = Callable[..., Any]
 Build = Callable[[], Executable]
@@ -28,23 +28,23 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 def builds_at_once() -> int:
-    """While one program is traced, which takes one core, others compile: as many as there are cores, and memory."""
+    """How many programs to build at once, by cores and memory. Tracing takes one core, while other programs compile."""
     return max(1, min(len(os.sched_getaffinity(0)), available_host_memory() // _MEMORY_OF_A_BUILD))
 
 
 class Builds:
-    """Programs by name, each built once, whoever asks for it first. Thread-safe.
+    """Programs by name, each built once, by the first thread that needs it. Thread-safe.
 
-    `building` is entered around each build that something waits for.
+    `building`: entered around each build that a thread waits for.
     """
 
     def __init__(self) -> None:
         self.building: Building = nullcontext
         self._built: dict[str, Executable] = {}
         self._begun: dict[str, Future[Executable]] = {}
-        self._lock = threading.Lock()  # of what is begun
+        self._lock = threading.Lock()  # guards the started builds
         self._in_background: BackgroundBuilds | None = None
-        self._compilers: list[int] = []  # threads
+        self._compilers: list[int] = []  # threads of the compiler
 
     def __len__(self) -> int:
         return len(self._built)
@@ -53,23 +53,23 @@ class Builds:
         return name in self._built
 
     def get(self, name: str, build: Build) -> Executable:
-        """The program; builds it, or waits for it, if need be."""
+        """The program. Builds it, or waits for it, if necessary."""
         program = self._built.get(name)
         return self.build_or_wait(name, build) if program is None else program
 
     def begin(self, builders: Mapping[str, Build]) -> dict[Future[Executable], str]:
-        """Starts to build programs on other threads, in this order, and returns at once; what gives each of them."""
+        """Starts to build programs on other threads, in this order. Returns the futures at once, with their names."""
         pool = ThreadPoolExecutor(builds_at_once(), thread_name_prefix="build")
         with self._lock:
             for name, build in builders.items():
                 if name not in self._begun:
                     self._begun[name] = pool.submit(self._build, name, build)
             futures = {self._begun[name]: name for name in builders}
-        pool.shutdown(wait=False)  # its threads end with what they were given
+        pool.shutdown(wait=False)  # its threads end after their builds
         return futures
 
     def build(self, builders: Mapping[str, Build], progress: Callable[[int, int, str], None]) -> None:
-        """Builds what is not built yet, on as many threads as `builds_at_once` says.
+        """Builds the programs that are not built yet, on `builds_at_once` threads.
 
         `progress(done, total, what)` is called on this thread, with the name of the program built last.
         """
@@ -83,45 +83,45 @@ class Builds:
         self._compilers = compiler_threads(before, ticks_of_threads())
 
     def build_in_background(self, builders: Mapping[str, Build], around: Around) -> None:
-        """Builds what is not built yet on one thread, in this order, and returns at once. That thread has a low
-        priority, and so has every thread of the compiler that `build` has seen at work.
+        """Builds the programs that are not built yet on one thread, in this order, and returns at once. The thread has
+        a low priority, and so have all threads of the compiler that `build` has observed.
 
-        **Arguments:** `around`: entered by that thread around each build.
+        **Arguments:** `around`: entered by the thread around each build.
         """
         left = {name: build for name, build in builders.items() if name not in self._built}
         self._in_background = BackgroundBuilds(self, left, around, self._compilers)
 
     @property
     def num_left(self) -> int:
-        """Programs that are still to be built in the background."""
+        """Number of programs still to be built in the background."""
         return 0 if self._in_background is None else self._in_background.num_left
 
     @property
     def failed(self) -> Sequence[str]:
-        """Names of the programs that could not be built in the background."""
+        """Names of the programs whose background build failed."""
         return () if self._in_background is None else self._in_background.failed
 
     @property
     def complete(self) -> bool:
-        """False while some are built in the background, and for good where one of them could not be."""
+        """False during background builds, and for good if one of them has failed."""
         background = self._in_background
         return background is None or not (background.num_left or background.failed)
 
     def abandon(self) -> None:
-        """Gives up what is begun and not yet being built."""
+        """Cancels started builds that do not run yet."""
         if self._in_background is not None:
             self._in_background.stop()
         with self._lock:
             self._begun = {name: future for name, future in self._begun.items() if not future.cancel()}
 
     def build_or_wait(self, name: str, build: Build, *, awaited: bool = True) -> Executable:
-        """Builds a program, unless another thread does so. `awaited`: something waits for it."""
+        """Builds a program, or waits for another thread that builds it. `awaited`: whether a thread waits for it."""
         with self._lock:
             begun = self._begun.get(name)
             own = begun is None or begun.cancel()
             if begun is None or own:
                 begun = self._begun[name] = Future()
-                begun.set_running_or_notify_cancel()  # so that nobody cancels it
+                begun.set_running_or_notify_cancel()  # prevents cancellation
         if not own:
             with self.building() if awaited else nullcontext():
                 return begun.result()
@@ -138,15 +138,15 @@ class Builds:
                 program = self._built[name] = build()
         except BaseException:
             with self._lock:
-                self._begun.pop(name, None)  # whoever needs it next tries again
+                self._begun.pop(name, None)  # the next use tries again
             raise
         return program
 
 
 class BackgroundBuilds:
-    """The thread that builds programs which nothing waits for.
+    """The thread that builds programs in the background.
 
-    **Arguments:** as of `Builds.build_in_background`. `compilers`: numbers of the compiler's threads.
+    **Arguments:** as of `Builds.build_in_background`; `compilers`: ids of the compiler's threads.
     """
 
     def __init__(
@@ -160,17 +160,17 @@ class BackgroundBuilds:
         self._stopped = False
         self.failed: list[str] = []
         self._thread = threading.Thread(target=self._run, name="background-build", daemon=True)
-        # The compiler fails if its libraries are torn down while it works.
+        # The compiler crashes if its libraries are unloaded while it works.
         atexit.register(self._wait)
         self._thread.start()
 
     @property
     def num_left(self) -> int:
-        """How many are not built yet."""
+        """Number of programs that are not built yet."""
         return self._left
 
     def stop(self) -> None:
-        """Nothing more is begun."""
+        """Starts no further build."""
         self._stopped = True
 
     def _wait(self) -> None:
@@ -184,7 +184,7 @@ class BackgroundBuilds:
             atexit.unregister(self._wait)
 
     def _build_all(self) -> None:
-        if sys.platform == "linux":  # elsewhere a thread has none of its own
+        if sys.platform == "linux":  # other systems have no priorities per thread
             for thread in (threading.get_native_id(), *self._compilers):
                 lower_priority(thread)
         begin = time.monotonic()

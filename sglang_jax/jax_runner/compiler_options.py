@@ -1,7 +1,7 @@
-"""Options of the compiler for single programs: remedies for what a release does to some of them, by chip.
+"""Compiler options for single programs: remedies for faults of a release that affect some programs, by chip.
 
-They are given to one program's compilation. The environment's (`LIBTPU_INIT_ARGS`, `XLA_FLAGS`) count for all programs,
-where a remedy for one would cost another.
+They apply to the compilation of one program. Options in the environment (`LIBTPU_INIT_ARGS`, `XLA_FLAGS`) apply to all
+programs, so a remedy for one would slow others down.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Releases:
-    """Of one package, from `since` on and before `until`; None for all that follow."""
+    """Releases of one package, from `since` on and before `until`; None for all later ones."""
 
     since: Version
     until: Version | None = None
 
     def have(self, version: Version) -> bool:
-        """Whether a release is one of them."""
+        """Whether a release is one of these."""
         return self.since <= version and (self.until is None or version < self.until)
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Versions of JAX, and of the compiler that belongs to TPUs; None where pip did not install it."""
+    """Installed versions of JAX and of libtpu, which is None if pip did not install it."""
 
     jax: Version
     libtpu: Version | None
 
     @staticmethod
     def here() -> Installed:
-        """What this process has."""
+        """The versions of this process."""
         try:
             libtpu: Version | None = numbers_of(importlib.metadata.version("libtpu"))
         except importlib.metadata.PackageNotFoundError:
@@ -51,9 +51,9 @@ class Installed:
 class Remedy:
     """Options for steps on one chip.
 
-    - `jax`, `libtpu`: the releases that need it. Where the fault is libtpu's these decide, and JAX's only where nobody
-      knows which libtpu there is: either may be newer than what the other came with.
-    - `decode_only`: steps with prompts keep the compiler's choice.
+    - `jax`, `libtpu`: the releases that need it. For a fault of libtpu, its version decides, and that of JAX only if
+      libtpu's is unknown, since either may be newer than the version released with the other.
+    - `decode_only`: whether it applies to decode steps only.
     """
 
     chip: Chip
@@ -64,7 +64,7 @@ class Remedy:
     reason: str
 
     def fits(self, chip: Chip, installed: Installed, decode_only: bool) -> bool:
-        """Whether it is for such a step."""
+        """Whether it applies to such a step."""
         if self.libtpu is None or installed.libtpu is None:
             released = self.jax.have(installed.jax)
         else:
@@ -94,8 +94,8 @@ def numbers_of(version: str) -> Version:
 def options_of_step(
     platform: str, device_kind: str, decode_only: bool, installed: Installed | None = None
 ) -> dict[str, str]:
-    """What a step's program is compiled with, or one of as few rows as a decode step has (`decode_only`), beside what
-    the environment says. Nothing on a TPU that is not known here. `installed`: None for what is here."""
+    """Compiler options of a step's program, in addition to the environment's. `decode_only`: whether it is a decode
+    step, or has as few rows. Empty on an unknown TPU. `installed`: None for the versions of this process."""
     chip = known_chip(device_kind)
     if platform != "tpu" or chip is None:
         return {}

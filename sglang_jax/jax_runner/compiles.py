@@ -1,4 +1,4 @@
-"""Counts what XLA compiles, and keeps it between runs."""
+"""Counts the programs that XLA compiles, and keeps them between runs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 class _Planned(threading.local):
-    """Whether what the current thread builds is planned."""
+    """Whether the builds of the current thread are planned."""
 
     here = False
 
 
 class CompileCounter:
-    """Counts programs that this process built, or loaded from the persistent cache, since the counter was made.
+    """Counts programs that this process has built, or loaded from the persistent cache, since the counter was created.
 
-    Counts every computation of the process, so that a stray operation outside the runner's programs shows as well.
+    It counts all computations of the process, so that stray operations outside the runner's programs show, too.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._lock = threading.Lock()  # programs may be built on several threads
+        self._lock = threading.Lock()  # several threads may build programs
         self._planned = _Planned()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
@@ -40,7 +40,7 @@ class CompileCounter:
 
     @contextmanager
     def planned(self) -> Iterator[None]:
-        """What this thread builds meanwhile is not counted."""
+        """Within the context, builds of this thread are not counted."""
         self._planned.here = True
         try:
             yield
@@ -53,9 +53,9 @@ class CompileCounter:
 
 
 def use_compilation_cache(address: str) -> bool:
-    """Keeps every compiled program in a folder, however small or quick to compile. `address`: the folder, here or
-    where etils' paths lead, such as `gs://bucket/folder`. Keeps none, which the log says, where there is no such folder
-    and none can be made. Returns whether programs are kept."""
+    """Keeps every compiled program in a folder, however small or quick to compile. `address`: the folder, local or in a
+    scheme that etils supports, such as `gs://bucket/folder`. If the folder does not exist and cannot be created, logs
+    that and keeps none. Returns whether programs are kept."""
     if "://" not in address:
         try:
             Path(address).mkdir(parents=True, exist_ok=True)

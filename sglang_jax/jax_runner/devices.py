@@ -1,4 +1,4 @@
-"""Which device to run on, how much memory it has, and which dtype suits it."""
+"""Chooses devices and their dtype, and finds their memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sglang_jax.runner.this_machine import available_host_memory, cpu_multiplies
 
 
 def select_devices(wanted: Device, count: int) -> list[jax.Device]:
-    """The first `count` devices of the wanted platform; `auto` leaves the platform to JAX. The first that belongs to
-    this process becomes its default.
+    """The first `count` devices of the wanted platform; with `auto`, JAX chooses the platform. The first device of this
+    process becomes its default.
 
-    **Raises:** `ConfigError` naming what JAX sees.
+    **Raises:** `ConfigError` naming the devices that JAX finds.
     """
-    # Where libtpu is not installed JAX logs at INFO that it could not be loaded, which reads like a failed start.
+    # Without libtpu, JAX logs at INFO that it could not be loaded, which looks like a failed start.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     if wanted is Device.CPU:
-        # Asked for before JAX has looked around, this keeps it from claiming accelerators.
+        # Set before JAX initialises, this keeps it from claiming accelerators.
         jax.config.update("jax_platforms", "cpu")
     try:
         devices = jax.devices(None if wanted is Device.AUTO else wanted.value)
@@ -49,10 +49,10 @@ def select_device(wanted: Device) -> jax.Device:
 
 
 def select_dtype(wanted: Dtype, device: jax.Device) -> jnp.dtype:
-    """The type of weights, activations and KV.
+    """The dtype of weights, activations and KV.
 
-    `auto` is bfloat16, but float32 on a CPU that cannot multiply bfloat16: XLA would widen every weight at every step.
-    Where a CPU can, decode steps of a 135M model take 40 to 60 % of the time that they take in float32.
+    `auto` is bfloat16, but float32 on a CPU without bfloat16 products, where XLA would widen every weight in every
+    step. On a CPU with them, decode steps of a 135M model take 40 to 60 % of their time in float32.
     """
     if wanted is Dtype.FLOAT16:
         raise ConfigError("the JAX backend computes in bfloat16 or float32, not in float16: choose --dtype bfloat16")
@@ -63,7 +63,7 @@ def select_dtype(wanted: Dtype, device: jax.Device) -> jnp.dtype:
 
 
 def available_memory(device: jax.Device) -> int:
-    """Bytes of the device's memory that nothing uses yet; of the machine's for a CPU, within a container's limit."""
+    """Free bytes of the device's memory; for a CPU, of the machine's memory, within a container's limit."""
     stats = device.memory_stats()
     if stats is not None:
         return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])

@@ -1,8 +1,8 @@
-"""Guessing what rows sample next by a second model, on the device: see `runner.draft_model`.
+"""Guesses tokens by a draft model, on the device: see `runner.draft_model`.
 
-A guess is sampled like the token that it is to be: by the row's parameters, and with the noise of its place. So two
-models that agree on what is likely sample alike, whatever the temperature (Leviathan et al. 2023 accept by chance what
-here is equal).
+A guess is sampled like the token that it stands for: with the row's parameters, and the noise of its position. So
+models with similar distributions sample the same tokens at any temperature (Leviathan et al. 2023 accept at random;
+here, equal samples are accepted).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN, Int32
 
 CATCH_UP_TOKENS = (16, 128)
-"""Of the programs that compute what the draft model has missed."""
+"""Sizes of the programs that compute tokens which the draft model has missed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """What a draft model computes. A runner has the weights, and what is kept of layers, of both models in one list
-    each, the draft model's last.
+    """The functions of a draft model. A runner has the weights of both models in one list, and their layers' memory in
+    another; the draft model's entries are last.
 
-    - `groups`: the numbers of its cache groups among those with pages of both models.
-    - `num_weights`, `num_layers`: how many of the lists' last entries are its own.
-    - `windows`: of its cache groups, None for those that see everything.
+    - `groups`: indices of its cache groups among those with pages of both models.
+    - `num_weights`, `num_layers`: number of its entries in the lists.
+    - `windows`: of its cache groups, None for groups that see all tokens.
     """
 
     functions: ModelFunctions
@@ -50,9 +50,9 @@ class DraftModel:
     def forward(
         self, weights: Weights, batch: ForwardBatch, kv: KVCaches, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, KVCaches]:
-        """Computes a batch that has the pages of both models. `lengths` int32 `[T]`: how many tokens the row of each
-        token has, where tokens far behind their ends are computed. What windows have left behind is not kept: those
-        pages may be somebody else's by now."""
+        """Computes a batch that has the pages of both models. `lengths` int32 `[T]`: the length of each token's row, if
+        tokens far before its end are computed. KV before windows is not written, since those pages may belong to other
+        rows by now."""
         pages = (GroupPages(batch.write_slots, batch.page_table), *batch.further)
 
         def kept(group: GroupPages, window: int | None) -> GroupPages:
@@ -67,16 +67,16 @@ class DraftModel:
         return hidden, tuple(kv)
 
     def own(self, weights: Weights) -> Weights:
-        """Its weights, of those of both."""
+        """Its weights, from those of both models."""
         return weights[len(weights) - self.num_weights :]
 
     def split(self, kv: KVCaches) -> tuple[KVCaches, KVCaches]:
-        """What is kept of the model's layers, and of its own."""
+        """The memory of the model's layers, and of its own."""
         first = len(kv) - self.num_layers
         return tuple(kv[:first]), tuple(kv[first:])
 
     def beside(self, model: ModelFunctions) -> ModelFunctions:
-        """`model`, with the draft model beside it in steps with chunks."""
+        """`model` together with the draft model, which steps with chunks compute, too."""
 
         def forward(weights: Weights, batch: ForwardBatch, kv: KVCaches) -> tuple[jax.Array, KVCaches]:
             models, drafts = self.split(kv)
@@ -92,14 +92,14 @@ class DraftModel:
 
 
 class DraftState(NamedTuple):
-    """What the programs of the draft model change: they are given it for good, and return it."""
+    """The state that the draft model's programs change: they take it donated and return it."""
 
     kv: KVCaches
     drafted: DraftedTokens
 
 
 class RowState(NamedTuple):
-    """What the programs of the draft model read."""
+    """The state that the draft model's programs read."""
 
     page_table: jax.Array
     known: KnownTokens
@@ -110,7 +110,7 @@ Guess = Callable[[Weights, DraftState, RowState, jax.Array], DraftState]
 
 
 def pack_guesses(unfolded: Unfolded, size: int, dump_row: int) -> Int32:
-    """Rows with drafts and the number of each as int32 `[2, size]`; unused ones are in the dump row."""
+    """Rows with drafts, and their numbers of drafts, as int32 `[2, size]`; unused entries have the dump row."""
     first = np.flatnonzero(unfolded.guesses == 1)
     packed = np.zeros((2, size), np.int32)
     packed[0] = dump_row
@@ -120,8 +120,8 @@ def pack_guesses(unfolded: Unfolded, size: int, dump_row: int) -> Int32:
 
 
 def make_guess(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Guess:
-    """Guesses what up to `rows` rows sample next, as a function of (weights, `DraftState`, `RowState`, packed): see
-    `pack_guesses`. The loop turns as often as the row with the most drafts has any."""
+    """A function of (weights, `DraftState`, `RowState`, packed) that guesses the next samples of up to `rows` rows: see
+    `pack_guesses`. Its loop runs once per draft of the row with the most."""
     reader, whole = reader_over(mesh), on_every_device(mesh)
 
     def run(weights: Weights, state: DraftState, given: RowState, packed: jax.Array) -> DraftState:
@@ -151,7 +151,7 @@ def make_guess(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, 
             tokens = sample(hidden, lengths + number, real)
             return kv, lax.dynamic_update_index_in_dim(found, tokens, number, 1)
 
-        # Of the last two tokens the first is computed where it was missed: see `AT_ONCE`.
+        # The first of the last two tokens is computed if it was missed: see `AT_ONCE`.
         active = counts > 0
         places = jnp.maximum(jnp.concatenate((lengths - 2, lengths - 1)), 0)
         missed = active & (state.drafted.lengths[own] < lengths - 1)
@@ -167,8 +167,8 @@ def make_guess(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, 
 
 
 def pack_missed(rows: Int32, backs: Int32, counts: Int32, size: int, dump_row: int) -> Int32:
-    """What is to be computed of `rows` `[n]`, as int32 `[3, size]`: `counts` tokens of each, up to `backs` before the
-    end of what it has."""
+    """The tokens of `rows` `[n]` to compute, as int32 `[3, size]`: `counts` tokens of each, up to `backs` before its
+    end."""
     packed = np.zeros((3, size), np.int32)
     packed[0] = dump_row
     packed[:, : len(rows)] = (rows, backs, counts)
@@ -176,7 +176,7 @@ def pack_missed(rows: Int32, backs: Int32, counts: Int32, size: int, dump_row: i
 
 
 def make_catch_up(draft: DraftModel, tokens: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Guess:
-    """Has the draft model compute up to `tokens` tokens of rows that it has missed, as `make_guess`: see
+    """A function like that of `make_guess` that computes up to `tokens` tokens which the draft model has missed: see
     `pack_missed`."""
     whole = on_every_device(mesh)
 
@@ -206,7 +206,7 @@ def make_catch_up(draft: DraftModel, tokens: int, page_size: int, mesh: Mesh | N
 
 
 def _decode_inputs(rows: jax.Array, kv_lens: jax.Array) -> StepInputs:
-    """Of a step of one token of each of `rows` `[R]`."""
+    """The inputs of a step with one token of each of `rows` `[R]`."""
     nothing, number = jnp.zeros(0, jnp.int32), jnp.asarray(rows.shape[0], jnp.int32)
     return StepInputs(
         num_decode=number,

@@ -1,4 +1,4 @@
-"""What a runner does with a draft model before a step with drafts: see `runner.draft_model`."""
+"""Runs a draft model before steps with drafts: see `runner.draft_model`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Drafter:
         self._lag = DraftLag(max_rows)
 
     def guess(self, state: DeviceState, unfolded: Unfolded) -> DeviceState:
-        """The state in which `unfolded`, whose page-table deltas are applied, finds what it guesses."""
+        """The state with the guesses of `unfolded`, whose page-table deltas are applied."""
         programs = self._programs
         for packed in self._missed(*self._lag.missed(unfolded)):
             state = programs.catch_up(self._weights, state, packed)
@@ -35,12 +35,11 @@ class Drafter:
         return programs.guess(self._weights, state, pack_guesses(unfolded, size, programs.dump_row))
 
     def launched(self, unfolded: Unfolded) -> None:
-        """A plan runs, with drafts or without."""
+        """Notes that a plan was launched, with or without drafts."""
         self._lag.launched(unfolded)
 
     def warm_up(self, state: DeviceState, names: Collection[str]) -> Iterator[tuple[str, DeviceState]]:
-        """Runs each program that has one of these names, in the row in which nothing is kept; its name and the
-        state."""
+        """Runs each program with one of these names, in the dump row. Yields its name and the state."""
         dump_row = self._programs.dump_row
         for size in self._programs.guess_sizes:
             if (name := f"guess {size} rows") not in names:
@@ -59,7 +58,7 @@ class Drafter:
             yield name, state
 
     def _missed(self, rows: Int32, counts: Int32) -> Iterator[Int32]:
-        """The parts in which `counts` tokens of `rows`, `[n]`, are computed, oldest first."""
+        """The parts in which to compute `counts` tokens of `rows`, `[n]` both, oldest first."""
         sizes, dump_row = self._programs.catch_up_sizes, self._programs.dump_row
         for start in range(0, len(rows), sizes[-1]):
             own, left = rows[start : start + sizes[-1]], counts[start : start + sizes[-1]]

@@ -1,8 +1,8 @@
-"""Guessing what rows sample next, on the device, and what counts of what was sampled behind guesses.
+"""Guesses tokens on the device, and determines which samples after guesses count.
 
-Guesses are a draft model's (`draft_model.py`), or go by where the end of a row's text has stood before in it: that is
-prompt lookup decoding (Saxena 2023). A guess costs a query of the step, and is right where a text repeats
-itself: code that is edited, passages that are quoted.
+Guesses are from a draft model (`draft_model.py`), or continue the row's text as after an earlier occurrence of its end:
+prompt lookup decoding (Saxena 2023). A guess costs a query of the step, and is right where a text repeats itself:
+edited code, quoted passages.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sglang_jax.runner.plan import DRAFT, HINT_TOKENS
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KnownTokens:
-    """The text of every row of a runner that drafts, as the device knows it.
+    """The text of every row, for runners with drafts.
 
-    - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; what stands behind a row's length is anything.
-    - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled, the last of which is not computed yet.
-    - `hints`: int32 `[rows + 1, HINT_TOKENS]`, parts of other texts that are searched as well; `DRAFT` behind them.
-    - `right`: int32 `[rows + 1]`, how many drafts of the step before were right, of each row that was in it.
+    - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; arbitrary after a row's length.
+    - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled; the last one is not computed yet.
+    - `hints`: int32 `[rows + 1, HINT_TOKENS]`, parts of other texts to search, too; padded with `DRAFT`.
+    - `right`: int32 `[rows + 1]`, accepted drafts of the previous step, of each row in it.
     """
 
     tokens: jax.Array
@@ -45,7 +45,7 @@ class KnownTokens:
         )
 
     def append(self, rows: jax.Array, kv_lens: jax.Array, tokens: jax.Array, kept: jax.Array) -> KnownTokens:
-        """Of all sequences `[R]` those that `kept` what they sampled: `tokens` stand at `kv_lens` of `rows`."""
+        """Appends the samples `tokens` of sequences that are `kept` to the texts of `rows`, at `kv_lens`: all `[R]`."""
         dump_row = self.lengths.shape[0] - 1
         rows = jnp.where(kept, rows, dump_row)
         return replace(
@@ -55,7 +55,7 @@ class KnownTokens:
         )
 
     def judge(self, rows: jax.Array, guesses: jax.Array, last: jax.Array) -> KnownTokens:
-        """Of all sequences `[R]`, which stand for `guesses` of `rows`, those that are the `last` right ones."""
+        """Sets `right` of `rows` to the `guesses` of their `last` accepted sequences: all `[R]`."""
         dump_row = self.lengths.shape[0] - 1
         return replace(self, right=self.right.at[jnp.where(last, rows, dump_row)].set(guesses))
 
@@ -63,11 +63,10 @@ class KnownTokens:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftedTokens:
-    """What a draft model has guessed and computed.
+    """The guesses of a draft model, and the lengths that it has computed.
 
-    - `tokens`: int32 `[rows + 1, drafts]`, of each row the guesses of the step that runs; `DRAFT` for none.
-    - `lengths`: int32 `[rows + 1]`, how many of a row's tokens, from the first on, have keys and values of the draft
-      model.
+    - `tokens`: int32 `[rows + 1, drafts]`, guesses for the present step; `DRAFT` for none.
+    - `lengths`: int32 `[rows + 1]`, tokens of each row, from the first, with keys and values of the draft model.
     """
 
     tokens: jax.Array
@@ -78,25 +77,23 @@ class DraftedTokens:
         return cls(jnp.full((rows, drafts), DRAFT, jnp.int32), jnp.zeros(rows, jnp.int32))
 
     def computed_with(self, rows: jax.Array, starts: jax.Array, ends: jax.Array, chunks: jax.Array) -> DraftedTokens:
-        """The draft model has computed tokens `[starts, ends)` of `rows`, all `[R]`. Before `chunks` bool `[R]` nothing
-        is missing; what stands behind missing ones is computed again."""
+        """Notes that the draft model has computed tokens `[starts, ends)` of `rows`, all `[R]`. Before chunks (`chunks`
+        bool `[R]`) no token is missing; tokens after missing ones are computed again."""
         before = self.lengths[rows]
         return replace(self, lengths=self.lengths.at[rows].set(jnp.where(chunks | (before >= starts), ends, before)))
 
     def up_to(self, known: KnownTokens) -> DraftedTokens:
-        """Once a step has told which guesses were right: what was computed of wrong ones is missing. Nor is what a row
-        sampled last computed."""
+        """Cuts lengths after a step: KV of rejected guesses does not count, and the last sample is not computed yet."""
         return replace(self, lengths=jnp.minimum(self.lengths, known.lengths - 1))
 
 
 class Sequences(NamedTuple):
-    """What the sequences of a step do, `[R]` each.
+    """The sequences of a step, `[R]` each.
 
     - `samples`: bool, whether they sample.
-    - `kv_lens`: int32, length once the step has run, of those too that go on where the step before ended.
-    - `own`: int32, what those compute that decode: what their rows sampled last, or a guess; `DRAFT` where there is
-      nothing to guess by.
-    - `guesses`: int32, which of its row's drafts a sequence stands for, 0 for none. None in steps without drafts.
+    - `kv_lens`: int32, length after the step, also of sequences that start where the previous step ended.
+    - `own`: int32, tokens of decode sequences: the row's last sample, or a guess; `DRAFT` if there is no guess.
+    - `guesses`: int32, number of the sequence's draft within its row, 0 for none. None in steps without drafts.
     """
 
     samples: jax.Array
@@ -114,7 +111,7 @@ class Sequences(NamedTuple):
         known: KnownTokens,
         drafted: DraftedTokens | None = None,
     ) -> Sequences:
-        """`drafted`: what a draft model guesses; None where the rows' texts say it."""
+        """`drafted`: the guesses of a draft model; None to guess from the rows' texts."""
         guesses = flags // GUESS
         learnt = flags & LEARNT != 0
         kv_lens = jnp.where(learnt, known.lengths[rows] + guesses, kv_lens)
@@ -146,10 +143,10 @@ def set_hints(known: KnownTokens, packed: jax.Array) -> KnownTokens:
 
 
 def _guess(known: KnownTokens, rows: jax.Array, guesses: jax.Array) -> jax.Array:
-    """Goes on as texts of `rows` `[R]` went on behind the latest of the places that look most like their ends, or as
-    their hints do, where these look more like it. Where a text's place is so near that it runs out, the text is taken
-    to repeat itself."""
-    own = known.tokens.shape[1]  # columns of a text; those behind them are a hint's
+    """Guesses `[R]` that continue the texts of `rows` `[R]` as after the latest of their longest matches with the end,
+    in the text or in the hint. If the match is so close to the end that the text runs out, it is continued
+    periodically."""
+    own = known.tokens.shape[1]  # columns of a text; those after them are a hint's
     tokens = jnp.concatenate((known.tokens[rows], known.hints[rows]), axis=1)
     width = tokens.shape[1]
     columns = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
@@ -173,9 +170,10 @@ def _guess(known: KnownTokens, rows: jax.Array, guesses: jax.Array) -> jax.Array
 
 
 def kept_samples(guesses: jax.Array, computed: jax.Array, sampled: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """Which sequences `[R]` sampled behind nothing wrong, and which of them are their rows' last: bool `[R]` each.
+    """Which sequences sampled after accepted guesses only, and which of them are the last of their rows: bool `[R]`
+    each.
 
-    `computed`: what each computed; `sampled`: what it sampled. `most`: guesses of a row.
+    `computed`: each sequence's token; `sampled`: its sample. `most`: maximum guesses of a row.
     """
     first = guesses == 0
     right = jnp.roll(sampled, 1) == computed

@@ -1,7 +1,7 @@
-"""Which tokens top-k, top-p and min-p keep, by how far a token's scaled logit lies below its line's largest.
+"""The filters top-k, top-p and min-p, by the distance of a token's scaled logit below its line's largest.
 
-Such a distance is never negative, so its bits as an integer have the same order as its value; a filter is a largest
-distance kept, and is found by its bits.
+A distance is never negative, so its bits as an integer have the same order as its value. A filter is the largest kept
+distance, which a search over bits finds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from sglang_jax.kernels.kept_distance_pallas import kept_distance
 
 _INFINITY_BITS = 0x7F800000
 _BLOCK, _NEAR_BLOCKS = 16, 256
-"""Tokens of a block, and how many blocks of a line are searched before all of it is."""
+"""Tokens of a block, and the number of blocks of a line that are searched before the whole line is."""
 
 
 class Filters(NamedTuple):
-    """Of each line, `[n]`: `top_k` int32, `top_p` and `min_p` float32, and bool `random`: they are asked for."""
+    """The filters of each line, `[n]`: `top_k` int32, `top_p` and `min_p` float32, and bool `random`, whether they
+    apply."""
 
     top_k: jax.Array
     top_p: jax.Array
@@ -36,15 +37,15 @@ class Filters(NamedTuple):
         return self.random & (self.top_p < 1.0)
 
     def cut(self, vocab_size: int) -> jax.Array:
-        """bool `[n]`: something is asked for that may drop tokens."""
+        """Lines whose filters may drop tokens, bool `[n]`."""
         return self.cut_by_rank(vocab_size) | self.cut_by_mass() | (self.random & (self.min_p > 0.0))
 
 
 class Near(NamedTuple):
-    """Tokens of each line that have the smallest distances, and perhaps some more.
+    """The tokens of each line with the smallest distances, and possibly others.
 
-    `distances` float32 and `tokens` int32, `[n, m]`, in no order; every token of the line whose distance is below
-    `bound`, float32 `[n]`, is among them. Places that fill a vocabulary up are at an infinite distance.
+    `distances` float32 and `tokens` int32, `[n, m]`, unordered; they include every token of the line with a distance
+    below `bound`, float32 `[n]`. Padding of the vocabulary has an infinite distance.
     """
 
     distances: jax.Array
@@ -53,7 +54,7 @@ class Near(NamedTuple):
 
     @classmethod
     def none(cls, lines: int) -> Near:
-        """Knows nothing: its bound is 0."""
+        """No tokens, with a bound of 0."""
         size = lines, _BLOCK * _NEAR_BLOCKS
         return cls(jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.int32), jnp.zeros(lines, jnp.float32))
 
@@ -65,8 +66,8 @@ class Near(NamedTuple):
 
     @classmethod
     def of(cls, distances: jax.Array) -> Near:
-        """Those of the blocks that have the smallest distances. A block's tokens lie `blocks` apart: the least of all
-        blocks are found by comparing whole parts of a line."""
+        """The tokens of the blocks with the smallest distances. A block's tokens are `blocks` apart, so that the minima
+        of all blocks are found by comparing whole parts of a line."""
         lines, vocab_size = distances.shape
         blocks = -(-vocab_size // _BLOCK)
         filled = jnp.pad(distances, ((0, 0), (0, blocks * _BLOCK - vocab_size)), constant_values=jnp.inf)
@@ -77,20 +78,20 @@ class Near(NamedTuple):
         return cls(near, tokens.reshape(lines, -1), -negated[:, -1])
 
     def has_all(self, kept: jax.Array) -> jax.Array:
-        """bool `[n]`: every token that can be sampled from a line that keeps distances up to `kept` is among these."""
+        """Lines, bool `[n]`, for which these include every token with a distance of at most `kept`."""
         return (kept < self.bound) | (self.bound == jnp.inf)
 
 
 def has_near(vocab_size: int) -> bool:
-    """Whether a vocabulary is so large that looking at the nearest tokens first pays."""
+    """Whether a vocabulary is so large that searching the nearest tokens first is faster."""
     return vocab_size >= 8 * _BLOCK * _NEAR_BLOCKS
 
 
 def largest_kept(distances: jax.Array, near: Near | None, filters: Filters) -> jax.Array:
-    """The largest distance that each line keeps, float32 `[n]`, infinity where all are kept.
+    """The largest distance that each line keeps, float32 `[n]`; infinity if it keeps all tokens.
 
-    **Arguments:** `distances`: float32 `[n, vocab]`; `near`: of them, or None to search all; lines whose cut-off it
-    does not have are searched whole. It is looked at where something is asked for that may drop tokens.
+    **Arguments:** `distances`: float32 `[n, vocab]`; `near`: their nearest tokens, or None to search all. Lines whose
+    cut-off is not among them are searched whole, and lines without filters not at all.
     """
     vocab_size = distances.shape[1]
     mass = lax.cond(
@@ -115,7 +116,7 @@ def largest_kept(distances: jax.Array, near: Near | None, filters: Filters) -> j
 
 
 def largest_kept_on_tpu(distances: jax.Array, filters: Filters) -> jax.Array:
-    """As `largest_kept`, by a kernel."""
+    """`largest_kept` by a Pallas kernel."""
     vocab_size = distances.shape[1]
     by_rank, by_mass = filters.cut_by_rank(vocab_size), filters.cut_by_mass()
     kept = lax.cond(
@@ -127,7 +128,8 @@ def largest_kept_on_tpu(distances: jax.Array, filters: Filters) -> jax.Array:
 
 
 def _largest_kept(near: Near, mass: jax.Array, filters: Filters, vocab_size: int) -> jax.Array:
-    """As these tokens tell it, infinity where they do not; `mass` `[n]`: see `distance_of_mass`."""
+    """`largest_kept` by the tokens of `near`, infinity if these do not contain it. `mass` `[n]`: see
+    `distance_of_mass`."""
     values = near.distances
     everything = jnp.full(len(values), jnp.inf, jnp.float32)
     by_rank = filters.top_k < vocab_size
@@ -143,12 +145,12 @@ def _largest_kept(near: Near, mass: jax.Array, filters: Filters, vocab_size: int
 
     kept = lax.cond(jnp.any(filters.cut_by_mass()), by_mass, lambda: ranked)
     kept = jnp.minimum(kept, -jnp.log(filters.min_p))
-    # A share of what the rank keeps is known only with all that it keeps.
+    # A fraction of the mass that top-k keeps needs all tokens that it keeps.
     return jnp.where(by_rank & (filters.top_p < 1.0) & ~near.has_all(ranked), everything, kept)
 
 
 def distance_of_rank(values: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Distance of the k-th likeliest token, float32 `[n]`."""
+    """Distance of the k-th most likely token, float32 `[n]`."""
 
     def enough(limits: jax.Array) -> jax.Array:
         return jnp.sum((values <= limits[:, None]).astype(jnp.int32), axis=-1) >= top_k
@@ -157,8 +159,8 @@ def distance_of_rank(values: jax.Array, top_k: jax.Array) -> jax.Array:
 
 
 def distance_of_mass(values: jax.Array, kept: jax.Array, mass: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Least distance within which lies `top_p` of the probability kept so far, float32 `[n]` (Holtzman et al. 2019).
-    `mass`: that probability, unscaled, NaN where it is that of the values kept."""
+    """The smallest distance within which tokens have `top_p` of the probability kept so far, float32 `[n]` (Holtzman et
+    al. 2019). `mass`: that probability, unscaled; NaN to sum it over the kept values."""
     weights = jnp.where(values <= kept[:, None], jnp.exp(-values), 0.0)
     weights = lax.optimization_barrier(weights)
     wanted = top_p * jnp.where(jnp.isnan(mass), jnp.sum(weights, axis=-1), mass)
@@ -170,10 +172,11 @@ def distance_of_mass(values: jax.Array, kept: jax.Array, mass: jax.Array, top_p:
 
 
 def _least_distance(enough: Callable[[jax.Array], jax.Array], lines: int) -> jax.Array:
-    """The least float32 in [0, infinity] for which `enough` (`[n]` floats to `[n]` bools, monotone) holds.
+    """The smallest float32 in [0, infinity] for which `enough` (`[n]` floats to `[n]` bools, monotone) holds; infinity
+    if it holds for no smaller one.
 
-    Bisects over the bits of the float: exact after 31 passes over the values, and 15 to 30 times faster on the CPU than
-    sorting a vocabulary. Infinity if it holds nowhere below.
+    It bisects over the bits of the float: exact after 31 passes over the values, and 15 to 30 times faster on the CPU
+    than sorting a vocabulary.
     """
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,14 +1,13 @@
-"""Scales of a cache of 8 bits: those of another type converted, or ones calibrated on the model itself.
+"""Scales of an 8-bit KV cache: converted from another dtype, or calibrated on the model itself.
 
-Calibration runs the loaded model once, with a cache in its own dtype, over tokens that are the same every time, and
-reads from the pages how large keys and values of each kv head became:
+Calibration runs the loaded model once, with a cache in its own dtype, over fixed tokens, and reads the largest keys and
+values of each KV head from the pages:
 
-- Keys count as the length of their pairs. Rotation turns the two numbers that it mixes, and leaves their length as it
-  is: no position, however far beyond those that were run, makes either of them larger. What does not rotate, of a head
-  that does in part or not at all, counts as it is.
-- Values count as they are.
+- Keys are measured by the length of their rotated pairs. Rotation does not change that length, so no position makes
+  either number larger than it. Numbers that do not rotate are measured by their absolute value.
+- Values are measured by their absolute value.
 
-What was seen stands for what was not with a margin (`MARGIN`); what is larger still saturates.
+A margin (`MARGIN`) covers keys and values that the calibration did not produce; larger ones saturate.
 """
 
 from __future__ import annotations
@@ -36,9 +35,10 @@ from sglang_jax.models.kv_cache import KVCacheSpec
 from sglang_jax.runner.kv_scales import LARGEST_STORED, LENGTH, ROWS, calibration_tokens
 
 MARGIN = 1.25
-"""Of SmolLM2-135M, 50 chat prompts and 4,096 tokens of prose reach 1.17 times (keys) and 1.22 times (values) what
-calibration sees, at the median head, and 1.5 and 1.9 times at the last. The step grows with the margin: the mean KL
-divergence of the next token's distribution from an exact cache's is 0.0095 at 1.25, 0.0144 at 1.5 and 0.0192 at 2."""
+"""With SmolLM2-135M, 50 chat prompts and 4,096 tokens of prose reach 1.17 times (keys) and 1.22 times (values) the
+calibrated maximum at the median head, and 1.5 and 1.9 times at the worst. A larger margin makes rounding coarser: the
+mean KL divergence of the next token's distribution from that of an exact cache is 0.0095 at 1.25, 0.0144 at 1.5 and
+0.0192 at 2."""
 
 
 def convert_kv_scales(model: Transformer, factor: float) -> None:
@@ -50,16 +50,16 @@ def convert_kv_scales(model: Transformer, factor: float) -> None:
 def calibrate_kv_scales(
     model: Transformer, parallel: TensorParallel, mesh: Mesh, *, dtype: jnp.dtype, page_size: int
 ) -> None:
-    """Gives every layer of a loaded model with a cache in int8 scales by what its keys and values are.
+    """Calibrates the scales of every layer of a loaded model with an int8 cache.
 
-    The model is as it will serve, `dtype` that of its activations. On several devices or nodes the scales of a kv head
-    are computed where it lies, by the one program that all run: there is nothing to agree on.
+    The model is arranged for serving; `dtype` is that of its activations. With several devices or nodes, one program
+    computes the scales of a KV head on its device, so nothing has to be exchanged.
 
     **Raises:** `ConfigError` naming the layers whose keys or values are not finite.
     """
     program, state = calibration_program(model, mesh)
     spec, batch = calibration_inputs(parallel, dtype, page_size, mesh.devices.flat[0].platform)
-    # Kernels ask for the mesh.
+    # Kernels need the mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         scales, finite = program(state, allocate(spec, mesh), batch)
     broken = np.flatnonzero(~np.asarray(finite))
@@ -73,8 +73,9 @@ def calibrate_kv_scales(
 
 
 def calibration_program(model: Transformer, mesh: Mesh) -> tuple[jax.stages.Wrapped, nnx.State]:
-    """A jitted function of a model's state, of empty pages and of a batch, and that state: gives the scales of each
-    layer, `[kv_heads, 2]` where its heads lie, and on every device whether what each layer saw was finite."""
+    """A jitted function of a model's state, empty pages and a batch, and that state. It returns the scales of each
+    layer, `[kv_heads, 2]` sharded like its heads, and whether each layer's keys and values are finite, on every
+    device."""
     layers = _parameters(model)
     attention = [layer.attention for layer in model.layers if layer.attention is not None]
     for layer in attention:
@@ -93,7 +94,7 @@ def calibration_program(model: Transformer, mesh: Mesh) -> tuple[jax.stages.Wrap
             for cache, attention in zip(pages, model.config.attention, strict=True)
         ]
         finite = jnp.stack([jnp.isfinite(each).all() for each in largest])
-        # A head whose values are all 0 stores zeros, over whatever.
+        # A head whose values are all 0 stores zeros with any scale.
         return [jnp.where(each > 0, each * step, 1.0) for each in largest], finite
 
     heads = named_sharding(mesh, (Axis.KV_HEADS, Axis.KEY_OR_VALUE))
@@ -103,7 +104,7 @@ def calibration_program(model: Transformer, mesh: Mesh) -> tuple[jax.stages.Wrap
 def calibration_inputs(
     parallel: TensorParallel, dtype: jnp.dtype, page_size: int, platform: str
 ) -> tuple[KVCacheSpec, ForwardBatch]:
-    """The pages that the program of a calibration takes, and its batch."""
+    """The pages and the batch of the calibration program."""
     config = parallel.config
     length = min(LENGTH, config.max_position)
     pages = -(-length // page_size)
@@ -114,7 +115,7 @@ def calibration_inputs(
 
 
 def _fresh_states(length: int) -> StateRows:
-    """Of `ROWS` sequences of `length` tokens each, which begin with nothing."""
+    """The state rows of `ROWS` sequences of `length` tokens each, which start without states."""
     slots, tokens = 1 + np.arange(ROWS, dtype=np.int32), np.arange(ROWS * length, dtype=np.int32)
     return StateRows(
         begin=slots,
@@ -129,7 +130,7 @@ def _fresh_states(length: int) -> StateRows:
 
 
 def calibration_batch(vocab_size: int, length: int, page_size: int, num_groups: int) -> ForwardBatch:
-    """The tokens of a calibration, sequences of `length`, with the same page ids in all cache groups."""
+    """The batch of a calibration, with sequences of `length` tokens and the same page ids in all cache groups."""
     tokens = calibration_tokens(vocab_size, length)
     columns = -(-length // page_size)
     page_table = 1 + np.arange(ROWS * columns, dtype=np.int32).reshape(ROWS, columns)
@@ -149,9 +150,9 @@ def calibration_batch(vocab_size: int, length: int, page_size: int, num_groups: 
 
 
 def _largest(kv_pages: jax.Array, page_table: jax.Array, attention: AttentionConfig) -> jax.Array:
-    """How large keys (0) and values (1) of each kv head are in some pages: `[kv_heads, 2]`."""
+    """The largest keys (0) and values (1) of each KV head in pages: `[kv_heads, 2]`."""
     keys, values = gather_kv(kv_pages, page_table.reshape(-1), attention.head_dim)
-    # Pairs are half a head apart; those that rotate come first.
+    # Pairs are half a head apart; rotating ones are first.
     pairs = 0 if attention.rope is None else attention.rope.rotated_numbers(attention.head_dim) // 2
     first, second = jnp.split(keys, 2, axis=-1)
     parts = (
@@ -164,6 +165,6 @@ def _largest(kv_pages: jax.Array, page_table: jax.Array, attention: AttentionCon
 
 
 def _parameters(model: Transformer) -> list[Parameter]:
-    """The scales of every layer; none of a model whose cache is not of 8 bits."""
+    """The scales of every layer; none if the cache does not have 8 bits."""
     attention = [layer.attention for layer in model.layers if layer.attention is not None]
     return [layer.kv_scales for layer in attention if layer.kv_scales is not None]
