@@ -71,7 +71,7 @@ class DraftModel:
         return weights[len(weights) - self.num_weights :]
 
     def split(self, kv: KVCaches) -> tuple[KVCaches, KVCaches]:
-        """The memory of the model's layers, and of its own."""
+        """The memory of the model's layers, and of the draft model."""
         first = len(kv) - self.num_layers
         return tuple(kv[:first]), tuple(kv[first:])
 

@@ -1,4 +1,4 @@
-"""From options and a checkpoint to a runner with its weights on the device: the story of `runner.assembly` on JAX."""
+"""Creates a runner with its weights on the device: the steps of `runner.assembly` on JAX."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
-    """A runner on the first `config.tp_size` devices of `config.device`. Sizes are settled before any weight is read,
-    and programs are built while weights are read.
+    """A runner on the first `config.tp_size` devices of `config.device`. It chooses sizes before it reads weights, and
+    builds programs while it reads them.
 
-    **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
-    the model cannot take.
+    **Raises:** `ConfigError` for options that the machine or the model does not support; `CheckpointError` for weights
+    that do not fit the model.
     """
     use_compilation_cache(config.cache_address())
     models = open_models(config, checkpoint)
@@ -66,8 +66,8 @@ def load_rank(config: EngineConfig, checkpoint: Checkpoint) -> JaxRunner:
 
 
 def _begin_building(programs: Programs, config: EngineConfig, spec: RunnerSpec) -> None:
-    """While weights are read: what the warm-up will build or, without one, what a runner of one row needs for its first
-    answer. What a runner of several rows needs first, only its requests tell."""
+    """Starts to build programs while weights are read: those of the warm-up or, without one, those that a runner with
+    one row needs for its first answer. With more rows, the first programs depend on the requests."""
     if not config.skip_warmup:
         first_only = config.warmup is Warmup.FIRST and config.nnodes == 1
         programs.begin(programs.needed_first() if first_only else programs.builders())
@@ -83,8 +83,8 @@ def _fit_kv_scales(
     mesh: Mesh,
     dtype: jnp.dtype,
 ) -> None:
-    """Scales for a cache of 8 bits: the checkpoint's, times `factor`. Without these float8 has scales of 1; integers,
-    whose steps are the same everywhere, need ones that fit."""
+    """Sets the scales of an 8-bit cache: the checkpoint's, times `factor`. Without these, float8 has scales of 1, and
+    int8, whose steps are uniform, is calibrated."""
     if factor is not None:
         convert_kv_scales(model, factor)
     if factor is not None or config.kv_cache_dtype is not KVCacheDtype.INT8:

@@ -12,13 +12,13 @@ from jax import lax
 from sglang_jax.sampling.params import MAX_TOP_LOGPROBS
 
 PROMPT_BLOCK = 64
-"""Prompt positions whose logits are held at once."""
+"""Prompt positions whose logits are in memory at once."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
-    """`logprobs` float32 `[n]`; `top_ids` int32 and `top_logprobs` float32 `[n, k]`, likeliest first."""
+    """`logprobs` float32 `[n]`; `top_ids` int32 and `top_logprobs` float32 `[n, k]`, most likely first."""
 
     logprobs: jax.Array
     top_ids: jax.Array
@@ -26,7 +26,7 @@ class Logprobs:
 
     @classmethod
     def empty(cls, lines: int, vocab_size: int) -> Logprobs:
-        """Zeros of the shapes that `token_logprobs` gives."""
+        """Zeros with the shapes of `token_logprobs`."""
         alternatives = min(MAX_TOP_LOGPROBS, vocab_size)
         return cls(
             logprobs=jnp.zeros(lines, jnp.float32),
@@ -36,7 +36,7 @@ class Logprobs:
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:
-    """Log-softmax of `logits` float32 `[n, vocab]` at `tokens` int32 `[n]`, and at the `MAX_TOP_LOGPROBS` likeliest
+    """Log-softmax of `logits` float32 `[n, vocab]` at `tokens` int32 `[n]`, and at the `MAX_TOP_LOGPROBS` most likely
     tokens if the int32 scalar `alternatives` is positive (zeros otherwise)."""
     normaliser = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
@@ -58,13 +58,12 @@ def prompt_logprobs(
     to_logprobs: Callable[[jax.Array, jax.Array, jax.Array], Logprobs],
     vocab_size: int,
 ) -> Logprobs:
-    """Logprob of the token that follows each position of a step, `PROMPT_BLOCK` positions at a time.
+    """Logprobs of the tokens that follow each position of a step, `PROMPT_BLOCK` positions at a time. Blocks without a
+    target are not computed.
 
-    Costs nothing where no position has a target; otherwise only blocks with a target are computed.
-
-    **Arguments:** `hidden` `[tokens, hidden]`, whose first `num_tokens` count; `targets` int32 `[tokens]`, -1 where
-    none is wanted; `to_logprobs` gives the logprobs of `[m, hidden]` at `[m]` targets, as `token_logprobs` does. The
-    number of tokens is a multiple of `PROMPT_BLOCK`, or below it.
+    **Arguments:** `hidden` `[tokens, hidden]`, of which the first `num_tokens` count; `targets` int32 `[tokens]`, -1
+    for none; `to_logprobs` returns the logprobs of `[m, hidden]` at `[m]` targets, like `token_logprobs`. The number of
+    tokens is a multiple of `PROMPT_BLOCK`, or below it.
     """
     tokens = hidden.shape[0]
     block = min(PROMPT_BLOCK, tokens)
@@ -80,7 +79,7 @@ def prompt_logprobs(
         return lax.cond(wanted, compute, lambda _, unchanged: unchanged, start, results)
 
     nothing = Logprobs.empty(tokens, vocab_size)
-    # Around the loop, which may bring a copy of the whole head: on tpu7x the compiler gives it other tiles in there.
+    # Skip the loop, which may need a copy of the whole head: on tpu7x the compiler gives the head other tiles there.
     return lax.cond(
         jnp.any(targets >= 0),
         lambda: lax.fori_loop(0, (num_tokens + block - 1) // block, visit, nothing),

@@ -1,4 +1,4 @@
-"""The programs of a model, from the shapes of its weights: they can be built before a weight is read."""
+"""The programs of a model, from the shapes of its weights, so that they can be built before weights are read."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def programs_of(
     mesh: Mesh,
     draft: tuple[Transformer, TensorParallel, KVCacheSpec] | None = None,
 ) -> Programs:
-    """None of them is built yet.
+    """The programs of a model, none of which is built yet.
 
-    **Arguments:** `model` holds shapes, in the form that weights are loaded in. It is changed to the form that is
-    computed with, so the caller loads weights into another one of the same config. `draft`: likewise, of a draft model.
+    **Arguments:** `model`: shapes, in the layout of loading. It is changed to the layout of computing, so load weights
+    into another model of the same config. `draft`: the same for a draft model.
     """
     functions, placed = _placed(model, parallel, mesh)
     kv, guesses, table = cache.memory(mesh), None, TableLayout.of(spec)
@@ -65,7 +65,7 @@ def programs_of(
 def _placed(
     model: Transformer, parallel: TensorParallel, mesh: Mesh
 ) -> tuple[ModelFunctions, list[jax.ShapeDtypeStruct]]:
-    """A model in the form that is computed with: its functions, and shapes of its weights with their places."""
+    """A model in the layout of computing: its functions, and the shapes of its weights with their shardings."""
     model.arrange(parallel.size)
     functions, weights = split_model(model)
     return functions, [
@@ -75,7 +75,7 @@ def _placed(
 
 
 def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
-    """A model as functions of a flat list of its weights, which is quick to hand over at every step."""
+    """A model as functions of a flat list of its weights, which is fast to pass in every step."""
     graph, state = nnx.split(model)
     weights, structure = jax.tree.flatten(state)
 
@@ -92,12 +92,12 @@ def split_model(model: Transformer) -> tuple[ModelFunctions, Weights]:
 
 
 def parameters(model: Transformer) -> list[Parameter]:
-    """In the order of the weights of `split_model`."""
+    """The model's parameters, in the order of the weights of `split_model`."""
     return jax.tree.leaves(nnx.state(model), is_leaf=lambda node: isinstance(node, Parameter))
 
 
 def whole(arrays: T, mesh: Mesh) -> T:
-    """The shapes of arrays that every device has all of."""
+    """The shapes of arrays, replicated on every device."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     shape = partial(jax.ShapeDtypeStruct, sharding=everywhere)
     return cast(T, jax.tree.map(lambda array: shape(array.shape, array.dtype), arrays))

@@ -1,7 +1,7 @@
-"""Several nodes as one JAX program: every process runs the same programs, each on its own devices.
+"""Runs one model on several nodes with JAX: every process runs the same programs on its devices.
 
-Node 0 has the scheduler. The others are told its plans (see `runner.remote_group`) and run them as it does. A node that
-is gone leaves the others waiting in a collective that nothing ends but leaving the process, so that is what they do.
+Node 0 has the scheduler. The others receive its plans (see `runner.remote_group`) and run them, too. If a node is gone,
+the others wait in a collective that only ends with the process, so they exit.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _SECONDS_TO_PART = 15
 
 
 class NodeGroupRunner(GroupRunner):
-    """Leaves the group of nodes when it is closed. `meeting`: what keeps other groups from the same address."""
+    """The runner of a node, which leaves the group when closed. `meeting`: the claim of node 0's address."""
 
     def __init__(self, runner: Runner, followers: Followers, meeting: socket.socket | None) -> None:
         super().__init__(runner, followers)
         self._meeting = meeting
 
     def close(self) -> None:
-        """Ends every node's part."""
+        """Closes the runners of all nodes."""
         super().close()
         jax.distributed.shutdown()
         if self._meeting is not None:
@@ -54,7 +54,7 @@ class NodeGroupRunner(GroupRunner):
 def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunner:
     """The runner of node 0, over the devices of all nodes.
 
-    **Raises:** `ConfigError`, `CheckpointError` as for one node; `ConfigError` if the others do not come.
+    **Raises:** `ConfigError`, `CheckpointError` as for one node; `ConfigError` if the others do not join.
     """
     secret = config.group_secret()
     if not secret:
@@ -73,7 +73,7 @@ def launch_nodes(config: EngineConfig, checkpoint: Checkpoint) -> NodeGroupRunne
 
 
 def _claim_meeting_address(config: EngineConfig) -> socket.socket | None:
-    """Keeps other groups from node 0's address: gRPC lets them listen there too, and nodes would join either group."""
+    """Claims node 0's address, since gRPC lets another group listen there, too, and nodes would join either."""
     host, port = _address(config)
     try:
         return claim_address(host, port)
@@ -84,7 +84,7 @@ def _claim_meeting_address(config: EngineConfig) -> socket.socket | None:
 
 
 def follow_node(config: EngineConfig) -> None:
-    """Runs what node 0 runs, until that ends. The process ends with status 1 if node 0 is lost.
+    """Runs the plans of node 0 until that ends. The process exits with status 1 if node 0 is lost.
 
     **Raises:** `ConfigError`, `CheckpointError`.
     """
@@ -103,7 +103,7 @@ def follow_node(config: EngineConfig) -> None:
 
 @contextmanager
 def _telling(give_up: Callable[[str], None]) -> Iterator[None]:
-    """Tells the other nodes if this one fails: they wait for it in loading's or a step's collectives."""
+    """Notifies the other nodes if this one fails within the context, since they wait for it in collectives."""
     try:
         yield
     except BaseException as error:
@@ -112,7 +112,7 @@ def _telling(give_up: Callable[[str], None]) -> Iterator[None]:
 
 
 def meet(config: EngineConfig, listen_on: str | None = None) -> None:
-    """Joins the group of nodes, once all have come. `listen_on`: node 0's address, where the others find it.
+    """Joins the group of nodes when all are there. `listen_on`: the address at which node 0 listens.
 
     **Raises:** `ConfigError` for options that do not fit together, or if they do not meet.
     """
@@ -148,7 +148,7 @@ def _address(config: EngineConfig) -> tuple[str, int]:
 
 
 def _plain(host: str) -> str:
-    """An address of IPv6 without the brackets that it has before a port."""
+    """A host without the brackets that an IPv6 address has before a port."""
     return host.removeprefix("[").removesuffix("]")
 
 
@@ -157,12 +157,12 @@ def _with_port(host: str, port: int) -> str:
 
 
 def _agree(port: int) -> int:
-    """What node 0 gives, on every node. Nothing that is secret: anybody may ask the coordinator for it."""
+    """Node 0's `port`, on every node. It must not be secret, since anyone may ask the coordinator for it."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(port)))
 
 
 def _leave_the_process(reason: str) -> None:
-    """Ends this process with status 1, after a moment in which it may fail by itself and say more."""
+    """Exits with status 1, after a moment in which the process may fail by itself with a better message."""
     logger.error("%s; this process cannot continue", reason)
     time.sleep(_SECONDS_TO_FAIL)
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Counter-based randomness: the noise of a sample is a function of (seed, position, token id) and of nothing else."""
+"""Counter-based randomness: the noise of a sample is a function of only (seed, position, token id)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def threefry_2x32(
 ) -> tuple[jax.Array, jax.Array]:
     """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-    Written out, since `jax.random` rolls the rounds into a loop on the CPU and derives a key per row first. All four
-    arguments are uint32 and broadcast together; so does the result.
+    Implemented here, since `jax.random` puts the rounds into a loop on the CPU and derives a key per row first. All
+    four arguments are uint32 and broadcast together.
     """
     keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
     left, right = counter[0] + keys[0], counter[1] + keys[1]
@@ -32,8 +32,8 @@ def threefry_2x32(
 def gumbel_noise(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
     """Standard Gumbel variates, float32 `[rows, m]`.
 
-    The key is the request's seed, the counter is (position, token id), so that a row's noise is batch-invariant: it
-    depends neither on the other rows nor on where in the batch it stands.
+    The key is the request's seed and the counter is (position, token id), so a row's noise is batch-invariant: it
+    depends neither on other rows nor on its place in the batch.
 
     **Arguments:** `seeds` uint32 `[rows, 2]`, low word first; `positions` int32 `[rows]`; `tokens` int32
     `[rows, m]`, or `[1, m]` for the same tokens of each row.
@@ -42,6 +42,6 @@ def gumbel_noise(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> j
     token_ids = jnp.broadcast_to(tokens.astype(jnp.uint32), shape)
     position_words = jnp.broadcast_to(positions.astype(jnp.uint32)[:, None], shape)
     bits, _ = threefry_2x32((seeds[:, :1], seeds[:, 1:]), (position_words, token_ids))
-    # 23 bits and a half step: strictly inside (0, 1), so that both logarithms are finite.
+    # 23 bits plus a half step are strictly inside (0, 1), so both logarithms are finite.
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2.0**-23)
     return -jnp.log(-jnp.log(uniform))

@@ -1,12 +1,11 @@
-"""Checkpoints written by Orbax: the model's own layout, restored straight to the devices that use it.
+"""Orbax checkpoints: weights in the model's layout, which are restored straight to the devices that use them.
 
-A folder holds `weights/` (Orbax), `sglang_jax_orbax.json` (format version, scales of keys and values and how matrices
-of 8 bits are stored, if there are any), and the tokenizer's and config files of the checkpoint it was made from.
-Weights are those of every platform: forms that one platform adds (an own head for tied embeddings) are made again after
-restoring.
+A folder has `weights/` (Orbax), `sglang_jax_orbax.json` (format version, scales of keys and values, encodings of 8-bit
+matrices), and the tokenizer and config files of the source checkpoint. Weights are the same for all platforms; layouts
+of one platform (a separate head for tied embeddings) are created after restoring.
 
-Which parameters are stored, and in which shapes, follows from the manifest of the checkpoint's config, whatever model
-they are restored to: one spread over more devices has copies of kv heads, and a longer vocabulary.
+The stored parameters and shapes follow from the manifest of the checkpoint's config, whatever model they are restored
+to: a model over more devices has copies of KV heads, and a longer vocabulary.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from sglang_jax.models.transformer import Transformer
 
 FORMAT_VERSION = 1
 ENCODED_VERSION = 2
-"""Of a folder with matrices of 8 bits, which earlier releases could not read."""
+"""Format version of folders with 8-bit matrices, which earlier releases cannot read."""
 _WEIGHTS = "weights"
 
 
@@ -55,11 +54,10 @@ def save_orbax(
     kv_scales: Mapping[str, Any] | None = None,
     encodings: Mapping[ParameterName, Encoding] | None = None,
 ) -> None:
-    """Writes a model with its weights to `folder`, which may exist, and copies `files` beside them. `kv_scales` are
-    the scales of keys and values that the checkpoint brought (see `kv_scales_to_json`), `encodings` those of matrices
-    that the model has in 8 bits.
+    """Writes a model's weights to `folder`, which may exist, and copies `files` there. `kv_scales`: the checkpoint's
+    scales of keys and values (see `kv_scales_to_json`); `encodings`: of matrices that the model has in 8 bits.
 
-    **Raises:** `CheckpointError` if the folder holds such weights already.
+    **Raises:** `CheckpointError` if the folder already has Orbax weights.
     """
     folder = folder.absolute()
     weights = folder / _WEIGHTS
@@ -70,7 +68,7 @@ def save_orbax(
         checkpointer.save(weights, {each.path: each.parameter.get_value() for each in _stored(model, config)})
     for file in files:
         shutil.copyfile(file, folder / file.name)
-    # The marker comes last: a folder that has it is whole.
+    # The marker is last, so a folder with it is complete.
     marker: dict[str, Any] = {"format_version": ENCODED_VERSION if encodings else FORMAT_VERSION}
     if encodings:
         marker[ENCODINGS] = encodings_to_json(encodings)
@@ -95,14 +93,14 @@ def _check_version(folder: Path) -> None:
 def restore_orbax(
     folder: Path, model: Transformer, config: ModelConfig, mesh: Mesh, remote: RemoteFolder | None = None
 ) -> None:
-    """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
+    """Loads every parameter of `model`, in the model's dtype, sharded over `mesh` by its axes.
 
-    Each device reads its own part; the host holds no whole tensor. `config` is the checkpoint's: a model with copied
-    kv heads, or with a padded vocabulary, is made of it on the devices. `remote`: where the weights lie, if that is a
-    bucket; `folder` then has a copy of the marker.
+    Each device reads its shard; the host has no whole tensor. `config`: of the checkpoint; copies of KV heads and a
+    padded vocabulary are created on the devices. `remote`: the bucket of the weights, if there is one; `folder` then
+    has a copy of the marker.
 
-    **Raises:** `CheckpointError` for a marker that is unreadable or of another version, and naming tensors that are
-    missing, extra or misshapen.
+    **Raises:** `CheckpointError` for a marker that is unreadable or of another version, and for missing, extra or
+    misshapen tensors, which it names.
     """
     weights = epath.Path(folder.absolute() if remote is None else remote.address) / _WEIGHTS
     if not (weights.is_dir() if remote is None else _WEIGHTS in remote.folders):
@@ -125,8 +123,8 @@ def restore_orbax(
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A parameter of a model by its path there, and its shape in the checkpoint. `channels`: the checkpoint's, in the
-    model's order, where devices that share a recurrent layer have them device by device; else empty."""
+    """A parameter of a model, with its path, and its shape in the checkpoint. `channels`: the checkpoint's channels in
+    the model's order, which is by device for a sharded recurrent layer; otherwise empty."""
 
     path: str
     parameter: Parameter
@@ -135,7 +133,7 @@ class _Stored:
 
     @property
     def kv_heads(self) -> int | None:
-        """Of the checkpoint, where the model has more; None where it has the same."""
+        """The checkpoint's KV heads, if the model has more; None if it has the same."""
         axes = self.parameter.axes
         if Axis.KV_HEADS not in axes:
             return None
@@ -144,8 +142,8 @@ class _Stored:
 
 
 def _stored(model: Transformer, config: ModelConfig) -> list[_Stored]:
-    """All parameters that the manifest of `config` has, tied embeddings once, and no optional ones, which the marker
-    holds; `model` may be spread differently."""
+    """All parameters in the manifest of `config`, with tied embeddings once, and without optional ones, which are in
+    the marker. `model` may be sharded differently."""
     manifest = manifest_of(config)
     return [
         _Stored(
@@ -160,7 +158,7 @@ def _stored(model: Transformer, config: ModelConfig) -> list[_Stored]:
 
 
 def _to_restore(stored: _Stored, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The stored form, spread so that every device has at least its part of what is made of it."""
+    """The stored shape, sharded so that every device has at least the data of its own shard."""
     parameter = stored.parameter
     if stored.channels:
         axis = parameter.axes.index(Axis.CHANNELS)
@@ -169,7 +167,7 @@ def _to_restore(stored: _Stored, mesh: Mesh) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(stored.shape, parameter.dtype, sharding=sharding)
     if stored.kv_heads is None:
-        # Orbax fills what is longer than stored, the vocabulary, with zeros.
+        # Orbax pads an axis that is longer than stored, the vocabulary, with zeros.
         return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=named_sharding(mesh, parameter.axes))
     devices = mesh.devices.reshape(mesh.shape["data"], stored.kv_heads, -1, mesh.shape["expert"])
     by_heads = Mesh(devices, ("data", "tensor", "copies", "expert"))
@@ -177,7 +175,7 @@ def _to_restore(stored: _Stored, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def _built(found: jax.Array, stored: _Stored, mesh: Mesh) -> jax.Array:
-    """The model's form of a stored parameter."""
+    """The model's value of a stored parameter."""
     parameter = stored.parameter
     if stored.channels:
         order, axis = np.array(stored.channels), parameter.axes.index(Axis.CHANNELS)
@@ -189,7 +187,7 @@ def _built(found: jax.Array, stored: _Stored, mesh: Mesh) -> jax.Array:
     copies = parameter.shape[axis] // stored.kv_heads
 
     def copy_alone(found: jax.Array) -> jax.Array:
-        """Weights of norms over all kv heads."""
+        """Copies the weights of norms over all KV heads."""
         return jnp.repeat(found, copies, axis=axis)
 
     def copy_heads(fused: jax.Array) -> jax.Array:

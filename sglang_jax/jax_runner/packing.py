@@ -1,4 +1,4 @@
-"""A plan's integers as one int32 array, so that a step costs one transfer to the device; and back on the device."""
+"""Packs a plan's integers into one int32 array, so that a step needs one transfer, and unpacks it on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_jax.runner.plan import MASK_WORD, NO_LOGPROBS, Bool, Int32, PageDelt
 NO_TARGET = -1
 
 SAMPLES, LEARNT, GUESS = 1, 2, 4
-"""What the flags of a sequence are made of: bits, and from `GUESS` on the number of the draft that it stands for."""
+"""The flags of a sequence: two bits, and from `GUESS` up the number of its draft."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,15 +24,15 @@ SAMPLES, LEARNT, GUESS = 1, 2, 4
 class StepInputs:
     """A plan in the shape of its bucket (T tokens, R rows, D deltas), on the device.
 
-    - `num_decode`, `num_tokens`: scalars, padding left out.
+    - `num_decode`, `num_tokens`: scalars, without padding.
     - `top_logprobs`, `prompt_top_logprobs`: scalars, as in the plan.
-    - `rows`, `kv_lens`, `flags`: `[R]`; padding is in the dump row, with length 0, and without a flag.
+    - `rows`, `kv_lens`, `flags`: `[R]`; padding has the dump row, length 0 and no flags.
     - `query_starts`: `[R + 1]`; padding repeats the number of tokens.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
-    - `tokens`: `[T]`, as in the plan, 0 at places of padding; empty for a decode bucket, whose rows all have their
-      last token, as is `prompt_targets`: `[T]`, the token whose logprob is wanted, or `NO_TARGET`.
-    - `copy_sources`, `copy_targets`: `[R]`, slots that sequences begin with, and those of their own in whose place
-      they do; targets are -1 where there is none. Empty for a model that keeps no states.
+    - `tokens`: `[T]`, as in the plan, 0 for padding. `prompt_targets`: `[T]`, the token whose logprob is wanted, or
+      `NO_TARGET`. Both are empty for a decode bucket, whose rows all compute their last token.
+    - `copy_sources`, `copy_targets`: `[R]`, slots that sequences start with instead of their own (the targets); unused
+      targets are -1. Empty for a model without states.
     """
 
     num_decode: jax.Array
@@ -56,8 +56,8 @@ _SCALARS = 4
 
 
 class StepLayout:
-    """Where each field of `StepInputs` lies in the packed array, int32 `[size]`, of a bucket. `states`: the model keeps
-    some."""
+    """The places of the fields of `StepInputs` in the packed array of a bucket, int32 `[size]`. `states`: whether the
+    model keeps states."""
 
     def __init__(self, bucket: Bucket, dump_row: int, *, states: bool = False) -> None:
         rows, deltas = bucket.rows, bucket.deltas
@@ -75,10 +75,8 @@ class StepLayout:
         return StepInputs(packed[0], packed[1], packed[2], packed[3], *(packed[part] for part in self._slices))
 
     def pack(self, plan: StepPlan, deltas: PageDeltas, guesses: Int32 | None = None) -> Int32:
-        """Packs a plan that fits the bucket; `deltas` are those of its page deltas that the program applies; `guesses`
-        as `Unfolded` has them.
-
-        Of a plan with masked sequences the program samples nothing: that is for its second part.
+        """Packs a plan that fits the bucket. `deltas`: the page deltas that the program applies; `guesses`: as in
+        `Unfolded`. For a plan with masked sequences, no sequence samples: the second part of the step does that.
         """
         packed = np.zeros(self.size, np.int32)
         one_part = plan.masked is None
@@ -111,10 +109,10 @@ class StepLayout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampleInputs:
-    """What the second part of a step reads of its plan and of its masks, on the device.
+    """The inputs of the second part of a step, on the device.
 
     - `top_logprobs`: scalar, as in the plan; `rows`, `kv_lens`, `flags`: as in `StepInputs`.
-    - `masks`: int32 `[R, words]`, see `TokenMasks`; sequences that are not masked may sample anything.
+    - `masks`: int32 `[R, words]`, see `TokenMasks`; those of other sequences allow all tokens.
     """
 
     top_logprobs: jax.Array
@@ -125,7 +123,7 @@ class SampleInputs:
 
 
 class SampleLayout:
-    """Where each field of `SampleInputs` lies in the packed array, int32 `[size]`, of a number of rows."""
+    """The places of the fields of `SampleInputs` in the packed array for a number of rows, int32 `[size]`."""
 
     def __init__(self, rows: int, words: int, dump_row: int) -> None:
         self._rows = rows
@@ -139,8 +137,8 @@ class SampleLayout:
         return SampleInputs(packed[0], rows, kv_lens, flags, packed[1 + 3 * self._rows :].reshape(-1, self._words))
 
     def pack(self, plan: StepPlan, masks: TokenMasks, guesses: Int32 | None = None) -> Int32:
-        """Packs a plan of at most so many rows, and the masks of its masked sequences; `guesses` as `Unfolded` has
-        them."""
+        """Packs a plan with at most this number of rows, and the masks of its masked sequences. `guesses`: as in
+        `Unfolded`."""
         packed = np.zeros(self.size, np.int32)
         packed[0] = plan.top_logprobs
         count = len(plan.rows)
@@ -155,7 +153,7 @@ class SampleLayout:
 
 
 def _flags(plan: StepPlan, samples: Bool | None, guesses: Int32 | None) -> Int32:
-    """Flags of a plan's sequences, of which `samples` sample (None: nobody does)."""
+    """Flags of a plan's sequences, of which `samples` sample (None: none does)."""
     flags = np.zeros(len(plan.rows), np.int32)
     if samples is not None:
         flags += SAMPLES * samples
@@ -167,11 +165,11 @@ def _flags(plan: StepPlan, samples: Bool | None, guesses: Int32 | None) -> Int32
 
 
 def unpack_masks(words: jax.Array, columns: jax.Array) -> jax.Array:
-    """Which of the tokens `columns` int32 `[c]` masks `[n, words]` allow: bool `[n, c]`."""
+    """Whether masks `[n, words]` allow tokens `columns` int32 `[c]`: bool `[n, c]`."""
     return (jnp.take(words, columns // MASK_WORD, axis=1, mode="clip") >> (columns % MASK_WORD)) & 1 != 0
 
 
 def unpack_all(words: jax.Array, vocab_size: int) -> jax.Array:
-    """As `unpack_masks`, for all tokens, and without looking words up one by one: bool `[n, vocab_size]`."""
+    """`unpack_masks` for all tokens, without gathering words: bool `[n, vocab_size]`."""
     bits = (words[:, :, None] >> jnp.arange(MASK_WORD, dtype=jnp.int32)) & 1
     return bits.reshape(len(words), -1)[:, :vocab_size] != 0

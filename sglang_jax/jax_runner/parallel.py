@@ -1,4 +1,4 @@
-"""How a model is spread over devices: what must divide, and what is copied where it does not."""
+"""Shards a model over devices: checks divisibility, and copies heads that are fewer than devices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sglang_jax.architectures.model_config import ModelConfig
 class TensorParallel:
     """A model over `size` devices.
 
-    - `config`: the model as it is built. A layer with fewer kv heads than there are devices has a kv head for each
-      device, neighbours being the same head of the checkpoint: each serves the query heads of its own device. So it is
-      with what heads of a recurrent layer share (see `LayerPart.sharded`). Its vocabulary is a multiple of the devices:
-      what lies past the checkpoint's is padding that nothing uses.
-    - `vocab_size`: the checkpoint's.
+    - `config`: the model as it is built. A layer with fewer KV heads than devices gets a KV head per device, with
+      neighbours that copy the same head of the checkpoint; each serves the query heads of its device. The same holds
+      for inputs that heads of a recurrent layer share (see `LayerPart.sharded`). The vocabulary is padded to a multiple
+      of the number of devices.
+    - `vocab_size`: of the checkpoint.
     """
 
     config: ModelConfig
@@ -24,9 +24,9 @@ class TensorParallel:
 
     @classmethod
     def of(cls, config: ModelConfig, size: int) -> TensorParallel:
-        """Spreads a checkpoint's model.
+        """Shards a checkpoint's model over `size` devices.
 
-        **Raises:** `ConfigError` if it cannot be divided so.
+        **Raises:** `ConfigError` if that is not possible.
         """
         vocabulary = -(-config.vocab_size // size) * size
         built = replace(config.with_layers(lambda layer: layer.sharded(size)), vocab_size=vocabulary)

@@ -47,24 +47,23 @@ from sglang_jax.runner.plan import Int32, PageDeltas, mask_words
 from sglang_jax.runner.row_updates import PACKED_ROW
 
 DELTA_BLOCK = 1024
-"""Page-table entries that one run of the delta program overwrites."""
+"""Maximum page-table entries of one run of the delta program."""
 
 _PROMPT_OF_A_SHORT_ANSWER = 64
-"""Tokens: a question of a line or two in a chat template."""
+"""Tokens of a short prompt: a question of a line or two in a chat template."""
 
 
 class Programs:
     """Builds each program at its first use, or before that on other threads: see `Builds`.
 
-    Shapes with shardings will do for `weights` and `state`: building needs no more, so that programs are built while
-    weights are still read.
+    `weights` and `state` may be shapes with shardings, so that programs can be built while weights are read.
 
-    Programs are called as compiled executables: no tracing, no look-up of shapes. Each takes the state that it changes
-    for good (donated: KV pages are written in place) and returns it. Arguments that are numpy arrays are read while the
-    program runs, so they must not be written to again.
+    Programs are called as compiled executables, without tracing or looking up shapes. Each takes the state that it
+    changes donated (KV pages are written in place) and returns it. Numpy arguments are read while the program runs, so
+    they must not change afterwards.
 
-    `most_guesses`: drafts of a row in a step. `draft`: who makes them, if that is a model; weights and state are then
-    those of both.
+    `most_guesses`: maximum drafts of a row in a step. `draft`: the draft model or None; weights and state are then
+    those of both models.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Programs:
         self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
         self.settles_states = table.states and most_guesses > 0
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
-        self.text_sizes = self.row_update_sizes[:2]  # a text takes as much as a context, each time
+        self.text_sizes = self.row_update_sizes[:2]  # each text takes as much memory as a context
         rows = self.dump_row
         self.guess_sizes = () if draft is None else tuple(b.rows for b in buckets.decode if b.rows < rows) or (rows,)
         self.catch_up_sizes = () if draft is None else CATCH_UP_TOKENS
@@ -109,14 +108,14 @@ class Programs:
     def step(
         self, bucket: Bucket, weights: Weights, state: DeviceState, packed: Int32
     ) -> tuple[DeviceState, StepOutputs]:
-        """Runs one step; `packed` is of the bucket's layout."""
+        """Runs one step. `packed`: in the bucket's layout."""
         return self.builds.get(str(bucket), lambda: self._build_step(bucket))(weights, state, packed)
 
     def sample(
         self, state: DeviceState, found: StepOutputs, packed: Int32
     ) -> tuple[DeviceState, tuple[jax.Array, Logprobs]]:
-        """Runs the second part of a step with masks, whose first part gave `found`; `packed` is of the layout of as
-        many rows as that has. Gives its tokens and logprobs."""
+        """Runs the second part of a step with masks, whose first part returned `found`. `packed`: in the layout for the
+        same number of rows. Returns tokens and logprobs."""
         rows = len(found.logits)
         program = self.builds.get(f"sample {rows} rows", lambda: self._build_sample(rows))
         sampled, outputs = program(SampledState.of(state), found.logits, found.tokens, packed)
@@ -130,13 +129,13 @@ class Programs:
         return state, outputs
 
     def guess(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
-        """Has the draft model guess for as many rows as one of `guess_sizes`; see `pack_guesses`."""
+        """Runs the draft model's guesses for one of `guess_sizes` rows; see `pack_guesses`."""
         size = packed.shape[1]
         program = self.builds.get(f"guess {size} rows", lambda: self._build_guess(size))
         return self._run_draft(program, weights, state, packed)
 
     def catch_up(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
-        """Has the draft model compute as many tokens as one of `catch_up_sizes`; see `pack_missed`."""
+        """Has the draft model compute one of `catch_up_sizes` tokens; see `pack_missed`."""
         size = packed.shape[1]
         program = self.builds.get(f"catch up {size} tokens", lambda: self._build_catch_up(size))
         return self._run_draft(program, weights, state, packed)
@@ -153,35 +152,35 @@ class Programs:
         return self.draft
 
     def _parts(self, state: DeviceState) -> tuple[DraftState, RowState]:
-        """What the draft model's programs change, and what they read; of the state, or of its shapes."""
+        """The parts of the state, or of its shapes, that the draft model's programs change, and that they read."""
         assert state.known is not None
         assert state.drafted is not None
         _, kv = self._draft_model.split(state.kv)
         return DraftState(kv, state.drafted), RowState(state.page_table, state.known, state.sampling)
 
     def settle(self, state: DeviceState, packed: Int32) -> DeviceState:
-        """Has rows keep the states after their last drafts that were right; see `make_settle`."""
+        """Moves the states after rows' last accepted drafts to their slots; see `make_settle`."""
         assert state.known is not None, "a runner that drafts"
         program = self.builds.get("settle states", self._build_settle)
         states = program(states_of(state.kv), state.page_table, state.known.right, packed)
         return replace(state, kv=with_states(state.kv, states))
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
-        """Replaces the parameters of as many rows as one of `row_update_sizes`."""
+        """Replaces the parameters of one of `row_update_sizes` rows."""
         size = len(packed)
         return self.builds.get(f"update {size} rows", lambda: self._build_row_updates(size))(sampling, packed)
 
     def set_occurrences(self, sampling: SamplingState, row: int, occurrences: Int32) -> SamplingState:
-        """Replaces what a row has counted; `occurrences` int32 `[vocab]`."""
+        """Replaces a row's counts of tokens; `occurrences` int32 `[vocab]`."""
         return self.builds.get("set occurrences", self._build_occurrences)(sampling, np.int32(row), occurrences)
 
     def set_known_tokens(self, known: KnownTokens, packed: Int32) -> KnownTokens:
-        """Replaces the texts of as many rows as one of `text_sizes`; see `drafts.set_known_tokens`."""
+        """Replaces the texts of one of `text_sizes` rows; see `drafts.set_known_tokens`."""
         size = len(packed)
         return self.builds.get(f"texts of {size} rows", lambda: self._build_known_tokens(size))(known, packed)
 
     def set_hints(self, known: KnownTokens, packed: Int32) -> KnownTokens:
-        """Replaces the hints of as many rows as one of `text_sizes`; see `pack_hints`."""
+        """Replaces the hints of one of `text_sizes` rows; see `pack_hints`."""
         size = len(packed)
         return self.builds.get(f"hints of {size} rows", lambda: self._build_hints(size))(known, packed)
 
@@ -194,25 +193,25 @@ class Programs:
         return self.builds.get("page deltas", self._build_deltas)(page_table, packed)
 
     def begin(self, names: Iterable[str]) -> None:
-        """Starts to build programs of these names on other threads, in their order, and returns at once. What is not
-        done when one of them is used is waited for."""
+        """Starts to build the named programs on other threads, in order, and returns at once. A program that is used
+        before its build is done is waited for."""
         builders = self.builders()
         self.builds.begin({name: builders[name] for name in names})
 
     def abandon(self) -> None:
-        """Gives up what is begun and not yet being built."""
+        """Cancels started builds that do not run yet."""
         self.builds.abandon()
 
     def of_short_answers(self) -> list[str]:
-        """Names of the programs that a single short prompt and its answer need."""
+        """Names of the programs for one short prompt and its answer."""
         row_update = f"update {self.row_update_sizes[0]} rows"
         tokens = min(_PROMPT_OF_A_SHORT_ANSWER, self.buckets.mixed[-1].tokens)
         prompt = self.buckets.pick(tokens, num_rows=1, num_decode=0)
         return [str(prompt), row_update, str(self.buckets.decode[0])]
 
     def needed_first(self) -> list[str]:
-        """Names of the programs with which every step has one, those that take longest first: of steps the largest, and
-        the smallest for the first answers."""
+        """Names of programs such that every step fits one, the slowest builds first: the largest steps, and the
+        smallest for the first answers."""
         decode, mixed = self.buckets.decode, self.buckets.mixed
         steps = list(dict.fromkeys(map(str, (mixed[-1], decode[-1], decode[0]))))
         later = {str(bucket) for bucket in self.buckets}
@@ -221,13 +220,13 @@ class Programs:
         return [*steps, *(name for name in self.builders() if name not in later)]
 
     def build(self, names: Iterable[str], progress: Callable[[int, int, str], None]) -> None:
-        """Builds programs of these names; see `Builds.build`."""
+        """Builds the named programs; see `Builds.build`."""
         builders = self.builders()
         self.builds.build({name: builders[name] for name in names}, progress)
 
     def build_others(self, around: Around) -> None:
-        """Builds all others in the background, small ones first; see `Builds`. Until they are built, larger ones run in
-        their place."""
+        """Builds all other programs in the background, small ones first; see `Builds`. Until then, larger programs are
+        used instead."""
         pairs = zip_longest(self.buckets.mixed, self.buckets.decode)
         steps = [bucket for pair in pairs for bucket in pair if bucket is not None]
         names = [name for bucket in steps for name in (str(bucket), f"sample {bucket.rows} rows")]
@@ -235,13 +234,13 @@ class Programs:
         self.builds.build_in_background({name: builders[name] for name in dict.fromkeys([*names, *builders])}, around)
 
     def pick(self, num_tokens: int, num_rows: int, num_decode: int, *, masked: bool = False) -> Bucket:
-        """As `Buckets.pick`, of those that are built while others are built in the background. `masked`: it waits for
-        masks, so that its second part is needed too."""
+        """`Buckets.pick`, preferring built programs during background builds. `masked`: whether the step needs a second
+        part, too."""
         usable = None if self.builds.complete else partial(self._is_built, masked)
         return self.buckets.pick(num_tokens, num_rows, num_decode, usable)
 
     def guess_size(self, rows: int) -> int:
-        """The smallest of `guess_sizes` for so many rows, of those that are built while others are."""
+        """The smallest of `guess_sizes` for `rows` rows, preferring built programs during background builds."""
         sizes = [size for size in self.guess_sizes if size >= rows]
         built = [size for size in sizes if self.builds.complete or f"guess {size} rows" in self.builds]
         return (built or sizes)[0]
@@ -250,7 +249,7 @@ class Programs:
         return str(bucket) in self.builds and (not masked or f"sample {bucket.rows} rows" in self.builds)
 
     def builders(self) -> dict[str, Build]:
-        """How to build each program, by name; those that take longest first, so that none of them is waited for."""
+        """The function that builds each program, by name; the slowest builds first."""
         steps = reversed(list(self.buckets))
         return {
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
@@ -280,14 +279,14 @@ class Programs:
             donate_argnums=1,
             out_shardings=(self._placement, self._outputs_placement()),
         )
-        # Kernels ask for the mesh, to run on each device by itself, and for the chip that it is of.
+        # Kernels need the mesh, to run on each device, and its kind of chip.
         with nullcontext() if self._mesh is None else jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             lowered = step.lower(self._weight_shapes, self._state_shapes, _integers(layout.size))
         self._logits_columns = lowered.out_info[1].logits.shape[1]
         return lowered.compile(compiler_options=self._options(bucket.decode_only))
 
     def _options(self, decode_only: bool) -> dict[str, str]:
-        """The compiler's, for a step or a part of one."""
+        """Compiler options for a step or a part of one."""
         device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
         return options_of_step(device.platform, device.device_kind, decode_only)
 
@@ -308,7 +307,8 @@ class Programs:
         return lowered.compile(compiler_options=self._options(decode_only))
 
     def _outputs_placement(self) -> StepOutputs | None:
-        """Outputs are whole on every device, so that every node can read them; but for the logits, which none does."""
+        """The shardings of outputs: replicated, so that every node can read them, except logits, which no node
+        reads."""
         if self._mesh is None:
             return None
         whole = self._whole()
@@ -331,7 +331,8 @@ class Programs:
         return lowered.compile(compiler_options=self._options(decode_only=True))
 
     def _logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Of what a step of so many rows gives for the second part. How wide logits are, a step tells once built."""
+        """The shape of the logits of a step with `rows` rows, for its second part. Their width is known after building
+        a step."""
         if self._logits_columns is None:
             smallest = self.buckets.decode[0]
             self.builds.get(str(smallest), partial(self._build_step, smallest))

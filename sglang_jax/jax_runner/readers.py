@@ -1,11 +1,11 @@
-"""What reads a step's logits, to sample from them and for logprobs: on one device, or on several.
+"""Reads a step's logits, for sampling and logprobs, on one device or several.
 
-Several devices have the columns of a head that is spread by the vocabulary, and so those of its logits. What passes
-over the vocabulary many times would take a sum over devices for each pass: for that each device is given some lines
-whole. A greedy step needs no more than each device's largest logit of each line.
+With several devices, the head and its logits are sharded by the vocabulary. Operations that pass over the vocabulary
+many times would need a sum over devices per pass, so each device gets some lines whole for these. A greedy step only
+needs each device's largest logit of each line.
 
-All of this is written out device by device (`shard_map`): were it left to the compiler to spread, it would spread by
-lines what the logits come from as well, up to the residual stream of the model.
+All of this is explicit per device (`shard_map`). If the compiler chose the sharding, it would also shard the inputs of
+the logits by lines, up to the model's residual stream.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Masks(NamedTuple):
 
 
 class LogitsReader(Protocol):
-    """Reads float32 `[n, columns]`, of which those past the vocabulary are padding."""
+    """Reads logits float32 `[n, columns]`; columns past the vocabulary are padding."""
 
     def sample(
         self,
@@ -58,7 +58,7 @@ class LogitsReader(Protocol):
         active: jax.Array,
         masks: Masks | None = None,
     ) -> jax.Array:
-        """See `sampler.sample`. `masks`: None where all tokens are allowed."""
+        """See `sampler.sample`. `masks`: None to allow all tokens."""
         ...
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
@@ -67,17 +67,17 @@ class LogitsReader(Protocol):
 
 
 def reader_over(mesh: Mesh | None) -> LogitsReader:
-    """The reader for logits of a head that is spread over `mesh`."""
+    """The reader for logits of a head that is sharded over `mesh`."""
     return WholeLogits() if mesh is None or mesh.shape[_AXIS] == 1 else SpreadLogits(mesh)
 
 
 def logits_sharding(mesh: Mesh) -> NamedSharding:
-    """Where the logits of a head lie that is spread over `mesh`."""
+    """The sharding of the logits of a head that is sharded over `mesh`."""
     return NamedSharding(mesh, PartitionSpec(None, _AXIS))
 
 
 class WholeLogits:
-    """One device has all columns."""
+    """The reader on one device, which has all columns."""
 
     def sample(
         self,
@@ -96,7 +96,8 @@ class WholeLogits:
 
 
 class SpreadLogits:
-    """Each device has as many columns of all lines; every other argument and all results are whole on each."""
+    """The reader on several devices, each of which has an equal share of the columns. Other arguments and all results
+    are replicated."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -149,14 +150,14 @@ class SpreadLogits:
         return self._on_each(run, 2)(logits, tokens, alternatives)
 
     def _on_each(self, run: Callable[..., T], others: int) -> Callable[..., T]:
-        """`run` on each device: its first argument is that device's columns, `others` more are whole."""
+        """Runs `run` on each device; its first argument is the device's columns, and `others` more are replicated."""
         whole = PartitionSpec()
         specs = (PartitionSpec(None, _AXIS), *[whole] * others)
         return jax.shard_map(run, mesh=self._mesh, in_specs=specs, out_specs=whole, check_vma=False)
 
 
 class _Lines:
-    """`count` lines divided among devices, filled up with some that mean nothing. For use on each device."""
+    """`count` lines divided among devices, with padding. For use on each device."""
 
     def __init__(self, count: int, devices: int) -> None:
         self._count = count
@@ -164,16 +165,16 @@ class _Lines:
         self._padding = self._own * devices - count
 
     def mine(self, arrays: T) -> T:
-        """This device's lines of arrays `[count, ...]` that are whole on each."""
+        """This device's lines of replicated arrays `[count, ...]`."""
         first = lax.axis_index(_AXIS) * self._own
         return jax.tree.map(lambda array: lax.dynamic_slice_in_dim(self._filled(array), first, self._own), arrays)
 
     def exchange(self, columns: jax.Array) -> jax.Array:
-        """Some columns of all lines for all columns of this device's lines."""
+        """Exchanges this device's columns of all lines for all columns of its lines."""
         return lax.all_to_all(self._filled(columns), _AXIS, split_axis=0, concat_axis=1, tiled=True)
 
     def gather(self, arrays: T) -> T:
-        """What all devices have for their lines: `[count, ...]`."""
+        """Gathers the lines of all devices: `[count, ...]`."""
         return jax.tree.map(lambda array: lax.all_gather(array, _AXIS, tiled=True)[: self._count], arrays)
 
     def _filled(self, array: jax.Array) -> jax.Array:
@@ -181,8 +182,8 @@ class _Lines:
 
 
 def _extremes(columns: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each line over all devices: the largest and the least logit, and the first token that has the largest, as
-    `first_argmax` has it. One exchange of three numbers a line."""
+    """The largest and the smallest logit of each line over all devices, and the first token with the largest, as by
+    `first_argmax`. It exchanges three numbers per line."""
     width = columns.shape[1]
     first = lax.axis_index(_AXIS) * width
     upper = lower = columns

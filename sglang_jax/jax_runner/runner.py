@@ -1,4 +1,4 @@
-"""Runs plans on a device by JAX."""
+"""Runs plans on devices with JAX."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ Update = TypeVar("Update")
 
 @dataclass(slots=True)
 class JaxStep:
-    """A step on its way: JAX dispatches asynchronously, and reading an output waits for it. `second`: starts its second
-    part, which gives the rest of `outputs`; None where there is none to start. `max_samples`: the runner's."""
+    """A launched step. JAX dispatches asynchronously, and reading an output waits for it. `second`: starts the second
+    part, which completes `outputs`; None without one. `max_samples`: of the runner."""
 
     unfolded: Unfolded
     outputs: StepOutputs
@@ -55,17 +55,17 @@ class JaxStep:
 
     @property
     def plan(self) -> StepPlan:
-        """With every query that samples as a sequence."""
+        """The plan with one sequence per sampling query."""
         return self.unfolded.plan
 
     def sample(self, masks: TokenMasks) -> None:
-        """See `StepHandle`. Raises `RuntimeError` for a step that waits for no masks."""
+        """See `StepHandle`. Raises `RuntimeError` for a step that does not wait for masks."""
         if self.second is None:
             raise RuntimeError(f"step {self.plan.step} waits for no masks")
         self.outputs, self.second = self.second(self.unfolded, self.outputs, masks), None
 
     def result(self) -> StepResult:
-        """Blocks until the step has run, and copies to the host what the plan asks for and no more."""
+        """Blocks until the step has run, and copies only the outputs that the plan asks for to the host."""
         assert self.second is None, f"step {self.plan.step} waits for its masks"
         plan, outputs = self.plan, self.outputs
         tokens = np.asarray(outputs.tokens)[: len(plan.rows)]
@@ -96,15 +96,14 @@ def _on_host(found: Logprobs, start: int, count: int, alternatives: int) -> TopL
 
 
 class JaxRunner:
-    """`Runner` on one device, or on several that are one mesh.
+    """The `Runner` on one device, or on a mesh of several.
 
-    A launch packs the plan into one array, hands it to the compiled program of the smallest bucket that the plan fits
-    in, and returns: the device works through launches in order, since each takes the state that the one before
-    returned.
+    A launch packs the plan into one array, calls the compiled program of the smallest bucket that the plan fits, and
+    returns. The device runs launches in order, since each takes the state that the previous one returned.
 
-    **Arguments:** `programs` are those of the weights' model; `weights` and `kv` are handed over (`kv` is written in
-    place, `close` frees both); `details` go into the report; `mesh` is where weights and KV are, JAX's default device
-    if None; `counted`: numbers of layers that count the tokens of their experts.
+    **Arguments:** `programs`: of the weights' model; `weights` and `kv`: the runner takes them over (`kv` is written in
+    place, `close` frees both); `details`: for the report; `mesh`: of weights and KV, None for JAX's default device;
+    `counted`: indices of layers that count the tokens of their experts.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class JaxRunner:
         return self._spec
 
     def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
-        """See `Runner`. Programs run in one order, the same in every process of a group."""
+        """See `Runner`. Programs run in the same order in every process of a group."""
         programs = self._programs
         names = programs.needed_first() if first_only else list(programs.builders())
         steps = [bucket for bucket in programs.buckets if str(bucket) in names]
@@ -210,13 +209,13 @@ class JaxRunner:
         if plan.masked is None:
             self._settle(unfolded)
             outputs.tokens.copy_to_host_async()
-            outputs = replace(outputs, logits=outputs.tokens)  # logits are not kept until somebody asks
+            outputs = replace(outputs, logits=outputs.tokens)  # frees the logits, which are not needed any more
             return JaxStep(unfolded, outputs, self._spec.max_samples)
         self._waiting = JaxStep(unfolded, outputs, self._spec.max_samples, self._sample)
         return self._waiting
 
     def _sample(self, unfolded: Unfolded, outputs: StepOutputs, masks: TokenMasks) -> StepOutputs:
-        """The second part of a step."""
+        """Runs the second part of a step."""
         packed = self._programs.sample_layouts[len(outputs.logits)].pack(unfolded.plan, masks, unfolded.guesses)
         self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs, packed)
         self._settle(unfolded)
@@ -224,16 +223,16 @@ class JaxRunner:
         return StepOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
 
     def _settle(self, unfolded: Unfolded) -> None:
-        """Once a step has sampled: states of rows with drafts are those after the last that was right."""
+        """After sampling, moves the states after rows' last accepted drafts to their slots."""
         programs = self._programs
         if programs.settles_states and unfolded.guesses.any():
             packed = pack_settled(unfolded, self._spec.max_rows, programs.dump_row, programs.table.first_draft_slot)
             self._state = programs.settle(self._state, packed)
 
     def start_profile(self, folder: str) -> None:
-        """See `Runner`. `folder` is anything that JAX writes to, `gs://` too."""
+        """See `Runner`. `folder`: any that JAX can write to, also `gs://`."""
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every call of the host would take several times as long
+        options.python_tracer_level = 0  # with it, Python calls take several times as long
         jax.profiler.start_trace(folder, profiler_options=options)
         self._profiling = True
 
@@ -262,7 +261,7 @@ class JaxRunner:
         return load_since(self._load_in_warm_up, self._expert_load())
 
     def _expert_load(self) -> tuple[ExpertLoad, ...]:
-        """Warm-up included. Every device has the same."""
+        """The counts with those of the warm-up, which are the same on every device."""
         words = jax.device_get([self._state.kv[layer].expert_tokens for layer in self._counted])
         return tuple(
             ExpertLoad(layer, low.astype(np.int64) + (high.astype(np.int64) << 32))
@@ -270,7 +269,7 @@ class JaxRunner:
         )
 
     def close(self) -> None:
-        """Waits for what was launched, and frees the device's memory. What is not built yet will not be."""
+        """Waits for launched steps, and frees the device's memory. Cancels builds that do not run yet."""
         self._programs.abandon()
         jax.block_until_ready(self._state)
         self._counter.close()
@@ -278,7 +277,7 @@ class JaxRunner:
             array.delete()
 
     def _replace_rows(self, updates: RowUpdates) -> None:
-        """Sets the sampling state of rows, their texts and hints, in as few runs of the fixed sizes as it takes."""
+        """Sets sampling state, texts and hints of rows, in the fewest runs of the fixed sizes."""
         sampling, known = self._state.sampling, self._state.known
         for size, batch in _in_batches(updates.sampling, self._programs.row_update_sizes):
             packed = pack_row_updates(batch, size, self._programs.dump_row, self._spec.vocab_size)
@@ -296,11 +295,11 @@ class JaxRunner:
         self._state = replace(self._state, sampling=sampling, known=known)
 
     def _guesses(self, unfolded: Unfolded) -> bool:
-        """Whether a draft model has something to guess."""
+        """Whether a draft model has to guess for the plan."""
         return self._drafter is not None and bool(unfolded.guesses.any())
 
     def _apply_excess(self, deltas: PageDeltas, most: int) -> PageDeltas:
-        """Applies all deltas where they are more than the step's program takes; what is left goes with the step."""
+        """Applies all deltas if they are more than the step's program takes. Returns those left for the step."""
         count = len(deltas.rows)
         if count <= most:
             return deltas
@@ -312,7 +311,7 @@ class JaxRunner:
 
 
 def _in_batches(updates: Sequence[Update], sizes: tuple[int, ...]) -> Iterator[tuple[int, Sequence[Update]]]:
-    """Parts of `updates`, each with the smallest of `sizes` that takes it, or the largest."""
+    """Parts of `updates`, each with the smallest of `sizes` that is enough, or the largest."""
     while updates:
         size = next((size for size in sizes if size >= len(updates)), sizes[-1])
         yield size, updates[:size]

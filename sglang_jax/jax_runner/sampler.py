@@ -1,7 +1,7 @@
 """Samples one token for each row of logits.
 
-Everything is an array indexed by row: a new mix of sampling parameters compiles nothing. What costs time runs under a
-`lax.cond` on "some row of this batch needs it", so that a greedy batch pays for one maximum over the vocabulary.
+All parameters are arrays indexed by row, so no mix of them compiles a program. Expensive parts run under a `lax.cond`
+on "some row of this batch needs it", so a greedy batch only computes a maximum over the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from sglang_jax.runner.row_updates import ONE_OUTPUT
 
 _LEAST_TEMPERATURE = np.float32(1e-20)
 _LARGEST_BLOCK, _LEAST_BLOCK = 256, 16
-"""Tokens of a block of `first_argmax`. With fewer, the largest values of all blocks would be nearly a vocabulary."""
+"""Maximum and minimum tokens of a block of `first_argmax`. With fewer, there would be nearly as many blocks as
+tokens."""
 
 
 def sample(
@@ -38,16 +39,17 @@ def sample(
     """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
 
     Order: mask of tokens, logit bias, mask of stop ids, penalties, temperature, top-k, top-p, min-p, Gumbel-max. Each
-    filter works on what the one before it kept, renormalised. Tokens that tie with the least likely one kept are kept
-    as well, so that no filter depends on an order of equal logits; of tokens that tie at the end the lowest id wins.
+    filter applies to the tokens that the previous one kept, renormalised. Tokens that tie with the least likely kept
+    one are kept, too, so filters do not depend on the order of equal logits; among tokens that tie at the end, the
+    lowest id wins.
 
     **Arguments:**
 
     - `logits`: float32 `[n, vocab]`.
-    - `state`: of all rows; `rows` int32 `[n]` says which row each line of logits belongs to.
-    - `kv_lens`: int32 `[n]`, position of the token to be sampled; with the row's seed it keys the noise.
-    - `active`: bool `[n]`. What other lines ask for is not computed, and their tokens mean nothing.
-    - `masked`: which tokens may be sampled; None for all.
+    - `state`: of all rows; `rows`: int32 `[n]`, the row of each line of logits.
+    - `kv_lens`: int32 `[n]`, position of the token to sample, which keys the noise together with the row's seed.
+    - `active`: bool `[n]`. The parameters of other lines are ignored, and their tokens are arbitrary.
+    - `masked`: the tokens that may be sampled; None for all.
     """
     if masked is None:
         finite = are_finite(largest_logit(logits), jnp.min(logits, axis=-1))
@@ -56,7 +58,7 @@ def sample(
         logits = jnp.where(masked.allowed, logits, -jnp.inf)
     own = state.select(rows)
     asked = Asked.of(own, kv_lens, active, logits.shape[1])
-    # Around all the rest: whatever may change logits has them copied first, needed or not.
+    # One condition around all the rest, since operations that may change logits copy them first, needed or not.
     tokens = lax.cond(
         asked.anything(),
         lambda: adjust_and_sample(logits, own, asked, rows, kv_lens),
@@ -66,10 +68,10 @@ def sample(
 
 
 class Masked(NamedTuple):
-    """What the second part of a step knows of its logits.
+    """Masks for the second part of a step.
 
-    - `allowed`: bool `[n, vocab]`, tokens that may be sampled, one at least of each active line.
-    - `finite`: bool `[n]`, whether all logits of a line are: the first part has looked at each.
+    - `allowed`: bool `[n, vocab]`, tokens that may be sampled, at least one per active line.
+    - `finite`: bool `[n]`, whether all logits of a line are finite, which the first part has checked.
     """
 
     allowed: jax.Array
@@ -77,27 +79,28 @@ class Masked(NamedTuple):
 
 
 def largest_logit(logits: jax.Array) -> jax.Array:
-    """The largest of each line `[n, vocab]`, infinity where one is NaN: reductions do not keep NaN everywhere."""
+    """The largest logit of each line `[n, vocab]`, infinity if one is NaN, since reductions drop NaN on some
+    platforms."""
     return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
 
 
 def are_finite(largest: jax.Array, least: jax.Array) -> jax.Array:
-    """Whether all logits of lines are, by the largest and the least of each: bool `[n]`."""
+    """Whether all logits of each line are finite, by its largest and smallest: bool `[n]`."""
     return jnp.isfinite(largest) & jnp.isfinite(least)
 
 
 def only_finite(tokens: jax.Array, finite: jax.Array, vocab_size: int) -> jax.Array:
-    """The tokens `[n]` of lines whose logits are finite, `INVALID_TOKEN` for others."""
-    # Beyond the vocabulary: finite logits that overflowed under a bias or a penalty.
+    """Tokens `[n]`, with `INVALID_TOKEN` for lines whose logits are not finite."""
+    # A token beyond the vocabulary: finite logits overflowed under a bias or a penalty.
     return jnp.where(finite & (tokens < vocab_size), tokens, INVALID_TOKEN)
 
 
 class Asked(NamedTuple):
-    """Which active lines of logits ask for what: bool `[n]` each."""
+    """The active lines that need each operation: bool `[n]` each."""
 
     biased: jax.Array
     masked: jax.Array
-    """Too short yet to stop."""
+    """Lines that are too short to stop."""
     penalised: jax.Array
     random: jax.Array
 
@@ -111,19 +114,19 @@ class Asked(NamedTuple):
         )
 
     def anything(self) -> jax.Array:
-        """bool scalar: some line asks for more than its largest logit."""
+        """Whether some line needs more than its largest logit, bool scalar."""
         return jnp.any(self.biased | self.masked | self.penalised | self.random)
 
 
 def adjust_and_sample(
     logits: jax.Array, own: SamplingState, asked: Asked, rows: jax.Array, kv_lens: jax.Array
 ) -> jax.Array:
-    """What `sample` does for lines of which some ask for something: int32 `[n]`, the vocabulary's size or more where
-    no token has the largest logit."""
+    """`sample` for lines of which some need an operation: int32 `[n]`, at least the vocabulary size if no token has the
+    largest logit."""
     logits = _add_bias(logits, own, asked.biased)
     logits = _mask_stop_ids(logits, own, rows, asked.masked)
     logits = _penalise(logits, own, rows, asked.penalised)
-    # Read by several reductions: without the barrier each would compute the whole chain again.
+    # Several reductions read it: without the barrier, each would recompute the whole chain.
     logits = lax.optimization_barrier(logits)
     greedy_tokens = first_argmax(logits)
     return lax.cond(
@@ -134,25 +137,24 @@ def adjust_and_sample(
 
 
 def first_argmax(values: jax.Array) -> jax.Array:
-    """Index of the largest value of each row `[n, vocab]`, the lowest of equals: int32 `[n]`.
-
-    A row with a NaN gives an index outside the vocabulary.
-    """
+    """Index of the largest value of each row `[n, vocab]`, the lowest one of equal values: int32 `[n]`. For a row with
+    a NaN, an index outside the vocabulary."""
     return lax.platform_dependent(values, cpu=_first_argmax_by_blocks, default=_first_argmax)
 
 
 def _first_argmax(values: jax.Array) -> jax.Array:
-    """By two plain reductions, which compilers vectorise; `jnp.argmax` is one over pairs."""
+    """`first_argmax` by two plain reductions, which compilers vectorise, while `jnp.argmax` is one over pairs."""
     largest = jnp.max(values, axis=-1, keepdims=True)
     places = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
     return jnp.min(jnp.where(values == largest, places, values.shape[-1]), axis=-1)
 
 
 def _first_argmax_by_blocks(values: jax.Array) -> jax.Array:
-    """Reads the values once: XLA's CPU backend would write a second reduction's operands out first.
+    """`first_argmax` that reads the values once; for a second reduction, XLA's CPU backend would write its operands to
+    memory first.
 
-    Finds each block's largest value, the first block that holds the row's largest, and the place in that block. A
-    vocabulary that no block size divides goes through the plain reductions.
+    It finds each block's largest value, the first block with the row's largest, and the place in that block. If no
+    block size divides the vocabulary, it uses the plain reductions.
     """
     rows, vocab_size = values.shape
     block_size = math.gcd(vocab_size, _LARGEST_BLOCK)
@@ -171,13 +173,13 @@ def _when(predicate: jax.Array, change: Callable[[jax.Array], jax.Array], values
 
 def _add_bias(logits: jax.Array, own: SamplingState, biased: jax.Array) -> jax.Array:
     lines = jnp.arange(logits.shape[0])[:, None]
-    # A line that is not active has what it asks for added as well: its token means nothing.
+    # Lines that are not active get their bias, too, as their tokens are arbitrary.
     return _when(jnp.any(biased), lambda x: x.at[lines, own.bias_ids].add(own.bias_values, mode="drop"), logits)
 
 
 def _mask_stop_ids(logits: jax.Array, own: SamplingState, rows: jax.Array, masked: jax.Array) -> jax.Array:
     def mask(x: jax.Array) -> jax.Array:
-        # Not outside the condition, where every step would read the table of all rows.
+        # Within the condition, so that not every step reads the table of all rows.
         stop_ids = jnp.where(masked[:, None], own.stop_ids[rows], x.shape[1])
         return x.at[jnp.arange(x.shape[0])[:, None], stop_ids].set(-jnp.inf, mode="drop")
 
@@ -199,7 +201,7 @@ def _penalise(logits: jax.Array, own: SamplingState, rows: jax.Array, penalised:
 
 
 def _gumbel_argmax(logits: jax.Array, own: SamplingState, kv_lens: jax.Array, random: jax.Array) -> jax.Array:
-    """Samples by the Gumbel-max trick among the tokens that the filters keep: int32 `[n]`."""
+    """Samples among the tokens that the filters keep, by the Gumbel-max trick: int32 `[n]`."""
     vocab_size = logits.shape[1]
     temperature = jnp.maximum(jnp.where(random, own.temperature, 1.0), _LEAST_TEMPERATURE)
     largest = jnp.max(logits, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What the sampler knows of each row: arrays on the device, replaced row by row as requests come and go."""
+"""The sampler's parameters and counts of each row: arrays on the device, replaced row by row."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sglang_jax.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingState:
-    """Sampling parameters of every row; `SamplingParams` says what they mean.
+    """Sampling parameters of every row; see `SamplingParams` for their meaning.
 
-    - `top_k`: int32, the vocabulary's size where all tokens are kept.
-    - `bias_ids`, `stop_ids`: unused entries hold the vocabulary's size, which every scatter drops.
-    - `seed_low`, `seed_high`: uint32, the words of the seed. Of one array `[rows, 2]` a TPU makes a copy in another
-      layout at each step, to read some of its rows.
-    - `occurrences`: int32 `[rows, vocab]`, twice the number of times that the output holds the token, plus one where
-      the prompt holds it. Kept up to date for rows with a penalty alone.
+    - `top_k`: int32, the vocabulary size if all tokens are kept.
+    - `bias_ids`, `stop_ids`: unused entries are the vocabulary size, which scatters drop.
+    - `seed_low`, `seed_high`: uint32, the words of the seed. They are separate, since a TPU would copy an array
+      `[rows, 2]` to another layout in each step, to read some of its rows.
+    - `occurrences`: int32 `[rows, vocab]`, twice the token's count in the output, plus one if the prompt contains it.
+      Only up to date for rows with a penalty.
     """
 
     temperature: jax.Array
@@ -43,7 +43,7 @@ class SamplingState:
 
     @classmethod
     def empty(cls, rows: int, vocab_size: int) -> SamplingState:
-        """Greedy rows without any penalty, bias or mask."""
+        """Greedy rows without penalties, bias or mask."""
         return cls(
             temperature=jnp.zeros(rows, jnp.float32),
             top_k=jnp.full(rows, vocab_size, jnp.int32),
@@ -68,35 +68,35 @@ class SamplingState:
 
     @property
     def seed(self) -> jax.Array:
-        """uint32 `[rows, 2]`, low word first."""
+        """The seeds, uint32 `[rows, 2]`, low word first."""
         return jnp.stack((self.seed_low, self.seed_high), axis=-1)
 
     @property
     def penalised(self) -> jax.Array:
-        """bool `[rows]`: a penalty is set, so that the row's tokens are counted."""
+        """Rows with a penalty, whose tokens are counted: bool `[rows]`."""
         return (self.repetition_penalty != 1.0) | (self.frequency_penalty != 0.0) | (self.presence_penalty != 0.0)
 
     def select(self, rows: jax.Array) -> SamplingState:
-        """The parameters of `rows` int32 `[n]`. `occurrences`, which is large, and `stop_ids`, which few steps read,
-        stay those of all rows."""
+        """The parameters of `rows` int32 `[n]`, except `occurrences`, which is large, and `stop_ids`, which few steps
+        read: these stay those of all rows."""
         small = replace(self, occurrences=self.temperature, stop_ids=self.temperature)
         selected = jax.tree.map(lambda values: values[rows], small)
         return replace(selected, occurrences=self.occurrences, stop_ids=self.stop_ids)
 
     def count(self, rows: jax.Array, tokens: jax.Array, counted: jax.Array) -> SamplingState:
-        """Counts a sampled token in each of `rows` for which `counted` (all three `[n]`) holds."""
+        """Counts a sampled token in each of `rows` that is `counted`: all `[n]`."""
 
         def add(occurrences: jax.Array) -> jax.Array:
             amounts = jnp.where(counted, ONE_OUTPUT, 0)
             return occurrences.at[rows, jnp.where(counted, tokens, 0)].add(amounts)
 
-        # Without the condition every step would sort and scatter, and fetch the whole table before it.
+        # Without the condition, every step would sort and scatter, and read the whole table before that.
         occurrences = lax.cond(jnp.any(counted), add, lambda unchanged: unchanged, self.occurrences)
         return replace(self, occurrences=occurrences)
 
 
 def apply_row_updates(state: SamplingState, packed: jax.Array) -> SamplingState:
-    """Replaces the parameters of the rows that `packed` (see `pack_row_updates`) names."""
+    """Replaces the parameters of the rows in `packed`, see `pack_row_updates`."""
 
     def unpack(words: jax.Array, kind: FieldKind) -> jax.Array:
         match kind:
@@ -115,5 +115,5 @@ def apply_row_updates(state: SamplingState, packed: jax.Array) -> SamplingState:
 
 
 def set_occurrences(state: SamplingState, row: jax.Array, occurrences: jax.Array) -> SamplingState:
-    """Replaces what row `row` (int32 scalar) has counted so far."""
+    """Replaces the counts of row `row` (int32 scalar)."""
     return replace(state, occurrences=state.occurrences.at[row].set(occurrences))

@@ -1,4 +1,4 @@
-"""The step program: page-table deltas, forward, logits, sample and bookkeeping in one computation on the device."""
+"""The step program: page-table deltas, forward pass, logits, sampling and bookkeeping in one computation."""
 
 from __future__ import annotations
 
@@ -46,16 +46,15 @@ class ModelFunctions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceState:
-    """What steps change. Every program that changes a part is given it for good and returns it.
+    """The state that steps change. A program takes the parts that it changes donated, and returns them.
 
-    One row more than the runner offers, the dump row, takes what padding writes.
+    There is one more row than the runner offers, the dump row, to which padding writes.
 
     - `kv`: KV pages or states of every layer.
-    - `page_table`: int32 `[rows + 1, columns]`, those of all cache groups side by side (see `TableLayout`); the dump
-      row holds page 0 alone.
-    - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
-    - `known`: the rows' texts, where steps have drafts.
-    - `drafted`: what a draft model has guessed, where there is one.
+    - `page_table`: int32 `[rows + 1, columns]`, for all cache groups (see `TableLayout`); the dump row has page 0 only.
+    - `last_tokens`: int32 `[rows + 1]`, the last sample of each row.
+    - `known`: the rows' texts, if steps have drafts.
+    - `drafted`: the guesses of a draft model, if there is one.
     """
 
     kv: KVCaches
@@ -81,7 +80,7 @@ class SampledState:
         return cls(state.last_tokens, state.sampling, state.known, state.drafted)
 
     def inputs_of(self, flags: jax.Array, rows: jax.Array, kv_lens: jax.Array) -> Sequences:
-        """What a step's sequences `[R]` compute, and how long they are."""
+        """The tokens and lengths of a step's sequences `[R]`."""
         last_tokens = self.last_tokens[rows]
         if self.known is None:
             return Sequences(flags > 0, kv_lens, last_tokens, None)
@@ -90,7 +89,7 @@ class SampledState:
     def after(
         self, sequences: Sequences, rows: jax.Array, tokens: jax.Array, most_guesses: int
     ) -> tuple[SampledState, jax.Array]:
-        """Once the sequences of a step have sampled `tokens` `[R]`; and these, as the host is told."""
+        """The state after the sequences of a step have sampled `tokens` `[R]`; and the tokens for the host."""
         samples, told, last = sequences.samples, tokens, sequences.samples
         known, drafted = self.known, self.drafted
         if known is not None and sequences.guesses is not None:
@@ -112,11 +111,11 @@ class SampledState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutputs:
-    """What the host may ask for: `tokens` int32 `[R]`, logprobs of them and of prompt tokens (`[R]` and `[T]`).
+    """The outputs of a step: `tokens` int32 `[R]`, and logprobs of these and of prompt tokens (`[R]` and `[T]`).
 
-    A token that was sampled behind a wrong draft is `REFUSED`. Logprobs are zeros where the plan asks for none;
-    `prompt_logprobs` is None in a decode program. `logits`: `[R, columns]`, after the last query of each sequence; a
-    step that waits for masks samples from them once these are there.
+    A token sampled after a rejected draft is `REFUSED`. Logprobs are zeros if the plan asks for none; `prompt_logprobs`
+    is None in a decode program. `logits`: `[R, columns]`, after the last query of each sequence, from which the second
+    part of a step samples.
     """
 
     tokens: jax.Array
@@ -129,8 +128,8 @@ EmptyRows = tuple[jax.Array, jax.Array, SamplingState, KnownTokens | None, Draft
 
 
 def empty_rows(spec: RunnerSpec, placement: NamedSharding | None, *, drafted: bool = False) -> EmptyRows:
-    """Page table, last tokens, sampling state, texts (if steps have drafts) and what a draft model has guessed (if one
-    does), the dump row included, whole on every device (of every node)."""
+    """Empty page table, last tokens, sampling state, texts (if steps have drafts) and guesses (if a draft model makes
+    them), with the dump row, replicated on every device of every node."""
 
     def make() -> EmptyRows:
         rows = spec.max_rows + 1
@@ -156,8 +155,8 @@ def build_batch(
     table: TableLayout = ONE_GROUP,
     guesses: jax.Array | None = None,
 ) -> ForwardBatch:
-    """The forward batch of `num_slots` (T) tokens: where each token stands, and the slots its KV goes to. `own` `[R]`:
-    the token of each sequence that decodes; `guesses`: as `Sequences` has them."""
+    """The forward batch of `num_slots` (T) tokens, with the position and the KV slot of each. `own` `[R]`: the token of
+    each decode sequence; `guesses`: as in `Sequences`."""
     places = jnp.arange(num_slots, dtype=jnp.int32)
     if inputs.tokens.shape[0] == 0:
         sequences, tokens = places, own
@@ -180,11 +179,11 @@ def build_batch(
     if table.slots is not None:
         slots = own_table[:, table.slots]
         states = _state_rows(inputs, slots, sequences, places, table.first_draft_slot, guesses)
-    # Where layers keep states alone there are no pages, and nobody looks at any.
+    # If all layers keep states, there are no pages, and none are read.
     tables = [own_table[:, first:last] for first, last in table.paged] or [jnp.zeros_like(inputs.rows)[:, None]]
     first, *further = map(pages_of, tables)
-    # A row whose logits were not finite holds no token; its request ends once the host has seen it. Nor has a draft
-    # one for which there is nothing to guess by.
+    # A row whose logits were not finite has no token; its request ends when the host finds out. Neither has a draft
+    # without a guess.
     tokens = jnp.where(real & (tokens >= 0), tokens, 0)
     return ForwardBatch(
         tokens=tokens,
@@ -207,12 +206,12 @@ def _state_rows(
     first_draft_slot: int,
     guesses: jax.Array | None,
 ) -> StateRows:
-    """Where the sequences have their states; `slots` `[R]` are their rows'."""
-    # Targets are slots of the sequences' own. To begin with the source costs nothing, in the place of a copy.
+    """The places of the sequences' states; `slots` `[R]`: of their rows."""
+    # Targets are the sequences' own slots. Starting from the source instead costs nothing, unlike a copy.
     copied = slots[:, None] == inputs.copy_targets
     begin = jnp.where(copied.any(1), jnp.where(copied, inputs.copy_sources, 0).sum(1), slots)
     decode_only, own = inputs.tokens.shape[0] == 0, slots
-    drafts = guesses if decode_only else None  # there are none beside prompts
+    drafts = guesses if decode_only else None  # steps with prompts have none
     if drafts is not None:
         own = jnp.where(drafts > 0, first_draft_slot - 1 + jnp.cumsum(drafts > 0), slots)
     return StateRows(
@@ -236,13 +235,13 @@ def make_step(
     table: TableLayout = ONE_GROUP,
     most_guesses: int = 0,
 ) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
-    """The step of one bucket as a function of (weights, state, packed plan); state is to be donated.
+    """The step of one bucket as a function of (weights, state, packed plan); donate the state.
 
-    `mesh`: over which weights and KV are spread; None for one device. `table`: of the model's cache groups.
-    `most_guesses`: drafts of a row, above 0 where the state knows the rows' texts.
+    `mesh`: over which weights and KV are sharded; None for one device. `table`: of the model's cache groups.
+    `most_guesses`: maximum drafts of a row, above 0 if the state has the rows' texts.
 
-    The logits are a result for the steps that wait for masks. It costs the others nothing but the memory: what samples
-    reads them from there anyway.
+    The logits are an output for steps with a second part. For others they only cost memory, as the sampler reads them
+    from there anyway.
     """
     bucket = layout.bucket
     reader = reader_over(mesh)
@@ -280,7 +279,7 @@ def make_step(
 
 
 def _computed_with(drafted: DraftedTokens | None, inputs: StepInputs, bucket: Bucket) -> DraftedTokens | None:
-    """A draft model is computed in steps with chunks, beside the model."""
+    """Notes that a step with chunks has computed the draft model, too."""
     if drafted is None or bucket.decode_only:
         return drafted
     chunks = jnp.arange(inputs.rows.shape[0]) >= inputs.num_decode
@@ -292,9 +291,9 @@ def make_sample(
     layout: SampleLayout, mesh: Mesh | None = None, most_guesses: int = 0
 ) -> Callable[[SampledState, jax.Array, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
     """The second part of a step with masks, as a function of (state, logits `[R, columns]`, the first part's tokens
-    `[R]`, packed plan and masks); state is to be donated. Gives tokens and logprobs as `StepOutputs` has them.
+    `[R]`, packed plan and masks); donate the state. Returns tokens and logprobs as in `StepOutputs`.
 
-    Of the first part's tokens it counts whether they are tokens: logits that are not finite show there.
+    The first part's tokens only show which logits are not finite.
     """
     reader = reader_over(mesh)
     whole = on_every_device(mesh)
@@ -316,7 +315,7 @@ def make_sample(
 def _logprobs_of(
     reader: LogitsReader, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int
 ) -> Logprobs:
-    """Logprobs of sampled tokens, where they are wanted."""
+    """Logprobs of sampled tokens, if they are wanted."""
     return lax.cond(
         alternatives != NO_LOGPROBS,
         lambda: reader.logprobs(logits, tokens, alternatives, vocab_size),
@@ -325,9 +324,9 @@ def _logprobs_of(
 
 
 def make_settle(dump_row: int, slots: int) -> Callable[[list[States], jax.Array, jax.Array, jax.Array], list[States]]:
-    """What follows a step with drafts where layers keep states, as a function of (their pools, which are to be donated,
-    page table, `KnownTokens.right`, packed rows): each row's own slot takes the state after its last draft that was
-    right. `slots`: the page table's column of these; `packed`: see `pack_settled`."""
+    """A function of (pools of states, donated, page table, `KnownTokens.right`, packed rows) to run after a step with
+    drafts: it copies the state after each row's last accepted draft to the row's slot. `slots`: the page table's column
+    of slots; `packed`: see `pack_settled`."""
 
     def settle(states: list[States], page_table: jax.Array, right: jax.Array, packed: jax.Array) -> list[States]:
         rows, first_drafts = packed
@@ -347,8 +346,8 @@ def make_settle(dump_row: int, slots: int) -> Callable[[list[States], jax.Array,
 
 
 def pack_settled(unfolded: Unfolded, size: int, pad_row: int, first_draft_slot: int) -> Int32:
-    """The rows of a plan that have drafts, and of each the slot that takes the state after its first one: int32
-    `[2, size]`. Unused entries are of row `pad_row`."""
+    """The rows of a plan with drafts, and the slot of the state after the first draft of each: int32 `[2, size]`.
+    Unused entries have row `pad_row`."""
     packed = np.zeros((2, size), np.int32)
     packed[0] = pad_row
     drafts = unfolded.guesses > 0
@@ -360,8 +359,8 @@ def pack_settled(unfolded: Unfolded, size: int, pad_row: int, first_draft_slot: 
 
 
 def on_every_device(mesh: Mesh | None) -> Callable[[T], T]:
-    """Gives every device all of some small arrays. Where nothing says so, the compiler may spread them, and with them
-    whatever is computed of them: the rows of a batch, and so the residual stream."""
+    """Replicates small arrays on every device. Otherwise the compiler may shard them, and with them everything computed
+    from them: the rows of a batch, and so the residual stream."""
     if mesh is None:
         return lambda arrays: arrays
     sharding = NamedSharding(mesh, PartitionSpec())
@@ -371,8 +370,8 @@ def on_every_device(mesh: Mesh | None) -> Callable[[T], T]:
 def _remember(
     last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array, samples: jax.Array, repeated: bool
 ) -> jax.Array:
-    """Rows that sampled hold their new token; the others keep theirs (the dump row takes the writes of padding).
-    `repeated`: a row may stand in `rows` more than once, of which no more than one samples."""
+    """The last tokens after a step: rows that sampled get their new token (padding writes to the dump row). `repeated`:
+    whether a row may occur several times in `rows`, at most one of which samples."""
     if repeated:
         return last_tokens.at[jnp.where(samples, rows, last_tokens.shape[0] - 1)].set(tokens)
     return last_tokens.at[rows].set(jnp.where(samples, tokens, last_tokens[rows]))

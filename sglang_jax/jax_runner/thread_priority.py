@@ -1,4 +1,4 @@
-"""Threads of this process by the processor time that they used, and a lower priority for those that compile."""
+"""Finds the compiler's threads by their processor time, and lowers the priority of threads."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _THREADS = Path("/proc/self/task")
 _NICENESS = 10
 _SHARE = 0.25
 _LEAST_TICKS = 300
-"""Three seconds: less has compiled little, and other threads may have done as much beside it."""
+"""Minimum ticks of a compiler thread, three seconds: other threads may have used less than that."""
 
 
 def ticks_of_threads() -> dict[int, int]:
-    """Processor time that each thread has used, by its number, in the kernel's ticks (of 10 ms on most machines). Empty
-    where the system does not tell, as any but Linux."""
+    """Processor time of each thread, by id, in the kernel's ticks (10 ms on most machines). Empty on systems other than
+    Linux."""
     found: dict[int, int] = {}
     for folder in _THREADS.iterdir() if _THREADS.is_dir() else ():
         try:
             stat = (folder / "stat").read_text()
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         user, system = stat.rpartition(")")[2].split()[11:13]
         found[int(folder.name)] = int(user) + int(system)
@@ -32,9 +32,9 @@ def ticks_of_threads() -> dict[int, int]:
 
 
 def compiler_threads(before: Mapping[int, int], after: Mapping[int, int]) -> list[int]:
-    """The compiler's own threads, of which it tells nothing: those that worked most between two calls of
-    `ticks_of_threads`, while programs were built and little else was done. None of them is Python's. Empty where too
-    little was done to tell, as with programs that were read from a cache."""
+    """The compiler's threads, which it does not expose: the threads other than Python's that used the most processor
+    time between two calls of `ticks_of_threads`, during which little else but builds was done. Empty if they used too
+    little, for example because programs came from a cache."""
     python = {thread.native_id for thread in threading.enumerate()}
     used = {thread: ticks - before.get(thread, 0) for thread, ticks in after.items() if thread not in python}
     most = max(used.values(), default=0)
@@ -42,8 +42,7 @@ def compiler_threads(before: Mapping[int, int], after: Mapping[int, int]) -> lis
 
 
 def lower_priority(thread: int) -> None:
-    """Has all other threads of this process go before one of them, by its number. Linux alone gives threads priorities
-    of their own."""
+    """Gives a thread, by id, a lower priority than all others of this process. Only Linux has priorities per thread."""
     try:
         own = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, min(own + _NICENESS, 19))

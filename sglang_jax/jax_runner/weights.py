@@ -1,7 +1,7 @@
-"""Loads checkpoints into models: each device is given its part of each fused parameter, read for it alone.
+"""Loads checkpoints into models: reads each device's shard of each fused parameter separately.
 
-Parameters say what they are made of (`layers.parameter`), the manifest where that lies in the checkpoint. So no layer's
-structure is repeated here.
+Parameters name the parts that they consist of (`layers.parameter`), and the manifest has their places in the
+checkpoint, so no layer's structure is repeated here.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from sglang_jax.runner.this_machine import cpu_cores
 
 Index = tuple[slice, ...]
 _MOST_HELD = 2 << 30
-"""Bytes of parameters that are read at a time, or one parameter."""
+"""Maximum bytes of parameters that are read at once, or one parameter."""
 
 _MOST_READS = 16
 
 _COLUMNS = 64
-"""Copied at once."""
+"""Columns copied at once."""
 
 _WEIGHTS_AT_ONCE = 2**24
-"""Are read of a parameter: read as float32 and then rounded, a whole one would be in memory three times."""
+"""Maximum weights of a parameter read at once. A whole one, read as float32 and then rounded, would be in memory three
+times."""
 
 ReadPart = Callable[[Index], Array]
-"""Reads the part of a parameter at an index: one slice for each axis."""
+"""Reads the part of a parameter at an index: one slice per axis."""
 
 
 def load_weights(
@@ -56,15 +57,15 @@ def load_weights(
     mesh: Mesh,
     quantization: Quantization | None = None,
 ) -> None:
-    """Gives every parameter of `model` its value, of the model's dtype, spread over `mesh` by its axes.
+    """Loads every parameter of `model`, in the model's dtype, sharded over `mesh` by its axes.
 
-    Several are read at a time where there are cores for that; the host holds the parts of one matrix, or of several
-    that take no more than 2 GiB. `config` is the checkpoint's; a layer of the model with more kv heads has each of the
-    checkpoint's several times, and a model with a larger vocabulary has zeros past the checkpoint's.
+    It reads several parameters at once if there are enough cores; the host has the parts of one matrix in memory, or of
+    several up to 2 GiB. `config`: of the checkpoint. A layer with more KV heads than the checkpoint copies each of
+    them, and a larger vocabulary is padded with zeros.
 
     `quantization`: see `ParameterReader`; the model was built with its encodings.
 
-    **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
+    **Raises:** `CheckpointError` naming missing, extra or misshapen tensors.
     """
     check_tensors(reader, config)
     read_parameters(parameters_of(model), ParameterReader(reader, config, quantization), model.config, mesh)
@@ -73,7 +74,7 @@ def load_weights(
 def read_parameters(
     parameters: Iterable[ModelParameter], reader: ParameterReader, built: ModelConfig, mesh: Mesh
 ) -> None:
-    """Gives parameters of a model, whose config is `built`, their values: see `load_weights`."""
+    """Loads parameters of a model with config `built`: see `load_weights`."""
     pool = ThreadPoolExecutor(_reads_at_once(), thread_name_prefix="weights")
     under_way: deque[tuple[list[ModelParameter], Future[list[jax.Array]], int]] = deque()
     held, freed = 0, FreedMemory()
@@ -93,12 +94,12 @@ def read_parameters(
 
 
 def _reads_at_once() -> int:
-    """Half of the cores: the others build programs meanwhile."""
+    """How many parameters to read at once: half the number of cores, since the others build programs meanwhile."""
     return min(max(len(cpu_cores()) // 2, 1), _MOST_READS)
 
 
 def _by_matrix(parameters: Iterable[ModelParameter]) -> list[list[ModelParameter]]:
-    """The arrays of a matrix together, values first; other parameters by themselves."""
+    """Groups parameters: the arrays of a matrix together, values first; others separately."""
     found: dict[object, list[ModelParameter]] = {}
     for each in parameters:
         found.setdefault(each.path if each.value.role is None else each.names, []).append(each)
@@ -108,14 +109,14 @@ def _by_matrix(parameters: Iterable[ModelParameter]) -> list[list[ModelParameter
 def _finish(matrix: list[ModelParameter], arrays: Future[list[jax.Array]], size: int, freed: FreedMemory) -> int:
     for parameter, array in zip(matrix, arrays.result(), strict=True):
         parameter.value.set_value(array)
-    freed.add(size)  # copies and numbers that it was made of
+    freed.add(size)  # copies and read numbers
     return size
 
 
 def _read_matrix(
     matrix: list[ModelParameter], reader: ParameterReader, built: ModelConfig, mesh: Mesh
 ) -> list[jax.Array]:
-    """The value of a parameter, or those of the arrays of a matrix, each part of which is read once."""
+    """The value of a parameter, or of each array of a matrix, each part of which is read once."""
     arrays = _Arrays(reader, [each.value.role for each in matrix if each.value.role is not None])
     first = matrix[0].value
     outputs = Axis.KV_HEADS if Axis.HEAD_PART in first.axes else reader.spec(matrix[0].names[0]).axes[0][0]
@@ -126,13 +127,13 @@ def _read_matrix(
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Of what a parameter has on its axis of outputs, or of experts, at most `length` are read at once."""
+    """Reads a parameter in pieces of at most `length` along its axis of outputs, or of experts."""
 
     axis: Axis
     length: int
 
     def read(self, read: ReadPart, axes: tuple[Axis, ...], run: Index, dtype: np.dtype) -> Array:
-        """The part at `run`, which has both ends of each slice: what is read in several pieces is put together."""
+        """The part at `run`, a slice with both ends per axis, joined from its pieces."""
         at = axes.index(self.axis) if self.axis in axes else 0
         if self.axis not in axes or run[at].stop - run[at].start <= self.length:
             return read(run)
@@ -145,8 +146,8 @@ class _Pieces:
 
 
 def _read_parts(parameter: Parameter, read: ReadPart, pieces: _Pieces, mesh: Mesh) -> jax.Array:
-    """A parameter's value, of which each device of this process has its part. What neighbours have is read at once: of
-    a matrix that is divided by its inputs a checkpoint far away sends whole rows, and so once to this process."""
+    """A parameter's value, of which each device of this process has its shard. Adjacent shards are read together: for a
+    matrix that is divided by its inputs, a remote checkpoint sends whole rows, so they are sent once."""
     shape, dtype = parameter.get_value().shape, parameter.get_value().dtype
     sharding = named_sharding(mesh, parameter.axes)
     runs = _runs(sharding.addressable_devices_indices_map(shape).values(), shape)
@@ -156,7 +157,7 @@ def _read_parts(parameter: Parameter, read: ReadPart, pieces: _Pieces, mesh: Mes
         wanted = _bounded(index, shape)
         run, values = next(each for each in found if _holds(each[0], wanted))
         own = tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(run, wanted, strict=True))
-        # A copy, in order: a view of the file would keep it open, and a transposed one would be read against the grain.
+        # A copy in C order: a view would keep the file open, and reading a transposed one is slow.
         return _in_order(values[own])
 
     return jax.make_array_from_callback(shape, sharding, part)
@@ -167,12 +168,12 @@ def _holds(run: Index, wanted: Index) -> bool:
 
 
 def _bounded(index: Index, shape: tuple[int, ...]) -> Index:
-    """The same with both ends of each slice."""
+    """The index with both ends of each slice."""
     return tuple(slice(*each.indices(length)[:2]) for each, length in zip(index, shape, strict=True))
 
 
 def _runs(indices: Iterable[Index], shape: tuple[int, ...]) -> list[Index]:
-    """Parts that hold all `indices`, which differ on one axis at most: those that follow one another there are one."""
+    """The parts that cover all `indices`, which differ along at most one axis; adjacent ones are merged."""
     parts = sorted({tuple((each.start, each.stop) for each in _bounded(index, shape)) for index in indices})
     joined = [parts[0]]
     for part in parts[1:]:
@@ -187,7 +188,7 @@ def _runs(indices: Iterable[Index], shape: tuple[int, ...]) -> list[Index]:
 
 
 def _in_order(array: Array) -> Array:
-    """A copy in C order, by blocks of columns: of a transposed matrix both sides then stay in a core's cache."""
+    """A copy in C order, by blocks of columns, so that both sides of a transposed matrix stay in a core's cache."""
     copy: Array = np.empty(array.shape, array.dtype)
     _copy(array, copy)
     return copy
@@ -199,8 +200,8 @@ def _copy(array: Array, target: Array) -> None:
 
 
 def stored_channels(name: ParameterName, built: ModelConfig, stored: ModelConfig) -> list[int]:
-    """The channels of a parameter of the `stored` model that devices which share a recurrent layer have in the `built`
-    one, one device behind the other; none where each has a run of the parameter as it is stored."""
+    """The channels of a `stored` parameter in the order of the `built` model, in which a sharded recurrent layer has
+    them by device; empty if each device has a contiguous run of the stored ones."""
     recurrent = None if name.layer is None else built.layers[name.layer].recurrent
     if recurrent is None or recurrent.shards == 1:
         return []
@@ -208,8 +209,8 @@ def stored_channels(name: ParameterName, built: ModelConfig, stored: ModelConfig
 
 
 class _Arrays:
-    """Reads numbers, or the arrays of one matrix, of which it has `roles`. What else belongs to the rows whose values
-    are read is kept, so that no part of the matrix is read twice."""
+    """Reads plain numbers, or the arrays of one matrix with these `roles`. It keeps the other arrays of the rows whose
+    values are read, so that no part of the matrix is read twice."""
 
     def __init__(self, reader: ParameterReader, roles: list[Role]) -> None:
         self.reader = reader
@@ -217,7 +218,7 @@ class _Arrays:
         self._kept: dict[object, Array] = {}
 
     def read(self, name: ParameterName, role: Role | None, index: Index) -> Array:
-        """Numbers at an index; or values at one, and then, at its rows, other arrays."""
+        """Plain numbers at an index; or values at an index, and then other arrays at its rows."""
         if role is None:
             return self.reader.read(name, index)
         if role is not Role.VALUES:
@@ -233,8 +234,8 @@ def _key(name: ParameterName, role: Role, rows: Index) -> object:
 
 class _Source:
     """Reads a parameter by its axes in the model; a checkpoint's matrices are [out, in]. `built`: the model's config,
-    whose layers may have more kv heads than the checkpoint's. What is read is given the parameter's type at once, while
-    it lies as it is stored: turned round, it would take several times as long."""
+    whose layers may have more KV heads than the checkpoint's. Numbers are converted to the parameter's dtype in their
+    stored order, since converting a transposed array takes several times as long."""
 
     def __init__(self, arrays: _Arrays, built: ModelConfig, parameter: Parameter) -> None:
         self._arrays = arrays
@@ -244,7 +245,7 @@ class _Source:
         self._role = parameter.role
 
     def of(self, parameter: ModelParameter) -> ReadPart:
-        """What reads a parameter."""
+        """The function that reads a parameter."""
         names, axes, shape = parameter.names, parameter.value.axes, parameter.value.shape
         if Axis.HEAD_PART in axes:
             return self._fused_heads(names, axes, shape)
@@ -255,11 +256,11 @@ class _Source:
         return self._padded(names[0], axes, shape) if Axis.VOCABULARY in axes else self._plain(names[0], axes)
 
     def _plain(self, name: ParameterName, axes: tuple[Axis, ...]) -> ReadPart:
-        """One part with its axes in the model's order."""
+        """Reads one part, with its axes in the model's order."""
         return lambda index: self._read(name, axes, index)
 
     def _in_runs(self, name: ParameterName, axes: tuple[Axis, ...], rows: NDArray[np.int64]) -> ReadPart:
-        """One part whose channels are the stored `rows`."""
+        """Reads one part whose channels are the stored `rows`."""
         at = axes.index(Axis.CHANNELS)
 
         def read(index: Index) -> Array:
@@ -272,8 +273,8 @@ class _Source:
         return read
 
     def _stacked(self, names: tuple[ParameterName, ...], axes: tuple[Axis, ...]) -> ReadPart:
-        """Gate and up: `[hidden, 2, intermediate]`, or their biases `[2, intermediate]`; scales of keys and values
-        `[kv_heads, 2]`."""
+        """Reads stacked parts: gate and up `[hidden, 2, intermediate]`, their biases `[2, intermediate]`, or scales of
+        keys and values `[kv_heads, 2]`."""
         at = next(place for place, axis in enumerate(axes) if axis in (Axis.GATE_OR_UP, Axis.KEY_OR_VALUE))
         rest = (*axes[:at], *axes[at + 1 :])
 
@@ -286,8 +287,8 @@ class _Source:
     def _fused_heads(
         self, names: tuple[ParameterName, ...], axes: tuple[Axis, ...], shape: tuple[int, ...]
     ) -> ReadPart:
-        """Queries, key and value of each kv head: `[hidden, kv_heads, group + 2, head_dim]`, the bias without `hidden`,
-        or the arrays of blocks with axes of these behind."""
+        """Reads queries, key and value of each KV head: `[hidden, kv_heads, group + 2, head_dim]`, the bias without
+        `hidden`, or the arrays of blocks, with the axes of blocks last."""
         at = axes.index(Axis.KV_HEADS)
         before, behind = axes[:at], axes[at + 3 :]
         model_heads, group = shape[at], shape[at + 1] - 2
@@ -310,7 +311,7 @@ class _Source:
         return read
 
     def _padded(self, name: ParameterName, axes: tuple[Axis, ...], shape: tuple[int, ...]) -> ReadPart:
-        """A table whose vocabulary is filled with zeros past the checkpoint's."""
+        """Reads a table whose vocabulary is padded with zeros."""
         axis, length = axes.index(Axis.VOCABULARY), self._reader.config.vocab_size
 
         def read(index: Index) -> Array:
@@ -328,12 +329,12 @@ class _Source:
         return read
 
     def _read(self, name: ParameterName, axes: tuple[Axis, ...], index: Index) -> Array:
-        """The part of a parameter at an index over `axes`, of which kv heads are the model's."""
+        """The part of a parameter at an index over `axes`; indices of KV heads are the model's."""
         wanted = dict(zip(axes, index, strict=True))
         spec = self._reader.spec(name)
         stored_index, shape, flat = [], [], []
         chosen: np.ndarray | None = None
-        # Scales of rows have no axis of inputs, the last; matrices in blocks, of one device, have others in its place.
+        # Scales per row have no input axis, the last; matrices in blocks, on one device, have other axes instead.
         blocks = tuple(axis for axis in axes if axis in BLOCK_AXES)
         of_rows = bool(blocks) or self._role in (Role.SCALES, Role.INPUT_SCALE)
         for sizes, group in list(zip(spec.sizes, spec.axes, strict=True))[: -1 if of_rows else None]:
@@ -359,7 +360,7 @@ class _Source:
         return found.transpose([flat.index(axis) for axis in axes])
 
     def _kv_copies(self, name: ParameterName) -> int:
-        """How often the model has each kv head of the checkpoint in a parameter's layer."""
+        """Number of copies of each of the checkpoint's KV heads in a parameter's layer."""
         assert name.layer is not None
         built, stored = (config.layers[name.layer].kv_attention for config in (self._built, self._reader.config))
         assert built is not None

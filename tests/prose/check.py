@@ -29,6 +29,7 @@ READ_WHOLE = (
     "sglang_jax/config",
     "sglang_jax/engine",
     "sglang_jax/grammar",
+    "sglang_jax/jax_runner",
     "sglang_jax/layers",
     "sglang_jax/mem_cache",
     "sglang_jax/models",
