@@ -1,4 +1,4 @@
-"""CPU kernels, compiled for a model and tried before anything relies on them."""
+"""Compiles CPU kernels for a model and checks their results before they are used."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class CpuForm:
-    """What CPU kernels are made for: type of activations and of keys and values, and the heads of each kind of
-    layer."""
+    """The dtypes and head sizes for which CPU kernels are compiled: `dtype` of activations, `kv_dtype` of keys and
+    values, and the heads of each kind of layer."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -37,8 +37,8 @@ class CpuForm:
 
 @dataclass(frozen=True, slots=True)
 class CpuKernels:
-    """Operations and attention on a CPU, and matrices in blocks on one that has what their kernels need; for one thread
-    at a time."""
+    """Operations and attention on a CPU, and matrices in GGUF blocks if the CPU has the instructions for them. To be
+    used by one thread at a time."""
 
     operations: Operations
     attention: AttentionImplementation
@@ -46,15 +46,16 @@ class CpuKernels:
 
 
 class CpuKernelsError(Exception):
-    """CPU kernels cannot be had, and why."""
+    """CPU kernels are not available; the message gives the reason."""
 
 
 def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
-    """Compiles the kernels, or finds them below `cache_folder`, and compares them with torch on a small step.
+    """Compiles the kernels, or loads them from `cache_folder`, and compares them with torch on a small step.
 
-    Belongs on the thread that will run them.
+    To be called on the thread that will run the kernels.
 
-    **Raises:** `CpuKernelsError` for a form that they do not know, and where they cannot be compiled or are wrong.
+    **Raises:** `CpuKernelsError` for an unsupported form, and if the kernels cannot be compiled or compute wrong
+    results.
     """
     sizes = sorted({heads.head_dim for heads in form.heads})
     if form.dtype not in _DTYPES or form.kv_dtype is not form.dtype or any(size % 2 for size in sizes):
@@ -75,7 +76,7 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
 
 
 def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
-    # Imported here: a machine with a GPU needs no numba.
+    # Imported here, because a machine with a GPU needs no numba.
     from numba.core.errors import NumbaError
 
     from sglang_jax.cpu_kernels import vectors
@@ -94,12 +95,12 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
             CpuAttention(compiler, form.dtype, form.heads, prompts),
             block_matrix.BlockProducts(compiler) if multiplies else None,
         )
-    except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
+    except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError
         raise CpuKernelsError(f"numba cannot compile them ({error})") from error
 
 
 def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """What is compared, what the kernels found, and what torch finds. Long enough that threads share the work."""
+    """Yields the name of each comparison, the kernels' result and torch's. Inputs are large enough for several threads."""
     generator = torch.Generator().manual_seed(0)
     native = NativeOperations()
 
@@ -117,7 +118,7 @@ def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Te
 def _results_of_attention(
     kernels: CpuKernels, dtype: torch.dtype, heads: HeadForm, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """See `_results`, of layers with such heads."""
+    """As `_results`, for layers with these heads."""
     native, head_dim = NativeOperations(), heads.head_dim
 
     def numbers(*shape: int) -> torch.Tensor:

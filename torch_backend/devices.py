@@ -1,4 +1,4 @@
-"""Which device to run on, how much memory it has, and which dtype suits it."""
+"""Chooses the device and its dtype, and finds out how much memory it has."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def select_device(wanted: Device, rank: int = 0) -> torch.device:
-    """The device of a tensor-parallel rank; `auto` is a CUDA GPU where the machine has one, else the CPU.
+    """The device of a tensor-parallel rank; `auto` is a CUDA GPU if the machine has one, else the CPU.
 
-    **Raises:** `ConfigError` for a GPU that torch cannot use, saying why: nobody who has one means to serve from the
-    CPU without a word.
+    **Raises:** `ConfigError` with the reason if torch cannot use the GPU. It does not fall back to the CPU, because a
+    user with a GPU does not expect to serve from the CPU.
     """
     if wanted is Device.TPU:
         raise ConfigError(
@@ -40,7 +40,7 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
             return torch.device("cpu")
         reason = _why_no_gpu()
         if wanted is Device.AUTO and not cuda_device_files():
-            # Whose GPU WSL has, it does not tell.
+            # WSL does not report the GPU's vendor.
             logger.warning("Running on the CPU. If this machine has an NVIDIA GPU, torch cannot use it: %s", reason)
             return torch.device("cpu")
         asked = "--device cuda was given" if wanted is Device.CUDA else "this machine has an NVIDIA GPU"
@@ -57,13 +57,13 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
 
 
 def _hides_gpus() -> bool:
-    """`CUDA_VISIBLE_DEVICES` shows none, as an empty list and one that begins with -1 do."""
+    """Whether `CUDA_VISIBLE_DEVICES` hides all GPUs: if it is empty or starts with -1."""
     listed = VisibleDevices().cuda_visible_devices
     return listed is not None and listed.split(",")[0].strip() in ("", "-1")
 
 
 def _why_no_gpu() -> str:
-    """What keeps torch from GPUs, and what to do about it."""
+    """The reason why torch sees no GPU, and what to do about it."""
     if torch.version.cuda is None:
         return f"it was built without CUDA. Install a CUDA build ({how_to_install('cuda')})"
     if _hides_gpus():
@@ -88,7 +88,7 @@ def _why_no_gpu() -> str:
 
 
 def select_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
-    """The type of weights, activations and KV: `auto` is bfloat16, but float32 on a CPU without bfloat16 products."""
+    """The dtype of weights, activations and KV: `auto` is bfloat16, but float32 on a CPU without bfloat16 products."""
     match wanted:
         case Dtype.BFLOAT16:
             return torch.bfloat16
@@ -102,11 +102,11 @@ def select_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes of the device's memory that nothing uses yet; of the host's for a CPU, within a container's limit."""
+    """Free bytes of the device's memory; of the host's for a CPU, within the container's limit."""
     if device.type == "cpu":
         return available_host_memory()
     free, _ = torch.cuda.mem_get_info(device)
-    # What torch's allocator holds and does not use is as good as free.
+    # Memory that torch's allocator has reserved but not allocated is free, too.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 

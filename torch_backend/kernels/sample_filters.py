@@ -1,16 +1,17 @@
-"""How far from its likeliest token each row keeps tokens by top-k and top-p, without a sort and by many programs a row.
+"""Finds the distance from its most likely token within which each row keeps tokens by top-k and top-p, without a sort,
+with several programs per row.
 
-Distances of scaled logits to the largest are never negative, so their bits as integers have the order of their values,
-and a filter is a search for a least integer. Kernels one after the other:
+Distances of scaled logits to the largest are never negative, so their bits as integers have the same order as their
+values, and a filter is a search for the smallest integer. Consecutive kernels:
 
-1. Each program takes a part of a row, and adds up what lies within each of some distances that are half an octave
-   apart. What all parts have together tells between which two of these the answer lies.
-2. Where more tokens lie in between than a buffer takes, the same for distances between those two.
-3. The tokens in between are copied to the buffer. Where those of each part begin is known from the amounts.
-4. One program a row searches the buffer; or the row, if its logits are so alike that they did not fit.
+1. Each program counts, in its part of a row, the tokens within several limits that are half an octave apart, and sums
+their probability. The totals of all parts show between which two limits the result lies. 2. If more tokens lie in
+between than the buffer holds, the same is done with limits between those two. 3. The tokens in between are copied to
+the buffer. Each part's offset follows from the counts. 4. One program per row searches the buffer, or the whole row if
+so many logits are nearly equal that they did not fit.
 
-Parts are added up as integers, probability in units of 2**-32 of the likeliest token's: every kernel that adds them up
-has the same.
+Parts are summed as integers, probability in units of 2**-32 of the most likely token's, so that every kernel that sums
+them gets the same result.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import triton.language as tl
 
 from torch_backend.kernels.sample_survey import Survey, part_of_row, parts_of, surveyed
 
-# Distances that a pass tries.
+# Limits that a pass tries.
 _LIMITS = 8
-# Tokens that a program looks at in one go.
+# Tokens of one iteration of a program.
 _BLOCK = 1024
 _SEARCH_BLOCK = 2048
-# Tokens of a row that the buffer takes.
+# Tokens of a row that the buffer holds.
 _CAPACITY = 16_384
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -37,7 +38,7 @@ _FIRST_LIMIT = tl.constexpr(0x40000000)
 _HALF_OCTAVE = tl.constexpr(0x00400000)
 _UNITS = tl.constexpr(4294967296.0)
 LEAST_TEMPERATURE = tl.constexpr(1e-20)
-# Stands for a row that samples nothing, among distances, which are not negative.
+# Marks a row that does not sample; distances are never negative.
 NOT_SAMPLED = tl.constexpr(-1.0)
 
 
@@ -50,7 +51,7 @@ def distances_of(logits, tokens, end, largest, temperature):
 
 @triton.jit
 def _first_limits(LIMITS: tl.constexpr):
-    """Bits of the distances of the first round, in their order."""
+    """Bits of the first round's limits, ascending."""
     ways = tl.arange(0, LIMITS)
     return tl.where(ways < LIMITS - 1, _FIRST_LIMIT + ways * _HALF_OCTAVE, _INFINITY_BITS)
 
@@ -59,28 +60,30 @@ def _first_limits(LIMITS: tl.constexpr):
 def _second_limits(
     low, high, largest, least_logits, temperature, row, PARTS: tl.constexpr, LIMITS: tl.constexpr
 ):  # fmt: skip
-    """Bits of distances from `low` to `high`, then infinity. No finite distance is beyond the others."""
+    """Bits of limits from `low` to `high`, then infinity. The last but one is at least every finite distance up to
+    `high`."""
     least = tl.min(tl.load(least_logits + row * PARTS + tl.arange(0, PARTS)), 0)
     farthest = tl.div_rn(largest - least, temperature).to(tl.int32, bitcast=True)
     top = tl.maximum(tl.minimum(high, farthest), low)
     ways = tl.arange(0, LIMITS)
-    # Evenly by value near the likeliest token, and by bits elsewhere, which within an octave is the same.
+    # Evenly by value near the most likely token, by bits elsewhere, which is the same within an octave.
     by_value = (top.to(tl.float32, bitcast=True) * ((ways + 1).to(tl.float32) / (LIMITS - 1))).to(
         tl.int32, bitcast=True
     )
     by_bits = low + (ways + 1) * ((top - low) // (LIMITS - 1))
     limits = tl.where(ways < LIMITS - 2, tl.where(low == 0, by_value, by_bits), high)
-    # What lies within infinity is all there is, of which top-p wants a share.
+    # Infinity includes all tokens; top-p is a share of their probability.
     return tl.where(ways < LIMITS - 1, limits, _INFINITY_BITS)
 
 
 @triton.jit
 def _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS: tl.constexpr, LIMITS: tl.constexpr):
-    """Between which limits the answer lies, by what all parts have within each.
+    """Finds the limits between which the result lies, from the totals of all parts.
 
-    `(place, low, high, tokens, count, mass)`: the answer has the bits `low` at least and at most `high`, the limit at
-    `place`. From the tokens in between `count` are wanted, or `mass` of probability, in units. `tokens` have to be
-    looked at for it. Where both filters are asked for it is top-k's, and all nearer tokens have to be looked at too.
+    Returns `(place, low, high, tokens, count, mass)`: the result's bits are from `low` to `high`, the limit at `place`.
+    It is the distance that contains `count` of the tokens in between, or `mass` of their probability, in units.
+    `tokens` is the number of tokens to search. With both filters, the result is top-k's, and all nearer tokens have to
+    be searched too.
     """
     ways = tl.arange(0, LIMITS)
     at = (row * PARTS + tl.arange(0, PARTS)[:, None]) * LIMITS + ways[None, :]
@@ -90,7 +93,7 @@ def _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS: tl.constex
     share = top_p.to(tl.float64) * tl.max(mass, 0).to(tl.float64)
     wanted = share.to(tl.int64)
     wanted += (wanted.to(tl.float64) < share).to(tl.int64)
-    # Within the last limit is enough.
+    # The last limit is always enough.
     place = tl.sum(tl.where(by_rank, count < top_k, mass < wanted).to(tl.int32), 0)
     below, here = ways == place - 1, ways == place
     low = tl.sum(tl.where(below, limits + 1, 0), 0)
@@ -105,7 +108,7 @@ def _narrowed(
     counts, masses, rows, row, largest, least_logits, temperature, top_k, top_p, vocab, PARTS: tl.constexpr,
     LIMITS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """`_bracket` of the last round that a row has had, behind the counts of that round."""
+    """Returns `_bracket` of the row's last round, preceded by that round's counts."""
     limits = _first_limits(LIMITS)
     place, low, high, tokens, count, mass = _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS, LIMITS)
     if tokens > CAPACITY:
@@ -158,8 +161,8 @@ def _add_up(
     logits, vocab, part, largest, temperature, limits, counts, masses, PARTS: tl.constexpr, LIMITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores what a part has within each of the limits, tokens and probability."""
-    # Limits along the first axis: each distance is compared with all of them in registers.
+    """Stores the number of tokens and the probability of a part within each of the limits."""
+    # Limits are the first axis: each distance is compared with all of them in registers.
     reach = limits.to(tl.float32, bitcast=True)[:, None]
     lanes = tl.arange(0, BLOCK)[None, :]
     count = tl.zeros([LIMITS, BLOCK], tl.int32)
@@ -215,13 +218,13 @@ def _least_distance(
     logits, length, largest, temperature, low, high, wanted, WEIGHTED: tl.constexpr, LIMITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The least distance of which there is enough, between those of the bits `low` and `high`: `wanted` tokens, or
-    where WEIGHTED as much probability. There is enough within `high`. `logits`: `length` of them, from anywhere.
+    """The smallest distance, between the bits `low` and `high`, that contains `wanted` tokens, or with WEIGHTED this
+    much probability; `high` contains enough. `logits`: `length` of them, in any order.
 
-    Each pass tries LIMITS distances and narrows the interval of the answer to one between two of them, then to the
-    distances that occur in it.
+    Each pass tries LIMITS distances and narrows the interval to one between two of them, then to the distances that
+    occur in it.
     """
-    # Tokens along the second axis, limits along the first: a pass compares each distance with all limits in registers.
+    # Tokens are the second axis, limits the first: a pass compares each distance with all limits in registers.
     lanes = tl.arange(0, BLOCK)[None, :]
     ways = tl.arange(0, LIMITS)[:, None]
     counted_from = low.to(tl.float32, bitcast=True)
@@ -252,7 +255,7 @@ def _least_distance(
 
 @triton.jit
 def _mass_within(logits, length, largest, temperature, kept, BLOCK: tl.constexpr):
-    """Probability within the distance `kept`, unscaled."""
+    """Probability within the distance `kept`, not normalised."""
     lanes = tl.arange(0, BLOCK)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
@@ -308,7 +311,7 @@ def _cut(
         wanted = mass.to(tl.float32) / _UNITS
         if by_rank:
             if top_p < 1.0:
-                # The buffer has nearer tokens as well, and they are counted.
+                # The buffer includes nearer tokens, which are counted too.
                 count, low = top_k, tl.zeros_like(low)
             kept = _least_distance(logits, length, largest, temperature, low, high, count, False, LIMITS, BLOCK)
             high = kept.to(tl.int32, bitcast=True)
@@ -321,13 +324,13 @@ def _cut(
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Of each of n rows:
+    """The tokens that the filters keep, for each of n rows.
 
-    - `greedy`: int32 `[n]`, its first likeliest token; -1 for a row with a logit that is NaN or +infinity, or without a
-      finite one.
-    - `largest`: float32 `[n]`, the logit of that.
-    - `distances`: float32 `[n]`: tokens are kept whose logit, over the temperature, lies at most so far below the
-      largest. -1 for a row that samples nothing: greedy or invalid.
+    - `greedy`: int32 `[n]`, the first most likely token; -1 for a row with a logit that is NaN or +infinity, or without
+      a finite one.
+    - `largest`: float32 `[n]`, its logit.
+    - `distances`: float32 `[n]`: kept tokens have a logit, over the temperature, at most this far below the largest. -1
+      for a row that does not sample: greedy or invalid.
     """
 
     greedy: torch.Tensor
@@ -357,7 +360,7 @@ def kept_tokens(
     min_p: torch.Tensor,
     cut: bool,
 ) -> Kept:
-    """What the filters keep of each row. `cut`: whether top-k or top-p may drop tokens of some row."""
+    """Applies the filters to each row. `cut`: whether top-k or top-p may drop tokens of any row."""
     rows, vocab = logits.shape
     parts = parts_of(vocab)
     kept = Kept(logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows), logits.new_empty(rows))
