@@ -160,7 +160,8 @@ class TorchBackend:
         return UnloadedModel(checkpoint.config, shard, self.kv_form, model, size, load)
 
     def available(self) -> int:
-        """See `Backend`. The minimum of all ranks, so that all agree on sizes; processes on one CPU share its memory."""
+        """See `Backend`. The minimum of all ranks, so that all agree on sizes; processes on one CPU share its
+        memory."""
         least = self.parallel.least(available_memory(self.device))
         return least // (self.parallel.size if self.device.type == "cpu" else 1)
 

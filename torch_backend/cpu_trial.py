@@ -100,7 +100,8 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
 
 
 def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yields the name of each comparison, the kernels' result and torch's. Inputs are large enough for several threads."""
+    """Yields the name of each comparison, the kernels' result and torch's. Inputs are large enough for several
+    threads."""
     generator = torch.Generator().manual_seed(0)
     native = NativeOperations()
 

@@ -162,8 +162,8 @@ class Guesses:
 @dataclass(frozen=True, slots=True)
 class DraftMoves:
     """The drafts of a decode step, int64 each: `firsts` `[drafting]`, the first sequence of each row with drafts;
-    `drafts` `[guesses]`, the sequences of all drafts; `owners` `[guesses]`, the index of each draft's row in `firsts`.
-    """
+    `drafts` `[guesses]`, the sequences of all drafts; `owners` `[guesses]`, the index of each draft's row in
+    `firsts`."""
 
     firsts: torch.Tensor
     drafts: torch.Tensor

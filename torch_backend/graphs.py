@@ -48,7 +48,8 @@ class Capture(Protocol):
     """Records the tensor operations of a function for replay."""
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Replay:
-        """Runs `function`, possibly more than once, and returns its recording, which reads and writes the same memory."""
+        """Runs `function`, possibly more than once, and returns its recording, which reads and writes the same
+        memory."""
         ...
 
     def memory(self) -> int:

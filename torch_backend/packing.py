@@ -1,4 +1,5 @@
-"""Packs a plan's integers into one int32 array, so that a step costs one transfer to the device, and unpacks it there."""
+"""Packs a plan's integers into one int32 array, so that a step costs one transfer to the device, and unpacks it
+there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to ask for where a model leaves no room on a slice."""
+"""Alternatives to options with which a model does not fit on a slice."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tpu.topologies import GIB, Topology
 
 _MOST_CHIPS = 256
 _SHARE_OF_WEIGHTS = 0.9
-"""Of the memory for weights and KV: with more weights there is hardly a token beside them."""
+"""Maximum share of weights in the memory for weights and KV: with more, there is hardly room for a token."""
 _LANES = 128
 _LEAST_TOKENS = 512
-"""That the KV cache must hold: see `runner.sizing`."""
+"""Minimum tokens of the KV cache: see `runner.sizing`."""
 _EXCEEDED = re.compile(r"Exceeded hbm capacity by (?P<size>[\d.]+)(?P<unit>[KMG])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A model on a slice with the options that the server would be started with. `encodings`: of matrices that are not
-    plain numbers."""
+    """A model on a slice with the options with which the server would be started. `encodings`: of quantised
+    matrices."""
 
     model: ModelConfig
     topology: Topology
@@ -36,12 +36,12 @@ class Asked:
     encodings: Mapping[ParameterName, Encoding] = field(default_factory=dict)
 
     def weights(self, size: int) -> int:
-        """Bytes on each of `size` devices."""
+        """Bytes of the weights on each of `size` devices."""
         return weight_bytes(self.model, size, bytes_per_weight(self.options.dtype), self.encodings.get)
 
     def kv_token(self, size: int, *, narrow: bool = False) -> int:
-        """Bytes of a token's keys and values, or latent vectors, on each of `size` devices, in whole lanes;
-        `narrow`: of 8 bits a number."""
+        """Bytes of a token's keys and values, or latent vectors, on each of `size` devices, in whole lanes; `narrow`:
+        with 8 bits per number."""
         whole = self.options.kv_cache_dtype is KVCacheDtype.AUTO and not narrow
         width = bytes_per_weight(self.options.dtype) if whole else 1
         return sum(width * _lanes_of(layer.cached, size) for layer in self.model.attention)
@@ -52,8 +52,8 @@ class Asked:
 
 
 def what_would_fit(asked: Asked) -> str | None:
-    """Smaller numbers for keys and values where these are what has no room; or the first step up that leaves room: more
-    devices of this slice, or a larger slice."""
+    """Options that would fit: keys and values in 8 bits if that suffices; or the next larger number of devices of this
+    slice, or slice, on which there is room."""
     topology, options = asked.topology, asked.options
     tp = options.tp_size
     limit = topology.chip.hbm * (1 if options.max_total_tokens else options.mem_fraction_static)
@@ -64,8 +64,8 @@ def what_would_fit(asked: Asked) -> str | None:
 
 
 def what_would_help(asked: Asked, shortage: int) -> str | None:
-    """Where weights and KV have room, but `shortage` bytes are missing beside them for a step: a smaller part for KV,
-    or more devices."""
+    """Options that would help if weights and KV fit, but `shortage` bytes are missing for a step: a smaller share of
+    memory, or more devices."""
     options, hbm = asked.options, asked.topology.chip.hbm
     fraction = math.floor(100 * (options.mem_fraction_static - shortage / hbm)) / 100
     least = asked.weights(options.tp_size) + _LEAST_TOKENS * asked.kv_token(options.tp_size)
@@ -76,7 +76,7 @@ def what_would_help(asked: Asked, shortage: int) -> str | None:
 
 
 def shortage_in(reason: str) -> int | None:
-    """Bytes of HBM that a program lacks, by the compiler's words; None if it says nothing of that."""
+    """Bytes of HBM that a program lacks, by the compiler's message; None if it is about something else."""
     found = _EXCEEDED.search(reason)
     return None if found is None else int(float(found["size"]) * _UNITS[found["unit"]])
 
@@ -96,7 +96,7 @@ def _more_devices(asked: Asked) -> list[str]:
 
 
 def _lanes_of(arrays: Sequence[CachedArray], size: int) -> int:
-    """Numbers that a token takes in pages for TPUs: see `kernels.kv_storage`."""
+    """Numbers of a token in pages for TPUs: see `kernels.kv_storage`."""
     first = arrays[0]
     heads = first.numbers(size) // first.width
     if len(arrays) * first.width <= _LANES:
@@ -105,8 +105,8 @@ def _lanes_of(arrays: Sequence[CachedArray], size: int) -> int:
 
 
 def _larger(topology: Topology) -> Iterator[Topology]:
-    """Slices of the chip, each with the next more chips: those of one node, then with the shortest axis doubled, and
-    the axes in the order of Google's names, the longest last."""
+    """Slices of the chip with more chips, in ascending order: those of one node, then with the shortest axis doubled,
+    and the axes in the order of Google's names, the longest last."""
     chip, shape = topology.chip, topology.shape
     for of_one_node in chip.one_node:
         if Topology(chip, of_one_node).chips > topology.chips:

@@ -1,4 +1,4 @@
-"""`python -m tpu.check`: would this model run on that slice? Compiled ahead of time, without a TPU."""
+"""`python -m tpu.check`: checks whether a model runs on a TPU slice, by compiling ahead of time, without a TPU."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def check(
 
 
 def _shortage(report: Report) -> int | None:
-    """Bytes of HBM that are missing; None if nothing is, or nobody knows."""
+    """Missing bytes of HBM; None if none are missing or the number is unknown."""
     if report.failures:
         return shortage_in(report.failures[0].reason)
     return -report.headroom if report.headroom < 0 else None
@@ -189,7 +189,7 @@ def _shortage(report: Report) -> int | None:
 
 @dataclass(slots=True)
 class _Found:
-    """What the compiling process said of a deployment."""
+    """The compiling process's messages about a deployment."""
 
     deployment: Deployment
     programs: list[ProgramFigures] = field(default_factory=list)
@@ -199,9 +199,9 @@ class _Found:
 
 
 def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) -> _Found | Refusal:
-    """Shows the deployment once it is known. A `Refusal` is of a model that leaves no room.
+    """Compiles, and prints the deployment as soon as it is known. Returns a `Refusal` for a model that leaves no room.
 
-    **Raises:** `ConfigError` for options that cannot be, or if nothing was compiled.
+    **Raises:** `ConfigError` for invalid options, or if nothing was compiled.
     """
     found: _Found | None = None
     early: list[str] = []
@@ -230,9 +230,9 @@ def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) ->
 
 
 def _tell_of_kept(options: EngineConfig, found: _Found) -> bool:
-    """Says where the programs are, and what a server needs to find them; or that none was written, and returns False.
+    """Prints where the programs are, and the options with which a server finds them. Returns False if none was written.
 
-    A server that has measured its memory may come to another number of pages, which is in every program.
+    A server that measures its memory may choose another number of pages, which is part of every program.
     """
     folder, kept = options.compilation_cache_dir, found.kept
     if not kept.entries:
@@ -247,7 +247,7 @@ def _tell_of_kept(options: EngineConfig, found: _Found) -> bool:
 
 
 def _what_is_loaded(model: str, options: EngineConfig) -> tuple[ModelConfig, dict[ParameterName, Encoding]]:
-    """The model, and how its matrices are kept that are not plain numbers."""
+    """Returns the model, and how its quantised matrices are stored."""
     if model in SHAPES:
         config = load_shape(model)
         quantization = quantization_wanted(options.quantization)
@@ -290,7 +290,7 @@ def _compiler() -> str:
 
 
 def _show_progress(deployment: Deployment, done: int) -> None:
-    """On a terminal alone: which program is being compiled."""
+    """Prints which program is being compiled, only on a terminal."""
     if sys.stderr.isatty():
         left = deployment.programs[done] if done < len(deployment.programs) else "done"
         click.echo(f"\r\x1b[Kcompiling {done + 1}/{len(deployment.programs)}: {left}", nl=False, err=True)

@@ -1,4 +1,4 @@
-"""`python -m tpu.tune`: chooses the sizes of the attention kernels' blocks for a model, on a TPU or without one."""
+"""`python -m tpu.tune`: chooses block sizes of the attention kernels for a model, on a TPU or without one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STORAGE = {KVCacheDtype.FLOAT8_E4M3: "float8_e4m3fn", KVCacheDtype.INT8: "int8"
 
 
 class By(StrEnum):
-    """How sizes are compared; `AUTO` is on the device where there is a TPU."""
+    """How sizes are compared; `AUTO` is on the device if there is a TPU."""
 
     AUTO = "auto"
     DEVICE = "device"
@@ -39,8 +39,8 @@ class By(StrEnum):
 
 
 _NEAR = 0.01
-"""Choices that wait for memory cost the same but for so much: of these fewest instructions leave most room for what the
-estimate leaves out."""
+"""Choices that wait for memory are compared as equal within this share of their cost; the one with the fewest
+instructions leaves most room for costs that the estimate excludes."""
 
 
 @click.command()
@@ -113,7 +113,7 @@ def tune(
         raise click.UsageError("--by schedule needs --chip")
     storage = _STORAGE.get(KVCacheDtype(kv_cache_dtype), dtype)
     every = _heads(_model_config(model), sizes, page_sizes, storage)
-    # Here, as it imports JAX.
+    # Imported here, because it imports JAX.
     from sglang_jax.kernels.ragged_paged_attention.pallas.table import TABLE, read_table, write_table
 
     path = output or TABLE
@@ -128,7 +128,7 @@ def tune(
 
 
 def _try_to_write(path: Path) -> None:
-    """Raises `ConfigError` where a table could not be written: before all the timing."""
+    """Raises `ConfigError` if the table cannot be written, before all the timing."""
     new = not path.exists()
     try:
         path.open("a").close()
@@ -145,9 +145,10 @@ def _model_config(model: str) -> ModelConfig:
 
 
 def _heads(config: ModelConfig, sizes: Sequence[int], page_sizes: Sequence[int], storage: str) -> tuple[Heads, ...]:
-    """Attention of one device for each number of devices, page size and kind of layer.
+    """Attention heads of one device for each number of devices, page size and kind of layer.
 
-    **Raises:** `ConfigError` for a page size that is no power of two, or a model that cannot be spread so.
+    **Raises:** `ConfigError` for a page size that is not a power of two, or a model that cannot be sharded over that
+    many devices.
     """
     from tpu.tuning import Heads
 
@@ -170,8 +171,8 @@ def _on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
 
 
 def _best_of_each(compared: Iterator[Comparison], unit: str) -> Iterator[Entry]:
-    """The cheapest choice of each shape and phase, once all of it are compared: of those next to it the one of fewest
-    instructions, and one that spills only if all do. Shows them.
+    """Yields and prints the cheapest choice of each shape and phase, once all its choices are compared: among those of
+    nearly the same cost, the one with the fewest instructions; one that spills only if all do.
 
     **Raises:** `ConfigError` if none compiles.
     """

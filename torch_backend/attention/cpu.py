@@ -1,4 +1,4 @@
-"""Attention by CPU kernels, straight from the pages; of prompts by torch's operations where no kernel takes them."""
+"""Attention with CPU kernels that read the pages; of prompts with torch operations if no kernel supports them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch_backend.kv_pages import KVPages
 
 
 class CpuAttention:
-    """`AttentionImplementation` for a CPU; for one thread at a time. A decode row's result does not depend on the
-    other rows.
+    """`AttentionImplementation` for a CPU, to be used by one thread at a time. A decode row's result does not depend on
+    the other rows.
 
-    **Arguments:** `dtype`, bfloat16 or float32, of queries and pages alike; `forms` of all layers' heads; `prompts`,
-    made for these, computes sequences of several tokens, instead of torch's operations.
+    **Arguments:** `dtype`, bfloat16 or float32, of queries and pages; `forms` of all layers' heads; `prompts`, with
+    kernels for these, computes sequences of several tokens instead of torch operations.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class CpuAttention:
         self._scratch = torch.empty(max(floats, default=0), dtype=torch.float32)
 
     def prepare(self, batch: ForwardBatch) -> CpuStep:
-        """Counts keys, and finds the prompts to compute together."""
+        """Counts keys, and groups prompts."""
         return CpuStep(self, batch)
 
     def attend(
         self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions, batch: ForwardBatch, num_keys: int
     ) -> torch.Tensor:
-        """`StepAttention` of the decode rows, which have `num_keys` keys together; other tokens are left unset."""
+        """Computes attention of the decode rows, which have `num_keys` keys in total; other tokens are left unset."""
         _, kv_heads, page_size, head_dim = kv.keys.shape
         form = HeadForm(head_dim, queries.shape[1] // kv_heads)
         if form not in self._decode or not (queries.dtype is kv.keys.dtype is self._dtype):

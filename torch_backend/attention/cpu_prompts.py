@@ -1,4 +1,4 @@
-"""Attention of prompts by CPU kernels, straight from their pages."""
+"""Attention of prompts with CPU kernels that read the pages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from torch_backend.kv_pages import KVPages
 
 
 class CpuPrompts:
-    """Attention of sequences of several tokens, in bfloat16 with pages of that type; for one thread at a time. A
-    token's result depends neither on the chunk that it is computed in nor on other sequences.
+    """Attention of sequences of several tokens in bfloat16, to be used by one thread at a time. A token's result does
+    not depend on the chunk that it is in, or on other sequences.
 
-    **Arguments:** `forms` of all layers' heads, each of a size that `supported_head_dim` takes.
+    **Arguments:** `forms` of all layers' heads, of sizes for which `supported_head_dim` is true.
     """
 
     def __init__(self, compiler: KernelCompiler, forms: Iterable[HeadForm]) -> None:
@@ -37,7 +37,7 @@ class CpuPrompts:
 
     @staticmethod
     def take(forms: Iterable[HeadForm]) -> bool:
-        """Whether it computes with heads of such sizes."""
+        """Whether the kernels support heads of these sizes."""
         return all(supported_head_dim(form.head_dim) for form in forms)
 
     def attend_into(
@@ -49,13 +49,13 @@ class CpuPrompts:
         batch: ForwardBatch,
         items: torch.Tensor,
     ) -> None:
-        """Writes the tokens of the sequences that `items` (see `items_of`) name, and no others. All are contiguous, and
-        of bfloat16."""
+        """Writes the tokens of the sequences that `items` (see `items_of`) name, and no others. All are contiguous
+        bfloat16."""
         _, kv_heads, page_size, head_dim = kv.keys.shape
         launcher = self._launchers[HeadForm(head_dim, queries.shape[1] // kv_heads)]
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         launcher(
-            queries.numel() * 64,  # what a token costs, and more
+            queries.numel() * 64,  # a lower bound of the cost of a token
             len(items),
             queries.data_ptr(),
             kv.keys.data_ptr(),
@@ -78,8 +78,8 @@ class CpuPrompts:
 
 
 def items_of(batch: ForwardBatch, first: int, kv_heads: int, group: int) -> torch.Tensor:
-    """The work of the sequences from the one numbered `first` on, int32 `[items, 4]` as the kernel reads it; what sees
-    the most keys first, so that threads end together."""
+    """The work items of the sequences from index `first` on, int32 `[items, 4]` as the kernel reads them; items that
+    see the most keys first, so that threads end at about the same time."""
     lens: list[int] = batch.kv_lens.tolist()
     starts: list[int] = batch.query_starts.tolist()
     size = tokens_of_item(group)

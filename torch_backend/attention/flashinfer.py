@@ -1,7 +1,7 @@
-"""Attention by FlashInfer's kernels (Ye et al. 2025), to compare with: `--attention-backend flashinfer`.
+"""Attention with FlashInfer's kernels (Ye et al. 2025), for comparison: `--attention-backend flashinfer`.
 
-Its paged layout HND, `[pages, kv_heads, page_size, head_dim]` with keys and values apart, is that of `KVPages`. Each
-step plans on the host, from lengths that it reads there: steps are not captured.
+Its paged layout HND, `[pages, kv_heads, page_size, head_dim]` with separate keys and values, is that of `KVPages`. Each
+step plans on the host, from lengths that it reads there, so steps are not captured.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages
 
 _WORKSPACE_BYTES = 128 * 2**20
-"""As its documentation advises. Layers run one after the other and share it."""
+"""As its documentation recommends. Layers run one after the other and share it."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128, 256)
 
 
 def check_form(dtype: torch.dtype, kv_dtype: torch.dtype, heads: Sequence[HeadForm]) -> None:
-    """Raises `ConfigError` for a model that its kernels cannot attend for."""
+    """Raises `ConfigError` for a model that FlashInfer's kernels do not support."""
     if dtype not in _DTYPES:
         raise ConfigError(f"attention_backend flashinfer needs dtype bfloat16 or float16, got {_name(dtype)}")
     if kv_dtype != dtype:
@@ -45,7 +45,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class _Form(NamedTuple):
-    """What layers must have in common to share a plan."""
+    """Properties of layers that share a plan."""
 
     heads: int
     kv_heads: int
@@ -56,7 +56,7 @@ class _Form(NamedTuple):
 
 
 class FlashInferAttention:
-    """`AttentionImplementation` by FlashInfer.
+    """`AttentionImplementation` with FlashInfer.
 
     **Arguments:** `library`: the module `flashinfer`.
     """
@@ -64,7 +64,7 @@ class FlashInferAttention:
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # One for each form of layer: a plan lies in the wrapper that made it.
+        # One for each form of layer: a plan is stored in the wrapper that made it.
         self._decode: dict[_Form, Any] = {}
         self._prefill: dict[_Form, Any] = {}
 
@@ -73,14 +73,14 @@ class FlashInferAttention:
         return FlashInferStep(self, batch)
 
     def decode_wrapper(self, form: _Form) -> Any:
-        """For rows of one query. With tensor cores, whose kernels know groups of every size."""
+        """The wrapper for rows of one query. It uses tensor cores, whose kernels support groups of every size."""
         if form not in self._decode:
             make = self._library.BatchDecodeWithPagedKVCacheWrapper
             self._decode[form] = make(self._workspace, kv_layout="HND", use_tensor_cores=True)
         return self._decode[form]
 
     def prefill_wrapper(self, form: _Form) -> Any:
-        """For chunks of prompts."""
+        """The wrapper for chunks of prompts."""
         if form not in self._prefill:
             self._prefill[form] = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="HND")
         return self._prefill[form]
@@ -88,7 +88,7 @@ class FlashInferAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The decode rows of a step, or its chunks: tokens `first : last`, and a wrapper that has planned for them."""
+    """The decode rows of a step, or its chunks: tokens `first : last`, and a wrapper with their plan."""
 
     first: int
     last: int
@@ -106,7 +106,8 @@ class FlashInferStep:
         self._parts: dict[_Form, list[_Part]] = {}
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        """See `StepAttention`. Raises `ValueError` for sinks, which its kernels have not on every chip."""
+        """See `StepAttention`. Raises `ValueError` for sinks, which FlashInfer's kernels do not support on every
+        chip."""
         if options.sinks is not None:
             raise ValueError("attention_backend flashinfer does not support attention sinks: choose triton")
         _, heads, head_dim = queries.shape
@@ -121,7 +122,7 @@ class FlashInferStep:
         return output
 
     def _plan(self, form: _Form) -> list[_Part]:
-        """Padding, which has no keys, comes last among the decode rows and last among the chunks: it is left out."""
+        """Plans the decode rows and the chunks. Padding, which has no keys, is at the end of both and left out."""
         decode = [row for row in range(self._batch.num_decode) if self._kv_lens[row]]
         prefill = [row for row in range(self._batch.num_decode, len(self._kv_lens)) if self._kv_lens[row]]
         parts = []
@@ -138,10 +139,11 @@ class FlashInferStep:
         return parts
 
     def _pages(self, rows: Sequence[int], form: _Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where the pages of each row begin among all, the pages, and the keys of each row's last page.
+        """The start of each row's pages in the list of all pages, this list, and the number of keys in each row's last
+        page.
 
-        Pages before all that a row's queries see may be anybody's: the row begins behind them. Queries are its last
-        tokens, so that this moves none of them against its keys.
+        Pages before all keys that a row's queries see may belong to other rows, and are left out. Queries are the last
+        tokens, so this does not change their distances to their keys.
         """
         size, window = form.page_size, form.options.window
         begins, pages, last_keys = [0], [], []
@@ -158,7 +160,7 @@ class FlashInferStep:
         return form.heads, form.kv_heads, form.head_dim, form.page_size
 
     def _softmax(self, form: _Form) -> dict[str, Any]:
-        """`window_left` counts the keys before the query's own."""
+        """Options of the softmax. `window_left` does not count the query's own key."""
         options = form.options
         return {
             "sm_scale": options.scale,

@@ -1,7 +1,7 @@
-"""Scores of int8 keys: queries in int8 as well, a scale for each, and products that are whole numbers.
+"""Scores of int8 keys: queries are int8 too, with a scale each, and products are integers.
 
-SageAttention (Zhang et al. 2025) over pages. What differs: the mean that is taken off keys is fixed, and a key's scale
-is its own, so that what a page holds depends neither on the other keys nor on how a prompt was cut into chunks.
+This is SageAttention (Zhang et al. 2025) over pages, with two differences: the mean subtracted from keys is fixed, and
+each key has its own scale, so that a page's content depends on neither the other keys nor the chunks of its prompt.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch_backend.kv_pages import LARGEST_INT8
 def integer_scores(
     queries: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, key_mean: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
-    """Scaled scores of stored keys, before any cap and mask: what `q @ key_mean + (q @ (key - key_mean))` is, but for
-    the rounding of queries and keys to 8 bits.
+    """Scaled scores of stored keys, before any cap and mask: equal to `q @ key_mean + (q @ (key - key_mean))`, except
+    for rounding queries and keys to 8 bits.
 
-    **Arguments:** `queries` `[n, ..., q, d]`; `levels` float32 `[n, 1 or more, k, d]`, whole numbers up to 127;
-    `scales` float32 `[n, 1, k]`; `key_mean` float32 `[n, d]`.
+    **Arguments:** `queries` `[n, ..., q, d]`; `levels` float32 `[n, 1 or more, k, d]`, integers up to 127; `scales`
+    float32 `[n, 1, k]`; `key_mean` float32 `[n, d]`.
 
     **Returns:** float32 `[n, ..., q, k]`.
     """
     wide = queries.float()
     largest = wide.abs().amax(-1, keepdim=True)
     steps = torch.where(largest == 0.0, 1.0, largest / LARGEST_INT8)
-    # Sums of at most 1,040 products of whole numbers up to 127 are exact in float32, in any order.
+    # Sums of at most 1,040 products of integers up to 127 are exact in float32, in any order.
     products = torch.round(wide / steps) @ levels.transpose(-1, -2)
     of_mean = wide @ key_mean[:, None, :, None]
     return (products * steps * scales[:, :, None] + of_mean) * options.scale

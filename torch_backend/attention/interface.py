@@ -1,4 +1,4 @@
-"""Causal attention over pages: one signature, several implementations."""
+"""Causal attention over pages: the interface of all implementations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch_backend.kv_pages import KVPages
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """What makes keys and values of heads from cached latent vectors, behind which lies a rotated key for all heads.
+    """Projections from cached latent vectors, each followed by a rotated key for all heads, to keys and values of
+    heads.
 
     - `key_up` `[heads, key_dim, latent]`, `value_up` `[heads, value_dim, latent]`.
     - `expands_from`: see `LatentAttentionConfig`.
@@ -26,15 +27,15 @@ class LatentHeads:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer's attention computes. Query i of a sequence, at position p, sees key j iff `j <= p` and, with a
-    window, `p - j < window`.
+    """Options of a layer's attention. Query i of a sequence, at position p, sees key j iff `j <= p` and, with a window,
+    `p - j < window`.
 
     - `scale`: multiplies the scores.
-    - `window`: keys that a query sees at most; None for all before it.
-    - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)` before the mask; None for none.
-    - `sinks`: float32 `[heads]`, a score of each head that joins the softmax's sum and has no value; None for none.
-    - `latents`: where pages hold latent vectors. Queries are `[T, heads, key_dim + rotary_dim]` then, and outputs
-      `[T, heads, value_dim]`.
+    - `window`: maximum keys that a query sees; None for all before it.
+    - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)` before the mask; None for no cap.
+    - `sinks`: float32 `[heads]`, for each head the score of an additional key without a value; None for no sinks.
+    - `latents`: if pages hold latent vectors. Queries are then `[T, heads, key_dim + rotary_dim]`, and outputs `[T,
+      heads, value_dim]`.
     """
 
     scale: float
@@ -46,7 +47,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class HeadForm:
-    """The heads of a layer as kernels know them: the size of each, and the query heads of a kv head (`group`)."""
+    """Sizes of a layer's heads for which kernels are compiled; `group`: query heads per kv head."""
 
     head_dim: int
     group: int
@@ -56,20 +57,20 @@ class StepAttention(Protocol):
     """Attention of one step, for every layer."""
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        """Attends over pages that already hold the step's own keys and values.
+        """Attends over pages that already contain the step's own keys and values.
 
-        **Arguments:** `queries` `[T, heads, head_dim]`, heads that share a kv head side by side.
+        **Arguments:** `queries` `[T, heads, head_dim]`, heads that share a kv head adjacent.
 
-        **Returns:** `[T, heads, head_dim]` in the type of `queries`, contiguous; 0 for padding. Scores, softmax and
-        sums are float32. What unused slots of pages hold does not matter, NaN included.
+        **Returns:** `[T, heads, head_dim]` in the dtype of `queries`, contiguous; 0 for padding. Scores, softmax and
+        sums are float32. Unused slots of pages have no effect, even if they hold NaN.
         """
         ...
 
 
 class AttentionImplementation(Protocol):
-    """Prepares once for each step what all its layers share."""
+    """Prepares once per step what all its layers share."""
 
     def prepare(self, batch: ForwardBatch) -> StepAttention:
-        """Attention of the step `batch`. In a captured step this runs inside the capture, so that it may not read
-        values of tensors on the host there."""
+        """Returns the attention of a step. In a captured step this runs inside the capture, and may not read values of
+        tensors on the host."""
         ...

@@ -1,7 +1,7 @@
-"""Attention over latent vectors in its two forms, which compute the same: see `sglang_jax/layers/latent_attention.py`.
+"""Attention over latent vectors in two equivalent forms: see `sglang_jax/layers/latent_attention.py`.
 
-Absorbed: queries are multiplied by what makes keys, and attend to latent vectors. Expanded: keys and values of heads
-are made from a tile of latent vectors at a time, and a softmax in progress takes them in (FlashAttention, Dao et al.
+Absorbed: queries are multiplied by the key projection, and attend to latent vectors. Expanded: keys and values of heads
+are computed from one tile of latent vectors at a time, and added to a softmax in progress (FlashAttention, Dao et al.
 2022).
 """
 
@@ -22,7 +22,7 @@ _QUERIES_PER_BLOCK = 256
 
 
 def absorbed(queries: torch.Tensor, heads: LatentHeads, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`[T, heads, key_dim + rotary_dim]` → `[T, heads, value_dim]`, by an `attend` that takes latent vectors as keys
+    """`[T, heads, key_dim + rotary_dim]` → `[T, heads, value_dim]`, with an `attend` that uses latent vectors as keys
     and values of one kv head."""
     key_dim, latent = heads.key_up.shape[1:]
     plain, rotated = queries[..., :key_dim], queries[..., key_dim:]
@@ -31,7 +31,7 @@ def absorbed(queries: torch.Tensor, heads: LatentHeads, attend: Callable[[torch.
 
 
 class ExpandedPlan:
-    """Sequences of a group in the expanded form, one after the other: a result depends on its own sequence alone."""
+    """Sequences of a group in the expanded form, one after the other: a result depends only on its own sequence."""
 
     def __init__(self, group: SequenceGroup, batch: ForwardBatch) -> None:
         self.group = group
@@ -46,16 +46,16 @@ class ExpandedPlan:
 def _attend_sequence(
     queries: torch.Tensor, kv: KVPages, pages: torch.Tensor, length: int, options: AttentionOptions
 ) -> torch.Tensor:
-    """The last queries of a sequence of `length` tokens in `pages`."""
+    """Attention of the last queries of a sequence of `length` tokens in `pages`."""
     assert options.latents is not None
     before = length - len(queries)
-    # Of narrow numbers CUDA has products with float32 results, and a CPU none.
+    # Only CUDA has products of 16-bit numbers with float32 results.
     asked = queries.transpose(0, 1).to(queries.dtype if queries.is_cuda else torch.float32)
     softmax = _Softmax(asked, options.latents.value_up.shape[1])
     columns = max(_KEYS_PER_TILE // kv.page_size, 1)
     for column in range(0, -(-length // kv.page_size), columns):
         first = column * kv.page_size
-        # What lies behind the sequence's end may be NaN.
+        # Slots after the sequence's end may be NaN.
         cached = kv.keys[pages[column : column + columns].long(), 0].flatten(0, 1)[: length - first]
         keys, values = (part.to(asked.dtype) for part in _expand(cached, options.latents))
         places = torch.arange(first, first + len(cached), device=queries.device)
@@ -91,7 +91,7 @@ class _Softmax:
         self._weighted = queries.new_zeros((*rows, value_dim), dtype=torch.float32)
 
     def add(self, block: slice, scores: torch.Tensor, values: torch.Tensor) -> None:
-        """Takes in scores `[heads, block, n]`, which are overwritten, and values `[heads, n, value_dim]`."""
+        """Adds scores `[heads, block, n]`, which are overwritten, and values `[heads, n, value_dim]`."""
         before, total, weighted = (each[:, block] for each in (self._largest, self._total, self._weighted))
         largest = torch.maximum(before, scores.amax(-1, keepdim=True))
         weights = scores.sub_(largest).exp_()
@@ -106,7 +106,7 @@ class _Softmax:
 
 
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Matrix by matrix, with a float32 result."""
+    """Matrix product with a float32 result."""
     return torch.bmm(x, y) if x.dtype == torch.float32 else torch.bmm(x, y, out_dtype=torch.float32)
 
 

@@ -1,8 +1,8 @@
-"""Paged attention in plain torch: for CPUs, and for whatever device has no kernels of its own.
+"""Paged attention in plain torch, for CPUs and devices without kernels.
 
-Decode sequences of similar length go through `scaled_dot_product_attention` together, as do prefill sequences of equal
-length. torch's own grouped attention (`enable_gqa`) is not used: on a CPU it takes many times as long as what is done
-here, which is to let the queries of one kv head share its keys as a matter of shapes and strides.
+Decode sequences of similar length are computed together by `scaled_dot_product_attention`, and so are prefill sequences
+of equal length. torch's own grouped attention (`enable_gqa`) is not used: on a CPU it takes many times as long as this
+code, in which the queries of one kv head share its keys by shapes and strides.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages
 
 _QUERIES_PER_BLOCK = 512
-"""Of a prefill chunk: a mask is `[block, keys]`, and the keys after a block's last query are left out."""
+"""Queries of a prefill chunk per block: a mask is `[block, keys]`, and the keys after a block's last query are left
+out."""
 
 _EXPLICIT_QUERIES_PER_BLOCK = 64
-"""The same where scores are written out, `[heads, block, keys]`."""
+"""The same if scores are materialised, `[heads, block, keys]`."""
 
 
 class NativeAttention:
-    """`AttentionImplementation` without kernels. Reads the batch's lengths on the host, and so cannot be captured."""
+    """`AttentionImplementation` without kernels. Reads lengths on the host, so it cannot be captured."""
 
     def prepare(self, batch: ForwardBatch) -> NativeStep:
-        """Finds the sequences to compute together."""
+        """Groups the sequences that are computed together."""
         return NativeStep(batch)
 
 
 class _Form(NamedTuple):
-    """What layers must have in common to share indices, masks and buffers."""
+    """Properties of layers that share indices, masks and buffers."""
 
     pages: torch.Size
     dtype: torch.dtype
@@ -48,7 +49,7 @@ class _Form(NamedTuple):
 
 
 class NativeStep:
-    """Attention of one step, or of its sequences from the one numbered `first` on."""
+    """Attention of one step, or of its sequences from index `first` on."""
 
     def __init__(self, batch: ForwardBatch, first: int = 0) -> None:
         self._batch = batch
@@ -69,13 +70,13 @@ class NativeStep:
         return output
 
     def attend_into(self, output: torch.Tensor, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> None:
-        """Writes the tokens of its sequences, padding left out, and no others."""
+        """Writes the tokens of its sequences, except padding, and no others."""
         for plan in self._plans_of(queries, kv, options):
             tokens = plan.group.tokens
             output[tokens] = plan.attend(queries[tokens], kv, options)
 
     def _plans_of(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> list[_Plan | ExpandedPlan]:
-        # What is stored in 8 bits is widened to float32, so that it is not rounded once more.
+        # 8-bit keys and values are widened to float32, to avoid another rounding.
         dtype = queries.dtype if kv.key_scale is None and kv.token_scales is None else torch.float32
         explicit = options.soft_cap is not None or options.sinks is not None or kv.token_scales is not None
         expands_from = None if options.latents is None else options.latents.expands_from
@@ -93,10 +94,10 @@ class NativeStep:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Queries of each sequence of a group, the number of keys they may see, and which of these each does.
+    """A block of queries of each sequence of a group, and the number of keys that they may see.
 
     `mask`: added to scores, `[sequences * kv_heads or 1, 1, queries or 1, keys]`; None if all keys are seen, or all up
-    to the query's own where `causal`.
+    to the query's own if `causal`.
     """
 
     queries: slice
@@ -106,7 +107,7 @@ class _Block:
 
 
 class _Plan:
-    """What a group of sequences computes in each layer of one form."""
+    """The computation of a group of sequences, for layers of one form."""
 
     def __init__(self, group: SequenceGroup, batch: ForwardBatch, kv: KVPages, form: _Form) -> None:
         self.group = group
@@ -158,8 +159,8 @@ class _Plan:
         return _explicit_attention(scores, values, block.mask, self._shape_sinks(options), options).to(queries.dtype)
 
     def _shape_queries(self, queries: torch.Tensor) -> torch.Tensor:
-        """`[sequences * kv_heads, 1, group, head_dim]` of single tokens, whose heads are more queries over the same
-        keys; else `[sequences * kv_heads, group, count, head_dim]`."""
+        """For single tokens `[sequences * kv_heads, 1, group, head_dim]`: heads are more queries over the same keys;
+        else `[sequences * kv_heads, group, count, head_dim]`."""
         sequences, count = len(self.group.lens), self.group.count
         if count == 1:
             return queries.reshape(sequences * self._kv_heads, 1, -1, queries.shape[-1])
@@ -195,7 +196,7 @@ class _Plan:
 
     def _mask(self, first: int, last: int, keys: int, device: torch.device) -> torch.Tensor | None:
         group, window = self.group, self._form.window
-        # Sequences of several tokens are all as long: one mask will do.
+        # Sequences of several tokens have the same length, and share one mask.
         lens = torch.tensor(group.lens if group.count == 1 else group.lens[:1], device=device)
         offsets = torch.arange(first - group.count, last - group.count, device=device)
         positions = lens[:, None, None] + offsets[:, None]
@@ -218,7 +219,7 @@ def _explicit_attention(
     sinks: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Of scores written out in float32, for what `scaled_dot_product_attention` does not know."""
+    """Attention from float32 scores, for options that `scaled_dot_product_attention` does not support."""
     if options.soft_cap is not None:
         scores = torch.tanh(scores / options.soft_cap) * options.soft_cap
     if mask is not None:

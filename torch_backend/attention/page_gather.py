@@ -1,4 +1,4 @@
-"""Keys and values of a group of sequences, copied from their pages into one run each."""
+"""Copies keys and values of a group of sequences from their pages into contiguous buffers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch_backend.kv_pages import KVPages, TokenScales
 
 
 class PageGather:
-    """Where a group's keys lie and where they go, the same for all layers whose pages have one form and one `window`.
+    """Indices of a group's keys and buffers for them, shared by all layers with the same shape of pages and `window`.
 
-    Layers share the buffers: each gathers anew, and what it was given lasts until the next one.
+    Layers share the buffers: a result is valid until the next call.
     """
 
     def __init__(self, group: SequenceGroup, batch: ForwardBatch, kv: KVPages, window: int | None) -> None:
@@ -32,7 +32,7 @@ class PageGather:
 
     def __call__(self, kv: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
         """`[sequences * kv_heads, 1, longest, head_dim]` each, 0 after a sequence's end and before the window of its
-        first query; float32 from float8 pages, and from int8 ones: of keys the levels, see `key_scales`."""
+        first query. float8 and int8 are converted to float32; int8 keys are not scaled, see `key_scales`."""
         keys = self._gather(kv.keys, kv.key_scale, self._keys)
         values = self._gather(kv.values, kv.value_scale, self._values)
         if kv.token_scales is None:
@@ -42,8 +42,8 @@ class PageGather:
         return keys.float(), values.float() * self._scales(kv.token_scales.values)[..., None]
 
     def key_scales(self, scales: TokenScales) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of gathered int8 keys: float32 `[sequences * kv_heads, 1, longest]`, 0 where these are; and the mean that
-        stored keys are without, `[sequences * kv_heads, head_dim]`."""
+        """Scales of gathered int8 keys: float32 `[sequences * kv_heads, 1, longest]`, 0 where keys are 0; and the mean
+        that was subtracted from stored keys, `[sequences * kv_heads, head_dim]`."""
         return self._scales(scales.keys), scales.key_mean.repeat(self._sequences, 1)
 
     def _scales(self, pages: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class PageGather:
 
     def _gather(self, pages: torch.Tensor, scale: torch.Tensor | None, buffer: _Buffer) -> torch.Tensor:
         stored = pages.view(-1, self._row)
-        if scale is not None:  # moved as bytes: few devices index float8
+        if scale is not None:  # copied as bytes, because few devices index float8
             stored = stored.view(torch.uint8)
         torch.index_select(stored, 0, self._index, out=buffer.rows)
         if self._unused is not None:
@@ -66,7 +66,8 @@ class PageGather:
 
 
 class _Buffer:
-    """One piece of memory in three shapes: `rows`, a page of a head each; `slots`, a token of a head each; `seen`."""
+    """One buffer in three shapes: `rows`, a page of a head each; `slots`, a token of a head each; `seen`, the used
+    tokens."""
 
     def __init__(self, shape: tuple[int, int, int, int], row: int, longest: int, pages: torch.Tensor) -> None:
         dtype = torch.uint8 if pages.dtype == torch.float8_e4m3fn else pages.dtype
@@ -79,10 +80,8 @@ class _Buffer:
 def _unused_rows(
     group: SequenceGroup, kv_heads: int, slots: int, window: int | None, device: torch.device
 ) -> torch.Tensor | None:
-    """Gathered slots that the longest sequence uses and that lie after the end of their own, or before all that its
-    queries see.
-
-    They are cleared, for they may hold NaN, which no mask takes out of a sum."""
+    """Gathered slots within the longest sequence that are after the end of their own, or before all keys that its
+    queries see. They are cleared, because they may hold NaN, which a mask would not remove from a sum."""
     windowed = window is not None and group.longest - group.count >= window
     if group.shortest == group.longest and not windowed:
         return None

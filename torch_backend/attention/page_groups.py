@@ -1,4 +1,4 @@
-"""Which sequences of a step are computed together where one shape must do for several."""
+"""Groups the sequences of a step that are computed together, with one shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_SHARE = 0.6
 """A decode sequence joins a longer one if it has at least this share of its keys..."""
 
 _LEAST_LENGTH = 128
-"""...or if the longer one is no longer than this: a further group costs more than the padding."""
+"""...or if the longer one has at most this many: another group would cost more than the padding."""
 
 _TOKENS_TOGETHER = 4096
 """Keys of prefill sequences of equal length that are gathered at once."""
@@ -26,7 +26,7 @@ class SequenceGroup:
     """Sequences that have `count` queries each; if more than one, also the same length.
 
     - `sequences`: their rows in the page table.
-    - `tokens`: where their queries lie in the step.
+    - `tokens`: indices of their queries in the step.
     - `lens`: their keys, at least 1.
     """
 
@@ -49,7 +49,7 @@ class SequenceGroup:
 
 
 def group_sequences(batch: ForwardBatch, first: int = 0) -> list[SequenceGroup]:
-    """All sequences of the step from the one numbered `first` on, but padding. Reads lengths on the host."""
+    """Groups all sequences of the step from index `first` on, except padding. Reads lengths on the host."""
     lens: list[int] = batch.kv_lens.tolist()
     starts: list[int] = batch.query_starts.tolist()
     counts = [after - before for before, after in pairwise(starts)]
@@ -67,7 +67,7 @@ def group_sequences(batch: ForwardBatch, first: int = 0) -> list[SequenceGroup]:
 
 
 def _by_length(sequences: list[int], lens: list[int]) -> Iterator[list[int]]:
-    """Sequences of single queries, so that little of a group is padding; each group in the order of rows."""
+    """Groups sequences of single queries so that there is little padding; each group is in the order of rows."""
     rest = sequences
     while rest:
         longest = max(lens[sequence] for sequence in rest)
@@ -97,7 +97,7 @@ def _group(
 
 
 def _indices(values: list[int], device: torch.device) -> slice | torch.Tensor:
-    """A slice, which copies nothing, where the values follow each other."""
+    """Consecutive values as a slice, which copies nothing."""
     if values[-1] - values[0] == len(values) - 1:
         return slice(values[0], values[-1] + 1)
     return torch.tensor(values, device=device)

@@ -1,4 +1,4 @@
-"""The oracle: every query against every slot that its sequence could have, in float32 and in plain torch."""
+"""The reference for tests: every query against every slot that its sequence could have, in float32 and plain torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch_backend.kv_pages import KVPages, TokenScales
 
 
 class ReferenceAttention:
-    """`AttentionImplementation` at the cost of all columns of the page table, whatever the lengths; for tests."""
+    """`AttentionImplementation` that computes all columns of the page table, for any lengths; for tests."""
 
     def prepare(self, batch: ForwardBatch) -> ReferenceStep:
-        """Nothing is shared by layers."""
+        """Layers share nothing."""
         return ReferenceStep(batch)
 
 
 class ReferenceStep:
-    """Attention of one step, one sequence after the other. Reads the batch's lengths on the host."""
+    """Attention of one step, one sequence after the other. Reads lengths on the host."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self._batch = batch
@@ -49,7 +49,7 @@ def gather_pages(kv: KVPages, pages: torch.Tensor) -> tuple[torch.Tensor, torch.
         return _gather_integers(kv, kv.token_scales, pages.long())
     gathered = []
     for stored, scale in ((kv.keys, kv.key_scale), (kv.values, kv.value_scale)):
-        # Indexing before widening: few types can be indexed in float8, all can be as bytes.
+        # Indexed as bytes before widening, because few devices index float8.
         pages_of = stored.view(torch.uint8)[pages.long()].view(stored.dtype).float()
         by_head = pages_of.transpose(0, 1).flatten(1, 2)
         gathered.append(by_head if scale is None else by_head * scale[:, None, None])
@@ -71,7 +71,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of the last queries `[q, heads, head_dim]` of a sequence whose first `kv_len` slots are keys.
 
-    Keys and values are `[kv_heads, slots, head_dim]`, everything float32; a query that sees no key gives 0.
+    Keys and values are `[kv_heads, slots, head_dim]`, all float32; a query that sees no key gives 0.
     """
     heads, kv_heads, slots = queries.shape[1], keys.shape[0], keys.shape[1]
     positions = kv_len - queries.shape[0] + torch.arange(queries.shape[0], device=queries.device)[:, None]
@@ -80,7 +80,7 @@ def attend(
     if options.window is not None:
         visible &= positions - places < options.window
 
-    # What is never seen may be NaN, and NaN times a weight of 0 is NaN.
+    # Slots that no query sees may be NaN, and NaN times a weight of 0 is NaN.
     seen = visible.any(0)[None, :, None]
     keys = keys.where(seen, 0.0).repeat_interleave(heads // kv_heads, dim=0)
     values = values.where(seen, 0.0).repeat_interleave(heads // kv_heads, dim=0)

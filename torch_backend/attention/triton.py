@@ -1,4 +1,4 @@
-"""Attention by Triton kernels: decode rows by splits of their keys, prefill chunks by blocks of their tokens."""
+"""Attention with Triton kernels: decode rows by splits of their keys, prefill chunks by blocks of their tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch_backend.kv_pages import KVPages
 
 
 class TritonAttention:
-    """`AttentionImplementation` for CUDA. Nothing is read on the host, so that a decode step can be captured."""
+    """`AttentionImplementation` for CUDA. Nothing is read on the host, so that steps can be captured."""
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
 
     def prepare(self, batch: ForwardBatch) -> TritonStep:
-        """Work is shared out at the first layer of each kind, since windows differ between layers."""
+        """Plans at the first layer of each kind, because windows differ between layers."""
         return TritonStep(batch, self._chip)
 
 
@@ -51,7 +51,7 @@ class TritonStep:
             longest = batch.page_table.shape[1] * kv.page_size
             self._decode_plans[kind] = plan_decode(batch.kv_lens, batch.num_decode, longest, *kind)
         plan = self._decode_plans[kind]
-        # Layers run one after the other and may share what they hand from kernel to kernel.
+        # Layers run one after the other and share these buffers.
         if self._partials is None or not self._partials.fits(plan, queries):
             self._partials = Partials.allocate(plan, queries)
         decode_attention(

@@ -1,4 +1,4 @@
-"""From a checkpoint that transformers knows to a model that the runner takes as any other."""
+"""Builds a model for the runner from a checkpoint of a transformers model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def build_traced(
     attention: AttentionImplementation,
     parallel: TensorParallel = SINGLE,
 ) -> tuple[TracedTransformer, ReadWeight]:
-    """A model without values, or a rank's part of it, and what makes them, for its `load`. All ranks call it at once.
+    """Returns a model without values, or a rank's shard of it, and the function that reads its weights, for its `load`.
+    All ranks must call it.
 
-    **Raises:** `ConfigError` where the model cannot be traced or is not what its config says, where it cannot be
-    divided among so many ranks, where a pass finds too little, and where the tiny twin differs from transformers;
-    `CheckpointError` for tensors that do not fit.
+    **Raises:** `ConfigError` if the model cannot be traced, differs from its config, or cannot be divided over the
+    ranks; if a pass finds too few places; or if the tiny twin differs from transformers; `CheckpointError` for tensors
+    that do not fit.
     """
     assert checkpoint.foreign is not None
     manager = PassManager(config.passes)

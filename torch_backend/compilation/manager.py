@@ -1,4 +1,4 @@
-"""Runs passes over a traced model in their order, and holds each to what the model lets expect of it."""
+"""Runs passes over a traced model in order, and checks that each finds as many places as the model implies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_backend.compilation.passes.rope import fuse_head_norms, fuse_rope
 logger = logging.getLogger(__name__)
 
 Rewrite = Callable[[Program], int]
-"""Rewrites a program in place and tells how many places it found. A second run finds none."""
+"""Rewrites a program in place and returns how many places it found. A second run finds none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ PASSES = (
     GraphPass(CompilePass.ADD_NORM, fuse_sums_with_norms),
     GraphPass(CompilePass.ALL_REDUCE_ADD_NORM, fuse_all_reduces),
 )
-"""In the order in which they run: each finds what those before it leave. Those that write to their inputs are last:
-they ask who reads them behind, and none may move there."""
+"""In the order in which they run: each matches the results of those before it. Passes whose operations overwrite their
+inputs are last, because they check that no later operation reads these, and no operation may move afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassCount:
-    """What a pass found, and the fewest that it was expected to."""
+    """How many places a pass found, and the minimum expected."""
 
     name: CompilePass
     expected: int
@@ -62,9 +62,10 @@ class PassCount:
 
 
 class PassManager:
-    """Passes in their order, of which `chosen` run. Each is held to its count where all before it run too.
+    """Passes in order, of which `chosen` run. A pass is checked against its minimum only if all passes before it run
+    too.
 
-    Between them no-ops are taken out, where that pass is chosen, so that each sees what the others left.
+    No-ops are removed between passes, if that pass is chosen, so that each sees a clean graph.
     """
 
     def __init__(self, chosen: Collection[CompilePass], passes: Sequence[GraphPass] = PASSES) -> None:
@@ -72,7 +73,7 @@ class PassManager:
         self._cleans = CompilePass.NO_OPS in chosen
 
     def run(self, program: Program, implied: Implied, dump: Path | None = None) -> tuple[PassCount, ...]:
-        """Rewrites `program`; its graphs before and after each pass go to the folder `dump`.
+        """Rewrites `program`; its graphs before and after each pass are written to the folder `dump`.
 
         **Raises:** `ConfigError` naming a pass that finds fewer places than the model implies.
         """
@@ -101,11 +102,11 @@ class PassManager:
         return tuple(counts)
 
     def _complete(self, number: int) -> bool:
-        """Whether all passes up to this one run: what one finds depends on what those before it leave."""
+        """Whether all passes up to this one run: a pass matches the results of those before it."""
         return [each.name for each in self._passes[:number]] == list(CompilePass)[:number]
 
     def uuid(self) -> str:
-        """A key of the passes that run: of their names and of the source of this package's rewritings."""
+        """A key of the passes that run: of their names and the source of this package's rewritings."""
         names = "\n".join(each.name.value for each in self._passes)
         return hashlib.sha256(f"{names}\n{self._cleans}\n{_sources(tuple(self._passes))}".encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Matrices kept in the blocks in which a checkpoint stores them, as CPU kernels read them."""
+"""Matrices kept in a checkpoint's quantised blocks, for CPU kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ACTIVATIONS = {Activation.SILU: block_product.SILU, Activation.GELU_TANH: block
 
 
 class BlockProducts:
-    """The products of all matrices in blocks, each compiled when it is first wanted; for one thread at a time."""
+    """The products of all matrices in blocks, each compiled at first use; to be used by one thread at a time."""
 
     def __init__(self, compiler: KernelCompiler) -> None:
         self.compiler = compiler
@@ -30,13 +30,13 @@ class BlockProducts:
         self._found: dict[tuple[Encoding, bool], bool] = {}
 
     def work(self, encoding: Encoding, *, gated: bool) -> bool:
-        """Whether products of an encoding, or gated ones, can be compiled here and are right: tried on small ones once,
-        and said in the log if not."""
+        """Whether products of an encoding, or gated ones, can be compiled here and are correct: tested once on small
+        ones; a failure is logged."""
         key = encoding, gated
         if key not in self._found:
             try:
                 self._found[key] = self._right(encoding, gated)
-            except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
+            except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError
                 logger.info(
                     "Blocks of %d bits are dequantised: numba cannot compile their product (%s)", encoding.bits, error
                 )
@@ -44,7 +44,7 @@ class BlockProducts:
         return self._found[key]
 
     def _right(self, encoding: Encoding, gated: bool) -> bool:
-        """Whether products of 1 row and of 17 are those of the widened matrix in float64, rounded."""
+        """Whether products of 1 row and of 17 equal those of the widened matrix in float64, rounded."""
         blocks = random_blocks(encoding, outputs=256, inputs=96)
         weights = torch.from_numpy(blocks.widened()).bfloat16().double()
         generator = torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ class BlockProducts:
         return True
 
     def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> BlockMatrix:
-        """A matrix whose outputs are a multiple of 4, half of which are if the product is gated."""
+        """Creates a matrix whose outputs, or half of them for a gated product, are a multiple of 4."""
         self._reserve(blocks.shape[1])
         return BlockMatrix(self, blocks, bias)
 
@@ -96,7 +96,7 @@ class BlockProducts:
         return output
 
     def launcher(self, encoding: Encoding, gated: bool) -> Launcher:
-        """The kernel of an encoding, compiled now unless it is there."""
+        """The kernel of an encoding, compiled at first use."""
         key = encoding, gated
         if key not in self._launchers:
             kernel = block_product.build_block_product(self.compiler, encoding.bits, gated)
@@ -104,18 +104,18 @@ class BlockProducts:
         return self._launchers[key]
 
     def _reserve(self, inputs: int) -> None:
-        """Room for every thread to multiply by a matrix of so many inputs."""
+        """Allocates scratch for every thread to multiply by a matrix with this many inputs."""
         needed = torch.get_num_threads() * scratch_floats(inputs)
         if needed > len(self._scratch):
             self._scratch = torch.empty(needed)
 
 
 class BlockMatrix:
-    """A matrix `[outputs, inputs]` of levels, with the bias of its product; multiplies at most `LARGEST` rows of
-    bfloat16.
+    """A matrix `[outputs, inputs]` of quantised values, with the bias of its product; multiplies at most `LARGEST` rows
+    of bfloat16.
 
-    Weights are rounded to bfloat16 in registers, to the bits that the widened matrix has; sums are float32, in an order
-    that does not depend on the number of rows.
+    Weights are rounded to bfloat16 in registers, to the same bits as in the widened matrix; sums are float32, in an
+    order that does not depend on the number of rows.
     """
 
     def __init__(self, products: BlockProducts, blocks: Stored, bias: torch.Tensor | None) -> None:
@@ -128,7 +128,7 @@ class BlockMatrix:
 
     @property
     def bits(self) -> int:
-        """Bits of a level."""
+        """Bits of a quantised value."""
         return self.encoding.bits
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,5 +136,5 @@ class BlockMatrix:
         return self._products.run(self, x.contiguous(), None, x.new_empty((len(x), self.outputs)))
 
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """Of a matrix that is gate and up, one after the other: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
+        """For a matrix of gate and up, in this order: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         return self._products.run(self, x.contiguous(), activation, x.new_empty((len(x), self.outputs // 2)))

@@ -1,4 +1,4 @@
-"""Compiles the kernels of this package, and those that it has in common with the JAX backend."""
+"""Compiles the kernels of this package, and those shared with the JAX backend."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from sglang_jax.cpu_kernels.compiling import KernelCompiler
 
 
 def compiler_keeping(folder: Path) -> KernelCompiler:
-    """One that keeps machine code below `folder`: see `KernelCompiler.keeping`."""
+    """A compiler that caches machine code in `folder`: see `KernelCompiler.keeping`."""
     return KernelCompiler.keeping(folder, Path(__file__).parent)

@@ -1,7 +1,7 @@
-"""Attention of single queries over paged keys and values, all query heads of a kv head together.
+"""Attention of single queries over paged keys and values, with all query heads of a kv head at once.
 
-Keys are gone through in blocks with an online softmax (Milakov and Gimelshein 2018), so that the scratch memory of a
-thread does not grow with the length. A row's result does not depend on the other rows.
+Keys are processed in blocks with an online softmax (Milakov and Gimelshein 2018), so that a thread's scratch memory
+does not grow with the length. A row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_C
 
 FIELDS = "qqqqqqqqqqqqqdd"
 """Addresses of queries, key pages, value pages, output, page table, lengths, sinks (0 for none) and scratch; slots of
-that; columns of the page table, kv heads, page size, window (0 for none); scale, soft cap (0 for none).
-
-An item is a kv head of a row."""
+scratch; columns of the page table, kv heads, page size, window (0 for none); scale, soft cap (0 for none). An item is a
+kv head of a row."""
 
 _BLOCK = 256
-"""Keys whose scores are held at once."""
+"""Keys whose scores are in memory at once."""
 
-# What follows is part of the kernel: it is copied into it, so that sizes are constants there.
+# The functions below are inlined into the kernel, so that sizes are constants there.
 _part: Callable[[Any], Any] = njit(inline="always")
 
 
 def scratch_floats(head_dim: int, group: int) -> int:
-    """float32 words that each thread works in. For each query of a group: scores of a block; the sum of values so far;
+    """float32 words of scratch of each thread. For each query of a group: scores of a block; the sum of values so far;
     the query times the scale; the largest score and the sum of weights so far."""
     return group * (_BLOCK + 2 * head_dim + 2)
 
 
 def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, group: int) -> CompiledKernel:
-    """For elements of `width` bytes, heads of `head_dim` and `group` query heads to a kv head."""
+    """Builds the kernel for elements of `width` bytes, heads of `head_dim` and `group` query heads to a kv head."""
     head_bytes = head_dim * width
     sums_at, queries_at = _BLOCK * group, (_BLOCK + head_dim) * group
     largest_at, weights_at = (_BLOCK + 2 * head_dim) * group, (_BLOCK + 2 * head_dim + 1) * group
@@ -94,7 +93,7 @@ def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, 
 
 @_part
 def _begin(largest, weights, sinks, kv_head, group):
-    """A sink is a key that has no value."""
+    """Initialises the softmax; a sink is a key without a value."""
     for query in range(group):
         if sinks != 0:
             store(largest, query, load(floats(sinks), kv_head * group + query))
@@ -106,7 +105,8 @@ def _begin(largest, weights, sinks, kv_head, group):
 
 @_part
 def _run(pages, key, most, kv_heads, kv_head, page_size):
-    """Where in the pages a key lies, in heads, and how many lie there in a row."""
+    """The offset of a key in the pages, in heads, and the number of keys that follow it contiguously, at most
+    `most`."""
     offset = key % page_size
     place = (load(pages, key // page_size) * kv_heads + kv_head) * page_size + offset
     return place, min(page_size - offset, most)
@@ -114,7 +114,7 @@ def _run(pages, key, most, kv_heads, kv_head, page_size):
 
 @_part
 def _score(scores, done, queries, keys, run, group, head_dim):
-    """Products of all queries and the keys of a run, the first of which is number `done` of the block."""
+    """Products of all queries and the keys of a run, which starts at key `done` of the block."""
     for key in range(run):
         for query in range(group):
             score = np.float32(0)
@@ -125,7 +125,7 @@ def _score(scores, done, queries, keys, run, group, head_dim):
 
 @_part
 def _weigh(scores, query, count, soft_cap, largest, weights, sums, head_dim):
-    """Turns a query's scores of a block into weights, and scales what came before to the same largest score."""
+    """Turns a query's scores of a block into weights, and rescales earlier sums to the same largest score."""
     start = query * _BLOCK
     if soft_cap > 0:
         for i in range(start, start + count):

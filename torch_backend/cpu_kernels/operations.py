@@ -16,11 +16,10 @@ from torch_backend.parallel import TensorParallel
 
 
 class CpuOperations:
-    """Implements `torch_backend.operations.Operations` on a CPU, one call of compiled code for each; for one thread at
-    a time.
+    """Implements `torch_backend.operations.Operations` on a CPU, with one call of compiled code each; to be used by one
+    thread at a time.
 
-    **Arguments:** `dtype`, bfloat16 or float32, of activations, weights and pages alike; `head_dims` of all layers,
-    even.
+    **Arguments:** `dtype`, bfloat16 or float32, of activations, weights and pages; `head_dims` of all layers, even.
     """
 
     def __init__(self, compiler: KernelCompiler, dtype: torch.dtype, head_dims: Iterable[int]) -> None:
@@ -33,7 +32,8 @@ class CpuOperations:
             for head_dim in head_dims
         }
         self._dtype = dtype
-        # Of what is seldom called, as packed matrices multiply and activate in one go; and of weights in another type.
+        # For operations that are rarely called, because packed matrices fuse the activation; and for weights in another
+        # dtype.
         self._native = NativeOperations()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -77,7 +77,7 @@ class CpuOperations:
         kv: KVPages,
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
-        """See `Operations`. The pages are of the type of `qkv`."""
+        """See `Operations`. The pages have the dtype of `qkv`."""
         if not (kv.keys.is_contiguous() and kv.values.is_contiguous()):
             raise ValueError("pages must be contiguous: writes to a copy of them would be lost")
         qkv, keys, values = self._own(qkv), self._own(kv.keys), self._own(kv.values)
@@ -115,7 +115,7 @@ class CpuOperations:
         self._norm(size, items, x.data_ptr(), residual, weight.data_ptr(), output.data_ptr(), rows, hidden, eps)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, laid out as kernels read it, if they read its type."""
+        """The contiguous tensor. Raises `TypeError` for another dtype than the kernels'."""
         if tensor.dtype is not self._dtype:
             raise TypeError(f"CPU kernels made for {self._dtype} were given {tensor.dtype}")
         return tensor.contiguous()

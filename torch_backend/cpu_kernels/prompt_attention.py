@@ -1,10 +1,10 @@
 """Attention of prompts over paged keys and values in bfloat16: blocks of queries and keys as two products with float32
-sums and an online softmax (Milakov and Gimelshein 2018; Dao 2023), on the units that multiply bfloat16.
+sums and an online softmax (Milakov and Gimelshein 2018; Dao 2023), on the CPU's bfloat16 units.
 
-An item is some tokens of a sequence with all query heads of a kv head, so that keys and values are laid out once for
-all of these. Blocks of keys begin at multiples of `KEYS` whatever the chunk, those that no query of an item sees are
-left out, and rows do not depend on each other: so a query has the same result, bit for bit, in any chunk and batch.
-Weights are rounded to bfloat16 before they are multiplied and summed.
+An item is some tokens of a sequence with all query heads of a kv head, for which keys and values are laid out once.
+Blocks of keys start at multiples of `KEYS` in any chunk, blocks that no query of an item sees are skipped, and rows are
+independent: a query has the same result, bit for bit, in any chunk and batch. Weights are rounded to bfloat16 before
+they are multiplied and summed.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from torch_backend.cpu_kernels.prompt_tiles import (
 
 FIELDS = "qqqqqqqqqqqqqqqdd"
 """Addresses of queries, key pages, value pages, output, page table, lengths, starts of sequences among the queries,
-sinks (0 for none), items and scratch; slots of that; columns of the page table, kv heads, page size, window (0 for
+sinks (0 for none), items and scratch; slots of scratch; columns of the page table, kv heads, page size, window (0 for
 none); scale, soft cap (0 for none).
 
 Items are int32 `[items, 4]`: a sequence, a kv head, its first token and the one past its last, counted within the
-sequence."""
+sequence.
+"""
 
 KEYS = 64
-"""Keys whose scores are held at once."""
+"""Keys whose scores are in memory at once."""
 
 MOST_ROWS = 192
 """Queries of an item: tokens times heads."""
 
-# What follows is part of the kernel: it is copied into it, so that sizes are constants there.
+# The functions below are inlined into the kernel, so that sizes are constants there.
 _part: Callable[[Any], Any] = njit(inline="always")
 
 
@@ -55,7 +56,7 @@ def supported_head_dim(head_dim: int) -> bool:
 
 
 def tokens_of_item(group: int) -> int:
-    """Tokens that an item has at most, of a kv head with `group` query heads."""
+    """Maximum tokens of an item, for a kv head with `group` query heads."""
     return max(1, MOST_ROWS // group)
 
 
@@ -64,15 +65,15 @@ def _rows_of_item(group: int) -> int:
 
 
 def scratch_bytes(head_dim: int, group: int) -> int:
-    """Bytes that each thread works in: queries; sums of values; paired keys; paired values; keys as they come; scores;
-    weights; the largest score and the sum of weights of each row."""
+    """Scratch bytes of each thread: queries; sums of values; paired keys; paired values; keys in their original order;
+    scores; weights; the largest score and the sum of weights of each row."""
     rows = _rows_of_item(group)
     keys = 2 * KEYS * head_dim
     return rows * head_dim * 6 + 3 * keys + ROWS * KEYS * 6 + rows * 8
 
 
 def build_prompt_attention(compiler: KernelCompiler, head_dim: int, group: int) -> CompiledKernel:
-    """For bfloat16, heads of `head_dim`, a multiple of 32, and `group` query heads to a kv head."""
+    """Builds the kernel for bfloat16, heads of `head_dim`, a multiple of 32, and `group` query heads to a kv head."""
     head_bytes, pairs = 2 * head_dim, head_dim // 2
     most_rows, key_bytes = _rows_of_item(group), 2 * KEYS * head_dim
     own_bytes = scratch_bytes(head_dim, group)
@@ -125,7 +126,7 @@ def build_prompt_attention(compiler: KernelCompiler, head_dim: int, group: int) 
             while block < last:
                 low, high = max(begin - block, 0), min(KEYS, last - block)
                 staged, lines = own + staged_at, kv_heads * page_size
-                own_lines = kv_head * page_size  # where a page has the keys of the head
+                own_lines = kv_head * page_size  # the offset of the head's keys in a page
                 _stage(staged, work[FIRST_FIELD + 1], pages, block, low, high, lines, own_lines, page_size, head_bytes)
                 for key in range(0, KEYS, LANES):
                     pair_keys(staged + key * head_bytes, head_bytes, own + keys_at + key * 4, 4 * KEYS, pairs)
@@ -133,7 +134,8 @@ def build_prompt_attention(compiler: KernelCompiler, head_dim: int, group: int) 
                 for key in range(0, KEYS, 2):
                     source = staged + key * head_bytes
                     pair_values(source, source + head_bytes, own + values_at + key * head_bytes, head_dim)
-                # Strips whose last query lies before the block see nothing of it; so do those whose windows end before.
+                # Strips whose last query is before the block see none of its keys; nor do those whose windows start
+                # after it.
                 for strip in range(max(block - first, 0) * group // ROWS, strips):
                     row = strip * ROWS
                     if window > 0 and block + KEYS <= first + row // group - window + 1:
@@ -179,8 +181,8 @@ def build_prompt_attention(compiler: KernelCompiler, head_dim: int, group: int) 
 
 @_part
 def _stage(target, source, pages, block, low, high, lines, own_lines, page_size, head_bytes):
-    """Copies keys `low` to `high` of a block from pages of `lines` keys; what is seen by nobody, and may be anybody's,
-    is 0."""
+    """Copies keys `low` to `high` of a block from pages of `lines` keys. The others, which no query sees and which may
+    belong to other rows, are set to 0."""
     clear_bytes(target, low * head_bytes)
     clear_bytes(target + high * head_bytes, (KEYS - high) * head_bytes)
     key = low
@@ -194,7 +196,7 @@ def _stage(target, source, pages, block, low, high, lines, own_lines, page_size,
 
 @_part
 def _weigh(address, weights, seen_from, seen_to, scale, soft_cap, largest, totals, row, sums, head_dim):
-    """Turns a row's scores of a block into weights, and scales what came before to the same largest score."""
+    """Turns a row's scores of a block into weights, and rescales earlier sums to the same largest score."""
     scores = floats(address)
     masked = seen_from > 0 or seen_to < KEYS
     for i in range(KEYS):

@@ -1,8 +1,8 @@
-"""What attention of prompts is made of: products of six rows with pairs of bfloat16 in float32 (`vdpbf16ps`), and the
-order of keys and values in which these read them.
+"""Building blocks of attention of prompts: products of six rows with pairs of bfloat16 in float32 (`vdpbf16ps`), and
+the layout of keys and values for them.
 
-A product takes two neighbours of a row at once. So keys lie as `[head_dim / 2, KEYS]` pairs of neighbours of a head,
-and values as `[KEYS / 2, head_dim]` pairs of neighbouring keys.
+A product takes two adjacent values of a row at once. So keys are stored as `[head_dim / 2, KEYS]` pairs of adjacent
+values of a head, and values as `[KEYS / 2, head_dim]` pairs of adjacent keys.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from sglang_jax.cpu_kernels.vectors import (
 )
 
 ROWS = 6
-"""Rows of a product: with four vectors of sums each, as many as registers hold."""
+"""Rows of a product: with four vectors of sums each, as many as fit into registers."""
 
 LANES = 16
-"""float32 of a vector."""
+"""float32 values of a vector."""
 
 _HALF = ir.VectorType(ir.IntType(16), LANES)
 
 
 @intrinsic(prefer_literal=True)
 def multiply_rows(typing, vectors, adds, pairs, rows, stride, columns, column_stride, sums, sum_stride):
-    """Writes the products of `ROWS` rows of bfloat16 and `16 * vectors` columns to float32 sums, or adds them to these
-    where `adds` is 1; both are constants.
+    """Writes the products of `ROWS` rows of bfloat16 and `16 * vectors` columns to float32 sums, or adds them if `adds`
+    is 1; `vectors` and `adds` are constants.
 
-    **Arguments:** `pairs` of numbers of a row; addresses, and how many bytes lie between one and the next: of rows; of
-    columns `[pairs, columns]`, a pair each; of sums `[ROWS, columns]`.
+    **Arguments:** `pairs` of values of a row; addresses and strides in bytes: of rows; of columns `[pairs, columns]`, a
+    pair each; of sums `[ROWS, columns]`.
     """
     if not (isinstance(vectors, types.IntegerLiteral) and isinstance(adds, types.IntegerLiteral)):
         return None
@@ -82,7 +82,8 @@ def multiply_rows(typing, vectors, adds, pairs, rows, stride, columns, column_st
 
 @intrinsic
 def pair_keys(typing, source, stride, target, target_stride, pairs):
-    """Sixteen keys of bfloat16 at `source`, `stride` bytes apart, as columns of `pairs` pairs, a multiple of 16."""
+    """Transposes sixteen keys of bfloat16 at `source`, `stride` bytes apart, to columns of `pairs` pairs, a multiple of
+    16."""
 
     def generate(context, builder, signature, values):
         source, stride, target, target_stride, pairs = values
@@ -101,7 +102,7 @@ def pair_keys(typing, source, stride, target, target_stride, pairs):
 
 
 def _transposed(builder, rows):
-    """Sixteen vectors of sixteen: blocks of 8, 4, 2, 1 change their places."""
+    """Transposes sixteen vectors of sixteen lanes by swapping blocks of 8, 4, 2, 1."""
     step = LANES // 2
     while step:
         for first in (number for number in range(LANES) if not number & step):
@@ -116,7 +117,7 @@ def _transposed(builder, rows):
 
 @intrinsic
 def pair_values(typing, first, second, target, count):
-    """Two rows of `count` bfloat16, a multiple of 16, as one of pairs."""
+    """Interleaves two rows of `count` bfloat16, a multiple of 16, to one row of pairs."""
 
     def generate(context, builder, signature, values):
         first, second, target, count = values
@@ -135,8 +136,8 @@ def pair_values(typing, first, second, target, count):
 
 @intrinsic(prefer_literal=True)
 def largest_of(typing, address, vectors):
-    """The largest of `16 * vectors` float32, a constant; if one is NaN, some of them. Numba's `max` is one comparison
-    after the other."""
+    """The largest of `16 * vectors` float32, a constant; if one is NaN, any of them. Numba's `max` would compare one by
+    one."""
     if not isinstance(vectors, types.IntegerLiteral):
         return None
 
@@ -156,7 +157,7 @@ def largest_of(typing, address, vectors):
 
 @intrinsic(prefer_literal=True)
 def round_weights(typing, source, target, vectors):
-    """Rounds `32 * vectors` float32, a constant, to bfloat16 at `target`: the sum of what they are then."""
+    """Rounds `32 * vectors` float32, a constant, to bfloat16 at `target`; returns the sum of the rounded values."""
     if not isinstance(vectors, types.IntegerLiteral):
         return None
 
@@ -187,7 +188,7 @@ def _larger(builder, first, second):
 
 @intrinsic
 def copy_bytes(typing, target, source, count):
-    """Copies `count` bytes between places that do not overlap."""
+    """Copies `count` bytes between areas that do not overlap."""
 
     def generate(context, builder, signature, values):
         target, source = (builder.inttoptr(address, I8.as_pointer()) for address in values[:2])

@@ -1,4 +1,4 @@
-"""RMS norm (Zhang and Sennrich 2019), after adding to the residual stream where there is one."""
+"""RMS norm (Zhang and Sennrich 2019), optionally after adding to the residual stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ROWS = 4
 
 
 def build_rms_norm(compiler: KernelCompiler, width: int) -> CompiledKernel:
-    """For elements of `width` bytes. Writes `x + residual` into residual, and the norm of that, or of x, to output."""
+    """Builds the kernel for elements of `width` bytes. It writes `x + residual` to residual, and the norm of that, or
+    of x, to output."""
 
     def kernel(work):
         address, residual_address = work[FIRST_FIELD], work[FIRST_FIELD + 1]

@@ -1,4 +1,4 @@
-"""Norms and rotates queries and keys, and writes keys and values to their pages, in one pass over the fused product."""
+"""Normalises and rotates queries and keys, and writes keys and values to their pages, in one pass over qkv."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sglang_jax.cpu_kernels.language import elements, float_field, floats, load,
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS
 
 FIELDS = "qqqqqqqqqqqqd"
-"""Addresses of the product, cosines, sines, queries out, key pages, value pages, slots, norm weights of queries and of
+"""Addresses of qkv, cosines, sines, queries (output), key pages, value pages, slots, norm weights of queries and of
 keys (0 for none); heads, kv heads, page size; eps. An item is a token."""
 
 
 def build_rotate_and_write(compiler: KernelCompiler, width: int, head_dim: int) -> CompiledKernel:
-    """For elements of `width` bytes and heads of `head_dim`, an even number."""
+    """Builds the kernel for elements of `width` bytes and heads of `head_dim`, an even number."""
     half = head_dim // 2
     head_bytes = head_dim * width
 

@@ -1,6 +1,6 @@
-"""Runs compiled kernels: small ones at once, large ones on the threads that torch's own operations run on.
+"""Runs compiled kernels: small ones directly, large ones on the threads of torch's own operations.
 
-A kernel is a C function of one pointer, to its arguments (see `sglang_jax.cpu_kernels.work`).
+A kernel is a C function with one argument, a pointer to its arguments (see `sglang_jax.cpu_kernels.work`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _Parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ui
 
 
 class Launcher:
-    """A compiled kernel with room for its arguments; for one thread at a time.
+    """A compiled kernel with room for its arguments; to be used by one thread at a time.
 
-    **Arguments:** `fields`: what the kernel wants to know, a character each as in `struct`: `q` int64, `d` float64.
+    **Arguments:** `fields`: the dtypes of the kernel's arguments, as in `struct`: `q` int64, `d` float64.
     """
 
     def __init__(self, kernel: CompiledKernel, fields: str) -> None:
@@ -34,15 +34,16 @@ class Launcher:
         self._pack = layout.pack_into
         self._pointer = ctypes.addressof(self._arguments)
         self._kernel = kernel
-        # Short work keeps the interpreter's lock: to get it back can take longer than the work.
+        # Short work keeps the interpreter's lock: getting it back can take longer than the work.
         self._run_holding_lock = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
         self._run_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
         self._parallel = openmp_parallel()
         self.slots = torch.get_num_threads() if self._parallel is not None else 1
-        """Most threads that work at once."""
+        """Maximum threads that work at once."""
 
     def __call__(self, elements: int, items: int, *fields: int | float) -> None:
-        """Returns when all `items` are done; `elements` are the numbers that this reads, roughly."""
+        """Runs all `items`, and returns when they are done; `elements`: approximate number of values that this
+        reads."""
         self._pack(self._arguments, 0, 0, 0, items, *fields)
         if elements < ELEMENTS_WORTH_SHARING:
             self._run_holding_lock(self._pointer)
@@ -54,15 +55,15 @@ class Launcher:
 
 @functools.cache
 def openmp_parallel() -> ctypes._FuncPointer | None:
-    """`GOMP_parallel` of the OpenMP library that torch itself runs on: calls a function in each thread of the team.
+    """`GOMP_parallel` of torch's OpenMP library, which calls a function in each thread of the team.
 
-    A team of our own would not do: with more threads than cores, torch's sleep between operations. None where torch
-    has another library; kernels then run on one thread, which the log says once.
+    A separate team is no alternative: with more threads than cores, torch's threads sleep between operations. None if
+    torch uses another library; kernels then run on one thread, which is logged once.
     """
     if torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
         name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
         try:
-            # Found among what this library itself depends on.
+            # Found among this library's dependencies.
             function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
         except (OSError, AttributeError) as error:
             logger.info("CPU kernels run on one thread: torch's OpenMP is not available (%s)", error)

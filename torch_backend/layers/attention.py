@@ -20,7 +20,7 @@ from torch_backend.operations import HeadNorms
 class Attention(Loadable):
     """Projections, optional norms of queries, keys and values, rotation, cache write, attention, output projection.
 
-    The fused projection gives all queries, all keys, all values.
+    The fused projection returns all queries, all keys, all values.
     """
 
     def __init__(self, config: AttentionConfig, options: PartOptions) -> None:
@@ -35,7 +35,7 @@ class Attention(Loadable):
         self.gate = None
         if config.output_gate:
             self.gate = Linear(hidden_size, self._queries, (Part.OUTPUT_GATE,), options, bias=config.bias)
-        # The sum over ranks adds the output's bias once.
+        # One rank has the bias: the sum over ranks adds it once.
         bias = config.out_bias and shard.first
         self.output = Linear(self._queries, hidden_size, (Part.OUTPUT,), options, bias=bias)
         self.query_norm = self.key_norm = None
@@ -67,8 +67,8 @@ class Attention(Loadable):
         return self._options if self.sinks is None else replace(self._options, sinks=self.sinks)
 
     def _norms(self, qkv: torch.Tensor) -> HeadNorms | None:
-        """Norms of each head, for the operation that rotates; those over all heads, and of values, are done here, in
-        place."""
+        """The norms of each head, for the operation that rotates. Norms over all heads, and of values, are computed
+        here, in place."""
         value_norm, qk_norm = self.config.value_norm, self.config.qk_norm
         if value_norm is not None:
             head_dim = self.config.head_dim
@@ -84,7 +84,7 @@ class Attention(Loadable):
             for part, weight in zip(parts, weights, strict=True):
                 part.copy_(normalise(part.to(torch.float32, copy=True), weight, qk_norm.norm.eps))
             return None
-        # Every rank has its heads alone, and as many as the others; of kv heads that several ranks have, all count.
+        # Every rank has an equal share of the heads; kv heads on several ranks count several times, all equally.
         wide = [part.float() for part in parts]
         means = torch.stack([part.square().mean(-1) for part in wide]) / self._parallel.size
         scales = self._parallel.all_reduce(means).add_(qk_norm.norm.eps).rsqrt_()

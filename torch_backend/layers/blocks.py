@@ -1,4 +1,4 @@
-"""What layers ask of matrices in the blocks in which a checkpoint stores them, and of who makes these."""
+"""Interfaces of matrices in a checkpoint's quantised blocks, and of their kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sglang_jax.checkpoint.encoding import Encoding, Stored
 
 
 class InBlocks(Protocol):
-    """A matrix of small whole numbers in blocks, as a checkpoint stores it."""
+    """A matrix of quantised values in blocks, as a checkpoint stores it."""
 
     @property
     def bits(self) -> int:
-        """Bits of a number."""
+        """Bits of a value."""
         ...
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -23,17 +23,17 @@ class InBlocks(Protocol):
         ...
 
     def multiply_gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """Of a matrix that is gate and up, one after the other: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
+        """For a matrix of gate and up, in this order: `activation(gate(x)) * up(x)`, `[T, outputs / 2]`."""
         ...
 
 
 class BlockMatrices(Protocol):
-    """Makes matrices of blocks that multiply on this machine."""
+    """Creates matrices from blocks, with kernels for this machine."""
 
     def work(self, encoding: Encoding, *, gated: bool) -> bool:
-        """Whether products of an encoding, or gated ones, can be had here and are right; said in the log if not."""
+        """Whether products of an encoding, or gated ones, are supported here and correct; a failure is logged."""
         ...
 
     def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> InBlocks:
-        """A matrix whose outputs are a multiple of 4, each half of them if it is gate and up."""
+        """Returns a matrix whose outputs are a multiple of 4; so is each half of them if it is gate and up."""
         ...

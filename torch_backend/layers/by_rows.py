@@ -1,4 +1,4 @@
-"""Two forms of one matrix: one that is quicker for few rows, one for more."""
+"""Chooses between two forms of one matrix: one that is faster for few rows, one for more."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 ROWS_TRIED = (1, 8, 16, 32, 64)
 _BYTES_TRIED = 2**25
-"""Of the larger form of equal matrices: more than caches hold, so that they are read from memory as in a step."""
+"""Bytes of the larger form of matrices of one shape to measure: more than caches hold, so that they are read from
+memory as in a step."""
 
 _TURNS = 2
 _GAIN = 0.95
-"""Of the time of `many`: what `few` takes at most where it is worth having."""
+"""Maximum time of `few`, as a share of that of `many`, at which it is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is measured once for all products that have it. `gated`: the matrix is gate and up."""
+    """The shape of products that are measured together. `gated`: the matrix is gate and up."""
 
     outputs: int
     inputs: int
@@ -31,7 +32,7 @@ class Form:
 
 
 class ByRows:
-    """A `Matrix`, or a gated product: `few` of at most `limit` rows, `many` of more."""
+    """A `Matrix`, or a gated product: `few` for at most `limit` rows, `many` for more."""
 
     def __init__(self, form: Form, few: Product, many: Product, dtype: torch.dtype) -> None:
         self.form = form
@@ -40,16 +41,16 @@ class ByRows:
         self.limit = 0
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """The product, by the form for so many rows."""
+        """Returns the product by the form for this number of rows."""
         return self.few(x) if len(x) <= self.limit else self.many(x)
 
 
 def set_limits(products: Iterable[ByRows]) -> dict[Form, int]:
-    """Measures which form is quicker, for products of each form, and sets their limits: what was found.
+    """Measures which form is faster for each shape, sets the limits of the products, and returns them.
 
-    What counts is the processor time of one thread, which other processes change little. With all threads a loaded
-    machine would make a call wait for whoever is not running. Several threads share the memory's bandwidth, which
-    favours the smaller form more than is measured here.
+    The processor time of one thread is measured, on which other processes have little influence; with all threads on a
+    loaded machine, a call would wait for threads that are not running. Several threads share the memory bandwidth,
+    which favours the smaller form more than is measured here.
     """
     by_form: dict[Form, list[ByRows]] = defaultdict(list)
     for product in products:
@@ -67,7 +68,7 @@ def set_limits(products: Iterable[ByRows]) -> dict[Form, int]:
 
 
 def _limit(alike: list[ByRows]) -> int:
-    """The most rows of those tried up to which `few` is quicker by more than a measurement may err."""
+    """The largest number of rows tried up to which `few` is faster by more than the error of measurement."""
     form, dtype = alike[0].form, alike[0].dtype
     tried = alike[: max(1, _BYTES_TRIED // (form.outputs * form.inputs * dtype.itemsize))]
     limit = 0

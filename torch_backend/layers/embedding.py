@@ -1,4 +1,4 @@
-"""Token embeddings and logits, the vocabulary spread over ranks."""
+"""Token embeddings and logits, with the vocabulary sharded over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_backend.parallel import TensorParallel
 
 
 class Embedding(Loadable):
-    """Rows of a table `[vocab, hidden]`, of which each rank holds a run."""
+    """Rows of a table `[vocab, hidden]`, of which each rank holds a range."""
 
     def __init__(self, hidden_size: int, shard: ModelShard, *, dtype: torch.dtype, parallel: TensorParallel) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Embedding(Loadable):
 
 
 class Head(nn.Module):
-    """Logits by a matrix `[vocab, hidden]`, each rank computing those of its rows."""
+    """Logits by a matrix `[vocab, hidden]`; each rank computes those of its rows."""
 
     def __init__(self, vocab_size: int, options: PartOptions) -> None:
         super().__init__()

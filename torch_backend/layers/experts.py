@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router, experts, and a shared expert beside them where there is one."""
+"""Mixtures of experts: a router, experts, and an optional shared expert."""
 
 from __future__ import annotations
 
@@ -22,42 +22,43 @@ from torch_backend.layers.scaled_products import VALUE_TYPES
 from torch_backend.operations import Operations
 
 _LEAST_SUM = 1e-20
-"""Of scores that are divided by their sum: sigmoids may all be 0."""
+"""Minimum of the sum by which scores are divided: sigmoids may all be 0."""
 
 _LARGEST_TILE = 64
 _DOUBLED = (2, 8)
-"""Tiles that would have so many rows, from the first to the last, have twice as many: half of the experts have more
-rows than the average. 8 layers of 32 experts of 512 x 224 in float32, on 2 cores of an EPYC without AVX-512, then
-take 119 ms in place of 145 at 4 rows, and 120 in place of 129 at 8; at 16 they would take 149 in place of 145."""
+"""Tiles with this many rows, from the first to the last, get twice as many, because half of the experts have more rows
+than the average. 8 layers of 32 experts of 512 x 224 in float32, on 2 cores of an EPYC without AVX-512, then take 119
+ms instead of 145 at 4 rows, and 120 instead of 129 at 8; at 16 they would take 149 instead of 145."""
 
 _LEAST_CAPABILITY = 8
-"""Of a GPU for `grouped_mm`: Ampere's."""
+"""Minimum capability of a GPU for `grouped_mm`: Ampere."""
 
 _EIGHT = 8
-"""Numbers of bfloat16 that a row of its matrices must be a multiple of: 16 bytes."""
+"""Divisor of a row's bfloat16 values in its matrices: 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Of each token the experts that it chose, int64 `[T, chosen]`, and what their outputs are multiplied by, float32
-    `[T, chosen]`. Padding has expert number `experts`, which there is not, and scores of 0."""
+    """The experts that each token chose, int64 `[T, chosen]`, and the factors of their outputs, float32 `[T, chosen]`.
+    Padding has the nonexistent expert `experts`, and scores of 0."""
 
     experts: torch.Tensor
     scores: torch.Tensor
 
     def tokens_of(self, experts: int) -> torch.Tensor:
-        """How many tokens chose each expert: int32 `[experts]`."""
+        """The number of tokens of each expert: int32 `[experts]`."""
         flat = self.experts.reshape(-1)
         sizes = torch.zeros(experts + 1, dtype=torch.int32, device=flat.device)
         return sizes.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))[:-1]
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of rows `[M, hidden]` in the order of their experts, these `[M]`, and rows of each expert, outputs `[M, hidden]`."""
+"""Maps rows `[M, hidden]` sorted by expert, their experts `[M]`, and the number of rows of each expert, to outputs `[M,
+hidden]`."""
 
 
 class Experts(Loadable):
-    """See `ExpertsConfig`. The router is float32. A rank has its part of the columns of every expert."""
+    """See `ExpertsConfig`. The router is float32. A rank has a shard of the columns of every expert."""
 
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class Experts(Loadable):
         self.gate_up, self.gate_up_scales = self._stack("gate_up", options, (experts, 2 * inner, hidden), *both)
         self.gate_up_bias = self._bias("gate_up_bias", (experts, 2 * inner), *both, wanted=config.bias, dtype=dtype)
         self.down, self.down_scales = self._stack("down", options, (experts, hidden, inner), Part.EXPERT_DOWN)
-        # The sum over ranks adds the output's bias once.
+        # One rank has the bias: the sum over ranks adds it once.
         once = config.bias and shard.first
         self.down_bias = self._bias("down_bias", (experts, hidden), Part.EXPERT_DOWN, wanted=once, dtype=dtype)
         self.shared = SharedExpert(config, options) if config.shared_size else None
@@ -81,7 +82,8 @@ class Experts(Loadable):
     def _stack(
         self, name: str, options: PartOptions, shape: tuple[int, ...], *parts: Part
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """The matrices `[experts, rows, columns]` of all experts, and a scale of each row where they have 8 bits."""
+        """Declares the matrices `[experts, rows, columns]` of all experts, and a scale of each row if they have 8
+        bits."""
         encoding = options.encoding_of(*parts)
         if encoding is None or encoding.block is not None:
             return self.declare(name, shape, options.dtype, *parts), None
@@ -110,14 +112,14 @@ class Experts(Loadable):
         return found.to(x.dtype)
 
     def _groups(self, device: torch.device) -> bool:
-        """Whether torch's grouped product takes these matrices."""
+        """Whether torch's grouped product supports these matrices."""
         rows_fit = all(side % _EIGHT == 0 for side in self.down.shape[1:])
         capable = torch.cuda.get_device_capability(device)[0] >= _LEAST_CAPABILITY
         return self.dtype == torch.bfloat16 and rows_fit and capable
 
     def _sorted(self, x: torch.Tensor, choice: Choice, multiply: Multiply) -> torch.Tensor:
-        """float32 `[T, hidden]`: `multiply` computes rows in the order of their experts. A token's sum is in the order
-        of its choice."""
+        """Returns float32 `[T, hidden]`; `multiply` computes rows sorted by expert. A token's sum is in the order of
+        its choice."""
         tokens, chosen = choice.experts.shape
         experts, order = choice.experts.reshape(-1).sort(stable=True)
         found = multiply(x[order // chosen], experts, choice.tokens_of(len(self.router)))
@@ -125,14 +127,14 @@ class Experts(Loadable):
         outputs[order] = found
         scores = choice.scores[..., None]
         weighted = outputs.view(tokens, chosen, -1).float() * scores
-        # Padding has outputs of nobody, which may be anything.
+        # Outputs of padding are undefined.
         return torch.where(scores != 0, weighted, 0.0).sum(1)
 
     def _in_tiles(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """Some rows of one expert at a time: each that was chosen is read once or, of many rows, a few times.
+        """Computes the rows of one expert after the other in tiles, so that each chosen expert is read once per tile.
 
-        Tiles have the same number of rows whatever was chosen, so that no row's sum depends on that. The last rows of
-        one may be the next expert's, which that one's tile then overwrites.
+        Tiles have the same number of rows for any choice, so that no row's sum depends on it. The last rows of a tile
+        may belong to the next expert, whose own tile then overwrites them.
         """
         rows = len(x)
         tile = _tile_of(rows / len(self.router))
@@ -152,7 +154,7 @@ class Experts(Loadable):
         return outputs[:rows]
 
     def _grouped(self, x: torch.Tensor, experts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """By torch's grouped product, which leaves rows of padding, the last ones, as they were."""
+        """Uses torch's grouped product, which does not write the rows of padding at the end."""
         ends = sizes.cumsum(0, dtype=torch.int32)
         own = experts.clamp(max=len(self.router) - 1)
         weights = widened(self.gate_up, self.gate_up_scales, x.dtype), widened(self.down, self.down_scales, x.dtype)
@@ -163,7 +165,7 @@ class Experts(Loadable):
         return found if self.down_bias is None else found + self.down_bias[own]
 
     def _by_all(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """Every token by every expert, and what it did not choose counts for nothing."""
+        """Computes every token with every expert, and gives experts that it did not choose no weight."""
         experts, tokens = len(self.router), len(x)
         gate_up = torch.einsum("th,eih->tei", x, widened(self.gate_up, self.gate_up_scales, x.dtype))
         if self.gate_up_bias is not None:
@@ -179,7 +181,7 @@ class Experts(Loadable):
 
 
 class SharedExpert(Loadable):
-    """A gated layer through which every token passes, with a gate of its own where the config has one."""
+    """A gated layer for every token, with a gate for its output if the config has one."""
 
     def __init__(self, config: ExpertsConfig, options: PartOptions) -> None:
         super().__init__()
@@ -193,7 +195,7 @@ class SharedExpert(Loadable):
         self._gated = _Gated(config.activation, None, options.operations)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of float32 `[T, hidden]`."""
+        """Returns this rank's part of float32 `[T, hidden]`."""
         found: torch.Tensor = self.down(self._gated(self.gate_up(x))).float()
         return found if self.router is None else found * functional.linear(x.float(), self.router).sigmoid()
 
@@ -219,13 +221,13 @@ def _of(array: torch.Tensor | None, expert: int) -> torch.Tensor | None:
 
 
 def widened(values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Matrices `[..., rows, columns]` in `dtype`, of values of 8 bits with a scale of each row; without scales they are
-    plain already."""
+    """Returns matrices `[..., rows, columns]` in `dtype`, from 8-bit values with a scale of each row; without scales
+    they are returned as they are."""
     return values if scales is None else (values.float() * scales[..., None]).to(dtype)
 
 
 def _tile_of(rows: float) -> int:
-    """Rows of a tile where an expert has so many on average: a power of two."""
+    """Rows of a tile, a power of two, for the average rows of an expert."""
     tile = min(_LARGEST_TILE, 1 << max(math.ceil(math.log2(rows)), 0))
     return 2 * tile if _DOUBLED[0] <= tile <= _DOUBLED[1] else tile
 
@@ -233,7 +235,7 @@ def _tile_of(rows: float) -> int:
 def choose_experts(
     config: ExpertsConfig, logits: torch.Tensor, correction: torch.Tensor | None, padding: torch.Tensor
 ) -> Choice:
-    """The experts of each token, by the router's logits float32 `[T, experts]`.
+    """Chooses the experts of each token by the router's logits float32 `[T, experts]`.
 
     **Arguments:** `correction`: float32 `[experts]`, see `ExpertsConfig`; `padding`: bool `[T]`.
     """
@@ -258,12 +260,12 @@ def choose_experts(
 
 
 def _highest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the highest are along the last axis; of equal ones the first, which `topk` does not promise."""
+    """Indices of the highest scores along the last axis, the first of equals, which `topk` does not guarantee."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _in_best_groups(config: ExpertsConfig, ranked: torch.Tensor) -> torch.Tensor:
-    """The same, with those of other groups than the best behind all."""
+    """Sets the scores of experts outside of the best groups to -infinity."""
     by_group = ranked.view(len(ranked), config.groups, -1)
     best = by_group.topk(config.best_of_group, dim=-1).values.sum(-1)
     allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, _highest(best, config.chosen_groups), True)

@@ -1,4 +1,4 @@
-"""Feed-forward layers: gated ones, and one with a squared nonlinearity."""
+"""Feed-forward layers: gated ones, and one with a squared ReLU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FeedForward(nn.Module):
         inner = len(shard.intermediate(config.size))
         both = (Part.GATE, Part.UP)
         self.gate_up = GatedLinear(hidden_size, inner, both, config.activation, options, bias=config.bias)
-        # The sum over ranks adds the output's bias once.
+        # One rank has the bias: the sum over ranks adds it once.
         self.down = Linear(inner, hidden_size, (Part.DOWN,), options, bias=config.bias and shard.first)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
@@ -38,7 +38,6 @@ class SquaredRelu(nn.Module):
         shard, hidden_size = options.shard, options.hidden_size
         inner = len(shard.intermediate(config.size))
         self.up = Linear(hidden_size, inner, (Part.UP,), options, bias=config.bias)
-        # The sum over ranks adds the output's bias once.
         self.down = Linear(inner, hidden_size, (Part.DOWN,), options, bias=config.bias and shard.first)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:

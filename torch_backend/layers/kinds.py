@@ -1,4 +1,4 @@
-"""What computes each kind of part on the Torch backend: one class for each type of config."""
+"""The class that computes each type of config on the Torch backend."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ CLASSES: Mapping[type, Callable[[Any, PartOptions], LayerPart]] = {
 
 
 def build_part(config: object, options: PartOptions, layer: int) -> LayerPart:
-    """A rank's part of a config, without values; see `LayerPart`.
+    """Builds a rank's part of a config, without values; see `LayerPart`.
 
-    **Raises:** `ConfigError` naming the layer, if this backend has no such parts.
+    **Raises:** `ConfigError` naming the layer, if this backend does not support the config.
     """
     build = CLASSES.get(type(config))
     if build is None:

@@ -1,4 +1,4 @@
-"""Latent attention over paged latent vectors, in the form that takes fewer products: see `attention/latent.py`."""
+"""Latent attention over paged latent vectors, in the form with fewer products: see `attention/latent.py`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LatentAttention(Loadable):
         )
         self.key_up = self.declare("key_up", (self._heads * config.key_dim, config.latent), dtype, Part.KEY_UP)
         self.value_up = self.declare("value_up", (self._heads * config.value_dim, config.latent), dtype, Part.VALUE_UP)
-        # The sum over ranks adds the output's bias once.
+        # One rank has the bias: the sum over ranks adds it once.
         bias = config.out_bias and options.shard.first
         self.output = Linear(self._heads * config.value_dim, hidden, (Part.OUTPUT,), options, bias=bias)
 

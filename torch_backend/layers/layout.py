@@ -1,4 +1,4 @@
-"""What a loaded matrix may be made into for a CPU. Layers ask a layout for their product, and know none of them."""
+"""Layouts of loaded matrices on a CPU. Layers get their product from a layout, and do not depend on its kind."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ logger = logging.getLogger(__name__)
 
 
 class Layout(Protocol):
-    """How loaded matrices are kept. A layer lets go of its plain weight once it has been given its product."""
+    """How loaded matrices are kept. A layer releases its plain weight once it has its product."""
 
     def product(self, matrix: PlainMatrix) -> Product:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
         ...
 
     def gated(self, gate_up: PlainMatrix, activation: Activation) -> Product:
-        """`x [T, inputs]` → `activation(gate(x)) * up(x)`, `[T, outputs / 2]`, of gate and up one after the other."""
+        """`x [T, inputs]` → `activation(gate(x)) * up(x)`, `[T, outputs / 2]`; the matrix is gate and up, in this
+        order."""
         ...
 
 
 class Packed:
-    """In the order in which oneDNN's kernels read them. Of what is held in blocks too the quicker product serves a step
-    of so many rows. `measure` finds out which that is; until then the packed one serves all."""
+    """The layout of oneDNN's kernels. For matrices that are also kept in blocks, `measure` finds the numbers of rows
+    for which blocks are faster; before this, packed matrices are used."""
 
     def __init__(self) -> None:
         self.products: list[ByRows] = []
@@ -43,7 +44,8 @@ class Packed:
         return self._by_rows(matrix, matrix.take_blocks().multiply, packed, gated=False)
 
     def gated(self, gate_up: PlainMatrix, activation: Activation) -> Product:
-        """Two packed products, the second of which finishes `activation(gate) * up`: nothing is written between."""
+        """Two packed products, the second of which is fused with `activation(gate) * up`: no intermediate result is
+        written."""
         gate, up = gate_up.weight.chunk(2)
         gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
         first, second = PackedMatrix(gate, gate_bias), PackedMatrix(up, up_bias)
@@ -59,8 +61,8 @@ class Packed:
         return self._by_rows(gate_up, few, multiply, gated=True)
 
     def measure(self) -> None:
-        """Finds out for how many rows blocks are quicker than packed matrices; says so in the log. Belongs on the
-        thread that runs the model."""
+        """Measures up to how many rows blocks are faster than packed matrices, and logs it. To be called on the thread
+        that runs the model."""
         if self.products:
             logger.info(
                 "Quantised matrices are used in steps with at most these numbers of rows: %s",

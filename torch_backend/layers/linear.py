@@ -18,7 +18,7 @@ from torch_backend.layers.part import PartOptions
 class Linear(nn.Module):
     """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias.
 
-    Several matrices that multiply the same input are one, one after the other along the outputs: `parts`.
+    `parts`: matrices that multiply the same input, concatenated along the outputs.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Linear(nn.Module):
         return self._product(x)
 
     def arrange(self, layout: Layout, *, keep_plain: bool = False) -> None:
-        """Puts a loaded weight of plain numbers in a layout, and lets go of it unless something else needs it."""
+        """Moves a loaded weight of plain values to a layout, and releases it unless it is needed elsewhere."""
         if isinstance(self.matrix, PlainMatrix):
             self._product = self._arranged(layout, self.matrix)
             if not keep_plain:

@@ -1,4 +1,4 @@
-"""Matrices: what a layer multiplies by, whatever it is stored as."""
+"""Matrices of layers in all the forms in which they are stored."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch_backend.layers.part import PartOptions
 from torch_backend.layers.scaled_products import VALUE_TYPES, ScaledProduct, multiply_widened, product_for
 
 _OUTPUTS_TOGETHER = 4
-"""Outputs of a matrix in blocks are a multiple of this."""
+"""Divisor of the outputs of a matrix in blocks."""
 
 _BLOCK_VALUES = {ValueType.INT4: torch.uint8, ValueType.INT8: torch.int8}
-"""Of matrices in blocks; two of four bits are a byte."""
+"""Dtypes of matrices in blocks; a byte holds two values of four bits."""
 
 
 class PlainMatrix(Loadable):
-    """A weight `[outputs, inputs]` of numbers, and the bias of its product, `[outputs]`, if there is one."""
+    """A weight `[outputs, inputs]` of plain values, and an optional bias of its product, `[outputs]`."""
 
     def __init__(self, inputs: int, outputs: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class PlainMatrix(Loadable):
         return functional.linear(x, self.weight, self.bias)
 
     def let_go(self) -> None:
-        """Forgets the weight, which is kept elsewhere in another layout."""
+        """Releases the weight after it was copied to another layout."""
         self.weight = forget(self.weight)
 
 
 class ScaledMatrix(Loadable):
-    """Values of 8 bits `[outputs, inputs]`, a float32 scale of each row, and a bias of the product, if there is one."""
+    """8-bit values `[outputs, inputs]`, a float32 scale per row, and an optional bias of the product."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ScaledMatrix(Loadable):
         self._product: ScaledProduct = multiply_widened
 
     def choose_product(self, device: torch.device, dtype: torch.dtype) -> None:
-        """The quickest product on a device; until then values are widened."""
+        """Chooses the fastest product on a device; before this, values are widened."""
         self._product = product_for(self.encoding, tuple(self.values.shape), device, dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,9 +70,9 @@ class ScaledMatrix(Loadable):
 
 
 class FewOrMany(PlainMatrix):
-    """The same matrix twice: plain numbers, and for steps of few rows the blocks in which a checkpoint stores them.
+    """The same matrix twice: plain values, and a checkpoint's quantised blocks for steps with few rows.
 
-    Blocks are loaded as they are stored: values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`.
+    Blocks are loaded as stored: values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class FewOrMany(PlainMatrix):
             self.register_parameter(role.value, self.declare(role.value, blocks, torch.float16, *parts, role=role))
 
     def take_blocks(self) -> InBlocks:
-        """The loaded blocks, as they are multiplied by; what they were loaded as is forgotten."""
+        """Converts the loaded blocks to the form of the kernels, and releases the loaded arrays."""
         arrays = {role: self.get_parameter(role.value) for role in self.encoding.roles}
         blocks = Stored(self.encoding, {role: array.numpy() for role, array in arrays.items()})
         matrix = self._matrices.matrix(blocks, self.bias)
@@ -109,8 +109,8 @@ class FewOrMany(PlainMatrix):
 def matrix_for(
     inputs: int, outputs: int, parts: Sequence[Part], options: PartOptions, *, bias: bool
 ) -> PlainMatrix | ScaledMatrix:
-    """A matrix without values, of the class for how its `parts` are stored. What has blocks is also widened to the type
-    of products, or widened alone where no kernel reads it."""
+    """Creates a matrix without values, of the class for the encoding of its `parts`. A matrix in blocks is also widened
+    to the dtype of products, or only widened if no kernel reads its blocks."""
     encoding, dtype = options.encoding_of(*parts), options.dtype
     if encoding is None:
         return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Norms with the residual stream: root mean square, and standard deviation."""
+"""Norms with the residual stream: RMS norm and layer norm."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ class Norm(Loadable):
         self._operations = operations
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x [T, hidden]` normalised."""
+        """Normalises `x [T, hidden]`."""
         if self._kind is NormKind.RMS:
             return self._operations.rms_norm(x, self.weight, self.eps)
         return functional.layer_norm(x.float(), self.weight.shape, self.weight.float(), None, self.eps).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds `x [T, hidden]` to the residual stream, or begins one with it: the sum normalised, and the sum.
-
+        """Adds `x [T, hidden]` to the residual stream, or starts one with it; returns the normalised sum, and the sum.
         The arguments may be overwritten."""
         if residual is None:
             return self(x), x
@@ -42,6 +41,6 @@ class Norm(Loadable):
 
 
 def add_without_norm(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Norm.add`, where a block reads the residual stream itself."""
+    """As `Norm.add` without the norm, for blocks that read the residual stream itself."""
     total = x if residual is None else residual.add_(x)
     return total, total

@@ -1,7 +1,7 @@
-"""Matrices in the order in which oneDNN's CPU kernels read them, with what follows a product fused into it.
+"""Matrices in the layout of oneDNN's CPU kernels, with operations fused after a product.
 
-A matrix reordered once after loading is multiplied by a row in little more than half the time: nothing is reordered at
-each product. The operators are internal to torch, so that `packing_works` tries them first.
+A matrix is reordered once after loading: without reordering in each product, it is multiplied by a row in little more
+than half the time. The operators are internal to torch, so `packing_works` tests them first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PackedMatrix:
         return product
 
     def multiply_then_gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """`gelu` of the product by tanh's approximation, rounded once."""
+        """`gelu` of the product by the tanh approximation, rounded once."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "gelu", [], "tanh")
         return product
 
@@ -45,9 +45,9 @@ class PackedMatrix:
 
 @functools.cache
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether this build of torch on this processor packs matrices of `dtype` and multiplies by them rightly.
+    """Whether this build of torch on this processor packs matrices of `dtype` and computes correct products.
 
-    Tried on a small matrix; said once in the log if not.
+    Tested on a small matrix; a failure is logged once.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn((48, 32), generator=generator).to(dtype)

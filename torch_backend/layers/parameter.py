@@ -1,4 +1,4 @@
-"""Weights before and after they are loaded."""
+"""Parameters of layers: how they are declared before weights are loaded."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from sglang_jax.checkpoint.reader import Role
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """A weight yet without a value: a shape on the meta device."""
+    """A weight without a value: a shape on the meta device."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
 def forget(value: nn.Parameter) -> nn.Parameter:
-    """The shape of a weight whose value is kept elsewhere."""
+    """Replaces a weight whose value is kept elsewhere by its shape."""
     return parameter(tuple(value.shape), value.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class MadeOf:
-    """The parts of the model, as the manifest calls them, that lie one after the other along a parameter's rows.
-
-    `role`: which of the arrays of a stored matrix it is; None for plain numbers."""
+    """The parts of the model, by the manifest's names, that are concatenated along a parameter's rows. `role`: which
+    array of a stored matrix the parameter is; None for plain values."""
 
     parts: tuple[Part, ...]
     kind: Kind
@@ -33,7 +32,7 @@ class MadeOf:
 
 
 class Loadable(nn.Module):
-    """A module that says what its own parameters are made of, from which loaders know what to read."""
+    """A module that declares its parameters' parts, from which loaders know what to read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +47,6 @@ class Loadable(nn.Module):
         kind: Kind = Kind.WEIGHT,
         role: Role | None = None,
     ) -> nn.Parameter:
-        """A parameter to be kept under `name`, yet without a value."""
+        """Declares a parameter `name`, and returns it without a value."""
         self.sources[name] = MadeOf(parts, kind, role)
         return parameter(shape, dtype)

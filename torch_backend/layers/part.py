@@ -1,4 +1,4 @@
-"""How the parts of a layer are built and called, whatever their kind."""
+"""How the parts of a layer are built and called."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torch_backend.recurrent.interface import StepStates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOptions:
-    """What all parts of a model are built with, of which a rank has its `shard`.
+    """Options of all parts of a model, of which a rank has its `shard`.
 
     - `dtype`: of weights.
-    - `encodings`: how matrices are stored. `block_matrices`: what keeps those in blocks so, too.
-    - `layer`: the part's, None for what belongs to the whole model.
+    - `encodings`: how matrices are stored. `block_matrices`: kernels for matrices in GGUF blocks.
+    - `layer`: the part's, None for parts of the whole model.
     """
 
     hidden_size: int
@@ -40,14 +40,14 @@ class PartOptions:
     layer: int | None = None
 
     def encoding_of(self, *parts: Part) -> Encoding | None:
-        """How the matrices of some parts are stored: None for plain numbers, and where they differ."""
+        """How the matrices of some parts are stored: None for plain values, and if they differ."""
         found = {self.encodings(ParameterName(part, layer=self.layer)) for part in parts}
         return found.pop() if len(found) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What a step computes once for all layers whose attention is alike in it."""
+    """Values that a step computes once for all layers with the same kind of attention."""
 
     attention: StepAttention
     rotation: Rotation
@@ -56,8 +56,7 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """A step as a layer sees it. `attention`: of a layer that has some. `states`: where sequences have their states, in
-    a model that keeps some."""
+    """A step, for one layer. `attention`: of a layer with attention; `states`: of a model with recurrent states."""
 
     batch: ForwardBatch
     attention: AttentionStep | None
@@ -65,18 +64,18 @@ class LayerStep:
 
     @property
     def padding(self) -> torch.Tensor:
-        """bool `[T]`: which tokens are padding."""
+        """Which tokens are padding, bool `[T]`."""
         batch = self.batch
         places = torch.arange(len(batch.tokens), dtype=torch.int32, device=batch.tokens.device)
         of = torch.searchsorted(batch.query_starts[1:], places, right=True)
-        # A step that was captured has sequences without keys, and may have tokens behind the last sequence.
+        # A captured step has sequences without keys, and may have tokens after the last sequence.
         return (of == len(batch.kv_lens)) | (batch.kv_lens[of.clamp(max=len(batch.kv_lens) - 1)] == 0)
 
 
 class LayerPart(Protocol):
-    """Attention, a recurrent layer, or a feed-forward one."""
+    """Attention, a recurrent layer, or a feed-forward layer."""
 
     def __call__(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks. What the layer keeps is written
-        into `memory`."""
+        """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks. Writes the layer's keys, values
+        or states into `memory`."""
         ...

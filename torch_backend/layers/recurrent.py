@@ -1,4 +1,4 @@
-"""Layers that keep a recurrent state of each sequence: short convolutions, gated delta nets, Mamba-2."""
+"""Layers with a recurrent state per sequence: short convolutions, gated delta nets, Mamba-2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Convolution(Loadable):
         self.bias = self.declare("bias", (channels,), dtype, Part.CONVOLUTION, kind=Kind.BIAS) if bias else None
 
     def forward(self, x: torch.Tensor, pool: torch.Tensor, step: StepStates) -> torch.Tensor:
-        """`[T, channels]` → float32 `[T, channels]`; leaves the last inputs in the pool."""
+        """`[T, channels]` → float32 `[T, channels]`; writes the last inputs to the pool."""
         return step.convolve(x, self.weight[:, 0], self.bias, pool)
 
 
@@ -41,7 +41,7 @@ class ShortConv(Loadable):
         inner, bias = config.channels, config.bias
         self.input = Linear(hidden_size, 3 * inner, (Part.STATE_INPUT,), options, bias=bias)
         self.convolution = Convolution(inner, config.width, bias=bias, dtype=dtype)
-        # The sum over ranks adds the output's bias once.
+        # One rank has the bias: the sum over ranks adds it once.
         self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), options, bias=bias and shard.first)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
@@ -53,7 +53,7 @@ class ShortConv(Loadable):
 
 
 class GatedDeltaNet(Loadable):
-    """See `GatedDeltaNetConfig`. One product gives queries, keys and values, the gate, rates and decays."""
+    """See `GatedDeltaNetConfig`. One product computes queries, keys and values, the gate, rates and decays."""
 
     def __init__(self, config: GatedDeltaNetConfig, options: PartOptions) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class GatedDeltaNet(Loadable):
 
 
 class Mamba2(Loadable):
-    """See `Mamba2Config`. The norm is over parts of the heads of all ranks."""
+    """See `Mamba2Config`. The norm is over groups of the heads of all ranks."""
 
     def __init__(self, config: Mamba2Config, options: PartOptions) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Mamba2(Loadable):
         return output
 
     def _gated(self, outputs: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Outputs float32 `[T, inner]` by their gate, normed where the config has a norm."""
+        """Applies the gate, and the norm if there is one, to outputs float32 `[T, inner]`."""
         config = self.config
         if config.norm is None or self.norm is None:
             return outputs * gate
@@ -146,11 +146,11 @@ class Mamba2(Loadable):
         return outputs * gate if config.norm_before_gate else outputs
 
     def _normed(self, outputs: torch.Tensor, eps: float) -> torch.Tensor:
-        """This rank's `[T, inner]`, each part of the norm over its root mean square."""
+        """Divides each norm group of this rank's `[T, inner]` by its root mean square."""
         parts, ranks = self.config.norm_groups, self._parallel.size
         if parts % ranks == 0:
             return divide_by_rms(outputs.view(len(outputs), parts // ranks, -1), eps).view(outputs.shape)
-        # Neighbours have parts of one part: each tells the mean of its own, and those of its part are summed.
+        # Several ranks share a norm group: each adds its share of the group's mean square.
         sharers = ranks // parts
         means = outputs.new_zeros((len(outputs), parts))
         own = self._parallel.rank // sharers
@@ -164,5 +164,5 @@ def _states(step: LayerStep) -> StepStates:
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    """Each last axis of float32 x over its length."""
+    """Normalises float32 x over its last axis to length 1."""
     return x * (x.square().sum(-1, keepdim=True) + _NORM_OF_KEYS).rsqrt()

@@ -1,4 +1,4 @@
-"""Products with matrices of 8 bits that have a scale of each row."""
+"""Products with 8-bit matrices that have a scale per row."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
 logger = logging.getLogger(__name__)
 
 VALUE_TYPES = {ValueType.INT8: torch.int8, ValueType.FLOAT8_E4M3: torch.float8_e4m3fn}
-"""Of matrices with a scale of each row."""
+"""Dtypes of matrices with a scale per row."""
 
 ScaledProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """`x [T, inputs]`, values `[outputs, inputs]`, float32 scales `[outputs]` and a bias `[outputs]` → `[T, outputs]`, in
-the type of x."""
+the dtype of x."""
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _LEAST_CAPABILITY = (8, 9)
-"""Of a GPU that multiplies float8: Ada's."""
+"""Minimum capability of a GPU that multiplies float8: Ada."""
 
 _CAPABILITY_WITHOUT_INTEGERS = (10, 0)
-"""Of the first GPU whose matrix units have no int8, or so few that products with widened values are faster."""
+"""The first GPUs whose matrix units have no int8, or so few that products with widened values are faster."""
 
 _MULTIPLE, _MULTIPLE_OF_INTEGERS = 16, 8
-"""Of both sides of a matrix that torch's products of float8 and of int8 take."""
+"""Divisors of both sides of a matrix for torch's products of float8 and of int8."""
 
 _TRIED = (3, 30, 64, 70)
-"""Rows: for each form of the kernels, and for torch's product of int8."""
+"""Numbers of rows to try: one for each configuration of the kernels, and one for torch's int8 product."""
 
 
 def multiply_widened(
     x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Values are widened to the type of x, which has them exactly. float16 has no room for sums of them: there weights
-    are scaled and rounded first."""
+    """Multiplies after widening values to the dtype of x, which is exact. float16 would overflow for sums of unscaled
+    values, so weights are scaled and rounded first."""
     if x.dtype == torch.float16:
         return functional.linear(x, (values.float() * scales[:, None]).to(x.dtype), bias)
     product = functional.linear(x, values.to(x.dtype)) * scales
@@ -49,7 +49,7 @@ def multiply_widened(
 def multiply_float8(
     x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """bfloat16 `x` is rounded to float8 first, by a scale of each token."""
+    """Multiplies bfloat16 `x`, rounded to float8 with a scale per token."""
     rounded, of_tokens = _rounded(x)
     product = functional.scaled_mm(
         rounded,
@@ -64,16 +64,17 @@ def multiply_float8(
 
 
 def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float8 `[T, inputs]`, and float32 scales `[T, 1]`: the largest number of each token over float8's largest."""
+    """Rounds to float8 `[T, inputs]`, with float32 scales `[T, 1]`: each token's largest magnitude over float8's
+    maximum."""
     wide = x.float()
     scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
     return (wide / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
 
 
 def product_for(encoding: Encoding, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> ScaledProduct:
-    """The quickest product of a matrix on a device, which the log names. On a GPU: of 8 bits with 8 bits where the
-    checkpoint lets inputs be rounded and the GPU multiplies them; else by a kernel that widens values in registers. On
-    a CPU, and for float32, values are widened."""
+    """Chooses the fastest product of a matrix on a device, and logs it. On a GPU: 8 bits with 8 bits if the checkpoint
+    allows rounded inputs and the GPU supports it; else a kernel that widens values in registers. On a CPU, and for
+    float32, values are widened."""
     if device.type == "cuda" and dtype != torch.float32:
         rounds = encoding.activations is not ActivationScales.NONE
         if rounds and encoding.values is ValueType.FLOAT8_E4M3:
@@ -97,8 +98,8 @@ def _tell(values: ValueType, how: str) -> None:
 
 
 def kernel_product_on(device: torch.device) -> ScaledProduct:
-    """The product of a Triton kernel; of many rows, that of widened values."""
-    # Imported here: a machine without a GPU needs no Triton.
+    """The product by a Triton kernel; for many rows, by widened values."""
+    # Imported here, because a machine without a GPU needs no Triton.
     from torch_backend.kernels.chip import Chip
     from torch_backend.kernels.scaled_product import most_rows, scaled_product
 
@@ -115,8 +116,8 @@ def kernel_product_on(device: torch.device) -> ScaledProduct:
 
 
 def integer_product_on(device: torch.device) -> ScaledProduct:
-    """The product of int8 with inputs that are rounded to it, by a scale of each token."""
-    # Imported here: a machine without a GPU needs no Triton.
+    """The product of int8 with inputs rounded to int8, with a scale per token."""
+    # Imported here, because a machine without a GPU needs no Triton.
     from torch_backend.kernels.chip import Chip
     from torch_backend.kernels.integer_product import integer_product
 
@@ -132,7 +133,7 @@ def integer_product_on(device: torch.device) -> ScaledProduct:
 
 @functools.cache
 def kernel_works(device: torch.device, values: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether the kernel multiplies rightly on a GPU: tried on small products, and said in the log if not."""
+    """Whether the kernel's results on a GPU are correct: tested on small products; a failure is logged."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((max(_TRIED), 1200), generator=generator).to(dtype)
     stored = (30 * torch.randn((72, 1200), generator=generator)).clamp(-127, 127).to(values)
@@ -141,8 +142,8 @@ def kernel_works(device: torch.device, values: torch.dtype, dtype: torch.dtype) 
 
 @functools.cache
 def integers_work(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a GPU multiplies int8 with int8 rightly: tried on small products against whole numbers, and said in the
-    log if not. Blackwell's matrix units do not."""
+    """Whether a GPU's products of int8 with int8 are correct: tested on small products against integers; a failure is
+    logged. Not used on Blackwell, whose matrix units lack them."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY_WITHOUT_INTEGERS:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -161,8 +162,8 @@ def _works(
     stored: torch.Tensor,
     what: str,
 ) -> bool:
-    """Whether a product of some of the rows of x is that of the float64 numbers `meant` for it."""
-    # Imported here: a machine without a GPU needs no Triton.
+    """Whether the product of some rows of x is near that of the float64 values `meant`."""
+    # Imported here, because a machine without a GPU needs no Triton.
     from triton.errors import TritonError
 
     scales = torch.linspace(0.1, 1.0, len(stored))
@@ -185,8 +186,8 @@ def _near(found: torch.Tensor, exact: torch.Tensor) -> bool:
 
 @functools.cache
 def float8_works(device: torch.device) -> bool:
-    """Whether a GPU multiplies float8 rightly, with a scale of each row on both sides: tried on a small product, and
-    said in the log if not."""
+    """Whether a GPU's float8 products with scales of rows and columns are correct: tested on a small product; a failure
+    is logged."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return False
     generator = torch.Generator().manual_seed(0)

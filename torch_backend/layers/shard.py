@@ -1,4 +1,4 @@
-"""Which part of a model a process holds."""
+"""The shard of a model that a process holds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch_backend.attention.interface import HeadForm
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Whole heads, columns of the feed-forward layer, and rows of the vocabulary that belong to one rank.
+    """The heads, columns of feed-forward layers, and rows of the vocabulary of one rank.
 
     With more ranks than kv heads, neighbouring ranks hold the same kv head. `vocabulary_rows` is the same on every
-    rank, ceil(vocab / size): what lies past the vocabulary's end is padding that no token and no logit uses.
+    rank, ceil(vocab / size): rows past the vocabulary's end are padding, which no token and no logit uses.
     """
 
     rank: int
@@ -27,36 +27,37 @@ class ModelShard:
 
     @property
     def first(self) -> bool:
-        """Whether it is the rank that adds what must be added once."""
+        """Whether this rank adds values that must be added once."""
         return self.rank == 0
 
     def heads(self, count: int) -> range:
-        """Its part of the query heads of a layer that has `count`."""
+        """The rank's query heads, of `count` of a layer."""
         return _part(count, self.rank, self.size)
 
     def kv_heads(self, count: int) -> range:
-        """Its part of the kv heads of a layer that has `count`; one, which neighbours hold too, of fewer than ranks."""
+        """The rank's kv heads, of `count` of a layer; with fewer kv heads than ranks, one, which neighbours hold
+        too."""
         if self.size <= count:
             return _part(count, self.rank, self.size)
         head = self.rank * count // self.size
         return range(head, head + 1)
 
     def cached(self, arrays: Iterable[CachedArray]) -> tuple[CachedArray, ...]:
-        """Its part of what a layer keeps of each token: its kv heads, and all of what has none."""
+        """The rank's cached arrays of a layer: its kv heads, and all of the arrays without heads."""
         return tuple(
             array if array.heads is None else replace(array, heads=len(self.kv_heads(array.heads))) for array in arrays
         )
 
     def intermediate(self, length: int) -> range:
-        """Its part of a feed-forward layer of `length` columns."""
+        """The rank's columns of a feed-forward layer of `length` columns."""
         return _part(length, self.rank, self.size)
 
     def recurrent(self, config: RecurrentConfig) -> RecurrentConfig:
-        """Its part of a recurrent layer."""
+        """The rank's shard of a recurrent layer."""
         return config.sharded(self.size).of_one_device()
 
     def head_forms(self, config: ModelConfig) -> tuple[HeadForm, ...]:
-        """What its kernels must know of heads: the form of every layer, each once."""
+        """The distinct forms of heads of all layers, for kernels."""
         forms = (
             HeadForm(mixer.head_dim, len(self.heads(mixer.num_heads)) // len(self.kv_heads(mixer.num_kv_heads)))
             for mixer in config.kv_attention
@@ -64,7 +65,7 @@ class ModelShard:
         return tuple(dict.fromkeys(forms))
 
     def of_axis(self, axis: Axis, length: int) -> range:
-        """Its part of an axis, which for one that is not spread is all of it."""
+        """The rank's part of an axis; all of an axis that is not sharded."""
         match axis:
             case Axis.HEADS:
                 return self.heads(length)
@@ -80,7 +81,7 @@ class ModelShard:
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> ModelShard:
-        """The part of `rank`.
+        """The shard of `rank`.
 
         **Raises:** `ConfigError` if a layer cannot be divided by `size`.
         """

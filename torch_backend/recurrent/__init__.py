@@ -1,1 +1,1 @@
-"""Recurrent states in torch operations: where sequences have theirs, convolutions, and matrices of heads."""
+"""Recurrent states: slots of sequences, convolutions, and matrices of heads."""

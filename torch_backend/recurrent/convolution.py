@@ -1,4 +1,4 @@
-"""Convolutions over the last tokens of each channel by itself, whose last inputs are kept from step to step."""
+"""Depthwise convolutions over the last tokens, with inputs that are kept from step to step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch_backend.recurrent.rows import StateRows
 def convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tails: torch.Tensor, rows: StateRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's output from its own input and those of the `width - 1` tokens before it.
+    """Computes each token's output from its own input and those of the `width - 1` tokens before it.
 
-    Inputs are rounded to the type of `tails` first, in which they are kept: so a result does not depend on where chunks
-    begin.
+    Inputs are first rounded to the dtype of `tails`, in which they are kept, so a result does not depend on where
+    chunks start.
 
     **Arguments:** `x` `[T, channels]`; `weight` `[channels, width]`, the tap of the token itself last; `bias`
     `[channels]`; `tails` `[R, width - 1, channels]`, the last inputs of each sequence before the step, oldest first.
@@ -32,7 +32,7 @@ def convolve(
 
 
 def _inputs_before(x: torch.Tensor, tails: torch.Tensor, rows: StateRows, back: int) -> torch.Tensor:
-    """Of each token the input so many tokens before it."""
+    """For each token, the input `back` tokens before it."""
     kept = tails.shape[1]
     if rows.drafts is not None:
         of_tail = tails[torch.arange(len(tails), device=x.device), (kept + rows.drafts - back).clamp(0, kept - 1)]

@@ -1,4 +1,4 @@
-"""What recurrent layers do with the states of a step's sequences: one signature, several implementations."""
+"""The states of a step's sequences, as recurrent layers use them: the interface of all implementations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch_backend.recurrent.scan import ScanInputs
 
 
 class StepStates(Protocol):
-    """The states of one step, for every layer. What slots hold that no sequence begins with does not matter, NaN
-    included; what slot 0 holds afterwards neither."""
+    """The states of one step, for every layer. Slots from which no sequence starts may hold NaN; slot 0 is undefined
+    after the step."""
 
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor
     ) -> torch.Tensor:
-        """See `recurrent.convolution`; leaves the last inputs in the pool.
+        """See `recurrent.convolution`; writes the last inputs to the pool.
 
-        **Arguments:** `x` `[T, channels]`, rounded to the type of `pool` first; `weight` `[channels, width]`; `bias`
+        **Arguments:** `x` `[T, channels]`, first rounded to the dtype of `pool`; `weight` `[channels, width]`; `bias`
         `[channels]`; `pool` `[slots, width - 1, channels]`, the oldest input first.
 
         **Returns:** float32 `[T, channels]`.
@@ -27,9 +27,9 @@ class StepStates(Protocol):
         ...
 
     def scan(self, inputs: ScanInputs, pool: torch.Tensor) -> torch.Tensor:
-        """See `recurrent.scan`; leaves the matrices in the pool.
+        """See `recurrent.scan`; writes the matrices to the pool.
 
-        **Arguments:** `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16, in which they are rounded once
+        **Arguments:** `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16, to which they are rounded once
         a step.
 
         **Returns:** float32 `[T, heads, value_dim]`.
@@ -38,13 +38,13 @@ class StepStates(Protocol):
 
 
 class StateImplementation(Protocol):
-    """Prepares once for each step what all its layers share."""
+    """Prepares once per step what all its layers share."""
 
     @property
     def reads_lengths(self) -> bool:
-        """Steps with chunks wait for their lengths to come to the host, so that they cannot be captured."""
+        """Whether steps with chunks wait for their lengths on the host, so that they cannot be captured."""
         ...
 
     def prepare(self, rows: StateRows) -> StepStates:
-        """The states of the step whose sequences are `rows`."""
+        """Returns the states of a step with sequences `rows`."""
         ...

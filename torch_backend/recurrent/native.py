@@ -1,4 +1,4 @@
-"""States by torch operations."""
+"""Recurrent states with torch operations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NativeStepStates:
         return outputs
 
     def _scan_drafts(self, inputs: ScanInputs, pool: torch.Tensor) -> torch.Tensor:
-        """All rows' own tokens, then all their first drafts, and so on."""
+        """Computes all rows' own tokens, then all their first drafts, and so on."""
         outputs = torch.empty_like(inputs.values)
         for sequences in self.rows.depths:
             rows = self.rows.of(sequences)

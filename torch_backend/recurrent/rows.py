@@ -1,4 +1,4 @@
-"""Which states the sequences of a step begin with, and where they leave their own."""
+"""The state slots that the sequences of a step read and write."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ States = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class StateRows:
-    """Of a step of T tokens in R sequences, whose tokens are those of its `ForwardBatch`.
+    """State slots of a step of T tokens in R sequences, whose tokens are those of its `ForwardBatch`.
 
-    - `begin`: int64 `[R]`, the slot with the state before a sequence's first token; `fresh`: bool `[R]`, there is none,
-      whatever the slot holds.
-    - `own`: int64 `[R]`, the slot that takes the state after its last token; slot 0 for padding. No other sequence of
-      the step begins with it.
-    - `sequences`, `offsets`: int64 `[T]`, the sequence that a token belongs to, and how many tokens of the step it has
-      before that one. Not looked at in a decode step.
+    - `begin`: int64 `[R]`, the slot with the state before a sequence's first token; `fresh`: bool `[R]`, the sequence
+      starts without a state and ignores the slot.
+    - `own`: int64 `[R]`, the slot for the state after its last token; slot 0 for padding. No other sequence of the step
+      starts from it.
+    - `sequences`, `offsets`: int64 `[T]`, the sequence of a token, and the number of its tokens in the step before this
+      one. Not read in a decode step.
     - `query_starts`, `num_decode`: as in `ForwardBatch`.
-    - `drafts`: int64 `[R]`, given for decode steps of runners that draft: which of its row's drafts a sequence stands
-      for, 0 for none. A draft stands behind the sequence before it, goes on from the state that this one leaves, and
-      has a slot of its own to leave one; its `begin` is what the first sequence of its row begins with.
+    - `drafts`: int64 `[R]`, for decode steps of runners that draft: the index of a sequence's draft in its row from 1,
+      or 0. A draft follows the sequence before it, continues from its state, and has its own slot for its state; its
+      `begin` is that of the first sequence of its row.
     """
 
     begin: torch.Tensor
@@ -38,7 +38,7 @@ class StateRows:
 
     @property
     def decode_only(self) -> bool:
-        """Every sequence has one token: token i belongs to sequence i."""
+        """Whether every sequence has one token: token i belongs to sequence i."""
         return self.num_decode == len(self.own)
 
     @cached_property
@@ -49,16 +49,16 @@ class StateRows:
 
     @cached_property
     def depths(self) -> list[torch.Tensor]:
-        """The sequences that stand for no draft, for a first one of their row, for a second one, and so on: int64 each.
-        Waits for the device; once for all layers."""
+        """The sequences that are not drafts, those that are the first draft of their row, the second, and so on: int64
+        each. Waits for the device; once for all layers."""
         if self.drafts is None:
             return [torch.arange(len(self.own), device=self.own.device)]
         return [(self.drafts == depth).nonzero()[:, 0] for depth in range(int(self.drafts.max()) + 1)]
 
     @cached_property
     def runs(self) -> torch.Tensor | None:
-        """How many sequences from each one on are its row's, where it is the first of them, else 0: int64 `[R]`. None
-        where steps have no drafts. Nothing is read on the host."""
+        """For the first sequence of each row, the number of its row's sequences, else 0: int64 `[R]`. None if steps
+        have no drafts. Nothing is read on the host."""
         if self.drafts is None:
             return None
         places = torch.arange(len(self.drafts), device=self.drafts.device)
@@ -66,8 +66,8 @@ class StateRows:
         return torch.zeros_like(self.drafts).index_add_(0, firsts, torch.ones_like(firsts))
 
     def of(self, sequences: torch.Tensor) -> StateRows:
-        """Those sequences of a decode step alone, int64 `[n]`; that stand for drafts, they begin where the ones before
-        them have left their states."""
+        """Selects sequences of a decode step, int64 `[n]`; drafts start from the states of the sequences before
+        them."""
         begin, fresh = self.begin[sequences], self.fresh[sequences]
         if self.drafts is not None and len(sequences):
             goes_on = self.drafts[sequences] > 0
@@ -76,10 +76,10 @@ class StateRows:
         return replace(self, begin=begin, fresh=fresh, own=self.own[sequences], num_decode=len(sequences), drafts=None)
 
     def read(self, pool: torch.Tensor) -> torch.Tensor:
-        """What the sequences begin with, `[R, ...]` of `pool` `[slots, ...]`; zeros where that is nothing."""
+        """The states with which sequences start, `[R, ...]` of `pool` `[slots, ...]`; zeros for fresh ones."""
         fresh = self.fresh.view(-1, *[1] * (pool.dim() - 1))
         return pool[self.begin].masked_fill_(fresh, 0)
 
     def write(self, pool: torch.Tensor, states: torch.Tensor) -> None:
-        """Leaves states in the pool."""
+        """Writes states to the pool."""
         pool.index_put_((self.own,), states.to(pool.dtype))

@@ -1,11 +1,11 @@
-"""Layers whose state is a matrix for each head, which decays at each token and takes its value in at its key.
+"""Layers whose state is a matrix per head, which decays at each token and adds the outer product of its key and value.
 
 At a token with query q, key k, value v, log of the decay g and, for a delta rule, a rate b, a head's state S becomes
 
     S = exp(g) S;  v = b (v - k S) for a delta rule;  S = S + k v,  and the output is q S.
 
 That is a gated delta net (Yang et al. 2024) with rates, and Mamba-2 (Dao and Gu 2024) without. `scan` is the chunked
-form, `reference_scan` the same token by token: the oracle.
+form; `reference_scan` computes token by token, for tests.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ state. Products within a block grow with its length, steps from block to block w
 
 @dataclass(frozen=True, slots=True)
 class ScanInputs:
-    """Of T tokens, all float32: `queries`, `keys` `[T, groups, key_dim]`, each for `heads / groups` neighbouring heads;
-    `values` `[T, heads, value_dim]`; `decays` `[T, heads]`, logarithms; `rates` `[T, heads]` of a delta rule, or None.
-    """
+    """Inputs of T tokens, all float32: `queries`, `keys` `[T, groups, key_dim]`, each for `heads / groups` neighbouring
+    heads; `values` `[T, heads, value_dim]`; `decays` `[T, heads]`, logarithms; `rates` `[T, heads]` of a delta rule, or
+    None."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -34,12 +34,12 @@ class ScanInputs:
     rates: torch.Tensor | None
 
     def at(self, tokens: torch.Tensor) -> ScanInputs:
-        """Some tokens, int64 `[n]`."""
+        """Selects tokens, int64 `[n]`."""
         rates = None if self.rates is None else self.rates[tokens]
         return ScanInputs(self.queries[tokens], self.keys[tokens], self.values[tokens], self.decays[tokens], rates)
 
     def part(self, first: int, last: int) -> ScanInputs:
-        """Tokens `[first, last)`, with a query and a key for each head."""
+        """Selects tokens `[first, last)`, with a query and a key for each head."""
         times = self.values.shape[1] // self.keys.shape[1]
         queries, keys = (x[first:last].repeat_interleave(times, 1) for x in (self.queries, self.keys))
         rates = None if self.rates is None else self.rates[first:last]
@@ -47,8 +47,8 @@ class ScanInputs:
 
 
 def scan(inputs: ScanInputs, states: torch.Tensor, rows: StateRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs float32 `[T, heads, value_dim]`, and the states after the step, of `states` float32
-    `[R, heads, key_dim, value_dim]` before it, which are overwritten."""
+    """Returns outputs float32 `[T, heads, value_dim]`, and the states after the step. `states`: float32 `[R, heads,
+    key_dim, value_dim]` before it, which are overwritten."""
     if rows.decode_only:
         return _one_token(inputs.part(0, len(states)), states)
     outputs = torch.empty_like(inputs.values)
@@ -64,7 +64,7 @@ def scan(inputs: ScanInputs, states: torch.Tensor, rows: StateRows) -> tuple[tor
 
 
 def _one_token(inputs: ScanInputs, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each sequence."""
+    """Computes one token of each sequence."""
     states = states * inputs.decays.exp()[..., None, None]
     values = inputs.values
     if inputs.rates is not None:
@@ -79,14 +79,14 @@ def _times(vectors: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
 
 
 def _block(inputs: ScanInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some tokens of one sequence: their outputs, and the state after them."""
+    """Computes some tokens of one sequence: their outputs, and the state after them."""
     queries, keys, values = (x.transpose(0, 1) for x in (inputs.queries, inputs.keys, inputs.values))
-    decays = inputs.decays.t().cumsum(1)  # [heads, block], from the block's beginning on
+    decays = inputs.decays.t().cumsum(1)  # [heads, block], from the block's start
     later = torch.ones(decays.shape[1], decays.shape[1], dtype=torch.bool, device=decays.device).triu_(1)
     between = (decays[:, :, None] - decays[:, None, :]).masked_fill_(later, -torch.inf).exp_()
     since = decays.exp()[..., None]
     if inputs.rates is not None:
-        # What each token writes depends on what those before it in the block wrote: a triangular system.
+        # Each token's update depends on those of the tokens before it in the block: a triangular system.
         rates = inputs.rates.t()[..., None]
         system = rates * between * (keys @ keys.transpose(1, 2))
         wanted = rates * (values - since * (keys @ state))
@@ -98,7 +98,8 @@ def _block(inputs: ScanInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def reference_scan(inputs: ScanInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The T tokens of one sequence one by one, from the state `[heads, key_dim, value_dim]` on: outputs and state."""
+    """Computes the T tokens of one sequence one by one, from the state `[heads, key_dim, value_dim]`: outputs and
+    state."""
     outputs = []
     for token in range(len(inputs.values)):
         found, states = _one_token(inputs.part(token, token + 1), state[None])

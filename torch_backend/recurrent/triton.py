@@ -1,4 +1,4 @@
-"""States by Triton kernels: decode rows by themselves, chunks by blocks of their tokens."""
+"""Recurrent states with Triton kernels: decode rows by single tokens, chunks by blocks of tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TritonStates:
         return False
 
     def prepare(self, rows: StateRows) -> TritonStepStates:
-        """See `StateImplementation`. Blocks are counted at the first layer of each size."""
+        """See `StateImplementation`. Blocks are planned at the first layer of each size."""
         return TritonStepStates(rows)
 
 
@@ -55,7 +55,7 @@ class TritonStepStates:
         tile = ChunkTile.of(inputs)
         if tile.tokens not in self._plans:
             self._plans[tile.tokens] = plan_chunks(rows, len(outputs), tile)
-        # Layers run one after the other and may share what they hand from kernel to kernel.
+        # Layers run one after the other and share these buffers.
         if self._matrices is None or not self._matrices.fits(inputs, tile):
             self._matrices = BlockMatrices.allocate(inputs, tile)
         scan_chunks(inputs, pool, rows, outputs, self._plans[tile.tokens], self._matrices, tile)

@@ -1,5 +1,4 @@
-"""What a rank has a part of is summed or gathered over ranks, where it can by the operation that adds and norms the
-sum."""
+"""Replaces marks by sums and gathers over ranks, fused with the following addition and norm where possible."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ from torch_backend.compilation.step import add_rms_norm, all_gather, all_reduce,
 
 
 def meet_other_ranks(program: Program) -> int:
-    """Replaces every mark. Two parts that are added up at once are added before, so that there is one sum."""
+    """Replaces every mark. If two partial results are added to each other, they are added before the one sum over
+    ranks."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, SIDE_BY_SIDE_OF_RANKS):
@@ -42,7 +42,7 @@ def _sum_over_ranks(graph: fx.Graph) -> int:
         part = source(node)
         with graph.inserting_before(node):
             if only_user(part) is None or not is_call(part, aten.linear.default):
-                # Sums may be written into what is summed, which is of use elsewhere.
+                # all_reduce may overwrite its input, which is used elsewhere.
                 part = call(graph, aten.clone.default, (part,), like=part)
             new = call(graph, all_reduce, (step_of(graph), part), like=node)
         put_in_place(node, new)
@@ -69,7 +69,7 @@ def _sum_once(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def fuse_all_reduces(program: Program) -> int:
-    """A sum over ranks that `add_rms_norm` adds, and nobody else reads, becomes one operation with it."""
+    """Fuses a sum over ranks into the only `add_rms_norm` that reads it."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, add_rms_norm):

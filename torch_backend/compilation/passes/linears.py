@@ -1,4 +1,4 @@
-"""Linear layers that read the same input become one, and gated activations the backend's own."""
+"""Merges linear layers that read the same input, and replaces gated activations by the backend's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ACTIVATIONS: dict[object, Callable[..., torch.Tensor]] = {aten.silu.default: si
 
 
 def fuse_gated_activations(program: Program) -> int:
-    """`silu(gate) * up`, and the same with GELU by tanh's approximation."""
+    """Fuses `silu(gate) * up`, and the same with GELU by the tanh approximation."""
     found, graph = 0, program.body
     for node in calls(graph, *_ACTIVATIONS):
         product = only_user(node)
@@ -57,7 +57,7 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def merge_linears(program: Program) -> int:
-    """Outputs put side by side of linear layers that read one input, and that nobody else reads."""
+    """Merges linear layers that read one input, if their only use is the concatenation of their outputs."""
     found, graph = 0, program.body
     for node in calls(graph, aten.cat.default):
         parts = parts_of(node)

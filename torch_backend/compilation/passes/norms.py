@@ -1,4 +1,4 @@
-"""RMS norms, alone and behind a sum, become the backend's own."""
+"""Replaces RMS norms, also those after a sum, by the backend's own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from torch_backend.compilation.step import add_rms_norm, all_reduce_add_rms_norm
 
 
 def fuse_norms(program: Program) -> int:
-    """`weight * (x * rsqrt(mean(x ** 2) + eps))`, in whatever order of casts and factors, and `1 + weight` too."""
+    """Fuses `weight * (x * rsqrt(mean(x ** 2) + eps))`, with any order of casts and factors, and with `1 + weight`
+    too."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, aten.rsqrt.default):
@@ -67,7 +68,7 @@ def _fuse_norm(graph: fx.Graph, rsqrt: fx.Node) -> bool:
     with graph.inserting_before(end):
         read = read_weight(graph, weight)
         if is_call(x, aten.transpose.int) and set(args(x)[1:]) == {1, 2}:
-            # Norms of heads stand before the heads change places, whichever way the model has it.
+            # Norms of heads are applied before the transpose, in whichever order the model has them.
             heads: fx.Node = args(x)[0]
             normed = call(graph, rms_norm, (step_of(graph), heads, read, eps), like=heads)
             new = call(graph, aten.transpose.int, (normed, 1, 2), like=end)
@@ -78,7 +79,7 @@ def _fuse_norm(graph: fx.Graph, rsqrt: fx.Node) -> bool:
 
 
 def _normalised(rsqrt: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
-    """Of `x * rsqrt(mean(x ** 2) + eps)`: x, eps and the product."""
+    """For `x * rsqrt(mean(x ** 2) + eps)`: x, eps and the product."""
     total = args(rsqrt)[0]
     if not is_call(total, aten.add.Tensor) or only_user(rsqrt) is None:
         return None
@@ -106,7 +107,7 @@ def _squared(node: object) -> fx.Node | None:
 
 
 def _scale(node: fx.Node) -> Weight | None:
-    """The weight that a norm multiplies by: as it is stored, or 1 more, which is then kept in float32."""
+    """The weight that a norm multiplies by: as stored, or plus 1, which is then kept in float32."""
     node = before_casts(node)
     if is_call(node, aten.add.Tensor) and args(node)[1] in (1, 1.0) and not node.kwargs:
         weight = weight_of(before_casts(args(node)[0]))
@@ -115,7 +116,7 @@ def _scale(node: fx.Node) -> Weight | None:
 
 
 def _fuse_whole_norm(graph: fx.Graph, node: fx.Node) -> bool:
-    """torch's own, over the last axis and with a weight."""
+    """Replaces torch's own norm over the last axis, with a weight."""
     x, shape, weight, eps = args(node) + (None,) * (4 - len(args(node)))
     read = weight_of(weight)
     if read is None or eps is None or not isinstance(x, fx.Node) or list(shape) != [value(x).shape[-1]]:
@@ -127,8 +128,8 @@ def _fuse_whole_norm(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def fuse_sums_with_norms(program: Program) -> int:
-    """The sum that a norm reads becomes one with it, where both summands are of no use behind the sum: the operation
-    writes into them."""
+    """Fuses a norm with the sum that it reads, if neither summand is used after the sum: the operation overwrites
+    them."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, rms_norm):
@@ -156,7 +157,7 @@ def _fuse_sum(graph: fx.Graph, norm: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node may give its input's memory, by what its operator says of itself."""
+    """Whether a node's result may share its input's memory, by its operator's schema."""
     if is_call(node, operator.getitem):
         return not is_call(node.args[0], add_rms_norm, all_reduce_add_rms_norm)
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -166,15 +167,15 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` may show."""
+    """The node whose memory `node` may share."""
     while _is_view(node):
         node = args(node)[0]
     return node
 
 
 def _dies(node: fx.Node, at: fx.Node) -> bool:
-    """Whether nobody reads the memory that `node` shows behind `at`, and it may be written to: it is neither an input
-    nor a weight, and no number of it stands for several."""
+    """Whether the memory of `node` may be overwritten at `at`: nothing reads it afterwards, it is neither an input nor
+    a weight, and it is not expanded, so that no number of it stands for several."""
     through = node
     while _is_view(through):
         if is_call(through, aten.expand.default):

@@ -1,4 +1,4 @@
-"""Attention becomes attention over pages, which writes the step's keys and values first."""
+"""Replaces attention by attention over pages, which first writes the step's keys and values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from torch_backend.compilation.step import attend
 
 
 def page_attention(program: Program) -> int:
-    """Replaces every call of attention. What each computes goes to `Program.sites`.
+    """Replaces every call of attention, and stores its options in `Program.sites`.
 
-    **Raises:** `ConfigError` where a layer attends twice, or has sinks that are no weight.
+    **Raises:** `ConfigError` if a layer attends twice, or has sinks that are not a weight.
     """
     found, graph = 0, program.body
     for node in calls(graph, ATTENTION):
@@ -54,5 +54,5 @@ def page_attention(program: Program) -> int:
 
 
 def _arguments(node: Any) -> Any:
-    """All eight; a trace leaves out those at the end that have their defaults."""
+    """All eight arguments; a trace omits trailing ones that have their defaults."""
     return tuple(args(node)) + (None,) * (8 - len(args(node)))

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and norms of their heads, move into the operation that writes pages."""
+"""Moves rotary embedding of queries and keys, and norms of their heads, into the operation that writes pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch_backend.compilation.step import attend, rms_norm, rotation
 
 
 def fuse_rope(program: Program) -> int:
-    """Rotation of whole heads whose pairs are (i, i + head_dim / 2), of queries and keys by the same tables."""
+    """Fuses the rotation of whole heads with pairs (i, i + head_dim / 2), if queries and keys use the same tables."""
     found, graph = 0, program.body
     tables: dict[tuple[fx.Node, fx.Node], fx.Node | None] = {}
     for node in calls(graph, attend):
@@ -54,7 +54,7 @@ def fuse_rope(program: Program) -> int:
 
 
 def _rotated(flat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """Of heads that were rotated: what they were, `[1, T, heads, head_dim]`, and the tables of cosines and sines."""
+    """For rotated heads: the heads before rotation, `[1, T, heads, head_dim]`, and the tables of cosines and sines."""
     if not is_call(flat, *RESHAPES):
         return None
     by_token = args(flat)[0]
@@ -76,7 +76,7 @@ def _rotated(flat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
 
 
 def _of_terms(straight: fx.Node, crossed: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """Of `x * cos + rotate_half(x) * sin`: x and the tables."""
+    """For `x * cos + rotate_half(x) * sin`: x and the tables."""
     first, second = factors(straight), factors(crossed)
     if first is None or second is None:
         return None
@@ -89,7 +89,7 @@ def _of_terms(straight: fx.Node, crossed: fx.Node) -> tuple[fx.Node, fx.Node, fx
 
 
 def _is_half_turned(node: fx.Node, x: fx.Node) -> bool:
-    """`cat(-second half of x, first half of x)`."""
+    """Whether `node` is `cat(-second half of x, first half of x)`."""
     parts = parts_of(node)
     if parts is None or len(parts) != 2 or not is_call(parts[0], aten.neg.default):
         return False
@@ -106,7 +106,7 @@ def _is_half_turned(node: fx.Node, x: fx.Node) -> bool:
 
 
 def _across(node: object) -> fx.Node | None:
-    """`[1, heads, T, n]` of `[1, T, heads, n]`, or the other way round."""
+    """For the transposition of `[1, heads, T, n]` and `[1, T, heads, n]`, in either direction: its input."""
     if is_call(node, aten.transpose.int) and set(args(node)[1:]) == {1, 2}:
         return source(node)
     return None
@@ -120,7 +120,7 @@ def _of_every_head(node: fx.Node) -> fx.Node | None:
 
 
 def _tables(graph: fx.Graph, cosines: fx.Node, sines: fx.Node) -> fx.Node | None:
-    """A node that makes the backend's tables of these, once for all layers; None for tables whose halves differ."""
+    """Creates the node that computes the backend's tables, once for all layers; None for tables whose halves differ."""
     parts = _table(cosines, aten.cos.default), _table(sines, aten.sin.default)
     if parts[0] is None or parts[1] is None or parts[0][0] is not parts[1][0]:
         return None
@@ -141,7 +141,7 @@ def _tables(graph: fx.Graph, cosines: fx.Node, sines: fx.Node) -> fx.Node | None
 
 
 def _table(node: fx.Node, function: object) -> tuple[fx.Node, float] | None:
-    """Of `function(cat(angles, angles)) * factor`, cast or not: the angles and the factor."""
+    """For `function(cat(angles, angles)) * factor`, cast or not: the angles and the factor."""
     factor = 1.0
     while is_call(node, *CASTS) or (is_call(node, aten.mul.Tensor) and isinstance(args(node)[1], (int, float))):
         if is_call(node, aten.mul.Tensor):
@@ -156,7 +156,7 @@ def _table(node: fx.Node, function: object) -> tuple[fx.Node, float] | None:
 
 
 def fuse_head_norms(program: Program) -> int:
-    """RMS norms of each head of queries and keys, both with one eps."""
+    """Fuses RMS norms of each head of queries and keys that have the same eps."""
     found, graph = 0, program.body
     for node in calls(graph, attend):
         parts = parts_of(args(node)[2])
@@ -177,7 +177,7 @@ def fuse_head_norms(program: Program) -> int:
 
 
 def _normed(flat: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """Of heads that were normed each by itself: what they were, the weight and eps."""
+    """For heads that are normalised one by one: the heads before the norm, the weight and eps."""
     if not is_call(flat, *RESHAPES) or not is_call(args(flat)[0], rms_norm) or only_user(args(flat)[0]) is None:
         return None
     _, heads, weight, eps = args(args(flat)[0])
