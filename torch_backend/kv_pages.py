@@ -92,6 +92,11 @@ class KVPages:
         return self.keys.shape[2]
 
     @property
+    def shared(self) -> bool:
+        """Whether values are the keys, as in latent attention."""
+        return self.values is self.keys
+
+    @property
     def parameters(self) -> dict[tuple[Part, Kind], torch.Tensor]:
         """The KV parameters that a checkpoint may contain, by the manifest's names."""
         found = {

@@ -61,7 +61,7 @@ class CommonFields:
         reads it in its own way."""
         heads = fields.required_integer("num_attention_heads")
         hidden = fields.required_integer("hidden_size")
-        declared = fields.count("max_position_embeddings") or defaults.max_position
+        declared = fields.size("max_position_embeddings", defaults.max_position)
         rope = rope or rope_from_hf(fields, declared, defaults.theta)
         common = cls(
             fields=fields,
@@ -200,10 +200,10 @@ class CommonFields:
 def _kv_heads(fields: JsonFields, defaults: Defaults, heads: int) -> int:
     if "num_key_value_heads" not in fields.values:
         return defaults.num_kv_heads or heads
-    return fields.count("num_key_value_heads") or heads
+    return fields.size("num_key_value_heads", heads)
 
 
 def _head_dim(fields: JsonFields, defaults: Defaults, derived: int) -> int:
     if "head_dim" not in fields.values:
         return defaults.head_dim or derived
-    return fields.count("head_dim") or derived
+    return fields.size("head_dim", derived)

@@ -38,12 +38,12 @@ def read_experts(
             f"{fields.file}: {shown(count)} experts in each of {common.num_layers} layers; the limit for all layers "
             f"together is {MOST_EXPERTS}"
         )
-    of_token = positive(fields, "num_experts_per_tok", chosen)
+    of_token = fields.size("num_experts_per_tok", chosen)
     if of_token > count:
         raise CheckpointError(
             f"{fields.file}: num_experts_per_tok is {of_token}, it must be at most the number of experts ({count})"
         )
-    columns = positive(fields, size, default_size) if default_size else fields.required_integer(size)
+    columns = fields.size(size, default_size) if default_size else fields.required_integer(size)
     return ExpertsConfig(num_experts=count, chosen=of_token, size=columns, activation=common.activation())
 
 
@@ -53,17 +53,12 @@ def sparse_layers(
     """The part of each layer in Qwen's models: experts in each `decoder_sparse_step`-th that `mlp_only_layers` does not
     have. The others are dense, of `intermediate_size` columns or, where the file is silent, `dense_size`."""
     fields = common.fields
-    step = positive(fields, "decoder_sparse_step", 1)
+    step = fields.size("decoder_sparse_step", 1)
     without = set(fields.integers("mlp_only_layers"))
-    size = positive(fields, "intermediate_size", dense_size)
+    size = fields.size("intermediate_size", dense_size)
     dense = FeedForwardConfig(size=size, activation=experts.activation)
     sparse = [(number + 1) % step == 0 and number not in without for number in range(common.num_layers)]
     return [experts if has_experts else dense for has_experts in sparse]
-
-
-def positive(fields: JsonFields, name: str, default: int) -> int:
-    """A field that is at least 1; `default` where the file is silent."""
-    return default if fields.value(name) is None else fields.required_integer(name)
 
 
 def _count(fields: JsonFields, names: Sequence[str]) -> int | None:

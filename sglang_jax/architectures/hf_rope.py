@@ -31,7 +31,7 @@ def partial_rope_from_hf(
 
     **Raises:** `CheckpointError` for a share that is none, or of a kind that rotates whole heads.
     """
-    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or JsonFields({}, fields.file)
+    scaling = rope_parameters(fields)
     share = scaling.number("partial_rotary_factor") or fields.number("partial_rotary_factor") or default_share
     whole = JsonFields({**scaling.values, "partial_rotary_factor": None}, fields.file, scaling.within)
     rest = JsonFields({**fields.values, "partial_rotary_factor": None}, fields.file, fields.within, fields.asked)
@@ -44,6 +44,13 @@ def partial_rope_from_hf(
     return replace(rope, rotated=share)
 
 
+def rope_parameters(fields: JsonFields) -> JsonFields:
+    """The rotary parameters, in the field of transformers 5 or of earlier versions; an empty object if neither has
+    any."""
+    found = [fields.nested("rope_parameters"), fields.nested("rope_scaling")]
+    return next((one for one in found if one is not None and one.values), JsonFields({}, fields.file))
+
+
 def rope_from_hf(
     fields: JsonFields, max_position: int, default_theta: float = DEFAULT_THETA, scaling: JsonFields | None = None
 ) -> RopeConfig:
@@ -54,7 +61,7 @@ def rope_from_hf(
     several sets of parameters.
     """
     if scaling is None:
-        scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or JsonFields({}, fields.file)
+        scaling = rope_parameters(fields)
     several = [name for name, value in scaling.values.items() if isinstance(value, dict)]
     if several:
         raise CheckpointError(
@@ -67,7 +74,8 @@ def rope_from_hf(
         raise CheckpointError(f"{fields.file}: rope scaling {name!r} is not supported; supported: {', '.join(kinds)}")
     if name != RopeKind.PROPORTIONAL:
         _refuse_partial(fields, scaling)
-    theta = scaling.number("rope_theta") or fields.number("rope_theta") or default_theta
+    thetas = (scaling.number("rope_theta"), fields.number("rope_theta"))
+    theta = next((theta for theta in thetas if theta is not None), default_theta)
     _check_numbers(fields, scaling, name, theta, max_position)
     original = (
         fields.count("original_max_position_embeddings")
@@ -114,7 +122,7 @@ def length_independent_longrope(
 
     **Raises:** `CheckpointError` for factors that depend on the length, of cosines too, or that do not fit.
     """
-    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling") or JsonFields({}, fields.file)
+    scaling = rope_parameters(fields)
     if "longrope" not in (scaling.string("rope_type"), scaling.string("type")):
         return rope_from_hf(fields, max_position, default_theta, scaling)
     divisors = _factors(scaling, "short_factor", rotated)  # the long ones are of longer sequences than there are

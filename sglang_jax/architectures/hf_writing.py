@@ -13,7 +13,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 def dense_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The common fields of a pre-norm decoder; what they cannot express is left to a comparison."""
     layer = config.layers[0]
-    attention = layer.attention
+    attention = layer.kv_attention
     inner = layer.feed_forward
     assert attention is not None
     assert isinstance(inner, FeedForwardConfig)

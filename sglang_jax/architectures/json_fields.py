@@ -96,6 +96,10 @@ class JsonFields:
             raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be at most {most}")
         return value
 
+    def size(self, name: str, default: int) -> int:
+        """An integer that is at least 1; `default` for a field that is absent or null."""
+        return default if self.value(name) is None else self.required_integer(name)
+
     def integers(self, name: str) -> tuple[int, ...]:
         """A field that holds one integer or a list of them; empty where it is absent or null."""
         value = self.value(name)

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
-from sglang_jax.architectures.experts_form import positive, read_experts
+from sglang_jax.architectures.experts_form import read_experts
+from sglang_jax.architectures.hf_rope import rope_parameters
 from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
@@ -70,7 +71,7 @@ def read_common(
     fields: JsonFields, defaults: Defaults, latent: LatentDefaults, *, rope: RopeConfig | None = None
 ) -> CommonFields:
     """The common fields. Of a head, `qk_rope_head_dim` numbers rotate, whatever `head_dim` is."""
-    rotary_dim = positive(fields, "qk_rope_head_dim", latent.rotary_dim)
+    rotary_dim = fields.size("qk_rope_head_dim", latent.rotary_dim)
     silent = JsonFields({**fields.values, "head_dim": rotary_dim}, fields.file, fields.within, fields.asked)
     return replace(CommonFields.read(silent, defaults, rope=rope), fields=fields)
 
@@ -78,18 +79,18 @@ def read_common(
 def read_attention(common: CommonFields, defaults: LatentDefaults, *, interleaved: bool) -> LatentAttentionConfig:
     """Latent attention with the file's sizes."""
     fields = common.fields
-    key_dim = positive(fields, "qk_nope_head_dim", defaults.key_dim)
+    key_dim = fields.size("qk_nope_head_dim", defaults.key_dim)
     of_query = fields.count_or("q_lora_rank", defaults.query_latent)
     if of_query == 0:
         raise CheckpointError(f"{fields.file}: q_lora_rank is 0, it must be at least 1, or null")
     bias = fields.boolean("attention_bias") or False
     return LatentAttentionConfig(
         num_heads=common.num_heads,
-        latent=positive(fields, "kv_lora_rank", defaults.latent),
+        latent=fields.size("kv_lora_rank", defaults.latent),
         query_latent=of_query,
         key_dim=key_dim,
         rotary_dim=common.head_dim,
-        value_dim=positive(fields, "v_head_dim", defaults.value_dim or common.hidden_size // common.num_heads),
+        value_dim=fields.size("v_head_dim", defaults.value_dim or common.hidden_size // common.num_heads),
         scale=(key_dim + common.head_dim) ** -0.5 * _temperature(fields, common.rope),
         rope=common.rope,
         norm=NormConfig(eps=_LATENT_EPS),
@@ -128,7 +129,7 @@ def read_deepseek_experts(common: CommonFields, defaults: ExpertDefaults) -> Exp
 
 def _groups(fields: JsonFields, name: str, default: int) -> int:
     """At least 1; 1 for null, `default` where the field is absent."""
-    return positive(fields, name, 1 if name in fields.values else default)
+    return fields.size(name, 1 if name in fields.values else default)
 
 
 def read_balanced_experts(common: CommonFields, defaults: ExpertDefaults) -> ExpertsConfig:
@@ -184,8 +185,7 @@ def guessing_layers(fields: JsonFields, default: int) -> int:
 
 def _temperature(fields: JsonFields, rope: RopeConfig) -> float:
     """By scaling of any kind with `mscale_all_dim`, scores are multiplied by the square of YaRN's temperature."""
-    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling")
-    mscale = None if scaling is None else scaling.number("mscale_all_dim")
+    mscale = rope_parameters(fields).number("mscale_all_dim")
     if rope.kind is RopeKind.DEFAULT or not mscale or rope.factor <= 1.0:
         return 1.0
     return (0.1 * mscale * math.log(rope.factor) + 1.0) ** 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypedDict
 
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.recurrent import Mamba2Config
@@ -33,16 +34,16 @@ def mamba_of_hybrid(fields: JsonFields, hidden_size: int, inner: int | None = No
 
     **Raises:** `CheckpointError` for what does not fit together.
     """
-    heads = fields.count("mamba_n_heads") or 128
-    inner = inner or (fields.count("mamba_expand") or 2) * hidden_size
+    heads = fields.size("mamba_n_heads", 128)
+    inner = inner or fields.size("mamba_expand", 2) * hidden_size
     declared = fields.value("mamba_d_head")
     head_dim = inner // heads if declared in (None, "auto") else fields.required_integer("mamba_d_head")
     mamba = Mamba2Config(
         num_heads=heads,
         head_dim=head_dim,
-        state_size=fields.count("mamba_d_state") or 256,
-        num_groups=fields.count("mamba_n_groups") or 1,
-        width=fields.count("mamba_d_conv") or 4,
+        state_size=fields.size("mamba_d_state", 256),
+        num_groups=fields.size("mamba_n_groups", 1),
+        width=fields.size("mamba_d_conv", 4),
         norm=None,
         conv_bias=is_set(fields, "mamba_conv_bias", default=True),
         bias=is_set(fields, "mamba_proj_bias", default=False),
@@ -73,7 +74,14 @@ def is_set(fields: JsonFields, name: str, *, default: bool) -> bool:
     return default if found is None else found
 
 
-def step_limits(fields: JsonFields) -> dict[str, float]:
+class StepLimits(TypedDict):
+    """Fields of `Mamba2Config`."""
+
+    least_step: float
+    most_step: float
+
+
+def step_limits(fields: JsonFields) -> StepLimits:
     """`time_step_limit`: the least and the largest step size. Raises `CheckpointError` unless it is two numbers."""
     limits = fields.value("time_step_limit")
     if limits is None:

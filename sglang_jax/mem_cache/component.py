@@ -1,4 +1,4 @@
-"""What a node of the tree may hold, beside its key."""
+"""Components: the kinds of memory that nodes of the tree hold, in addition to their keys."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 Passed = tuple["Node", int]
-"""A node that a match went along, and how many of its pages, from the first on, are the prompt's."""
+"""A node on the path of a match, and how many of its first pages match the prompt."""
 
 
 class Component(ABC):
-    """One kind of cached thing: what each node holds of it, in pages, and the rules of its life.
+    """One kind of cached memory: the pages of it that each node holds, and their life cycle.
 
-    The tree counts locks, splits, evicts and removes, and tells all of its components of each; a match ends only where
-    all of them accept it. What the hooks give up is free once the tree calls `give_back`, at the end of whatever it
-    does. Arrays of pages have one entry for each page of a run's key, 0 where there is no page.
+    The tree counts locks, splits, evicts and removes, and calls a hook of all its components for each; a match ends
+    only where all of them accept it. Pages that hooks give up are free after the tree calls `give_back`, at the end of
+    its operation. Arrays of pages have one entry per page of a run's key, 0 for a missing page.
 
     `complete`: every node holds a page for each page of its key, so that a match may end at any of them.
     """
@@ -39,120 +39,119 @@ class Component(ABC):
         self.protected = 0
         """Pages that locks keep."""
         self.session = 0
-        """Those of them that sessions keep, whoever else does."""
+        """Protected pages that sessions keep, with or without other owners."""
         self.spare = 0
-        """Those of them that sessions alone keep: evictable once all of these let go."""
+        """Protected pages that only sessions keep: evictable after all of them let go."""
 
     def attach(self, tree: RadixTree) -> None:
-        """Told once which tree it serves."""
+        """Sets the tree that it belongs to. Called once."""
         self._tree = tree
         self._index = tree.components.index(self)
 
     @abstractmethod
     def attach_pages(self, node: Node, pages: Pages, previous_owner: int) -> None:
-        """A new leaf takes over `pages` `[pages of the node]`, the array as well, from the owner with this code, who
-        goes on to depend on all of them."""
+        """Moves `pages` `[pages of the node]`, and the array itself, to a new leaf from the owner with this code, which
+        still depends on all of them."""
 
     @abstractmethod
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
-        """`pages` `[pages of the node]` hold what the node holds, computed again: takes over those that the node
-        lacks."""
+        """Moves those of `pages` `[pages of the node]`, a recomputed copy of the node's, to the node that it lacks."""
 
     @abstractmethod
     def split(self, upper: Node, lower: Node) -> None:
-        """`upper` was just made of the first pages of `lower`, whose value is to be divided."""
+        """Divides the value of `lower` after the tree split it: `upper` has its first pages now."""
 
     @abstractmethod
     def may_join(self, upper: Node, lower: Node) -> bool:
-        """Whether `upper` and its only child can be one node, so that no place is lost at which a request may start.
-        Nobody depends on the end of `upper` alone."""
+        """Whether `upper` and its only child can become one node without losing a place at which a request may start.
+        Nothing depends only on the end of `upper`."""
 
     @abstractmethod
     def join(self, upper: Node, lower: Node) -> None:
-        """The opposite of `split`, of nodes that `may_join`: `lower`, whose length is yet to change, takes over what
-        `upper` holds, which is no more."""
+        """The opposite of `split`, for nodes that `may_join`: moves the value of `upper`, which is removed, to `lower`,
+        whose length has not changed yet."""
 
     @abstractmethod
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
-        """A match went along the nodes of `passed` from a root on: the index, at most `index`, of the last one at the
-        end of whose pages a request may start; -1 where only the root is left."""
+        """The last index, at most `index`, of a node in `passed`, the path of a match from a root, at the end of whose
+        pages a request may start; -1 if only the root is left."""
 
     @abstractmethod
     def accepts_end(self, node: Node) -> bool:
         """Whether a request may start at the node's end."""
 
     def pin(self, node: Node) -> None:  # noqa: B027
-        """The node got its first lock. This and the next four do nothing where locks keep nothing."""
+        """The node got its first lock. This hook and the next four do nothing by default."""
 
     def unpin(self, node: Node) -> None:  # noqa: B027
-        """The node's last lock went."""
+        """The node lost its last lock."""
 
     def session_begins(self, node: Node) -> None:  # noqa: B027
-        """The first session depends on the prefix that ends at the node or below."""
+        """A first session depends on the prefix that ends at the node or below."""
 
     def session_ends(self, node: Node) -> None:  # noqa: B027
-        """The last one no longer does."""
+        """No session depends on that prefix any more."""
 
     def set_spare(self, node: Node, spare: bool) -> None:  # noqa: B027
-        """Sessions alone depend on the node and what is below it from now on; or no longer, not `spare`."""
+        """From now on, only sessions depend on the node and its subtree (`spare`), or no longer only they."""
 
     @abstractmethod
     def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
-        """Evictable pages that a request would protect that starts after the first `pages` pages of `node`;
-        `without_sessions`: or that would be evictable if sessions kept nothing."""
+        """Number of evictable pages that a request would protect if it started after the first `pages` pages of
+        `node`; `without_sessions`: counting pages that would be evictable if sessions kept none."""
 
     @abstractmethod
     def bury(self, node: Node) -> None:
-        """The tree cut the node off: no match will reach it. What no lock keeps is given up now, the rest when its last
-        lock goes."""
+        """The tree cut the node off, so that no match reaches it. Gives up its pages now if it has no lock, otherwise
+        when its last lock goes."""
 
     @abstractmethod
     def remove(self, node: Node) -> None:
-        """The tree takes out a leaf that no lock keeps: gives up what is held there."""
+        """Gives up the pages of a leaf without locks, which the tree removes."""
 
     @abstractmethod
     def trim(self, node: Node, pages: int) -> bool:
-        """The tree shortens a leaf that no lock keeps to its first `pages` pages: gives up the rest. False where a
-        match may not end at the new end. Looks at no other node, as eviction shortens a leaf page by page: if what is
-        above the leaf forbids it, the leaf goes soon, as it is next in the order."""
+        """Gives up all but the first `pages` pages of a leaf without locks, which the tree shortens. False if a match
+        may not end at the new end, as far as the leaf shows: other nodes are not visited, since eviction shortens
+        leaves page by page. If a node above forbids it, the leaf is evicted soon, as it is next in the order."""
 
     @abstractmethod
     def evict_at(self, node: Node, wanted: int) -> int:
-        """Eviction reached the node, which is `candidate`. Gives up to `wanted` pages up that go without a change of
-        the tree; returns to how many pages of its key the tree is to shorten the node."""
+        """Evicts at the node, which is the `candidate`: gives up to `wanted` pages that do not need a change of the
+        tree. Returns the number of pages to which the tree has to shorten the node."""
 
     @abstractmethod
     def touch(self, node: Node) -> None:
-        """The node is new, or got its first child, or lost its last one."""
+        """The node is new, got its first child, or lost its last one."""
 
     def candidate(self) -> Node | None:
-        """The node to evict from next, None if there is none."""
+        """The next node to evict from; None if there is none."""
         return self.order.first()
 
     @abstractmethod
     def give_back(self) -> None:
-        """Frees what was given up since the last call."""
+        """Frees the pages given up since the last call."""
 
 
 class PooledComponent(Component):
-    """A component whose pages are those of a pool.
+    """A component whose pages belong to a pool.
 
-    **Arguments:** `pool`: where pages go that are given up; `order`: which node goes first.
+    **Arguments:** `pool`: to which pages return; `order`: of eviction.
     """
 
     def __init__(self, pool: PagePool, order: EvictionOrder) -> None:
         super().__init__(order)
         self.pool = pool
         self._given_up: list[Pages] = []
-        self._given_up_by: list[int] = []  # filled where there is a ledger, which alone knows owners
+        self._given_up_by: list[int] = []  # only filled with a ledger, which records owners
 
     @abstractmethod
     def pages(self, node: Node) -> Pages:
-        """What the component holds at a node, `[pages]`."""
+        """The component's pages of a node, `[pages]`."""
 
     @abstractmethod
     def collect(self, node: Node, count: int) -> Pages:
-        """The last `count` pages of the prefix that ends at `node`, `[count]`; not to be written to."""
+        """The last `count` pages of the prefix that ends at `node`, `[count]`. Do not change the array."""
 
     def give_back(self) -> None:
         runs, owners = self._given_up, self._given_up_by
@@ -164,7 +163,8 @@ class PooledComponent(Component):
 
     @abstractmethod
     def frees(self, node: Node, count: int) -> bool:
-        """Whether a session that keeps the `count` pages up to the end of `node` keeps some that no request does."""
+        """Whether a session that keeps the last `count` pages of the prefix ending at `node` keeps some that no request
+        does."""
 
     def _give_up(self, node: Node, pages: Pages) -> None:
         self._given_up.append(pages)

@@ -1,4 +1,4 @@
-"""Which evictable leaf goes first: a heap that lives as long as the tree."""
+"""The order of eviction: a heap that lives as long as the tree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SCORES: dict[EvictionPolicy, Callable[[Node], Score]] = {
 
 
 _WAITING = 0
-"""In place of the stamp of an entry, of a node that has none yet."""
+"""The stamp of a node that has no entry in the heap yet."""
 
 _MOST_WAITING = 32
 
@@ -42,14 +42,14 @@ _MOST_WAITING = 32
 class EvictionOrder:
     """Nodes that may be evicted, lowest score first.
 
-    A node's newest entry counts; those of nodes that were taken out are passed over when they surface and swept out
-    when they outnumber the live ones, so that each call is O(log n) amortised. Scores only grow: one that grew since
-    the node was added is noticed when its entry surfaces.
+    Only a node's newest heap entry counts. Stale entries are skipped when they surface, and removed when they outnumber
+    the live ones, so each call is O(log n) amortised. Scores only grow: a score that grew since the node was added is
+    noticed when its entry surfaces.
 
-    Who is added waits outside the heap for a while, since most are taken out again at once: an insert makes a leaf,
-    which its request then locks.
+    New nodes wait outside the heap at first, since most are removed again at once: an insert creates a leaf, which its
+    request then locks.
 
-    **Arguments:** `score`: in the place of the policy's.
+    **Arguments:** `score`: replaces the policy's score.
     """
 
     def __init__(self, policy: EvictionPolicy, score: Callable[[Node], Score] | None = None) -> None:
@@ -66,7 +66,7 @@ class EvictionOrder:
         return node.id in self._live
 
     def add(self, node: Node) -> None:
-        """Adds a node if it is not there."""
+        """Adds a node, if it is not in the order."""
         if node.id not in self._live:
             self._live[node.id] = _WAITING
             self._waiting[node.id] = node
@@ -87,12 +87,12 @@ class EvictionOrder:
             heapq.heapify(self._heap)
 
     def discard(self, node: Node) -> None:
-        """Removes a node if it is there."""
+        """Removes a node, if it is in the order."""
         if self._live.pop(node.id, None) == _WAITING:
             del self._waiting[node.id]
 
     def first(self) -> Node | None:
-        """The node to evict next; it stays in."""
+        """The next node to evict, which stays in the order; None if there is none."""
         if self._waiting:
             self._push_waiting()
         while self._heap:

@@ -1,4 +1,4 @@
-"""Full attention: every node holds one page id per page of its key."""
+"""Pages of full attention: every node holds one page per page of its key."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sglang_jax.mem_cache.radix_tree import Node
 
 
 class FullKV(PooledComponent):
-    """Pages of full attention. A node's value is its pages `[pages of its key]`.
+    """The component of full attention. A node's value is its pages `[pages of its key]`.
 
     - A match may end at any page.
-    - A lock covers every node up to the root; so a node without locks has none below it either.
-    - Unlocked leaves are evicted by the policy, from their tail, and only as many pages as are short.
+    - A lock covers every node up to the root, so below a node without locks there are none either.
+    - Unlocked leaves are evicted in the policy's order, from their tail, and only as many pages as are needed.
     """
 
     complete = True
@@ -31,7 +31,7 @@ class FullKV(PooledComponent):
         self.protected += len(pages)
 
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
-        """No node lacks a page."""
+        """Does nothing: no node lacks a page."""
 
     def split(self, upper: Node, lower: Node) -> None:
         pages = self.pages(lower)

@@ -1,8 +1,8 @@
 """A cache group: layers that share pages of one kind, with a pool, a page table and a component of the tree.
 
-Of a row's columns in the page table, a group holds `[held_from, allocated)`: the tree owns those below
-`cache_protected_len`, the request the others. Full attention holds every column; a window those that a query to come
-may see. A group of recurrent states (`state_group.py`) has slots in the place of pages, and one column.
+A group holds columns `[held_from, allocated)` of a row in its page table. The tree owns those below
+`cache_protected_len`, and the request the others. Full attention holds all columns; a window, those that a later query
+may see. A group of recurrent states (`state_group.py`) has slots instead of pages, and one column.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import PoolSpec, SlotCopies
 
 _SLACK = 8
-"""The share of a window that a row may keep in vain while pages are not short: giving up each page by itself costs the
-host as much as all else that a step does."""
+"""A row may keep one Nth of a window in pages that it no longer needs, while pages are not short. Giving up pages one
+by one would cost the host as much as the rest of a step."""
 
 
 class Group(ABC):
-    """What all groups share: taking, sharing, retiring and giving back pages of one pool.
+    """Takes, shares, retires and frees pages of one pool. Subclasses differ by the lifetime of pages.
 
-    **Arguments:** `lengths`: of the rows, the same for all groups; `component`: what the tree holds of this group.
+    **Arguments:** `lengths`: of the rows, shared by all groups; `component`: of the tree.
 
-    - `grows`: `KVCache` gives rows pages as they grow. Otherwise a row has as many whatever its length, and the group
-      makes room itself.
-    - `slack`: pages that a row may keep in vain while pages are not short; 0 where it never gives up any.
-    - `least_gain`: tokens that what a row leaves must save, where it serves at one length only; else 0.
+    - `grows`: whether `KVCache` gives rows pages as they grow. Otherwise a row has a fixed number, and the group makes
+      room itself.
+    - `slack`: pages that a row may keep without need while pages are not short; 0 if it never gives up any.
+    - `least_gain`: minimum tokens that a cached entry must save if it serves only at one length; otherwise 0.
     """
 
     grows: ClassVar[bool] = True
@@ -56,12 +56,12 @@ class Group(ABC):
 
     @property
     def unit(self) -> str:
-        """What `max_tokens` and `used_tokens` count."""
+        """The unit of `max_tokens` and `used_tokens`."""
         return "token"
 
     @property
     def available(self) -> int:
-        """Pages that could be handed out now: free, or evictable."""
+        """Pages that can be given now: free or evictable."""
         return self.pool.num_free + self.component.evictable
 
     @property
@@ -76,32 +76,32 @@ class Group(ABC):
 
     @property
     def session_tokens(self) -> int:
-        """Of these, tokens of pages that sessions keep."""
+        """Used tokens of pages that sessions keep."""
         return self.component.session * self.page_size
 
     @property
     def usage(self) -> float:
-        """Used share of the pool."""
+        """Used fraction of the pool."""
         return self.used_tokens / self.max_tokens
 
     @property
     def size(self) -> str:
-        """How many tokens the pool holds, and of what, for errors."""
+        """The size of the pool, for error messages."""
         return str(self.max_tokens)
 
     @property
     def remedy(self) -> str:
-        """The options that make the pool larger."""
+        """The options that enlarge the pool, for error messages."""
         return "max_total_tokens"
 
     @property
     def retired(self) -> list[Pages]:
-        """Runs of pages that nobody owns but a step in flight may still touch."""
+        """Runs of pages without an owner that a step in flight may still touch."""
         return [pages for _, pages in self._retired]
 
     @property
     def retired_pages(self) -> int:
-        """How many pages are retired."""
+        """Number of retired pages."""
         return sum(len(pages) for pages in self.retired)
 
     def pages_for(self, tokens: int) -> int:
@@ -109,11 +109,11 @@ class Group(ABC):
         return -(-tokens // self.page_size)
 
     def available_beside(self, probe: Probe) -> int:
-        """Pages that could be handed out once a request holds the prefix that was probed."""
+        """Pages that can be given after a request has locked the probed prefix."""
         return self.available - self.component.lockable(probe.node, probe.covered)
 
     def available_without_sessions(self, probe: Probe) -> int:
-        """The same, if sessions kept nothing."""
+        """The same, if sessions kept no pages."""
         kept = self.component.lockable(probe.node, probe.covered, without_sessions=True)
         return self.available + self.component.spare - kept
 
@@ -122,110 +122,112 @@ class Group(ABC):
         """The first column that the row holds."""
 
     def owned_from(self, row: int) -> int:
-        """The first column that the request in the row owns, and not the tree."""
+        """The first column that the request owns, after those of the tree."""
         return max(int(self.lengths.cache_protected[row]) // self.page_size, self.held_from(row))
 
     def owned(self, record: RowKV, allocated: int) -> Pages:
-        """What the request owns in its row, of its first `allocated` columns."""
+        """The pages that the request owns, of its row's first `allocated` columns."""
         return self.table.run(record.row, self.owned_from(record.row), allocated)
 
     @abstractmethod
     def least(self, tokens: int) -> int:
-        """Pages without which a request of so many tokens cannot run, not even alone."""
+        """Minimum pages for a request of `tokens` tokens to run at all."""
 
     @abstractmethod
     def prompt_need(self, tokens: int, cached: int) -> int:
-        """Pages that computing a prompt of `tokens` takes, beyond what its prefix of `cached` tokens holds."""
+        """Pages that a prompt of `tokens` needs in addition to its cached prefix of `cached` tokens."""
 
     @abstractmethod
     def rest_need(self, tokens: int, row: int) -> int:
-        """Pages that a prompt of `tokens`, under way in a row, still takes."""
+        """Further pages that a prompt of `tokens`, which is being computed in a row, needs."""
 
     @abstractmethod
     def output_need(self, known: Index | int, left: Index | int) -> int:
-        """Tokens of this group that requests with `known` `[n]` tokens add to what they hold by sampling `left` `[n]`
-        more, in all; or one request."""
+        """Total tokens of this group that requests with `known` `[n]` tokens need to sample `left` `[n]` more; also for
+        one request."""
 
     @abstractmethod
     def open(self, record: RowKV, node: Node, pages: int) -> None:
-        """A row starts with the prefix of so many pages that ends at `node`; of none only where rows do not grow."""
+        """A row starts with the prefix of `pages` pages that ends at `node`; 0 pages only if rows do not grow."""
 
     def part_at(self, record: RowKV, length: int) -> bool:
-        """Another prompt shares so many tokens: ends a chunk there, if that is worth it. False if it is not."""
+        """Ends a chunk after `length` tokens, which another prompt shares, if that is worth it. Returns whether it
+        is."""
         return False
 
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
-        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end, so that what is there may be kept."""
+        """The end of the chunk `[start, end)` of a prompt of `total` tokens at which an entry can be cached."""
         return end
 
     def most_queries(self, rows: Index) -> Index | None:
-        """Tokens that a step with drafts may compute of decode rows `rows` `[rows]`, 0 for none; None for no limit."""
+        """Maximum queries of decode rows `rows` `[rows]` in a step with drafts, which may be 0; None for no limit."""
         return None
 
     def cross_boundary(self, rows: Index, lengths: Index, step: int, wanted: bool) -> None:  # noqa: B027
-        """In `step`, decode rows `rows` continue after `lengths` tokens, whole pages, `[rows]` both. `wanted`: waiting
-        requests, which come first, want memory."""
+        """In `step`, decode rows `rows` continue after `lengths` tokens, whole pages: `[rows]` both. `wanted`: whether
+        waiting requests, which have precedence, need memory."""
 
     def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
-        """What `rows` `[rows]`, all of the sequences of `step`, start with that is not in their own slot."""
+        """The states that `rows` `[rows]`, the sequences of `step`, start with and that are not in their own slots."""
         return ()
 
     def let_go(self, rows: Index, reading: Index, records: Mapping[int, RowKV], tight: bool) -> None:  # noqa: B027
-        """Gives up what no query of `rows` `[rows]` from position `reading` `[rows]` on will see. Not `tight`: only
-        where a row has more than `slack` to give."""
+        """Gives up pages that no query of `rows` `[rows]` from position `reading` `[rows]` on sees. If not `tight`,
+        only in rows with more than `slack` of them."""
 
     def keep_end(self, record: RowKV, most: int) -> int:
-        """A request ends: of its first `most` tokens, which are committed, how many are to be inserted."""
+        """How many of the first `most` tokens of a request that ends, which are committed, to insert."""
         return most
 
     def reads_unproven(self, record: RowKV) -> bool:
-        """Whether a row that has just started reads what nothing proves, whatever its nodes."""
+        """Whether a row that has just started reads entries whose proof does not follow from that of its nodes."""
         return False
 
     def prove(self, record: RowKV) -> None:  # noqa: B027
-        """What the record's row sampled was finite. The tree proves nodes; the group proves what it read beyond."""
+        """The row's sample was finite. The tree proves nodes; the group proves further entries that the row read."""
 
     def in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
-        """Whether a proven `node`, whose pages end at column `last`, holds what the record used and nothing proves."""
+        """Whether a proven `node`, whose pages end at column `last`, has unproven entries that the row used."""
         return False
 
     def run(self, record: RowKV, first: int, last: int, going_on: bool) -> Pages:
-        """What the row gives the tree for columns `[first, last)`, `[columns]`, 0 where there is nothing. `going_on`:
-        the request goes on."""
+        """The pages that the row gives the tree for columns `[first, last)`, `[columns]`, 0 for none. `going_on`:
+        whether the request continues."""
         return self.table.run(record.row, first, last)
 
     def pin(self, node: Node, pages: int) -> None:  # noqa: B027
-        """A session depends on the prefix of so many pages, at least one, that ends at `node`, where a request may
-        start; the tree has locked it."""
+        """A session depends on the prefix of `pages` pages, at least one, that ends at `node`, at which a request may
+        start. The tree has locked it."""
 
     def unpin(self, node: Node, pages: int) -> None:  # noqa: B027
         """Takes one `pin` of this very node back, before the tree's lock goes."""
 
     @abstractmethod
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
-        """The row's columns from `first` on, `own` `[pages]`, were inserted; the record is still as before.
+        """The row's columns from `first`, with pages `own` `[pages]`, were inserted; the record is not updated yet.
 
-        Where the tree had the same from someone else, the row is re-pointed at that; the request's own retire until
-        `step`. True if there was any such page.
+        Switches the row to pages that the tree had before, and retires its own copies of these until `step`. Returns
+        whether there are any.
         """
 
     @abstractmethod
     def release(self, record: RowKV, allocated: int) -> None:
-        """A request gives up what it holds of its first `allocated` columns."""
+        """Releases the pages of a request's first `allocated` columns."""
 
     def take(self, count: int, owner: int | Owners) -> Pages:
-        """Free pages for a request; the caller has made room."""
+        """Takes free pages for a request. The caller has made room."""
         pages = self.pool.alloc(count, owner)
         assert pages is not None, f"{count} pages are wanted of the {self.pool.num_free} free ones"
         return pages
 
     def settle(self, step: int) -> None:
-        """Step `step` has finished: what was retired until then is free."""
+        """Step `step` has finished: frees pages that retired until then."""
         while self._retired and self._retired[0][0] <= step:
             self.pool.free(self._retired.popleft()[1], RETIRED)
 
     def _repoint(self, row: int, node: Node, first: int, own: Pages, there: int, step: int | None) -> bool:
-        """Points a row's columns from `first` on at the tree's pages, of which `there` were there before."""
+        """Switches a row's columns from `first` to the tree's pages, the first `there` of which were in the tree
+        before."""
         mine = own[:there]
         theirs = self.component.collect(node, len(own))[:there]
         (differ,) = np.nonzero((mine != theirs) & (mine > 0))
@@ -254,7 +256,7 @@ class Group(ABC):
         self.table.clear(row, allocated)
 
     def owners(self, rows: Index) -> int | Owners:
-        """Owner codes of the requests in `rows`, for the pool, which looks at none without a ledger."""
+        """Owner codes of the requests in `rows`, for the pool, which ignores them without a ledger."""
         return 0 if self.pool.ledger is None else request_owners(rows)
 
     def free_columns(self, rows: Index, first: Index, last: Index) -> None:
@@ -306,11 +308,11 @@ class FullGroup(Group):
 class WindowGroup(Group):
     """Layers that see a row's last `spec.window` tokens.
 
-    A row holds the columns that a query from its current page on may see, and gives up those before as it goes on:
-    not before the last step that reads them has finished. So at most `reach + 1` pages and those of two steps' tokens.
-    Counted from the start of a page, as the prefix that a request leaves behind ends at one.
+    A row holds the columns that a query from its current page on may see. It gives up earlier ones when the last step
+    that reads them has finished, so it holds at most `reach + 1` pages and those of two steps' tokens. Windows are
+    counted from the start of a page, since the prefix that a request inserts ends at one.
 
-    **Arguments:** `step_tokens`: most tokens that one step computes of a row.
+    **Arguments:** `step_tokens`: maximum tokens of a row in one step.
     """
 
     component: WindowKV
@@ -364,7 +366,7 @@ class WindowGroup(Group):
         self.component.give_back()
 
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
-        # What it covers of the prefix before `first` stays covered, and what is new is already.
+        # Pages of the prefix before `first` stay covered, and new ones are covered already.
         row, there = record.row, added.already_there // self.page_size
         if there == 0:
             return False
@@ -411,7 +413,7 @@ class WindowGroup(Group):
 
     def prove(self, record: RowKV) -> None:
         last = record.cache_protected_len // self.page_size
-        # The sample is of the token behind the committed ones, or, where the first sample did not tell, of the next.
+        # The sample is of the token after the committed ones, or of the next if the first sample proved nothing.
         read_from = max(record.kv_committed_len - self.window + 1, 0)
         self.component.prove(record.locked_node, last - self.pages_for(read_from))
 

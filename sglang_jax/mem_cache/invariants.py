@@ -1,4 +1,4 @@
-"""What must hold of the pages at every step, and a check that recounts it from the ground up."""
+"""Checks of page ownership: cheap ones for every step, and a full recount for tests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from sglang_jax.mem_cache.state_group import StateGroup
 
 
 class InvariantError(AssertionError):
-    """The books do not balance: a defect of the engine."""
+    """Pages do not add up: a defect of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageBalance:
-    """Where the pages of a pool are: `free + evictable + session + protected + request_owned + retired == total`,
-    exactly. `session`: the tree's, kept by sessions, whoever else depends on them; `protected`: by requests alone."""
+    """The pages of a pool by owner: `free + evictable + session + protected + request_owned + retired == total`,
+    exactly. `session`: pages of the tree that sessions keep, with or without requests; `protected`: that only requests
+    keep."""
 
     free: int
     evictable: int
@@ -39,7 +40,7 @@ class PageBalance:
 
 
 def page_balance(cache: KVCache, group: Group) -> PageBalance:
-    """Counts from the running totals, O(rows)."""
+    """The balance by the running totals, O(rows)."""
     return PageBalance(
         free=group.pool.num_free,
         evictable=group.component.evictable,
@@ -52,7 +53,7 @@ def page_balance(cache: KVCache, group: Group) -> PageBalance:
 
 
 def check_conservation(cache: KVCache) -> None:
-    """**Raises:** `InvariantError` if a page is lost or counted twice. Cheap enough for every step."""
+    """Raises `InvariantError` if a page is lost or counted twice. Cheap enough for every step."""
     for group in cache.groups:
         balance = page_balance(cache, group)
         if not balance.balanced:
@@ -60,7 +61,7 @@ def check_conservation(cache: KVCache) -> None:
 
 
 def idle_fault(cache: KVCache) -> str:
-    """What is wrong with the books while no request has a row and no step is in flight; empty if nothing is. O(1)."""
+    """Describes pages that do not add up while no request has a row and no step is in flight; empty if all do. O(1)."""
     for group in cache.groups:
         session = group.component.session
         if group.available + session != group.pool.total or cache.open_rows or not cache.all_rows_free:
@@ -73,9 +74,9 @@ def idle_fault(cache: KVCache) -> str:
 
 
 def check_everything(cache: KVCache) -> None:
-    """Recounts locks, totals and owners from the tree and the rows, trusting no running total.
+    """Recounts locks, totals and owners from the tree and the rows, without the running totals.
 
-    **Raises:** `InvariantError` naming what differs. O(pages + nodes): for tests.
+    **Raises:** `InvariantError` naming the difference. O(pages + nodes): for tests.
     """
     check_conservation(cache)
     dead = _dead_nodes(cache)
@@ -96,7 +97,7 @@ def check_everything(cache: KVCache) -> None:
 
 
 def _dead_nodes(cache: KVCache) -> list[Node]:
-    """Nodes that were cut off and that some row still depends on."""
+    """Nodes that were cut off but that some row still depends on."""
     paths = (node.path() for node in (*_locked_by_rows(cache), *_locked_by_pins(cache)))
     return list({node.id: node for path in paths for node in path if node.dead}.values())
 
@@ -208,7 +209,7 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
 
 
 def _covered_by_pins(cache: KVCache, group: WindowGroup) -> dict[int, Counter[int]]:
-    """By the number of a node: of how many of its last pages pins keep the window."""
+    """By node id: how many of its last pages pins cover, as counts."""
     covers: dict[int, Counter[int]] = {}
     for pin in cache.pins.held:
         count, node = min(pin.pages, group.reach), pin.node
@@ -251,7 +252,7 @@ def _check_states(cache: KVCache, group: StateGroup, dead: list[Node]) -> None:
 
 
 def _is_proven(node: Node | None) -> bool:
-    """Of a node, or of the empty prefix."""
+    """Whether a node, or the empty prefix, is proven."""
     return node is None or node.parent is None or node.proven
 
 

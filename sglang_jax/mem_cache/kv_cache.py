@@ -24,17 +24,17 @@ TokenBytes = bytes | memoryview
 """Token ids as the bytes of int32."""
 
 _UNBOUNDED = 2**31 - 1
-"""Pages where no group grows."""
+"""Number of pages if no group grows."""
 
 _MOST_BETWEEN = 8
-"""Steps in which some row takes a page, between those in which rows give up what is behind their windows."""
+"""Maximum steps in which some row takes a page between two in which rows give up pages behind their windows."""
 
 _CLIENT_LAG = 32
-"""Tokens that a turn of a session may be ahead of a client that looks for stop strings: so far back of the end, windows
-are still there while pages are not short."""
+"""Maximum tokens that a turn of a session may be ahead of a client that looks for stop strings. While pages are not
+short, windows that far back are kept."""
 
 _LONG_RUN = 8
-"""Pages for each row from which on rows are given theirs one after the other, and not page by page."""
+"""From this many pages per row, rows get their pages as runs, one row at a time."""
 
 
 class KVCache:
@@ -42,13 +42,12 @@ class KVCache:
 
     **Arguments:**
 
-    - `pools`: one for each group of layers, all with pages of the same number of tokens; `max_rows`, `max_context`: of
-      the page tables.
-    - `step_tokens`: most tokens that one step computes of a row; `max_context` unless given.
-    - `drafts`: steps may write tokens that turn out not to be the row's.
+    - `pools`: one per group of layers, with the same page size; `max_rows`, `max_context`: of the page tables.
+    - `step_tokens`: maximum tokens of a row in one step; `max_context` by default.
+    - `drafts`: whether steps may write tokens that are rejected.
     - `state_interval`: see `StateGroup`.
-    - `reuse`: False turns prefix reuse off: nothing matches and nothing is inserted, all else is the same.
-    - `debug`: keep a ledger of owners.
+    - `reuse`: False turns the prefix cache off: nothing matches, and nothing is inserted.
+    - `debug`: whether to keep a ledger of owners.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class KVCache:
         )
         self._growing = [group for group in self.groups if group.grows]
         self._fixed = [group for group in self.groups if not group.grows]
-        # The fixed ones may evict, and nodes be joined for it, which the row is to cover by then.
+        # Groups that do not grow may evict, which may join nodes; the row has to cover these by then.
         self._fixed_last = sorted(enumerate(self.groups), key=lambda one: not one[1].grows)
         self._shrinking = [group for group in self.groups if group.slack]
         self._drafts = drafts
@@ -91,7 +90,7 @@ class KVCache:
         self.pins = Pins(self.tree, self.groups)
         self.open_rows: dict[int, RowKV] = {}
         self.trust = KVValidation(self.tree, self.groups)
-        # A step with drafts may take a row further than a page.
+        # A step with drafts may advance a row by more than a page.
         self._steps_between = 1 if drafts else min([_MOST_BETWEEN, *(group.slack for group in self._shrinking)])
         self._steps_since_let_go = 0
         self._lag: Index = np.zeros(max_rows, np.intp)
@@ -112,34 +111,34 @@ class KVCache:
 
     @property
     def all_rows_free(self) -> bool:
-        """No request has a row."""
+        """Whether no request has a row."""
         return len(self._free_rows) == self._max_rows
 
     @property
     def available_pages(self) -> int:
-        """Pages that every group which grows could hand out now: free, or evictable."""
+        """Pages that every growing group can give now: free or evictable."""
         if len(self._growing) == 1:
             return self._growing[0].available
         return min([group.available for group in self._growing], default=_UNBOUNDED)
 
     @property
     def first_growing(self) -> Group | None:
-        """The first group that grows; None where layers keep states alone."""
+        """The first group that grows; None if all layers keep states."""
         return self._growing[0] if self._growing else None
 
     @property
     def least_gain(self) -> int:
-        """The largest `Group.least_gain`: 0 where every page that is computed serves other prompts."""
+        """The largest `Group.least_gain`: 0 if every computed page can serve other prompts."""
         return max([group.least_gain for group in self.groups])
 
     @property
     def retired_pages(self) -> int:
-        """How many pages are retired."""
+        """Number of retired pages."""
         return sum(group.retired_pages for group in self.groups)
 
     @property
     def num_evicted(self) -> int:
-        """Pages that were evicted so far."""
+        """Number of pages evicted so far."""
         return sum(group.num_evicted for group in self.groups)
 
     def pages_for(self, tokens: int) -> int:
@@ -147,29 +146,30 @@ class KVCache:
         return -(-tokens // self.page_size)
 
     def too_small_for(self, tokens: int) -> Group | None:
-        """A group whose pool cannot hold what one request of so many tokens needs, if there is one."""
+        """A group whose pool is too small for one request of `tokens` tokens; None if there is none."""
         for group in self.groups:
             if group.least(tokens) > group.pool.total:
                 return group
         return None
 
     def probe(self, tokens: bytes, limit: int, namespace: Namespace, bookmark: Bookmark | None = None) -> Probe:
-        """Where the cached prefix of a prompt (int32 bytes) ends. Changes nothing.
+        """The end of the cached prefix of a prompt (int32 bytes). Changes nothing but the `bookmark` of the prompt.
 
-        `limit`: most tokens that may be matched: one less than the prompt (a token must run to give logits), less where
-        prompt logprobs are wanted. `bookmark`: of this prompt.
+        `limit`: maximum tokens to match: one less than the prompt, since the last token must be computed for its
+        logits; fewer if prompt logprobs are wanted.
         """
         return self.tree.probe(tokens, namespace, limit if self.reuse else 0, bookmark)
 
     def peek(self, tokens: bytes, limit: int, namespace: Namespace, bookmark: Bookmark | None = None) -> int:
-        """Tokens of a prompt (int32 bytes), at most `limit`, whose KV is cached. Changes nothing."""
+        """Length of the cached prefix of a prompt (int32 bytes), at most `limit`. Changes nothing but the
+        `bookmark`."""
         if bookmark is not None and bookmark.holds(limit if self.reuse else 0):
             return bookmark.length
         return self.probe(tokens, limit, namespace, bookmark).length
 
     def open_row(self, probe: Probe, *, session: bool = False, stops: bool = False, shared_len: int = 0) -> RowKV:
-        """Gives a request, maybe a turn of a session, a row that starts with the prefix that was just probed, locked. A
-        row must be free. `stops`: see `RowKV`; `shared_len`: so many of its tokens probably begin other prompts too."""
+        """Gives a request a row that starts with the prefix that was just probed, and locks the prefix. A row must be
+        free. `session`, `stops`: see `RowKV`; `shared_len`: length of a prefix that other prompts probably share."""
         node = self.tree.claim(probe)
         self.tree.lock(node)
         self._serial += 1
@@ -189,26 +189,26 @@ class KVCache:
         return record
 
     def part_at(self, record: RowKV, length: int) -> bool:
-        """Another prompt shares so many tokens with this one: a chunk is to end there, if that is still to come, and
-        worth it to some group. False if it is not."""
+        """Ends a chunk after `length` tokens, which another prompt shares, if these are not computed yet and some group
+        gains by it. Returns whether it does."""
         if not self.reuse or length <= record.kv_allocated_len:
             return False
         ends = [group.part_at(record, length) for group in self.groups]
         return any(ends)
 
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
-        """Where the chunk `[start, end)` of a prompt of `total` tokens is to end: where all groups let it."""
+        """The end, as all groups want it, of the chunk `[start, end)` of a prompt of `total` tokens."""
         for group in self.groups if self.reuse else ():
             end = group.chunk_end(record, start, end, total)
         return end
 
     def extend_row(self, record: RowKV, length: int) -> bool:
-        """`extend_rows` for one."""
+        """`extend_rows` for one row."""
         return self.extend_rows(np.array([record.row]), np.array([length]))
 
     def extend_rows(self, rows: Index, lengths: Index, *, evict: bool = True) -> bool:
-        """Allocates up to `lengths` `[rows]` tokens for `rows` `[rows]`, each named once; False, and nothing is taken,
-        if some group's pages are short. Without `evict` nothing that is cached goes for it."""
+        """Allocates up to `lengths` `[rows]` tokens for `rows` `[rows]`, each named once; False, with nothing changed,
+        if a group is short of pages. `evict`: whether to evict cached pages for it."""
         size = self.page_size
         before, held = self.lengths.kv_planned[rows], self.lengths.kv_allocated[rows]
         first = -(-held // size)
@@ -232,10 +232,10 @@ class KVCache:
     def extend_decode(
         self, rows: Index, widths: Int32 | None = None, *, evict: bool = True, prompts_wait: bool = False
     ) -> Index | None:
-        """Allocates one more token, or `widths` `[rows]` more where steps have drafts, for each of `rows` `[rows]`, or
-        for none of them: then None. `evict`: see `extend_rows`; `prompts_wait`: for rows, and for all that they take.
+        """Allocates one more token, or `widths` `[rows]` more with drafts, for each of `rows` `[rows]`. `evict`: see
+        `extend_rows`; `prompts_wait`: whether prompts wait for rows and memory.
 
-        Returns what `kv_planned` is then of each, `[rows]`.
+        Returns the new `kv_planned`, `[rows]`; None, with nothing allocated, if pages are short.
         """
         if widths is not None:
             return self._extend_by(rows, widths, evict, prompts_wait)
@@ -278,20 +278,19 @@ class KVCache:
             group.cross_boundary(rows, lengths, self.launched_step + 1, prompts_wait and bool(self._free_rows))
 
     def most_queries(self, rows: Index) -> Index | None:
-        """What all groups let the next step compute of `rows` `[rows]`: see `Group.most_queries`."""
+        """Maximum queries of `rows` `[rows]` in the next step, for all groups: see `Group.most_queries`."""
         if not self._drafts:
             return None
         limits = [most for group in self._fixed if (most := group.most_queries(rows)) is not None]
         return np.minimum.reduce(limits) if limits else None
 
     def shorten(self, rows: Index, widths: Int32, counts: Int32) -> None:
-        """Of the `widths` tokens that a step was planned to compute of `rows`, `counts` are theirs: all `[rows]`. It
-        has finished."""
+        """A step with `widths` queries of `rows` has finished, of which `counts` were accepted: `[rows]` each."""
         self.lengths.kv_planned[rows] -= widths - counts
         self.lengths.in_question[rows] -= widths - ONE
 
     def give_up_drafts(self) -> bool:
-        """Frees the pages that rows hold for drafts that were wrong; False if there are none. No step is in flight."""
+        """Frees the pages that rows hold for rejected drafts; False if there are none. No step may be in flight."""
         rows = self._all_rows()
         first = -(-self.lengths.kv_planned[rows] // self.page_size)
         last = -(-self.lengths.kv_allocated[rows] // self.page_size)
@@ -305,24 +304,24 @@ class KVCache:
         return True
 
     def _let_go_now_and_then(self, short: bool) -> None:
-        """Decode rows give up pages together, once in so many steps in which some row takes one, or where pages are
-        short: looking at all of them costs little more than looking at one."""
+        """Has all decode rows give up pages at intervals of steps in which some row takes a page, or at once if pages
+        are `short`. Checking all rows costs little more than checking one."""
         self._steps_since_let_go += 1
         if short or self._steps_since_let_go >= self._steps_between:
             self._steps_since_let_go = 0
             self.let_go(self._all_rows(), tight=short)
 
     def relieve_sessions(self) -> bool:
-        """Pages are short: a session lets go of what nobody else keeps; False if there is none."""
+        """Lets a session's pin go that keeps pages which no request uses; False if there is none."""
         return self.pins.relieve(self._growing)
 
     def let_go(self, rows: Index, *, tight: bool = False) -> None:
-        """Gives up what no step in flight and none to come will read of `rows` `[rows]`, which the next step does not
-        have yet. `tight`: to the page; else windows may keep a little of the tree's."""
+        """Gives up pages of `rows` `[rows]` that neither a step in flight nor a later one reads. The next step must not
+        be planned with them yet. `tight`: down to the page; otherwise windows may keep a few of the tree's pages."""
         if self._shrinking:
-            # What a request that is over leaves behind ends with what it has committed.
+            # A request that ends inserts its committed tokens.
             reading = self.lengths.kv_committed[rows]
-            if self.in_flight:  # by now it is known how many drafts of the step before that one were right
+            if self.in_flight:  # the accepted drafts of the step before it are known by now
                 reading = np.minimum(reading, self.lengths.first_query[rows])
             if not tight:
                 reading = np.maximum(reading - self._lag[rows], 0)
@@ -330,12 +329,12 @@ class KVCache:
                 group.let_go(rows, reading, self.open_rows, tight)
 
     def cache_prefix(self, record: RowKV, tokens: TokenBytes, length: int, step: int | None) -> None:
-        """Puts the first `length` of a request's tokens (int32 bytes), which it has computed, in the tree up to the
-        page floor, and a state if the row has the one at that very length.
+        """Inserts the whole pages of the first `length` tokens (int32 bytes) that a request has computed into the tree,
+        and a state if the row has the one at exactly that length.
 
-        Where the tree has the same prefix from someone else, the row is re-pointed at that copy and the request's own
-        pages retire: they are free once `step`, the last one that may touch them, has finished (None: at once). What
-        follows a dead prefix stays the request's own.
+        If the tree has pages of the same prefix already, the row is switched to these, and its own pages retire: they
+        are free after `step`, the last one that may touch them (None: at once). Nothing is inserted after a dead
+        prefix.
         """
         length = length // self.page_size * self.page_size
         protected = record.cache_protected_len
@@ -357,11 +356,11 @@ class KVCache:
             self.trust.add(record)
 
     def release_kv_cache(self, record: RowKV, tokens: TokenBytes, *, insert: bool, kept: Kept | None = None) -> None:
-        """The one way a request gives its KV up: finish, retract, abort and close all end here.
+        """Releases a request's row and KV. This is the only way: finish, retract, abort and close all end here.
 
-        `tokens`: int32 bytes of at least the committed tokens; with `insert` their whole pages are kept in the tree,
-        as far as groups can use them. `kept`: it was a turn of a session, which goes on from what
-        is left behind. No step in flight may use the row.
+        `tokens`: int32 bytes of at least the committed tokens. `insert`: whether to insert their whole pages into the
+        tree, as far as groups can use them. `kept`: the part that its session keeps, if it was a turn of one. No step
+        in flight may use the row.
         """
         most = record.kv_committed_len if kept is None else min(record.kv_committed_len, kept.length)
         if insert and self.reuse:
@@ -379,18 +378,18 @@ class KVCache:
         self._free_row(record.row)
 
     def launched(self, step: int) -> None:
-        """Step `step` is in flight, with all that rows were extended by."""
+        """Step `step` is in flight, with all tokens by which rows were extended."""
         self.launched_step = step
 
     def settle(self, step: int) -> None:
-        """Step `step` has finished: what was retired until then is free, and states that it began with can be
-        evicted."""
+        """Step `step` has finished: frees pages that retired until then, and makes states that it started with
+        evictable."""
         self.finished_step = step
         for group in self.groups:
             group.settle(step)
 
     def flush(self) -> None:
-        """Evicts everything that no request depends on; sessions let go."""
+        """Lets all pins go, and evicts all pages that no request depends on."""
         for pin in list(self.pins.held):
             self.pins.let_go(pin)
         for group in self.groups:
@@ -401,7 +400,8 @@ class KVCache:
         return tuple([group.table.take_deltas() for group in self.groups])
 
     def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
-        """What sequences of `step`, those of `rows` `[rows]`, start with that is not in their own place."""
+        """The states that the sequences of `step`, of `rows` `[rows]`, start with and that are not in their own
+        slots."""
         if not self._fixed:
             return ()
         return tuple([copies for group in self._fixed for copies in group.take_copies(rows, step)])
@@ -415,18 +415,18 @@ class KVCache:
         return np.fromiter(self.open_rows, np.intp, len(self.open_rows))
 
     def _grow(self, rows: Index, columns: Index) -> bool:
-        """Gives rows pages at `(rows[i], columns[i])`, of every group or of none."""
+        """Gives rows pages of all groups at `(rows[i], columns[i])`; False, with none given, if pages are short."""
         if not self._make_room(len(columns)):
             return False
         self._give(rows, columns)
         return True
 
     def _has(self, count: int) -> bool:
-        """Whether every group could hand out so many pages."""
+        """Whether every growing group can give `count` pages."""
         return all(count <= group.pool.num_free or count <= group.available for group in self._growing)
 
     def _make_room(self, count: int) -> bool:
-        """Evicts until every group has so many free pages; False, with nothing changed, where one cannot."""
+        """Evicts until every growing group has `count` free pages; False, with nothing changed, if one cannot."""
         if not self._has(count):
             return False
         for group in self._growing:
@@ -440,7 +440,7 @@ class KVCache:
             group.table.write(rows, columns, group.take(len(rows), group.owners(rows)))
 
     def _give_runs(self, rows: Index, first: Index, counts: Index) -> None:
-        """Gives each row `counts` pages from column `first` on, `[rows]` each."""
+        """Gives each row `counts` pages from column `first`, `[rows]` each."""
         for row, column, count in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True):
             if count:
                 for group in self._growing:

@@ -1,4 +1,4 @@
-"""Which KV a finite sample has proven, and what becomes of KV that is not finite."""
+"""Proves KV by finite samples, and cuts off KV that is not finite."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from sglang_jax.mem_cache.row_kv import RowKV
 
 
 class KVValidation:
-    """KV is in the tree before anything was sampled from it. A sample that is finite proves what it read; one that is
-    not puts in doubt what its row computed, and what it read that nothing has proven.
+    """KV is in the tree before a sample from it is known. A finite sample proves the KV that it read. A sample that is
+    not finite puts the KV that its row computed in doubt, and the unproven KV that it read.
 
-    Nodes are proven as a whole, up to the root; what a group needs proven by itself (window pages, states), by
-    `Group.prove`.
+    Nodes are proven as a whole, up to the root; window pages and states, separately by `Group.prove`.
     """
 
     def __init__(self, tree: RadixTree, groups: Sequence[Group]) -> None:
@@ -22,9 +21,9 @@ class KVValidation:
         self._groups = groups
 
     def prove(self, record: RowKV, step: int) -> bool:
-        """What a row sampled in `step` was finite: all that it read, and what it will still add, is fit to be shared.
+        """The row's sample in `step` was finite: proves the KV that it read, and the KV that it will add.
 
-        False, and nothing is proven, if the step read copies of the row's own in place of what it depends on now.
+        False, with nothing proven, if the step read the row's own copies instead of the pages that it depends on now.
         """
         if record.repointed >= step:
             return False
@@ -33,14 +32,14 @@ class KVValidation:
         return True
 
     def add(self, record: RowKV) -> None:
-        """What the row, which is proven, depends on now is fit to be shared."""
+        """Proves the prefix that a proven row depends on now."""
         self._tree.prove(record.locked_node)
         for group in self._groups:
             group.prove(record)
 
     def distrust(self, record: RowKV) -> None:
-        """A row sampled something that is not finite: nothing that it computed, or read unproven, is matched again. Who
-        depends on such KV keeps it until it lets go."""
+        """The row's sample was not finite: no match finds the KV that it computed, or read unproven, any more. Rows
+        that depend on such KV keep it until they release it."""
         top, last = None, record.cache_protected_len // self._tree.page_size
         for node in record.locked_node.path():
             if not node.dead and self._in_doubt(record, node, last):
@@ -51,14 +50,14 @@ class KVValidation:
 
     @staticmethod
     def read_bad_kv(record: RowKV) -> bool:
-        """True where a row reads KV that somebody else computed and that was cut off since, or began with window pages
-        or a state that nothing proved and has sampled nothing since."""
+        """Whether a row reads KV of another request that was cut off since, or started with unproven window pages or an
+        unproven state and has sampled nothing since."""
         if record.on_trust and not record.proven:
             return True
         return any(node.dead and node.writer != record.serial for node in record.locked_node.path())
 
     def _in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
-        """Of a node on the row's path, whose pages end at column `last`."""
+        """Whether a node on the row's path, whose pages end at column `last`, is in doubt."""
         return (
             node.writer == record.serial
             or not node.proven

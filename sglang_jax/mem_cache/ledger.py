@@ -1,4 +1,4 @@
-"""Debug record of who owns each page. Every page has exactly one owner; moving one names both sides."""
+"""A record of the owner of each page, for debugging. Every page has exactly one owner; each move names both sides."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _REQUEST = int(OwnerKind.REQUEST)
 FREE = int(OwnerKind.FREE)
 PAD = int(OwnerKind.PAD)
 RETIRED = int(OwnerKind.RETIRED)
-"""Given up by its owner, but a step in flight may still touch it."""
+"""Of a page that its owner gave up, but that a step in flight may still touch."""
 
 
 class OwnershipError(RuntimeError):
-    """A page was moved by somebody who does not own it. Always a defect of the engine."""
+    """A page was moved by another than its owner: a defect of the engine."""
 
 
 def request_owner(row: int) -> int:
@@ -72,9 +72,9 @@ class PageLedger:
         self.owners[0] = PAD
 
     def move(self, pages: Pages, source: int | Owners, target: int | Owners) -> None:
-        """Records that `pages` `[pages]` go from `source` to `target` (one code, or one for each page).
+        """Records that `pages` `[pages]` move from `source` to `target` (one code, or one per page).
 
-        **Raises:** `OwnershipError` naming the page, who holds it, and who wanted to give it away.
+        **Raises:** `OwnershipError` naming the page, its owner, and `source`.
         """
         wrong = np.nonzero(self.owners[pages] != source)[0]
         if len(wrong):
@@ -90,5 +90,5 @@ class PageLedger:
         self.owners[pages] = target
 
     def count(self, kind: OwnerKind) -> int:
-        """Pages whose owner is of this kind."""
+        """Number of pages whose owner is of this kind."""
         return int(np.count_nonzero((self.owners & ((1 << _KIND_BITS) - 1)) == int(kind)))

@@ -1,4 +1,4 @@
-"""How far each row's KV goes, as arrays."""
+"""The lengths of each row's KV, as arrays."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 Index = NDArray[np.intp]
-"""Numbers of rows, columns and tokens on the host: arrays that are indexed by numbers of another type convert them at
-each use, which costs more than the use."""
+"""The dtype of rows, columns and tokens on the host. numpy converts an index of another dtype at each use, which costs
+more than the use."""
 
 ONE: Index = np.array(1, np.intp)
-"""To be added to arrays: a Python number is converted at each use as well."""
+"""For additions to arrays: numpy converts a Python number at each use, too."""
 
 
 class RowLengths:
     """The lengths of every row's ownership record, as arrays `[rows]`, in tokens.
 
-    `cache_protected_len <= kv_committed_len <= kv_allocated_len`; the first is page aligned. Committed: the KV of
-    tokens that are the request's for certain. Allocated: what launched steps may write, drafts among it.
+    `cache_protected_len <= kv_committed_len <= kv_allocated_len`; the first is page aligned.
 
-    `kv_planned`: the length once all launched steps have run; where one in flight has drafts, the most that it may be.
-    At most `kv_allocated`, and less than it where drafts were wrong: without `drafts` they are one array.
-    `in_question`: how many tokens of that are drafts of steps in flight, any of which may be wrong.
-    `first_query`: the first position that the row's last launched step computes; if drafts of the step before turn out
-    to be wrong it is `kv_committed`, once that step has finished.
+    - `cache_protected`: tokens whose pages the tree owns. `kv_committed`: tokens that certainly belong to the request.
+      `kv_allocated`: tokens that launched steps may write, drafts included.
+    - `kv_planned`: the maximum length after all launched steps. It is below `kv_allocated` after rejected drafts;
+      without `drafts`, they are one array.
+    - `in_question`: how many of these tokens are drafts of steps in flight.
+    - `first_query`: the first position that the row's last launched step computes. If drafts of the previous step are
+      rejected, it is `kv_committed` after that step.
     """
 
     def __init__(self, rows: int, drafts: bool = False) -> None:
@@ -33,6 +34,6 @@ class RowLengths:
         self.kv_planned: Index = planned if drafts else self.kv_allocated
 
     def start(self, row: int, length: int) -> None:
-        """A row begins with a cached prefix of `length` tokens."""
+        """A row starts with a cached prefix of `length` tokens."""
         self._all[:, row] = length
         self.in_question[row] = 0

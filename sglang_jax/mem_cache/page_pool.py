@@ -12,11 +12,11 @@ _PAD = np.zeros(1, np.int32)
 class PagePool:
     """Free pages of one kind. Page 0 is the pad page and is never handed out.
 
-    `alloc` and `free` are O(pages moved): no sort, no scan. A page that is freed twice is always noticed; who owned it
-    is known with a ledger. Each page remembers where in the stack it was last: it is free if the stack is that high,
-    and has the page there (the sparse sets of Briggs and Torczon 1993), so that taking pages marks none of them.
+    `alloc` and `free` are O(pages moved), without sorting or scanning. A double free is always detected; with a ledger,
+    the error names the owner. Each page remembers its last position in the stack, and is free if the stack still has it
+    there (the sparse sets of Briggs and Torczon 1993), so `alloc` does not have to mark pages.
 
-    **Arguments:** `num_pages` counts the pad page; `page_size` in tokens; `ledger` records owners in debug mode.
+    **Arguments:** `num_pages` includes the pad page; `page_size` in tokens; `ledger` records owners, for debugging.
     """
 
     def __init__(self, num_pages: int, page_size: int, ledger: PageLedger | None = None) -> None:
@@ -26,14 +26,14 @@ class PagePool:
         self.total = num_pages - 1
         self.ledger = ledger
         self.num_free = self.total
-        # The pad page lies below all others, so that it is free for ever.
+        # The pad page is at the bottom of the stack, so it is always free.
         self._stack: Pages = np.concatenate((_PAD, np.arange(self.total, 0, -1, dtype=np.int32)))
-        self._places: Pages = self._stack.copy()  # page p lies at num_pages - p, and the pad page at 0
-        # The same memory: one number costs a third there of what it does in an array.
+        self._places: Pages = self._stack.copy()  # page p is at num_pages - p, and the pad page at 0
+        # The same memory as a memoryview, where access to one number costs a third of that in an array.
         self._stack_numbers, self._place_numbers = self._stack.data, self._places.data
 
     def alloc(self, count: int, owner: int | Owners) -> Pages | None:
-        """Takes `count` pages for `owner` (one code or `[count]`), or none of them: then None."""
+        """Takes `count` pages for `owner` (one code, or `[count]`); None, with nothing taken, if there are fewer."""
         if count > self.num_free:
             return None
         top = self.num_free + 1
@@ -44,7 +44,7 @@ class PagePool:
         return pages
 
     def free(self, pages: Pages, owner: int | Owners) -> None:
-        """Gives `pages` `[pages]` of `owner` back.
+        """Returns `pages` `[pages]` of `owner` to the pool.
 
         **Raises:** `OwnershipError` if a page is free already, is the pad page, or (with a ledger) is not the owner's.
         """
@@ -54,7 +54,7 @@ class PagePool:
             self._free_one(int(pages[0]))
             return
         first, last = self.num_free + 1, self.num_free + 1 + len(pages)
-        index = pages.astype(np.intp)  # or numpy does so at each use
+        index = pages.astype(np.intp)  # otherwise numpy converts it at each use
         before = self._places[index]
         low = before < first
         if np.count_nonzero(low) and np.count_nonzero(self._stack[before[low]] == pages[low]):
@@ -67,7 +67,7 @@ class PagePool:
         self.num_free = last - 1
 
     def _free_one(self, page: int) -> None:
-        """As `free`, of what costs numpy more than it is worth: eviction frees a page at a time."""
+        """Frees one page without numpy, whose overhead is larger than the work; eviction frees single pages."""
         last = self.num_free + 1
         before = self._place_numbers[page]
         if before < last and self._stack_numbers[before] == page:

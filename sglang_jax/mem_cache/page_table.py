@@ -1,4 +1,4 @@
-"""Which page holds which run of a row's tokens."""
+"""The page table: the pages of each row."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NO_DELTAS = PageDeltas(_NOTHING, _NOTHING, _NOTHING)
 
 
 class PageTable:
-    """Host table `[rows, max_pages]` of page ids, and the entries that changed since the last step.
+    """The host's table `[rows, max_pages]` of page ids, and the entries that changed since the last step.
 
-    The runner keeps a copy and is sent the changes alone. What a prompt takes is a run of columns of one row, and is
-    kept as one: an index for each of thousands of pages would cost more than the pages do.
+    The runner has a copy and receives only the changes. The columns that a prompt takes are recorded as a run: an index
+    for each of thousands of pages would cost more than the pages.
     """
 
     def __init__(self, rows: int, max_pages: int) -> None:
@@ -30,13 +30,13 @@ class PageTable:
         self._columns.setflags(write=False)
 
     def write(self, rows: Index, columns: Index, pages: Pages) -> None:
-        """Sets `pages[i]` at `(rows[i], columns[i])`, each place once. The arrays of places are kept, and must stay as
-        they are."""
+        """Sets `pages[i]` at `(rows[i], columns[i])`, each place once. Keeps the two index arrays: do not change them
+        afterwards."""
         self.pages[rows, columns] = pages
         self._spots.append((rows, columns))
 
     def write_run(self, row: int, first: int, pages: Pages) -> None:
-        """Sets a run of one row's columns, from column `first` on."""
+        """Sets a run of one row's columns, from column `first`."""
         last = first + len(pages)
         self.pages[row, first:last] = pages
         begun, reached = self._runs.get(row, (first, first))
@@ -46,23 +46,24 @@ class PageTable:
             self._spots.append(self._places({row: (first, last)}))
 
     def run(self, row: int, first: int, last: int) -> Pages:
-        """Pages of columns `[first, last)` of a row, a copy."""
+        """A copy of the pages in columns `[first, last)` of a row."""
         return self.pages[row, first:last].copy()
 
     def take_out(self, rows: Index, columns: Index) -> Pages:
-        """Pages at `(rows[i], columns[i])`, which are forgotten, as by `clear`."""
+        """Returns the pages at `(rows[i], columns[i])` and clears these entries, like `clear`."""
         pages: Pages = self.pages[rows, columns]
         self.pages[rows, columns] = 0
         return pages
 
     def clear(self, row: int, columns: int) -> None:
-        """Forgets a row, of which the first `columns` columns are in use. The runner is not told: a row that is not in
-        a plan is not read."""
+        """Clears the first `columns` columns of a row. The runner does not need this change, since it does not read
+        rows outside a plan."""
         self.pages[row, :columns] = 0
         self._runs.pop(row, None)
 
     def take_deltas(self) -> PageDeltas:
-        """The entries written since the last call, each once, with their newest values; none of rows freed since."""
+        """The entries written since the last call, each once, with their newest values, except those of cleared
+        rows."""
         runs, spots = self._runs, self._spots
         if not runs and not spots:
             return NO_DELTAS
@@ -76,7 +77,7 @@ class PageTable:
         return PageDeltas(rows, columns, pages)
 
     def _values(self, rows: Index, columns: Index, runs: dict[int, tuple[int, int]]) -> tuple[Int32, Int32, Int32]:
-        """Rows, columns and pages at these places and in runs, each in one array."""
+        """Rows, columns and pages of these places and runs, as one array each."""
         if not runs:
             return rows.astype(np.int32), columns.astype(np.int32), self.pages[rows, columns]
         place = len(rows)
@@ -89,7 +90,7 @@ class PageTable:
         return values[0], values[1], values[2]
 
     def _overlap(self, runs: dict[int, tuple[int, int]], spots: list[tuple[Index, Index]]) -> bool:
-        """Whether a run holds one of the places."""
+        """Whether a run contains one of the places."""
         if all(runs.keys().isdisjoint(rows.tolist()) for rows, _ in spots):
             return False
         first, last = np.zeros((2, len(self.pages)), np.intp)
@@ -98,7 +99,7 @@ class PageTable:
         return any(((first[rows] <= columns) & (columns < last[rows])).any() for rows, columns in spots)
 
     def _each_once(self, spots: list[tuple[Index, Index]]) -> tuple[Index, Index]:
-        """Places without repetitions, in time that follows their number alone: no sort."""
+        """The places without repetitions, in linear time, without sorting."""
         if not spots:
             return _NOWHERE, _NOWHERE
         rows, columns = _join(spots)
@@ -109,7 +110,7 @@ class PageTable:
         return rows[newest], columns[newest]
 
     def _places(self, runs: dict[int, tuple[int, int]]) -> tuple[Index, Index]:
-        """Rows and columns of runs, place by place."""
+        """Rows and columns of all places in runs."""
         rows = np.array(list(runs)).repeat([last - first for first, last in runs.values()])
         columns = np.concatenate([self._columns[first:last] for first, last in runs.values()])
         return rows, columns.astype(np.intp)

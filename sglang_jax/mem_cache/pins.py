@@ -1,8 +1,7 @@
-"""What a session keeps in the prefix cache between its turns: a pin, and no memory of its own.
+"""Pins, by which sessions keep cached prefixes between their turns.
 
-A pin is a lock on the prefix that the session's last finished turn left behind, the window pages at its end and the
-state there. So a request that goes on from it finds an ordinary cached prefix; and a pin that is let go leaves one
-behind that may be evicted like any other.
+A pin is a lock on the prefix of the session's last finished turn, with the window pages and the state at its end. So
+the next turn finds an ordinary cached prefix; and when a pin lets go, the prefix can be evicted like any other.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from sglang_jax.mem_cache.row_kv import RowKV
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """One session's. `node`: where the prefix ends that it keeps, None while it keeps none; `pages`: of that prefix.
-    `busy`: a turn of the session runs or waits."""
+    """The pin of one session. `node`: the end of the prefix that it keeps, None if it keeps none; `pages`: of that
+    prefix; `busy`: whether a turn of the session runs or waits."""
 
     node: Node | None = None
     pages: int = 0
@@ -27,17 +26,19 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A turn that has finished: the pin that moves to what it leaves behind, and how many of its tokens are the
-    session's. What was computed behind them is not kept."""
+    """What a finished turn keeps: its session's pin moves to the first `length` tokens of its row; KV after them is not
+    kept."""
 
     pin: Pin
     length: int
 
 
 class Pins:
-    """All pins of a cache. A pin is in `held` as long as it keeps something; those that moved last stand last.
+    """All pins of a cache.
 
-    `num_let_go`: how many were let go because others needed the memory. `share`: most of any pool that pins may keep.
+    - `held`: the pins that keep a prefix, the most recently moved last.
+    - `num_let_go`: how many let go because others needed the memory.
+    - `share`: maximum fraction of any pool that pins may keep.
     """
 
     def __init__(self, tree: RadixTree, groups: Sequence[Group]) -> None:
@@ -48,23 +49,23 @@ class Pins:
         self._groups = groups
 
     def move(self, kept: Kept, record: RowKV) -> None:
-        """A turn's row is about to be released: its session's pin moves to the last place on the row's path where the
-        next turn may start."""
+        """Moves the pin of a finished turn, whose row is about to be released, to the last place on the row's path at
+        which the next turn may start."""
         page = self._tree.page_size
         length = record.cache_protected_len // page
         node, pages = self._tree.last_start(record.locked_node, length, kept.length // page)
         self._take(kept.pin, node, pages)
 
     def shorten(self, pin: Pin, length: int) -> None:
-        """Only the first `length` tokens are the session's after all: a pin that lies beyond moves back to where the
-        next turn may start, if anywhere."""
+        """The session has only `length` tokens now: moves a pin beyond them back to the last place at which the next
+        turn may start, if there is one."""
         most = length // self._tree.page_size
         if pin.node is not None and pin.pages > most:
             self._tree.part_at(pin.node, pin.pages, most)
             self._take(pin, *self._tree.last_start(pin.node, pin.pages, most))
 
     def let_go(self, pin: Pin) -> None:
-        """The pin keeps nothing any more: what it kept is evicted when its turn comes."""
+        """Releases the prefix that the pin keeps, which can then be evicted."""
         node, pages = pin.node, pin.pages
         if node is None:
             return
@@ -73,9 +74,9 @@ class Pins:
         self._give_up(node, pages)
 
     def relieve(self, short: Sequence[Group], own: Pin | None = None) -> bool:
-        """Somebody needs memory of the groups `short`: of the pins that keep some of it from eviction, lets the oldest
-        of an idle session go, or, where all are busy, the oldest, `own` last. Their turns lose nothing but time. False
-        if there is none: what a running turn has as well is not free without its session's pin."""
+        """Makes memory of the groups `short` evictable: lets go the oldest pin of an idle session that keeps some of
+        it, else the oldest pin, and `own` last. The sessions' turns only lose time. False if no pin helps: pages that a
+        running turn uses, too, are not freed by its session's pin."""
         best: Pin | None = None
         for pin in self.held:
             if (best is None or (best.busy and not pin.busy) or best is own) and self._frees(pin, short):
@@ -93,7 +94,7 @@ class Pins:
         return node is not None and any(group.component.frees(node, pin.pages) for group in short)
 
     def keep_within_share(self) -> None:
-        """Lets idle pins go, the oldest first, while pins keep more of some pool than they may."""
+        """Lets idle pins go, the oldest first, while pins keep more than `share` of some pool."""
         while self.held and any(group.component.session > self.share * group.pool.total for group in self._groups):
             pin = next((pin for pin in self.held if not pin.busy), None)
             if pin is None:
@@ -102,7 +103,7 @@ class Pins:
             self.let_go(pin)
 
     def _take(self, pin: Pin, node: Node, pages: int) -> None:
-        """The new place is taken before the old one is given up, so that nothing goes between."""
+        """Takes the new place before giving up the old one, so that nothing is evicted in between."""
         old, old_pages = pin.node, pin.pages
         self.held.pop(pin, None)
         if node.parent is None:
@@ -121,7 +122,7 @@ class Pins:
             self._give_up(old, old_pages)
 
     def _keep_ends(self, node: Node, pages: int) -> None:
-        """What each group keeps at the end of a prefix."""
+        """Has each group keep the end of a prefix."""
         for group in self._groups:
             group.pin(node, pages)
 

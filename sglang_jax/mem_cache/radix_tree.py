@@ -1,7 +1,7 @@
-"""Prefixes that were computed, as a tree over pages of tokens.
+"""The tree of cached prefixes, over pages of tokens: RadixAttention (Zheng et al. 2023) over pages.
 
-A key is a run of whole pages of int32 token ids, held as bytes so that comparing 8,000 tokens is one memory comparison.
-RadixAttention (Zheng et al. 2023) over pages; what a node holds is its components' business.
+A key is a run of whole pages of int32 token ids, stored as bytes, so that comparing 8,000 tokens is one memory
+comparison. Components own the memory of nodes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from sglang_jax.mem_cache.ledger import Pages
 TOKEN_BYTES = 4
 
 Namespace = str | None
-"""KV is shared only within one: an extra key, an adapter, a salt."""
+"""KV is shared only within a namespace: an extra key, an adapter, a salt."""
 
 
 class Node:
     """A run of pages. `values[i]` belongs to the tree's i-th component; a root has an empty key.
 
-    - `length`: pages of the key. `end`: pages from the root to the end of it.
+    - `length`: pages of the key. `end`: pages from the root to its end.
     - `writer`: serial of the record that computed it.
-    - `proven`: something was sampled from it and was finite. Whatever is above a proven node is proven.
-    - `locks`: how many requests and sessions depend on the prefix that ends here or below. Whatever is above a locked
-      node is. `sessions`: how many of them are sessions.
-    - `dead`: cut off. No match reaches it or anything below it; it lasts as long as its locks. `gone`: it was removed,
-      or is part of another since.
+    - `proven`: a finite token was sampled from it. All nodes above a proven node are proven.
+    - `locks`: number of requests and sessions that depend on the prefix that ends here or below. All nodes above a
+      locked node are locked. `sessions`: how many of them are sessions.
+    - `dead`: cut off. No match reaches it or its subtree; it exists as long as its locks. `gone`: it was removed, or
+      joined to another node.
     """
 
     __slots__ = (
@@ -91,9 +91,9 @@ class Node:
 
 @dataclass(slots=True)
 class Probe:
-    """Where the longest cached prefix ends, found without a change: after `covered` pages of `node`, or at its end
-    (`whole`). `length`: the prefix in tokens, whole pages. `known`: how far the tree's keys go along, at least as far.
-    Good until the tree changes."""
+    """The end of the longest cached prefix: after `covered` pages of `node`, or at its end (`whole`). `length`: of the
+    prefix in tokens, whole pages; `known`: tokens for which the tree's keys match, at least `length`. Valid until the
+    tree changes."""
 
     node: Node
     covered: int
@@ -104,13 +104,13 @@ class Probe:
 
 @dataclass(slots=True)
 class Bookmark:
-    """What was learnt of one prompt in the tree, so that looking again costs what has changed since.
+    """The result of the last probe of one prompt, so that another probe only visits what has changed since.
 
-    - `node`: the last whose whole key the prompt has, None before the first look; `end`: its `end`. `child`: the one
-      below it that the prompt goes on with, at least for a page, which is `page`; None if there is none. `child_end`:
-      its `end`.
-    - `length`: the longest cached prefix in tokens, for this `limit`. `sure`: it changes only if one of these does.
-    - `visited`: nodes that were looked at for it.
+    - `node`: the last node whose whole key matches, None before the first probe; `end`: its `end`. `child`: its child
+      with which the prompt continues for at least one page, `page`; None if there is none; `child_end`: its `end`.
+    - `length`: the longest cached prefix in tokens, for this `limit`. `sure`: whether it can change only if one of
+      these nodes does.
+    - `visited`: number of nodes visited so far.
     """
 
     node: Node | None = None
@@ -124,7 +124,7 @@ class Bookmark:
     visited: int = 0
 
     def holds(self, limit: int) -> bool:
-        """Whether `length` is what a look would find."""
+        """Whether a probe would find the same `length`."""
         node, child = self.node, self.child
         if not self.sure or node is None or node.gone or node.dead or (node.end, limit) != (self.end, self.limit):
             return False
@@ -133,20 +133,21 @@ class Bookmark:
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """Where an inserted prefix ends, and how many tokens of it were there before."""
+    """The node at whose end an inserted prefix ends, and how many of its tokens were in the tree before."""
 
     node: Node
     already_there: int
 
 
 class RadixTree:
-    """Keys, splits, matches, locks, recency, eviction and removal; all components are told of each.
+    """Keys, splits, matches, locks, recency, eviction and removal, with hooks of all components.
 
-    `probe` reads only; `claim` splits the node in which a probe ended, so that the prefix ends at a node's end, and
-    refreshes recency. Time is a counter, not a clock, so that order is exact. What was split, or added piece by piece,
-    is joined again once nobody needs the places between: a conversation is one node, however many turns it has.
+    `probe` changes nothing; `claim` splits the node in which a probe ended, so that the prefix ends at a node's end,
+    and updates recency. Time is a counter, not a clock, so that the order is exact. Nodes that were split, or added
+    piece by piece, are joined again when the places between them are not needed: a conversation is one node, however
+    many turns it has.
 
-    `writing`: serials of records that may yet turn out to have computed what is not finite.
+    `writing`: serials of records whose KV may still turn out not to be finite.
     """
 
     def __init__(self, page_size: int, components: tuple[Component, ...]) -> None:
@@ -164,14 +165,14 @@ class RadixTree:
 
     @property
     def now(self) -> int:
-        """The last time at which anything was used."""
+        """The time of the latest use."""
         return self._now
 
     def probe(
         self, tokens: bytes, namespace: Namespace, limit: int | None = None, bookmark: Bookmark | None = None
     ) -> Probe:
         """The longest cached prefix, of at most `limit` tokens, at which every component lets a request start. Changes
-        nothing but the `bookmark` of these tokens, where it goes on."""
+        only the `bookmark` of these tokens, at which it resumes."""
         root = self.roots.get(namespace)
         if root is None:
             if bookmark is not None:
@@ -203,8 +204,8 @@ class RadixTree:
 
     @staticmethod
     def _resume(root: Node, bookmark: Bookmark | None, most: int) -> Node:
-        """The last node, on the way to a bookmark, that is in the tree and ends after at most so many pages. What is
-        above the end of a node never changes, though the node may be split, joined to its child or cut short."""
+        """The last node on the path to a bookmark that is still in the tree and ends after at most `most` pages. The
+        prefix up to a node's end never changes, though the node may be split, joined to its child or shortened."""
         node = None if bookmark is None else bookmark.node
         while node is not None and node.parent is not None and (node.gone or node.dead or node.end > most):
             node = node.parent
@@ -212,7 +213,7 @@ class RadixTree:
         return root if node is None or node.parent is None else node
 
     def _probe_partial(self, root: Node, start: Node, reached: list[tuple[Node, int, int, bool]]) -> Probe:
-        """`probe` where nodes may lack a part of what some component holds: on the path to `start` and from there."""
+        """`probe` with components whose nodes may lack pages: visits the path to `start`, and then from there on."""
         passed = [(node, node.length) for node in start.path()]
         passed.reverse()
         passed += [(node, (end - first) // self.page_bytes) for node, first, end, _ in reached]
@@ -230,7 +231,8 @@ class RadixTree:
         return Probe(node, covered, whole, (node.end - node.length + covered) * self.page_size, known)
 
     def claim(self, probe: Probe) -> Node:
-        """The node at whose end a probe's prefix ends; a request starts there."""
+        """Splits a node if necessary, and returns the node at whose end the probe's prefix ends, for a request to
+        start."""
         self._now += 1
         node = probe.node
         if not probe.whole:
@@ -246,16 +248,16 @@ class RadixTree:
     def insert(
         self, below: Node, tokens: bytes, pages: tuple[Pages, ...], previous_owner: int, writer: int = 0
     ) -> Insertion:
-        """Adds the run `tokens` (whole pages) after the prefix that ends at `below`, which is not dead. Who depends on
-        `below`, by a `lock` of it, depends on the end of the run from then on.
+        """Adds the run `tokens` (whole pages) after the prefix that ends at `below`, which is not dead. The inserting
+        request's lock moves from `below` to the end of the run.
 
-        `pages`: one array per component, `[pages of the run]`, 0 where there is none; they become the tree's. Of the
-        part that is there already components take what they lack. What is new becomes one leaf, computed by `writer`,
-        to which components attach the rest from the owner with code `previous_owner`.
+        `pages`: one array per component, `[pages of the run]`, 0 for no page; the tree takes the arrays over. For the
+        part that is in the tree already, components take the pages that they lack. The new part becomes one leaf,
+        computed by `writer`, with the remaining pages; `previous_owner` is the code of their owner.
         """
         self._now += 1
         if below.parent is None:
-            below = self._root(below.namespace)  # an empty root may have been dropped since it was matched
+            below = self._root(below.namespace)  # an empty root may have been removed since the match
         node, there = below, 0
         for reached, start, end, whole in self._walk(below, tokens, len(tokens)):
             node = reached if whole else self._split(reached, end - start)
@@ -272,7 +274,7 @@ class RadixTree:
         return Insertion(node, there // TOKEN_BYTES)
 
     def lock(self, node: Node, *, session: bool = False) -> None:
-        """A request, or a session, starts to depend on the prefix that ends at `node`."""
+        """Adds a lock of a request, or of a session, on the prefix that ends at `node`."""
         while node.parent is not None:
             if node.locks and not node.sessions:
                 node.locks += 1
@@ -283,7 +285,7 @@ class RadixTree:
             node = node.parent
 
     def _enter_session(self, node: Node) -> None:
-        """After the session's lock."""
+        """Counts a session on the path of `node`, after its lock."""
         if node.sessions == 0:
             for component in self.components:
                 component.session_begins(node)
@@ -296,8 +298,8 @@ class RadixTree:
                 component.set_spare(node, spare)
 
     def extend_session(self, held: Node, node: Node) -> bool:
-        """A session that depends on `held` depends on `node` from now on, which is `held` or below it; False, and
-        nothing is changed, where it is not. Costs what lies between, however long the conversation is."""
+        """Moves a session's lock from `held` to `node`, which is `held` or below it; False, with nothing changed, if it
+        is not. Costs O(nodes between), however long the conversation is."""
         between = []
         each = node
         while each is not held:
@@ -352,7 +354,7 @@ class RadixTree:
                     component.session_ends(each)
 
     def part_at(self, node: Node, length: int, most: int) -> None:
-        """Divides the path to `node`, of `length` pages, after `most` pages, so that a prefix may end there."""
+        """Splits the path to `node`, of `length` pages, after `most` pages, so that a prefix may end there."""
         while node.parent is not None and length - node.length > most:
             length -= node.length
             node = node.parent
@@ -360,8 +362,8 @@ class RadixTree:
             self._split(node, (most - length + node.length) * self.page_bytes)
 
     def last_start(self, node: Node, length: int, most: int) -> tuple[Node, int]:
-        """The last place, on the path to `node`, at which a request may start: it ends a node, and at most `most` of
-        the `length` pages of the path. The root and 0 if there is no other.
+        """The last place on the path to `node`, of `length` pages, at which a request may start: the end of a node,
+        after at most `most` pages. The root and 0 if there is no other.
 
         **Returns:** the node, and the pages of the path to its end.
         """
@@ -371,13 +373,13 @@ class RadixTree:
         return node, length
 
     def prove(self, node: Node) -> None:
-        """What was sampled from the prefix that ends at `node` was finite."""
+        """A finite token was sampled from the prefix that ends at `node`: marks its nodes as proven."""
         while not node.proven and node.parent is not None:
             node.proven = True
             node = node.parent
 
     def cut(self, node: Node) -> None:
-        """No match reaches this node or anything below it from now on; what nobody depends on is freed at once."""
+        """Cuts off this node and its subtree, so that no match reaches them. Frees nodes without locks at once."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key[: self.page_bytes]]
@@ -396,11 +398,11 @@ class RadixTree:
         self._give_back()
 
     def evict(self, component: Component, shortfall: int) -> int:
-        """Frees `shortfall` pages of a component, or as many as it has, the least worthy first: leaves from their tail,
-        or pages that go without their node. Where a leaf goes, all components give up what they hold there.
+        """Frees `shortfall` pages of a component, or as many as are evictable, in the order of the policy: leaves from
+        their tail, or pages without their node. When a leaf is removed, all components give up their pages of it.
 
-        **Returns:** how many pages of the component were freed: more than the shortfall where what is left of a leaf
-        would serve nobody.
+        **Returns:** the number of freed pages of the component: more than the shortfall if the rest of a leaf would be
+        of no use.
         """
         before = component.evictable
         goal = max(before - shortfall, 0)
@@ -416,8 +418,8 @@ class RadixTree:
         return before - component.evictable
 
     def join_path(self, node: Node, pages: int) -> None:
-        """The nodes of the path to `node` that hold its last `pages` pages, and the one that these follow, become one
-        node wherever nobody needs the place where they meet."""
+        """Joins the nodes of the path to `node` that hold its last `pages` pages, and the node before them, wherever
+        the place between two of them is not needed."""
         seen = node.length
         while seen <= pages and (upper := node.parent) is not None and upper.parent is not None:
             seen += upper.length
@@ -425,8 +427,8 @@ class RadixTree:
                 node = upper
 
     def _join(self, upper: Node) -> bool:
-        """Adds a node to its only child, whose object stays, as in `_split`; False, and nothing is changed, where that
-        is not all that is there, or not yet: somebody depends on its end, or a component has a use for it."""
+        """Joins a node to its only child, whose object stays, as in `_split`. False, with nothing changed, if it has
+        other children, a lock on its end, or a component that needs the place."""
         parent = upper.parent
         if parent is None or len(upper.children) != 1 or upper.dead:
             return False
@@ -449,8 +451,8 @@ class RadixTree:
         return True
 
     def _prune(self, node: Node) -> None:
-        """Removes a leaf that nobody depends on and at whose end no match may end, so that what it holds serves nobody;
-        then its parent, if that has become such a leaf."""
+        """Removes a leaf without locks at whose end no match may end, since its pages are of no use; then its parent,
+        if that has become such a leaf."""
         while (
             node.parent is not None and not (node.children or node.locks or node.dead) and not self._accepts_end(node)
         ):
@@ -461,7 +463,7 @@ class RadixTree:
         return False not in [component.accepts_end(node) for _, component in self._partial]
 
     def _remove_leaf(self, node: Node) -> Node:
-        """Returns its parent."""
+        """Removes a leaf. Returns its parent."""
         parent = node.parent
         assert parent is not None
         assert not node.children
@@ -477,7 +479,8 @@ class RadixTree:
         return parent
 
     def _trim_leaf(self, node: Node, pages: int) -> bool:
-        """Whether a match may end at the leaf's new end, by what the leaf itself has."""
+        """Shortens a leaf to `pages` pages. Returns whether a match may end at its new end, as far as the leaf
+        shows."""
         assert pages > 0
         assert not node.children
         serves = True
@@ -493,7 +496,7 @@ class RadixTree:
             component.give_back()
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots."""
+        """All nodes except roots."""
         stack = [child for root in self.roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -502,7 +505,7 @@ class RadixTree:
 
     @staticmethod
     def root(namespace: Namespace) -> Node:
-        """Where the empty prefix ends."""
+        """A new root, for the empty prefix."""
         return Node(0, b"", None, namespace, 0)
 
     def _drop_empty_root(self, node: Node) -> None:
@@ -511,10 +514,10 @@ class RadixTree:
             node.gone = True
 
     def _walk(self, node: Node, tokens: bytes, size: int, position: int = 0) -> Iterator[tuple[Node, int, int, bool]]:
-        """Nodes below `node` along the bytes of `tokens` from `position` to `size`: (node, bytes of `tokens` covered
-        before it, and at its end, whether all of its key is).
+        """Nodes below `node` that match the bytes of `tokens` from `position` to `size`: (node, bytes of `tokens`
+        matched before it, and at its end, whether its whole key matches).
 
-        A partly covered node comes last, and only if at least one of its pages is covered.
+        A partly matching node comes last, and only if at least one of its pages matches.
         """
         while position < size:
             child = node.children.get(tokens[position : position + self.page_bytes])
@@ -538,7 +541,7 @@ class RadixTree:
         return same // self.page_size * self.page_bytes
 
     def _split(self, lower: Node, size: int) -> Node:
-        """Divides a node after `size` bytes. The node object keeps the lower part, so that locks on it still hold."""
+        """Splits a node after `size` bytes. The node object keeps the lower part, so that locks on it stay valid."""
         parent = lower.parent
         assert parent is not None
         assert 0 < size < len(lower.key)
@@ -555,7 +558,7 @@ class RadixTree:
         return upper
 
     def _add_leaf(self, parent: Node, key: bytes, writer: int) -> Node:
-        """A leaf with the lock of who inserts it, who depends on its parent as well."""
+        """A new leaf with the lock of the inserting request, which also has one on the parent."""
         leaf = self._new_node(key, parent, parent.namespace, writer)
         leaf.locks = 1
         parent.children[key[: self.page_bytes]] = leaf

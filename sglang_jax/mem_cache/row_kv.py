@@ -1,4 +1,4 @@
-"""What a running request holds of the cache."""
+"""The part of the cache that a running request holds."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ from sglang_jax.mem_cache.radix_tree import Namespace, Node
 from sglang_jax.mem_cache.state import Snapshot
 
 MOST_BRANCHES = 4
-"""Branch points of a prompt: each costs a chunk's end, and there may be as many as there are prompts."""
+"""Maximum branch points of a prompt: each ends a chunk, and there could be one per prompt."""
 
 
 @dataclass(slots=True)
 class RowKV:
-    """One request's ownership record: its row, and the node it locks (`locked_node`).
+    """A request's row, and the node that it locks (`locked_node`). Its lengths are in the arrays of `RowLengths`, so
+    that a decode batch advances them at once.
 
-    The lengths live in the arrays of `RowLengths`, so that a decode batch advances them at once. `serial` tells records
-    of the same row apart. `matched`: tokens of the cached prefix that it started with; `on_trust`: of these it read
-    window pages that nothing proved, and that may be gone by the time it samples. `proven`: what was sampled from this
-    row's KV was finite. `repointed`: the last step that was launched with copies of the row's own, in whose place
-    it reads somebody else's since. `session`: it is a turn of one, so that what it leaves behind is worth keeping.
-    `stops`: its client may say that only a part of what was sampled counts.
+    - `serial`: distinguishes requests in the same row.
+    - `matched`: tokens of the cached prefix that it started with; `on_trust`: whether it read unproven window pages of
+      that, which may be gone by the time it samples.
+    - `proven`: whether a finite sample has proven the row's KV.
+    - `repointed`: the last step that used the row's own pages before it was switched to identical shared ones.
+    - `session`: whether it is a turn of a session, whose KV is worth keeping; `stops`: whether its client may cut the
+      output at a stop string.
 
-    Where layers keep states: `origin`: the snapshot that it began with, at the end of `origin_node`, which is None once
-    there is one further on; `state_len`: tokens up to the last snapshot on its path that it knows of; `branches`: where
-    chunks of it are to end as other prompts part from it, ascending; `shared_end`: where others probably will, 0 if
-    nobody knows.
+    With states:
+
+    - `origin`: the snapshot that it started with, at the end of `origin_node`, which is None once there is a later one.
+    - `state_len`: tokens up to the last known snapshot on its path.
+    - `branches`: lengths at which its chunks end because other prompts diverge there, ascending; `shared_end`: a length
+      at which others probably will, 0 if unknown.
     """
 
     row: int

@@ -1,4 +1,4 @@
-"""Recurrent state: a node may hold the state after all tokens up to its end, a snapshot, in one slot of a pool."""
+"""Snapshots of recurrent states: a node may hold the state after all tokens up to its end, in one slot of a pool."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.radix_tree import Node
 
 _HEAD_START = 8
-"""A snapshot that was hit goes as though it had been used so many uses of the tree later, for each slot. Most are of
-the ends of prompts, which nobody asks for again; the few that many prompts begin with should not go for them. Those of
-a conversation are hit as well, until a turn has left the next: from then on they are as any other."""
+"""Bonus in the eviction order of a snapshot that was hit, in uses of the tree per slot. Most snapshots are at the ends
+of prompts and never used again; they should not displace the few that many prompts share. Snapshots of a conversation
+have the bonus, too, until a turn has left the next one."""
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -26,12 +26,12 @@ _NOTHING = np.zeros(0, np.int32)
 class Snapshot:
     """A node's state, in slot `slot`.
 
-    - `pins`: how many rows are to begin with it, or do so in a step in flight, and how many sessions end here;
-      `sessions`: of these the sessions.
-    - `hits`: how many rows began with it, and one if it was known when it was written that another prompt would.
-      `passed`: one of them has left a state further on, where whoever goes on from it will begin. `shared`: another
-      prompt was known, or a row began with it after that.
-    - `writer`: serial of the record that computed it; `proven`: something was sampled from it and was finite.
+    - `pins`: number of rows that will start with it, or do so in a step in flight, and of sessions that end here;
+      `sessions`: how many of them are sessions.
+    - `hits`: number of rows that started with it, plus one if another prompt was known to share it when it was written.
+      `passed`: whether one of these rows has left a later state, from which its continuations will start. `shared`:
+      whether another prompt was known to share it, or a row started with it after `passed`.
+    - `writer`: serial of the record that computed it; `proven`: whether a finite token was sampled from it.
     """
 
     slot: int
@@ -45,19 +45,18 @@ class Snapshot:
 
     @property
     def spare(self) -> bool:
-        """Whether sessions alone keep it."""
+        """Whether only sessions keep it."""
         return 0 < self.pins == self.sessions
 
 
 class States(PooledComponent):
-    """Slots of layers that keep a state in the place of keys. A node's value is a `Snapshot`, or None.
+    """The component of layers that keep a state instead of keys. A node's value is a `Snapshot`, or None.
 
     - A state belongs to one length: a match ends only at the end of a node that has one, a split gives the upper part
       none, and a leaf that is shortened loses its own.
-    - A lock keeps no snapshot, a pin does: once its row has begun, it needs the state no longer.
-    - Eviction takes the slot and leaves the node. A leaf without a state, on which nobody depends, is the tree's to
-      remove.
-    - In a run of pages the last entry is the slot, or 0; all others are 0.
+    - A lock does not keep a snapshot, a pin does: after its first step, a row does not need the snapshot any more.
+    - Eviction takes the slot and leaves the node. The tree removes a leaf without a state and without locks.
+    - In a run of pages, the last entry is the slot, or 0; all others are 0.
     """
 
     complete = False
@@ -72,7 +71,7 @@ class States(PooledComponent):
         return (node.last_access + _HEAD_START * self.pool.total * wanted, node.id)
 
     def snapshot(self, node: Node) -> Snapshot | None:
-        """The state at the node's end, if it is there."""
+        """The snapshot at the node's end; None if there is none."""
         if node.parent is None:
             return None
         value = node.values[self._index]
@@ -102,7 +101,7 @@ class States(PooledComponent):
         self.touch(node)
 
     def pin_snapshot(self, node: Node, *, session: bool = False) -> None:
-        """A row is to begin with the state at the node's end, which is there; or the next turn of a session."""
+        """Pins the snapshot at the node's end, with which a row, or the next turn of a session, will start."""
         value = self.snapshot(node)
         assert value is not None, f"tree node {node.id} has no state to begin with"
         self.spare -= value.spare
@@ -137,11 +136,11 @@ class States(PooledComponent):
             self.touch(node)
 
     def give(self, node: Node, slot: int, previous_owner: int) -> None:
-        """The node takes over a slot with the state at its end, unless it has one."""
+        """Moves a slot with the state at its end to the node, unless the node has one."""
         self.fill(node, np.array([slot], np.int32), previous_owner)
 
     def hand_over(self, node: Node, owner: int) -> int:
-        """The state at the node's end, which nobody has pinned, becomes `owner`'s: its slot."""
+        """Moves the snapshot at the node's end, which has no pin, to `owner`. Returns its slot."""
         value = self.snapshot(node)
         assert value is not None
         assert value.pins == 0
@@ -152,23 +151,23 @@ class States(PooledComponent):
         return value.slot
 
     def pass_by(self, node: Node) -> None:
-        """A row that began with the state at the node's end, which is there, has left one further on."""
+        """A row that started with the snapshot at the node's end has left a later one."""
         value = self.snapshot(node)
         assert value is not None
         if not value.passed:
             value.passed = True
-            self.order.discard(node)  # it has a place by its score, which is lower now
+            self.order.discard(node)  # its place depends on its score, which is lower now
             self.touch(node)
 
     def has_room_on_trial(self) -> bool:
-        """Whether a slot is free, or held by a snapshot that goes before a new one would that nobody has asked for."""
+        """Whether a slot is free, or has a snapshot that would be evicted before a new, unused one."""
         if self.pool.num_free:
             return True
         node = self.candidate()
         return node is not None and not (self._by_use and self._last_use(node)[0] > self._tree.now)
 
     def make_room(self, count: int) -> int:
-        """Evicts `count` snapshots, or as many as may go; how many went."""
+        """Evicts `count` snapshots, or as many as can be evicted. Returns their number."""
         return self._tree.evict(self, count)
 
     def split(self, upper: Node, lower: Node) -> None:
@@ -178,7 +177,7 @@ class States(PooledComponent):
         return self.snapshot(upper) is None
 
     def join(self, upper: Node, lower: Node) -> None:
-        """There is nothing to take over."""
+        """Does nothing: `upper` has no snapshot."""
 
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
         place = self._index
@@ -197,7 +196,7 @@ class States(PooledComponent):
         return value is not None and value.spare
 
     def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
-        return 0  # where no other slot is left, the request takes this one over
+        return 0  # if no other slot is left, the request takes this one over
 
     def bury(self, node: Node) -> None:
         self.order.discard(node)

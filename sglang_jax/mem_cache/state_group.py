@@ -1,4 +1,4 @@
-"""The group of layers that keep a recurrent state: a slot for each running row, and snapshots in the tree."""
+"""The cache group of layers with recurrent states: a slot for each running row, and snapshots in the tree."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from sglang_jax.mem_cache.state import States
 from sglang_jax.runner.plan import Bool, Int32, PoolSpec, SlotCopies
 
 LEAST_GAIN = 32
-"""Tokens that a snapshot must save over the one before it on its path, to be worth a slot and a chunk's end."""
+"""Minimum tokens between a snapshot and the previous one on its path, for it to be worth a slot and a chunk's end."""
 
 GAIN_OVER_LOSS = 128
-"""A step that ends a chunk at a page boundary is less full by the tokens behind it. A state there must save so many
-times as many: then it costs less than 1 % of the steps of a prompt."""
+"""Minimum ratio of the tokens that a state saves to the tokens that its step loses by ending a chunk at a page
+boundary. With it, states cost less than 1 % of the steps of a prompt."""
 
 _UNLIMITED = 2**31 - 1
 _LEFT_TO_SNAPSHOTS = 4
-"""One in so many slots is not taken for second slots of rows."""
+"""One of this many slots is never used as a second slot of a row."""
 
 
 class StateGroup(Group):
-    """Layers whose state after all of a row's tokens is in one slot.
+    """Layers that keep the state after all of a row's tokens in one slot.
 
-    A row's own slot, the one column of `table`, holds the state after all its tokens that launched steps compute
-    (`kv_planned`, less the drafts that turn out to be wrong), once these have run. Where its next step is to begin with
-    another slot, that one is its *source*: a snapshot, pinned until this step is over, or the row's second slot.
+    A row's own slot, the only column of `table`, has the state after all tokens of launched steps (`kv_planned`, less
+    rejected drafts) when these have run. If its next step starts with another slot, that is its *source*: a snapshot,
+    pinned until the step has finished, or the row's second slot.
 
     **Arguments:** `number`: of its pool; `interval`: tokens between boundaries at which decode rows change slots, so
-    that the state at the last one is there when the request ends; 0 where they do not. Turns of sessions change at
-    every page, and keep any state that costs no step: the next turn goes on from there.
+    that the state at the last boundary exists when the request ends; 0 for none. Turns of sessions change slots at
+    every page, and keep any state that costs no step, from which the next turn starts.
     """
 
     component: States
@@ -51,11 +51,11 @@ class StateGroup(Group):
         rows = len(lengths.kv_allocated)
         self.interval = self.pages_for(interval) * self.page_size
         self._in_session: Bool = np.zeros(rows, np.bool_)
-        self._slots: Int32 = self.table.pages[:, 0]  # a view of the one column
+        self._slots: Int32 = self.table.pages[:, 0]  # a view of the only column
         self._column: Index = np.zeros(rows, np.intp)
         self._column.setflags(write=False)
         self._sources: Int32 = np.zeros(rows, np.int32)
-        self._pending = 0  # rows with a source
+        self._pending = 0  # number of rows with a source
         self._pinned: dict[int, Node] = {}
         self._beginning: deque[tuple[int, Node]] = deque()
         self._second: Int32 = np.zeros(rows, np.int32)
@@ -69,22 +69,22 @@ class StateGroup(Group):
 
     @property
     def available(self) -> int:
-        """Slots that could be handed out now: free, evictable, or second ones that no step in flight reads."""
+        """Slots that can be taken now: free, evictable, or second slots that no step in flight reads."""
         return super().available + len(self._idle_seconds())
 
     @property
     def max_tokens(self) -> int:
-        """Slots: a state takes as much whatever its length."""
+        """Number of slots: a state has the same size at any length."""
         return self.pool.total
 
     @property
     def used_tokens(self) -> int:
-        """Slots that could not be handed out."""
+        """Slots that cannot be taken now."""
         return self.pool.total - self.available
 
     @property
     def session_tokens(self) -> int:
-        """Of these, slots that sessions keep."""
+        """Used slots that sessions keep."""
         return self.component.session
 
     @property
@@ -103,7 +103,7 @@ class StateGroup(Group):
         return slots[slots > 0]
 
     def pins(self) -> Counter[int]:
-        """By the number of a node: how many rows are to begin with its snapshot, or do so in a step in flight."""
+        """By node id: the number of rows that will start with its snapshot, or do so in a step in flight."""
         return Counter([node.id for node in self._pinned.values()] + [node.id for _, node in self._beginning])
 
     def least(self, tokens: int) -> int:
@@ -119,7 +119,7 @@ class StateGroup(Group):
         return 0
 
     def open(self, record: RowKV, node: Node, pages: int) -> None:
-        """The row begins with the snapshot at the node's end, or without a state at the root."""
+        """The row starts with the snapshot at the node's end, or without a state at the root."""
         row, snapshot = record.row, self.component.snapshot(node)
         self._in_session[row] = record.session
         record.state_len, record.origin, record.origin_node = record.matched, snapshot, node
@@ -143,9 +143,9 @@ class StateGroup(Group):
         return True
 
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
-        """At the first branch point in it, where other prompts will probably part from it, at the last page boundary
-        before the prompt's last token, or else at its last page boundary if others go on alike behind it, or if the
-        state is worth what the step is less full; but not where no slot would be there to keep it."""
+        """The chunk ends at its first branch point, at a probable one (`shared_end`), or at the last page boundary
+        before the prompt's last token; otherwise at its last page boundary, if other prompts share more than that or if
+        the state is worth the tokens that the step loses. It does not end early if there is no slot for the state."""
         if not self.available:
             return end
         on_trial = record.session or self.component.has_room_on_trial()
@@ -179,7 +179,8 @@ class StateGroup(Group):
         return 1 if record.session else self.least_gain
 
     def _has_room(self, record: RowKV, length: int) -> bool:
-        """Whether there is a slot to go on in: of what was asked for, only for a state that is asked for as well."""
+        """Whether there is a slot to continue in. A snapshot that was hit is displaced only for a state that another
+        prompt shares."""
         asked_for = record.session or length in record.branches
         return self.available > 0 and (asked_for or self.component.has_room_on_trial())
 
@@ -200,14 +201,14 @@ class StateGroup(Group):
         return False
 
     def _pass_origin(self, record: RowKV) -> None:
-        """There is a state further on than the one that the record's row began with."""
+        """Notes that there is a later state than the one that the row started with."""
         node = record.origin_node
         if node is not None and record.origin is not None and self.component.snapshot(node) is record.origin:
             self.component.pass_by(node)
         record.origin_node = None
 
     def keep_end(self, record: RowKV, most: int) -> int:
-        """Up to the last state; keys behind it would serve nobody."""
+        """Up to the last state, since keys after it would be of no use."""
         length = self.last_state(record, most)
         if length <= record.state_len:
             return 0
@@ -216,8 +217,8 @@ class StateGroup(Group):
         return length
 
     def last_state(self, record: RowKV, most: int) -> int:
-        """Tokens up to the last page boundary, of the first `most` that a request has committed at its end, at which
-        there is a state; 0 if there is none but snapshots."""
+        """The last page boundary, within the `most` committed tokens of a request that ends, at which one of its own
+        slots has the state; 0 if none has."""
         committed = record.kv_committed_len
         if committed <= most and self._ends_on_boundary(record):
             return committed
@@ -225,7 +226,7 @@ class StateGroup(Group):
         return second if second <= most else 0
 
     def _ends_on_boundary(self, record: RowKV) -> bool:
-        """Whether the row's own slot has the state of all that it has committed, whole pages."""
+        """Whether the row's own slot has the state after all committed tokens, and these are whole pages."""
         committed = record.kv_committed_len
         began = not self._sources[record.row]
         return began and record.kv_planned_len == committed and committed % self.page_size == 0
@@ -235,8 +236,8 @@ class StateGroup(Group):
         return int(self._slots[record.row] if own else self._second[record.row])
 
     def _leave_last_state(self, record: RowKV) -> None:
-        """A request ends whose last state is that at the end of the prefix it depends on: the node gets it, if it has
-        none."""
+        """Gives the last state of a request that ends to the node that it depends on, if it belongs to the node's end
+        and the node has none."""
         node, slot = record.locked_node, self._slot_of_last_state(record, record.cache_protected_len)
         if node.dead or node.parent is None or self.component.snapshot(node) is not None:
             return
@@ -267,15 +268,16 @@ class StateGroup(Group):
         self.component.give_back()
 
     def cross_boundary(self, rows: Index, lengths: Index, step: int, wanted: bool) -> None:
-        """Those at an interval go on in their second slot, and what they began with stays. Where slots are `wanted`,
-        rows leave one, or stay where they are so that second slots can be taken back."""
+        """Rows at an interval continue in their second slot, so that the state at the boundary stays. If slots are
+        `wanted`, one is left for waiting requests, and rows may stay in their slot, so that second slots can be taken
+        back."""
         if not self._changes or (wanted and not self._unclaimed):
             return
         at = self._in_session[rows]
         if self.interval:
             at = at | (lengths % self.interval == 0)
         moving, reached = rows[at], lengths[at]
-        if np.count_nonzero(self._sources[moving]):  # there is a copy to come already
+        if np.count_nonzero(self._sources[moving]):  # a copy is pending already
             begun = self._sources[moving] == 0
             moving, reached = moving[begun], reached[begun]
         if not len(moving):
@@ -294,9 +296,9 @@ class StateGroup(Group):
         self.table.write(moving, self._column[: len(moving)], second)
 
     def most_queries(self, rows: Index) -> Index | None:
-        """Tokens up to the next boundary at which rows change slots: a step that went beyond it would leave no state
-        there. 0 of a row that is there if all drafts in flight are right: only once it is known where it is can it be
-        told to change slots."""
+        """Tokens up to the next boundary at which rows change slots, since a step across it would leave no state
+        there. 0 for a row that is at a boundary only if all drafts in flight are accepted: it can change slots only
+        when its position is known."""
         if not self._changes:
             return None
         lengths = self.lengths.kv_planned[rows]
@@ -333,7 +335,7 @@ class StateGroup(Group):
             record.origin.proven = True
         last = record.cache_protected_len // self.page_size
         for node in record.locked_node.path():
-            if last * self.page_size < record.matched:  # nothing before the prefix that it began with is its own
+            if last * self.page_size < record.matched:  # the prefix that it started with is not its own
                 break
             snapshot = self.component.snapshot(node)
             if snapshot is not None and snapshot.writer == record.serial:
@@ -360,14 +362,14 @@ class StateGroup(Group):
         self.table.write_run(row, 0, np.array([slot], np.int32))
 
     def _gave_away(self, row: int, slot: int) -> None:
-        """A slot of the row is the tree's now."""
+        """A slot of the row belongs to the tree now."""
         if self._second[row] == slot:
             self._second[row] = 0
         else:
             self.table.clear(row, 1)
 
     def _take_one(self, row: int) -> int:
-        """A slot for a row; there is one `available`."""
+        """Takes a slot for a row. One must be `available`."""
         if not self.pool.num_free:
             self.num_evicted += self.component.make_room(1)
         if not self.pool.num_free:
@@ -386,8 +388,8 @@ class StateGroup(Group):
         return self.pool.num_free + self.component.evictable
 
     def _spare(self, row: int, wanted: bool) -> int:
-        """A second slot for a row; 0 where few are left to snapshots, or only one to those who want one. A turn of a
-        session has one as long as there is any that nobody wants."""
+        """Takes a second slot for a row; 0 if few are left for snapshots, or if `wanted` and only one is left. A turn
+        of a session gets one as long as there is any that no request waits for."""
         if self._in_session[row]:
             return self._take_one(row) if self._unclaimed > wanted else 0
         if self._unclaimed <= max(self.pool.total // _LEFT_TO_SNAPSHOTS, wanted):
@@ -395,7 +397,7 @@ class StateGroup(Group):
         return self._take_one(row) if self.component.has_room_on_trial() else 0
 
     def _idle_seconds(self) -> NDArray[np.intp]:
-        """Rows whose second slot no step in flight reads, turns of sessions last."""
+        """Rows whose second slot no step in flight reads; turns of sessions last."""
         if not self._changes:
             return np.zeros(0, np.intp)
         idle = np.flatnonzero((self._second > 0) & (self._second_step <= self._finished_step))

@@ -1,4 +1,4 @@
-"""Sliding-window attention: a node may have lost the pages at its head, or all of them, and stay."""
+"""Pages of sliding-window attention: a node may lose the pages at its head, or all of them, and stay in the tree."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sglang_jax.mem_cache.radix_tree import Node
 
 @dataclass(slots=True)
 class WindowPages:
-    """What a node has: the pages of the end of its key, `[pages]`; those before them are gone.
+    """The pages of a node: those at the end of its key, `[pages]`; the pages before them were evicted.
 
-    - `covers`: how many of the last pages each request or session depends on, as {count: how many do}; `covered`: the
-      most. `session_covers`, `kept`: the same of sessions alone. `spare`: pages on which only sessions depend.
-    - `proven`: how many of the last pages were read by a sample that was finite.
+    - `covers`: how many requests and sessions depend on its last n pages, by n; `covered`: the largest n.
+      `session_covers`, `kept`: the same for sessions only. `spare`: number of pages on which only sessions depend.
+    - `proven`: number of its last pages that a finite sample has read.
     """
 
     pages: Pages
@@ -32,23 +32,22 @@ class WindowPages:
     spare: int = 0
 
     def covered_by_requests(self) -> int:
-        """How many of the last pages some request depends on, at most."""
+        """The largest number of its last pages on which a request depends."""
         if not self.session_covers:
             return self.covered
         return max([n for n, all_of in self.covers.items() if all_of > self.session_covers.get(n, 0)], default=0)
 
 
 class WindowKV(PooledComponent):
-    """Pages of layers that see the last `window` tokens.
+    """The component of layers that see the last `window` tokens.
 
-    - A query sees its own token, so what comes after a prefix sees `window - 1` tokens of it: a match ends only where
-      the pages that hold them, `reach` in number and at least one, are all there.
-    - A request covers the last pages of the prefix that it depends on, at most `reach`, and fewer as it goes on. In
-      each node they are the last ones, so that a split moves nothing that a later `uncover` would miss: it walks the
-      same pages.
-    - Eviction takes from the head of any node what nobody covers, and leaves the node: its other pages, and those of
-      other components, may still serve. Leaves at whose end no match may end are the tree's to remove.
-    - A request that computes again what a node has lost gives it its own pages.
+    - A query sees its own token, so the token after a prefix sees `window - 1` tokens of it. A match ends only where
+      the pages with these tokens, `reach` in number and at least one, are all in the tree.
+    - A request covers the last pages of the prefix that it depends on, at most `reach`, and fewer as it advances. In
+      each node they are the last ones, so `uncover` finds the same pages after a split.
+    - Eviction takes uncovered pages from the head of any node, and leaves the node: its other pages, and those of other
+      components, may still be of use. The tree removes leaves at whose end no match may end.
+    - A request that recomputes pages that a node has lost gives it its own pages.
     """
 
     complete = False
@@ -59,7 +58,7 @@ class WindowKV(PooledComponent):
         self.reach = max(-(-(window - 1) // pool.page_size), 1)
 
     def held(self, node: Node) -> WindowPages:
-        """What this component keeps at a node."""
+        """This component's value of a node."""
         value: WindowPages = node.values[self._index]
         return value
 
@@ -121,7 +120,7 @@ class WindowKV(PooledComponent):
         self._rank(lower, value)
 
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
-        # From the end on: what was computed lately is mostly there, and a look back over one window then does.
+        # From the end: recently computed pages are mostly there, so looking back over one window is enough.
         held, reach = self.held, self.reach
         place, run = index, 0
         while place >= 0 and run < reach:
@@ -130,7 +129,7 @@ class WindowKV(PooledComponent):
             place -= 1
             if gone == 0:
                 run += pages
-            elif run + pages - gone < reach:  # ends behind the gap have no window, nor has this node's
+            elif run + pages - gone < reach:  # ends after the gap have no whole window, and neither has this node's end
                 index, run = place, 0
             else:
                 break
@@ -157,8 +156,8 @@ class WindowKV(PooledComponent):
         return pages
 
     def cover(self, node: Node, count: int, *, session: bool = False) -> None:
-        """A request, or a session, depends on the last `count` pages of the prefix that ends at `node`, which are all
-        there."""
+        """Protects the last `count` pages of the prefix that ends at `node`, which are all in the tree, for a request
+        or a session."""
         while count > 0:
             value, here = self.held(node), min(count, node.length)
             value.covers[here] = value.covers.get(here, 0) + 1
@@ -201,12 +200,12 @@ class WindowKV(PooledComponent):
             node = node.parent
 
     def _keep(self, value: WindowPages, count: int) -> None:
-        """Sessions depend on the last `count` pages of the node."""
+        """Updates the pages of the node on which sessions depend: its last `count`."""
         self.session += count - value.kept
         value.kept = count
 
     def _count_spare(self, value: WindowPages) -> None:
-        """Who depends on the node's pages has changed."""
+        """Updates `spare` after a change of covers."""
         if value.kept or value.spare:
             spare = max(value.kept - value.covered_by_requests(), 0)
             self.spare += spare - value.spare
@@ -222,7 +221,7 @@ class WindowKV(PooledComponent):
         return False
 
     def _uncovered(self, node: Node, value: WindowPages) -> None:
-        """The request that covered most has gone."""
+        """Updates the node after its largest cover was removed."""
         left = max(value.covers, default=0)
         count, value.covered = value.covered - left, left
         self.protected -= count
@@ -233,7 +232,7 @@ class WindowKV(PooledComponent):
             self._rank(node, value)
 
     def prove(self, node: Node, count: int) -> None:
-        """The last `count` pages of the prefix that ends at `node` were read by a sample that was finite."""
+        """A finite sample has read the last `count` pages of the prefix that ends at `node`."""
         while count > 0 and node.parent is not None:
             value = self.held(node)
             value.proven = max(value.proven, min(count, len(value.pages)))
@@ -241,7 +240,7 @@ class WindowKV(PooledComponent):
             node = node.parent
 
     def in_doubt(self, node: Node, count: int) -> bool:
-        """Whether any of the last `count` pages of this node is there and unproven."""
+        """Whether one of the last `count` pages of this node is in the tree and unproven."""
         value = self.held(node)
         return value.proven < min(count, len(value.pages))
 
@@ -294,7 +293,7 @@ class WindowKV(PooledComponent):
         value = self.held(node)
         count = min(wanted, len(value.pages) - value.covered)
         if not (node.children or node.locks) and len(value.pages) - count < self.reach:
-            return 0  # a leaf that nobody depends on, and at whose end no match would end: it goes with all that it has
+            return 0  # a leaf without locks at whose end no match may end is removed whole
         self._drop_head(node, value, count)
         self.evictable -= count
         if len(value.pages) == value.covered:
@@ -302,10 +301,10 @@ class WindowKV(PooledComponent):
         return node.length
 
     def touch(self, node: Node) -> None:
-        """Children, and what is new of a node, change nothing: see `_rank`."""
+        """Does nothing: neither children nor a new node change the order, see `_rank`."""
 
     def _rank(self, node: Node, value: WindowPages) -> None:
-        """What the node has, or what of it is covered, has changed."""
+        """Updates the eviction order after a change of the node's pages or covers."""
         if len(value.pages) > value.covered and not node.dead:
             self.order.add(node)
         else:
@@ -318,7 +317,7 @@ class WindowKV(PooledComponent):
 
 
 def _divided(covers: dict[int, int], rest: int) -> tuple[dict[int, int], dict[int, int]]:
-    """What is covered of the part above the last `rest` pages of a node, and of these."""
+    """Splits covers of a node: those of the part above its last `rest` pages, and those of these pages."""
     above: dict[int, int] = {}
     below: dict[int, int] = {}
     for count, requests in covers.items():
@@ -329,7 +328,7 @@ def _divided(covers: dict[int, int], rest: int) -> tuple[dict[int, int], dict[in
 
 
 def _united(above: dict[int, int], below: dict[int, int], rest: int) -> dict[int, int]:
-    """The opposite of `_divided`: who covers pages above the last `rest` covers all of these."""
+    """The opposite of `_divided`: a cover of pages above the last `rest` covers all of these, too."""
     covers = dict(below)
     through = sum(above.values())
     if through:

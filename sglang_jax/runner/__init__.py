@@ -1,1 +1,1 @@
-"""The seam: what the scheduler hands a backend, and what it gets back."""
+"""The interface between the scheduler and the backends: plans and results."""

@@ -1,9 +1,10 @@
-"""From options and a checkpoint to a runner: the steps that both backends share, in their order.
+"""Builds a runner from options and a checkpoint: the steps that both backends share, in order.
 
-1. `open_models`: what does not go together is refused, and a draft model's checkpoint is opened.
+1. `open_models` refuses options that the model does not support, and opens a draft model's checkpoint.
 2. The backend chooses device, dtypes and kernels for these models: a `Backend`.
-3. `settle`: models without values are built, and memory decides the sizes of pools and steps. No weight is read yet.
-4. The backend reads weights, allocates the pools of an `Assembly` and makes its runner, whose report `describe` begins.
+3. `settle` builds models without values, and chooses the sizes of pools and steps by the memory. It reads no weight.
+4. The backend reads weights, allocates the pools of an `Assembly`, and creates its runner, whose report starts with
+   `describe`.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from sglang_jax.runner.sizing import (
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model")
-"""A backend's model without values, or the part of it that one rank has."""
+"""A backend's model without values, or the shard of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What a runner serves: the checkpoint of its model and of a draft model, if there is one. `quantization`: of the
-    former's matrices while they are read; a draft model is loaded as it is stored."""
+    """The checkpoints of a runner: of its model, and of a draft model or None. `quantization`: of the model's matrices
+    while they are read; a draft model is loaded as it is stored."""
 
     main: Checkpoint
     draft: Checkpoint | None
@@ -51,15 +52,15 @@ class Models:
 
     @property
     def all(self) -> tuple[Checkpoint, ...]:
-        """The model's checkpoint, and that of the draft model."""
+        """The model's checkpoint, and that of the draft model, if there is one."""
         return (self.main,) if self.draft is None else (self.main, self.draft)
 
 
 def open_models(config: EngineConfig, checkpoint: Checkpoint) -> Models:
     """The models of a runner for a checkpoint.
 
-    **Raises:** `ConfigError` for options that the model cannot meet, or that exclude each other; `CheckpointError` for
-    a draft model that cannot be read.
+    **Raises:** `ConfigError` for options that the model does not support, or that exclude each other; `CheckpointError`
+    for a draft model that cannot be read.
     """
     refuse_with_states(config, checkpoint.config)
     refuse_with_latents(config, checkpoint.config)
@@ -68,7 +69,7 @@ def open_models(config: EngineConfig, checkpoint: Checkpoint) -> Models:
 
 
 class Backend(Protocol[Model]):
-    """A backend with its device, dtypes and kernels chosen."""
+    """A backend that has chosen its device, dtypes and kernels."""
 
     @property
     def platform(self) -> str:
@@ -83,24 +84,24 @@ class Backend(Protocol[Model]):
     def build(self, models: Models) -> Model:
         """The model, without values.
 
-        **Raises:** `ConfigError` for one that the devices cannot compute.
+        **Raises:** `ConfigError` for a model that the devices cannot compute.
         """
         ...
 
     def build_draft(self, draft: Checkpoint) -> Model:
-        """A draft model, whose keys and values have the type of activations."""
+        """A draft model, whose keys and values have the dtype of activations."""
         ...
 
     def available(self) -> int:
-        """Bytes of memory that each device has for weights and pools, before these are there."""
+        """Bytes of memory on each device for weights and pools, before these are allocated."""
         ...
 
     def weights_of(self, model: Model) -> int:
-        """Bytes that a model's weights take on a device, on the one with the most."""
+        """Bytes of a model's weights on a device, the largest of all devices."""
         ...
 
     def groups_of(self, model: Model) -> tuple[GroupMemory, ...]:
-        """What each cache group of a model takes on one device."""
+        """The memory of each cache group of a model on one device."""
         ...
 
     def mixed_shapes(self, sizes: Sizes) -> tuple[tuple[int, int], ...]:
@@ -110,11 +111,10 @@ class Backend(Protocol[Model]):
 
 @dataclass(frozen=True, slots=True)
 class Assembly(Generic[Model]):
-    """A model and perhaps a draft model without values, and sizes on which all devices agree.
+    """A model, and a draft model or None, without values, and sizes on which all devices agree.
 
     - `memory`: of one device, with both models.
-    - `pages`: pages, or slots, that the arrays of each cache group of the model have; `draft_pages`: of the draft
-      model's groups.
+    - `pages`: pages, or slots, of each of the model's cache groups in memory; `draft_pages`: of the draft model's.
     """
 
     model: Model
@@ -133,10 +133,10 @@ class Assembly(Generic[Model]):
 
 
 def settle(config: EngineConfig, models: Models, backend: Backend[Model]) -> Assembly[Model]:
-    """Builds models without values and chooses sizes; says them in the log.
+    """Builds models without values, chooses sizes, and logs them.
 
-    **Raises:** `ConfigError` where memory cannot hold the weights and one request, and for options that the devices or
-    the model cannot meet.
+    **Raises:** `ConfigError` if memory cannot hold the weights and one request, and for options that the devices or the
+    model do not support.
     """
     model = backend.build(models)
     draft = None if models.draft is None else backend.build_draft(models.draft)
@@ -166,7 +166,7 @@ def runner_spec(
     sizes: Sizes,
     mixed_shapes: tuple[tuple[int, int], ...] = (),
 ) -> RunnerSpec:
-    """What a runner of these sizes offers."""
+    """The spec of a runner with these sizes."""
     return RunnerSpec(
         pools=pool_specs(memory, sizes, config.page_size),
         max_rows=sizes.max_rows,
@@ -182,7 +182,8 @@ def runner_spec(
 
 
 def describe(config: EngineConfig, models: Models, in_8_bits: Mapping[ParameterName, str]) -> dict[str, str]:
-    """What a runner's report tells of its models. `in_8_bits`: the matrices that are so in memory, and their type."""
+    """The details of a runner's report on its models. `in_8_bits`: the matrices in memory in 8 bits, and their
+    dtypes."""
     details = {"tp_size": str(config.tp_size)}
     if models.main.foreign is not None:
         details["model_impl"] = config.model_impl.value

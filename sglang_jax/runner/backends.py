@@ -1,4 +1,4 @@
-"""Finds the backend that runs the model. It is imported only once it is chosen."""
+"""Finds the backend that runs the model, and imports only that one."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from sglang_jax.runner.this_machine import has_cuda_gpu, has_tpu
 logger = logging.getLogger(__name__)
 
 BackendFactory = Callable[[EngineConfig, Checkpoint], Runner]
-"""Makes a runner with the checkpoint's weights on the device. Raises `ConfigError`, `CheckpointError`."""
+"""Creates a runner with the checkpoint's weights on the device. Raises `ConfigError`, `CheckpointError`."""
 
 Follow = Callable[[EngineConfig], None]
-"""Runs what node 0 runs, until that ends. Raises `ConfigError`, `CheckpointError`."""
+"""Runs the plans of node 0 until that ends. Raises `ConfigError`, `CheckpointError`."""
 
 FOLLOWER_GROUP = "sglang_jax.followers"
-"""Entry points of backends that run over several nodes."""
+"""Entry points of backends that support several nodes."""
 
 _FRAMEWORK = {Backend.JAX: "jax", Backend.TORCH: "torch"}
-"""The module that a backend stands on: an extra, so that it may not be there."""
+"""The framework of each backend, which is an optional dependency."""
 
 
 def load_backend(config: EngineConfig) -> BackendFactory:
     """The factory of the backend that `config.backend` names.
 
-    `auto` is jax where there is a TPU, torch where there is a CUDA GPU, and else whichever is installed, jax first. A
-    device that is asked for counts as the one that is there.
+    `auto` is jax on a machine with a TPU, torch on one with a CUDA GPU, and otherwise the installed one, jax first. A
+    device that the options name counts as present.
 
     **Raises:** `ConfigError` if it is not installed, naming those that are.
     """
@@ -42,9 +42,9 @@ def load_backend(config: EngineConfig) -> BackendFactory:
 
 
 def load_follower(config: EngineConfig) -> Follow:
-    """What a node of `config.node_rank` above 0 runs, on the backend that `load_backend` would take.
+    """The function that nodes with a `config.node_rank` above 0 run, of the backend that `load_backend` would choose.
 
-    **Raises:** `ConfigError` if that backend does not run over several nodes, or is not installed.
+    **Raises:** `ConfigError` if that backend does not support several nodes, or is not installed.
     """
     name = _find(config).name
     followers = {entry.name: entry for entry in entry_points(group=FOLLOWER_GROUP)}
@@ -88,7 +88,7 @@ def _choose(device: Device, entries: Mapping[str, EntryPoint]) -> Backend:
 
 
 def _suited(device: Device) -> Backend | None:
-    """The backend that is made for the machine's accelerator; None without one, or where a CPU is asked for."""
+    """The backend for the machine's accelerator; None without one, or if the CPU was chosen."""
     match device:
         case Device.TPU:
             return Backend.JAX

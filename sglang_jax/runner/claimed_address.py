@@ -1,8 +1,8 @@
-"""Keeps an address for one process of a machine, before or while another part of it listens there.
+"""Reserves an address for one process of a machine, before or while another part of the process listens there.
 
-Linux lets several sockets bind an address while none of them listens, and gRPC, by which JAX's nodes meet, several
-listen. Each process has a Unix socket with an abstract name for its address: the kernel lets only one process bind it,
-and frees it when that process ends.
+Linux lets several sockets bind one address while none of them listens, and gRPC, which connects JAX's nodes, lets
+several listen. So each process binds a Unix socket with an abstract name that contains the address: the kernel lets
+only one process bind it, and frees it when that process ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 
 def claim_address(host: str, port: int) -> socket.socket | None:
-    """What holds the claim until it is closed; None on systems other than Linux, where nothing is claimed.
+    """A socket that holds the claim until it is closed; None on systems other than Linux, where nothing is claimed.
 
     **Raises:** `OSError` if another process has claimed the address.
     """

@@ -1,9 +1,10 @@
-"""A second, smaller model that guesses what the main one samples: what both backends need of it.
+"""The parts of a draft model that both backends share. A draft model is a smaller model that guesses the samples of the
+main one.
 
-Its layers are further layers of the model, with cache groups of their own (`PoolSpec.draft`): one more entry in every
-list that follows from these groups, and nothing that scheduler or cache would have to know. Steps with chunks compute
-it beside the model. Steps of decode rows do not; before one with drafts it computes what it has missed of each row that
-has some (`DraftLag`), and then one guess after the other.
+Its layers are further layers of the model, with separate cache groups (`PoolSpec.draft`): scheduler and cache handle
+them like any other group. Steps with chunks compute the draft model together with the model. Steps of decode rows do
+not; before one with drafts, it computes the tokens that it has missed of each row with drafts (`DraftLag`), and then
+one guess after the other.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from sglang_jax.runner.sizing import GroupMemory, Memory
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 2
-"""Tokens of a row that a guess begins with: the one that was sampled last, and the last guess before if all were right,
-which nothing was computed from yet."""
+"""Tokens of a row that its first guess computes: the token sampled last, and the last guess of the previous step, which
+is not computed yet if all guesses were accepted."""
 
 
 def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | None:
-    """The checkpoint that `speculative_draft_model_path` names, for the model of `checkpoint`; None without one.
+    """The draft model's checkpoint at `speculative_draft_model_path`, for the model of `checkpoint`; None without one.
 
-    It knows as many positions as the model: what it guesses beyond its own is checked like any guess.
+    It gets as many positions as the model, since guesses beyond its own are checked like any others.
 
-    **Raises:** `ConfigError` for one with another vocabulary, or whose layers keep a recurrent state, and where there
-    is no path or no use for it; `CheckpointError` for one that cannot be read.
+    **Raises:** `ConfigError` for a draft model with another vocabulary or with recurrent states, without a path, and
+    for a path without effect; `CheckpointError` for a draft model that cannot be read.
     """
     path, algorithm = config.speculative_draft_model_path, config.speculative_algorithm
     if algorithm is not SpeculativeAlgorithm.DRAFT:
@@ -66,8 +67,8 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | Non
 
 
 def _refuse_other_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint) -> None:
-    """Raises `ConfigError` for the first token that stands for other bytes than the model's of the same number. Ids
-    without a text, of which models have some at the end, are not compared."""
+    """Raises `ConfigError` for the first token id that has different bytes in both models. Ids without a text, which
+    some models have at the end, are not compared."""
     own = checkpoint.tokenizer_source
     if config.tokenizer_path is not None:
         own = resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
@@ -87,35 +88,35 @@ def _refuse_other_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Ch
 
 
 def with_draft(memory: Memory, weights: int, groups: tuple[GroupMemory, ...]) -> Memory:
-    """What the device has to hold if a draft model is beside the model: the `weights`, in bytes, and the cache `groups`
-    of the former are added."""
+    """`memory` with a draft model: adds its `weights`, in bytes, and its cache `groups`."""
     own = [replace(group, name=f"draft {group.name}", draft=True) for group in groups]
     return replace(memory, weights=memory.weights + weights, groups=(*memory.groups, *own))
 
 
 class DraftLag:
-    """How many tokens of each row the draft model has not computed at most, as every rank finds it out by the plans.
+    """An upper bound of the tokens of each row that the draft model has not computed, which every rank derives from the
+    plans.
 
-    Which guesses were right only the device knows: these are bounds, and the device computes nothing twice.
+    Only the device knows which guesses were accepted, and skips tokens that are computed already.
     """
 
     def __init__(self, max_rows: int) -> None:
         self._behind: NDArray[np.intp] = np.zeros(max_rows, np.intp)
 
     def missed(self, unfolded: Unfolded) -> tuple[Int32, Int32]:
-        """Rows with drafts of a plan that is about to run for which more is to be computed than a guess begins with,
-        and of each how many tokens before these: `[rows]` both."""
+        """The rows with drafts of a plan to be run whose draft model is behind by more than `AT_ONCE` tokens, and by
+        how many more: `[rows]` both."""
         rows = unfolded.plan.rows[unfolded.guesses == 1]
         count = self._behind[rows] - AT_ONCE
         late = count > 0
         return rows[late], count[late].astype(np.int32)
 
     def launched(self, unfolded: Unfolded) -> None:
-        """A plan runs."""
+        """Notes that a plan was launched."""
         plan, guesses = unfolded.plan, unfolded.guesses
         decoding, chunks = plan.rows[: plan.num_decode], plan.rows[plan.num_decode :]
         behind = self._behind[decoding]
-        in_step = (behind <= 1) & (len(chunks) > 0)  # it was computed beside the model
+        in_step = (behind <= 1) & (len(chunks) > 0)  # the step with chunks computed it, too
         self._behind[decoding] = np.where(in_step, 1, behind + 1)
         self._behind[plan.rows[guesses > 0]] = AT_ONCE
         self._behind[chunks] = 1

@@ -1,8 +1,8 @@
-"""Steps with drafts, for runners whose kernels know one query a sequence: each query becomes a sequence of its own.
+"""Converts steps with drafts for runners whose kernels have one query per sequence: each query becomes a sequence.
 
-All keys and values of a step are written before any of its queries reads them, so queries of one row that are
-computed beside each other see what they would see one after the other. What is sampled at a position is a function of
-the logits there, the row's parameters and the position: a draft is right if and only if it equals that.
+A step writes all its keys and values before any query reads them, so queries of one row that are computed together see
+the same as one after the other. The sample at a position is a function of the logits, the row's parameters and the
+position; a draft is accepted if and only if it equals that sample.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from sglang_jax.runner.plan import (
 )
 
 REFUSED = -3
-"""In the place of a token that was sampled behind a draft that was wrong."""
+"""Replaces a token that was sampled after a rejected draft."""
 
 SHORTEST_MATCH, LONGEST_MATCH = 2, 4
-"""Tokens at the end of a text that must have stood in it before for a guess, and of which no more are compared."""
+"""Minimum and maximum length of the n-gram at the end of a text that is searched in it, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unfolded:
-    """A plan in which no sequence has a draft behind its token.
+    """A plan whose decode sequences have one query each.
 
-    - `plan`: as many sequences as the original has queries of rows that decode, and its chunks.
-    - `guesses`: `[sequences]` for a sequence that stands for a draft which one of its row's it is, from 1; else 0.
-    - `firsts`: `[n]` the sequence of each one of the original plan, or the first of them.
+    - `plan`: one sequence per query of the original decode rows, and the chunks.
+    - `guesses`: `[sequences]`, for a draft its number within its row, from 1; otherwise 0.
+    - `firsts`: `[n]`, the (first) sequence of each sequence of the original plan.
     """
 
     plan: StepPlan
@@ -46,7 +46,7 @@ class Unfolded:
 
 
 def unfold(plan: StepPlan) -> Unfolded:
-    """Every query of a sequence with drafts becomes a sequence, one after the other, that samples."""
+    """Makes each query of a sequence with drafts a sequence that samples, in order."""
     sequences = len(plan.rows)
     drafted = plan.tokens == DRAFT
     if not drafted.any():
@@ -73,8 +73,8 @@ def unfold(plan: StepPlan) -> Unfolded:
 
 
 def fold(unfolded: Unfolded, found: StepResult, width: int) -> StepResult:
-    """The result of the original plan. `found` is that of the unfolded one, `REFUSED` behind wrong drafts; `width`: the
-    runner's `max_samples`."""
+    """The result of the original plan, from that of the unfolded one (`found`), with `REFUSED` after rejected drafts.
+    `width`: the runner's `max_samples`."""
     firsts, sequences = unfolded.firsts, len(unfolded.guesses)
     if len(firsts) == sequences:
         return found
@@ -102,8 +102,8 @@ def pack_texts(updates: Sequence[TextUpdate], size: int, pad_row: int, width: in
 
 
 def pack_hints(updates: Sequence[HintUpdate], size: int, pad_row: int) -> Int32:
-    """Up to `size` hints as one int32 `[size, 1 + HINT_TOKENS]` array: row and tokens of each, `DRAFT` behind them,
-    which no text has. Unused entries are of row `pad_row`."""
+    """Up to `size` hints as one int32 `[size, 1 + HINT_TOKENS]` array: row and tokens of each, padded with `DRAFT`,
+    which no text contains. Unused entries have row `pad_row`."""
     packed = np.full((size, 1 + HINT_TOKENS), DRAFT, np.int32)
     packed[:, 0] = pad_row
     for entry, update in zip(packed, updates, strict=False):

@@ -1,4 +1,4 @@
-"""How many tokens each expert was chosen by, as a runner counts them if it is asked to."""
+"""Counts of tokens per expert, which runners keep on request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """Of the layer with this number, how many tokens each of its experts was chosen by: int64 `[experts]`."""
+    """The tokens that chose each expert of the layer with index `layer`: int64 `[experts]`."""
 
     layer: int
     tokens: Int64
 
 
 def refuse_without_experts(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises `ConfigError` if experts are to be counted and the model has none."""
+    """Raises `ConfigError` if the options ask for counts and the model has no experts."""
     if config.enable_expert_distribution_metrics and not any(layer.num_experts for layer in model.layers):
         raise ConfigError(
             f"enable_expert_distribution_metrics needs a model with experts, got one of {model.architecture} without "
@@ -33,7 +33,7 @@ def refuse_without_experts(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def load_since(before: Sequence[ExpertLoad], now: Sequence[ExpertLoad]) -> tuple[ExpertLoad, ...]:
-    """What was added since `before`, which has the same layers or none."""
+    """The difference to the counts `before`, which have the same layers or none."""
     if not before:
         return tuple(now)
     return tuple(ExpertLoad(one.layer, one.tokens - earlier.tokens) for earlier, one in zip(before, now, strict=True))

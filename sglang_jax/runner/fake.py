@@ -1,15 +1,15 @@
-"""A runner without a model: what a row samples is a hash of everything that the row can see (`fake_model.py`).
+"""A runner without a model, for tests: a row's sample is a hash of everything that the row can see (`fake_model.py`).
 
-Each KV slot holds a hash of its token, its position, and all that its query saw when it was written. A page mistake
-anywhere, now or earlier, changes what is sampled. Each group of layers has slots of its own; of one with a window a
-query sees the last ones. `FakeRunner` keeps copies of its own (page tables, last tokens, sampling state), fed by the
-plans alone, so mistakes in what a plan carries show too. A group of recurrent states has slots: each is a hash of all
-that was written, in order, since the row's first token, wrong drafts left out, so that a state that is stale, copied
-from elsewhere, or of another length changes what is sampled as well. KV of one namespace differs from that of another,
-and a step that a device fault spoils writes KV from which nothing finite can be sampled.
+Each KV slot holds a hash of its token, its position, and all that its query saw when it was written. So a wrong page,
+now or earlier, changes samples. Each group of layers has separate slots; in a group with a window, a query sees the
+last ones. `FakeRunner` keeps its own page tables, last tokens and sampling state, which it updates only from plans, so
+errors in a plan change samples, too. A slot of a group of recurrent states is a hash of everything that was written
+since the row's first token, in order and without rejected drafts, so a state that is stale, of another row, or of
+another length changes samples. KV depends on the namespace. A step spoilt by a device fault writes KV from which
+samples are not finite.
 
-With a `RunnerSpec.max_samples` above 1 it drafts: guesses of its own, some of them right, whose KV it writes like any
-other. What a row samples does not depend on them, how much of it in one step does.
+With a `RunnerSpec.max_samples` above 1, it makes drafts, some of which are right, and writes their KV like any other. A
+row's samples do not depend on them, but the number of samples in one step does.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from sglang_jax.runner.pulse import Building
 
 
 class FakeHandle:
-    """A launched step; runs when asked for its result if the runner is lazy, else as soon as it has all it needs.
+    """A launched step. It runs when its result is asked for if the runner is lazy, otherwise as soon as it can.
 
-    **Arguments:** `run`: runs it, under the masks of its masked sequences; `masked`: how many these are.
+    **Arguments:** `run`: runs it with the masks of its masked sequences; `masked`: the number of these.
     """
 
     def __init__(self, run: Callable[[TokenMasks | None], StepResult], lazy: bool, masked: int, words: int) -> None:
@@ -57,7 +57,7 @@ class FakeHandle:
 
     @property
     def waits(self) -> bool:
-        """It has masked sequences, and no masks yet."""
+        """Whether it has masked sequences, and no masks yet."""
         return self._shape[0] > 0 and self._masks is None
 
     def sample(self, masks: TokenMasks) -> None:
@@ -74,15 +74,15 @@ class FakeHandle:
 
 
 class FakeRunner:
-    """See the module's text.
+    """See the module's docstring.
 
     **Arguments:**
 
-    - `lazy`: steps run when their result is asked for, as late as a device may; otherwise when launched.
-    - `invalid_token`: a row that samples right after having computed this token reports logits that are not finite.
+    - `lazy`: whether steps run when their result is asked for, as late as a device may; otherwise when launched.
+    - `invalid_token`: a row that samples right after computing this token reports logits that are not finite.
 
-    `spoil_next`: the next step to be launched writes KV that is not finite and samples nothing. `namespace_of`: tells
-    the namespace of a row's request at the launch; without it all are None's.
+    `spoil_next`: makes the next launched step write KV that is not finite and sample nothing. `namespace_of`: returns
+    the namespace of a row's request at the launch; if not set, all are None.
     """
 
     def __init__(self, spec: RunnerSpec, *, lazy: bool = True, invalid_token: int | None = None) -> None:
@@ -116,14 +116,14 @@ class FakeRunner:
         progress(1, 1, "nothing to build")
 
     def announce_builds(self, building: Building) -> None:
-        """Nothing is built."""
+        """Does nothing: there are no programs."""
 
     def start_profile(self, folder: str) -> None:
-        """Counts steps."""
+        """Starts counting steps."""
         self._profile = Path(folder), self._next_step
 
     def stop_profile(self) -> None:
-        """Writes how many steps were launched meanwhile."""
+        """Writes the number of steps launched since `start_profile`."""
         assert self._profile is not None, "no profile is taken"
         (folder, first), self._profile = self._profile, None
         (folder / "steps.txt").write_text(str(self._next_step - first))
@@ -132,11 +132,11 @@ class FakeRunner:
         return RunnerReport("fake", "none", 0, 0, 0, 0, {})
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """There are no experts."""
+        """Empty: there are no experts."""
         return ()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: it holds no resources."""
 
     def launch(self, plan: StepPlan) -> FakeHandle:
         self._check(plan)
@@ -153,7 +153,7 @@ class FakeRunner:
         return self._handle
 
     def scribble(self, pages: Int32, group: int = 0) -> None:
-        """Overwrites pages, or slots, with noise: what may happen to one as soon as it is free."""
+        """Overwrites pages, or slots, with noise, as may happen to free ones."""
         for page in pages.tolist():
             if group in self._states:
                 self._states[group][page] = fake_model.mix(page, 0xDEAD)
@@ -162,7 +162,7 @@ class FakeRunner:
             self._slots[group][first : first + self._page_size] = [fake_model.mix(page, 0xDEAD)] * self._page_size
 
     def _check(self, plan: StepPlan) -> None:
-        """Everything that the plan promises of itself."""
+        """Checks all properties that a plan must have."""
         count = len(plan.rows)
         assert plan.step == self._next_step, f"step {plan.step} launched, expected {self._next_step}"
         self._next_step += 1
@@ -199,7 +199,7 @@ class FakeRunner:
             assert not targets & set(copies.sources.tolist()), "a slot is copied from and to"
 
     def _check_texts(self, plan: StepPlan, drafts: NDArray[np.intp]) -> None:
-        """Guesses are made of a row's text: the one who has it now must have brought its own."""
+        """Checks that rows with drafts have the text of their present request."""
         for update in plan.row_updates.sampling:
             self._texts.discard(update.row)
         self._texts.update(update.row for update in plan.row_updates.texts)
@@ -268,8 +268,8 @@ class FakeRunner:
     def _forward(
         self, row: int, start: int, tokens: list[int], begin: int, choice: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Computes tokens at positions from `start` on: what each of their queries knows, who knew `begin` before; and
-        what the row samples of `choice`, were it to sample. Drafts do not count as part of the row yet."""
+        """Computes tokens at positions from `start`. Returns the hash that each of their queries sees, starting from
+        `begin`, and the row's sample of `choice` after each. Drafts are not part of the row yet."""
         written: dict[int, list[int]] = {group: [] for group in self._states}
 
         def read(group: int, place: int) -> int:
@@ -308,32 +308,32 @@ class FakeRunner:
 
     @staticmethod
     def _kept_tokens(tokens: int, drafts: int, sampled: int) -> int:
-        """How many of a sequence's tokens, `drafts` of them guessed, are the row's, once it has `sampled` so many: it
-        samples one token behind the last that is."""
+        """How many of a sequence's tokens, of which `drafts` are guesses, belong to the row after `sampled` samples:
+        the last sample is of the token after them."""
         return tokens - drafts + max(sampled - 1, 0)
 
     def _begin_states(self, row: int, start: int, begin: int) -> dict[int, int]:
-        """What the states of a row are before position `start`, of each group that has states."""
+        """The states of a row before position `start`, by group with states."""
         return {
             group: begin if start == 0 or begin == fake_model.NOT_FINITE else states[self._tables[group][row, 0]]
             for group, states in self._states.items()
         }
 
     def _sample(self, row: int, seen: int, token: int, choice: Sequence[int]) -> int:
-        """What a row samples of `choice` after `token`."""
+        """The row's sample of `choice` after `token`."""
         state = self._rows.get(row)
         if state is None or seen == fake_model.NOT_FINITE or token == self._invalid_token:
             return INVALID_TOKEN
         return fake_model.sample(seen, state.seed, state.prompt_len, choice)
 
     def _guess(self, seen: int, sampled: int) -> int:
-        """A draft of what was sampled: right as often as not, never after logits that were not finite."""
+        """A draft for `sampled`: right half of the time, and never after logits that are not finite."""
         if sampled != INVALID_TOKEN and fake_model.mix(seen, 0xD4AF7) & 64:
             return sampled
         return (sampled + 1) % self._spec.vocab_size
 
     def _logprobs(self, plan: StepPlan, tokens: Int32, seen_after: list[list[int]]) -> TopLogprobs:
-        """Of every place in `tokens` `[n, width]`; where nothing was sampled they mean nothing."""
+        """Logprobs of each entry of `tokens` `[n, width]`; entries without a sample are arbitrary."""
         width = tokens.shape[1]
         drafts = np.add.reduceat(plan.tokens == DRAFT, np.cumsum(plan.query_lens) - plan.query_lens).tolist()
         seen: list[int] = []

@@ -1,5 +1,5 @@
-"""The model that `FakeRunner` is: hashes in the place of keys, values, states and logits; and the oracle that computes
-what is sampled from the tokens alone."""
+"""The model of `FakeRunner`: hashes instead of keys, values, states and logits; and an oracle that computes samples
+from the tokens only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 def mix(*values: int) -> int:
-    """A hash of 64 bits."""
+    """A 64-bit hash."""
     state = 0x243F6A8885A308D3
     for value in values:
         state = (state ^ (value & _MASK)) * _MULTIPLIER & _MASK
@@ -23,44 +23,44 @@ def mix(*values: int) -> int:
 
 
 NOT_FINITE = -1
-"""What a spoilt step writes, and what every query knows that sees it."""
+"""The content that a spoilt step writes, and the hash of every query that sees it."""
 
 
 def begin(namespace: str | None) -> int:
-    """What a query knows before it has seen anything."""
+    """The hash of a query before it has seen any slot."""
     return 0 if namespace is None else mix(*namespace.encode(), 0xA11CE)
 
 
 def _see(seen: int, value: int) -> int:
-    """What a query knows after it has seen one more slot."""
+    """The hash of a query after it has seen one more slot."""
     if seen == NOT_FINITE or value == NOT_FINITE:
         return NOT_FINITE
     return (seen * 0x100000001B3 + value) & _MASK
 
 
 def write(seen: int, token: int, position: int) -> int:
-    """Content of the slot that a token's query writes."""
+    """The content of the slot that a token's query writes."""
     return NOT_FINITE if seen == NOT_FINITE else mix(seen, token, position)
 
 
 def sample(seen: int, seed: int, prompt_len: int, tokens: Sequence[int]) -> int:
-    """One of `tokens`, those that may be sampled."""
+    """The sample, one of `tokens`, which are the allowed ones."""
     return tokens[mix(seen, seed, prompt_len) % len(tokens)]
 
 
 def logprob(seen: int, token: int) -> float:
-    """Of any token, after a query that knows `seen`."""
+    """The logprob of a token after a query with hash `seen`."""
     if seen == NOT_FINITE:
         return float("nan")
     return -float(mix(seen, token) % 10007) / 1000.0
 
 
 class Sight:
-    """What queries of one row know, which go on from position to position: of each group the slots that they see.
+    """The hashes of the queries of one row, at successive positions, from the slots of each group that they see.
 
-    **Arguments:** `windows`: of each group, None where it sees all; `begin`: what is known before anything was seen;
-    `read(group, position)`: content of a slot; `states`: of groups that keep a state, by their number: what it is after
-    the first `start` positions, which nobody reads again.
+    **Arguments:** `windows`: of each group, None if it sees all; `begin`: the hash before any slot; `read(group,
+    position)`: the content of a slot; `states`: by index of groups with states, the state after the first `start`
+    positions, which are not read again.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Sight:
         self._seen = [start if group in states else 0 for group in range(len(windows))]
 
     def state(self, group: int) -> int:
-        """All that was seen of a group."""
+        """The hash of everything seen of a group."""
         return self._known[group]
 
     def of(self, position: int, end: int) -> int:
-        """What the query at `position` knows of the slots before `end`."""
+        """The hash of the query at `position` over the slots before `end`."""
         for group, window in enumerate(self._windows):
             if window is not None:
                 self._known[group] = self._begin
@@ -96,14 +96,14 @@ class Sight:
 
 
 def content(value: int, group: int) -> int:
-    """A group's part of what a query writes: no two groups have the same."""
+    """The content that a query writes for a group, different for each group."""
     return mix(value, group) if group and value != NOT_FINITE else value
 
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What `FakeRunner` must sample, computed from the tokens alone. `windows`: of each group, None for all, which a
-    state is as well: it has seen them one after the other."""
+    """The samples that `FakeRunner` must return, computed from the tokens only. `windows`: of each group, None if it
+    sees all; also None for states, which have seen all tokens in order."""
 
     vocab_size: int
     windows: tuple[int | None, ...] = (None,)
@@ -117,8 +117,8 @@ class Oracle:
         namespace: str | None = None,
         allowed: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> list[int]:
-        """Output tokens of a request, the stop token included. `allowed`: which tokens may come behind an output, none
-        where it is over; without it all may."""
+        """Output tokens of a request, including the stop token. `allowed`: the tokens that may follow an output, none
+        if it ends there; if None, all tokens."""
         stops = set(stop_ids)
         tokens, output = list(prompt), list[int]()
         queries = self._queries(tokens, namespace)
@@ -136,12 +136,12 @@ class Oracle:
         return output
 
     def prompt_logprobs(self, prompt: Sequence[int], namespace: str | None = None) -> list[float]:
-        """Logprob of each prompt token but the first, float32."""
+        """Logprob of each prompt token except the first, float32."""
         queries = self._queries(prompt, namespace)
         return [float(np.float32(logprob(next(queries), token))) for token in prompt[1:]]
 
     def _queries(self, tokens: Sequence[int], namespace: str | None) -> Iterator[int]:
-        """What the query of each token knows; tokens may be appended while it is asked."""
+        """The hash of each token's query. Tokens may be appended while this iterates."""
         written: list[list[int]] = [[] for _ in self.windows]
         sight = Sight(self.windows, begin(namespace), lambda group, place: written[group][place])
         position = 0

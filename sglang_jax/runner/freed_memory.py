@@ -1,4 +1,4 @@
-"""Memory that was freed and that the C library keeps, given back to the system."""
+"""Returns freed memory, which the C library keeps, to the system."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ _EVERY = 64 << 20
 
 
 class FreedMemory:
-    """Counts what is freed while weights are loaded. glibc keeps blocks of up to 32 MiB that are freed for later ones.
-    Of those that lie between others little is used again: of a model whose matrices are re-laid one by one, a quarter
-    was in memory twice."""
+    """Counts freed bytes while weights are loaded. glibc keeps freed blocks of up to 32 MiB, and reuses few of those
+    between other blocks: of a model whose matrices are repacked one by one, a quarter was in memory twice."""
 
     def __init__(self) -> None:
         self._bytes = 0
 
     def add(self, freed: int) -> None:
-        """So many bytes were freed: after each 64 MiB, free pages go back to the system."""
+        """Counts `freed` bytes, and returns free pages to the system after each 64 MiB."""
         self._bytes += freed
         if self._bytes >= _EVERY:
             self.give_back()
 
     def give_back(self) -> None:
-        """Free pages go back to the system, where the C library is glibc."""
+        """Returns free pages to the system, if the C library is glibc."""
         self._bytes = 0
-        with contextlib.suppress(AttributeError):  # others have no such function, and keep little
+        with contextlib.suppress(AttributeError):  # other C libraries lack the function, and keep little
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,8 +1,8 @@
 """One model in several processes: rank 0 plans, the others follow.
 
-Every process runs the same plans in the same order on its own devices, and samples by itself from the same logits, the
-same seeds and the same masks, so that nothing but plans and masks goes from process to process on the host. How orders
-travel (a pipe to a child, a connection to another node) is each backend's own.
+Every process runs the same plans in the same order on its devices, and samples separately from the same logits, seeds
+and masks, so only plans and masks are sent between processes on the host. Each backend chooses the transport of orders:
+a pipe to a child, or a connection to another node.
 """
 
 from __future__ import annotations
@@ -24,74 +24,74 @@ _STEPS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Run the steps of a warm-up."""
+    """Runs the steps of a warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartProfile:
-    """Record what this process and its devices do, for this folder."""
+    """Starts a profile of the process and its devices, for `folder`."""
 
     folder: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopProfile:
-    """Write the recording."""
+    """Ends and writes the profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Leave the group and end."""
+    """Ends the process in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Rank 0 has failed: end with an error, whatever is waited for."""
+    """Ends the process with an error at once, since rank 0 has failed."""
 
     reason: str
 
 
 Order = WarmUp | StepPlan | TokenMasks | StartProfile | StopProfile | Leave
-"""What a follower is told, in this order."""
+"""A message to a follower; it handles them in order."""
 
 ORDERS: Codec[Order | GiveUp] = Codec(WarmUp, StepPlan, TokenMasks, StartProfile, StopProfile, Leave, GiveUp)
-"""Orders as they go from process to process, and what breaks in on them."""
+"""The codec of orders, and of `GiveUp`, which interrupts them."""
 
 
 class Followers(Protocol):
-    """The processes that do what rank 0 does, as rank 0 sees them."""
+    """The other processes of the group, as rank 0 sees them."""
 
     def send(self, order: Order) -> None:
-        """Has every follower do what this process does next. Raises what `check` raises."""
+        """Sends an order to every follower. Raises what `check` raises."""
         ...
 
     def announce(self, note: NoteBeat) -> None:
-        """Has `note` called with what followers say of their progress from now on."""
+        """From now on, calls `note` with the progress that followers report."""
         ...
 
     def check(self) -> None:
-        """Raises `RuntimeError` if a follower is lost: no step can be computed without it."""
+        """Raises `RuntimeError` if a follower is lost, as steps need all of them."""
         ...
 
     def close(self) -> None:
-        """Ends the followers, and waits until they have."""
+        """Ends the followers, and waits for that."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """A step on its way in every process."""
+    """A step that was launched in every process."""
 
     step: StepHandle
     followers: Followers
 
     def sample(self, masks: TokenMasks) -> None:
-        """See `StepHandle`. As with a launch, this process goes first."""
+        """See `StepHandle`. As for a launch, this process is first."""
         self.step.sample(masks)
         self.followers.send(masks)
 
     def result(self) -> StepResult:
-        """Raises `RuntimeError` if a process was lost: what this one computed without it means nothing."""
+        """See `StepHandle`. Raises `RuntimeError` if a process was lost, since the result is then invalid."""
         try:
             return self.step.result()
         finally:
@@ -99,7 +99,7 @@ class GroupStep:
 
 
 class GroupRunner:
-    """`Runner` of rank 0, whose launches run in every process. `runner` is this process's part."""
+    """The `Runner` of rank 0, which launches in every process. `runner`: of this process."""
 
     def __init__(self, runner: Runner, followers: Followers) -> None:
         self._runner = runner
@@ -110,26 +110,26 @@ class GroupRunner:
         return self._runner.spec
 
     def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
-        """See `Runner`; all is built, for every process has to run the same programs."""
+        """See `Runner`. Builds all programs, since every process has to run the same ones."""
         self._followers.send(WarmUp())
         self._runner.warm_up(progress)
 
     def announce_builds(self, building: Building) -> None:
-        """See `Runner`. The others build what this process builds, at the same time."""
+        """See `Runner`. The other processes build the same programs at the same time."""
         self._runner.announce_builds(building)
 
     def announce_ranks(self, note: NoteBeat) -> None:
-        """Has `note` called with the beats of the other ranks."""
+        """Calls `note` with the beats of the other ranks."""
         self._followers.announce(note)
 
     def launch(self, plan: StepPlan) -> GroupStep:
-        """See `Runner`. This process launches first: it refuses what none may run."""
+        """See `Runner`. This process launches first, since it refuses invalid plans."""
         step = self._runner.launch(plan)
         self._followers.send(plan)
         return GroupStep(step, self._followers)
 
     def start_profile(self, folder: str) -> None:
-        """See `Runner`: every process records its own part."""
+        """See `Runner`. Every process records a profile."""
         self._runner.start_profile(folder)
         self._followers.send(StartProfile(folder))
 
@@ -139,15 +139,15 @@ class GroupRunner:
         self._runner.stop_profile()
 
     def report(self) -> RunnerReport:
-        """This process's."""
+        """The report of this process."""
         return self._runner.report()
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """This process's: all of them choose the same experts."""
+        """The counts of this process, which are those of all."""
         return self._runner.expert_load()
 
     def close(self) -> None:
-        """Ends every process's part, the others' also where this one's fails."""
+        """Closes the runners of all processes, the others also if closing this one fails."""
         try:
             self._runner.close()
         finally:
@@ -155,8 +155,8 @@ class GroupRunner:
 
 
 def follow(runner: Runner, next_order: Callable[[], Order], progress: Progress) -> None:
-    """Runs what rank 0 runs, in its order, until told to leave; not further ahead of the device than rank 0 is. Counts
-    its steps in `progress`."""
+    """Handles the orders of rank 0 until `Leave`, with at most as many steps in flight as rank 0 has. Counts its steps
+    in `progress`."""
     in_flight: deque[StepHandle] = deque()
     while True:
         match next_order():
@@ -181,4 +181,4 @@ def follow(runner: Runner, next_order: Callable[[], Order], progress: Progress) 
 
 
 def _no_progress(done: int, total: int, what: str) -> None:
-    """Rank 0 shows it."""
+    """Ignores the progress, which rank 0 shows."""

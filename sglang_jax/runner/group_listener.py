@@ -1,11 +1,11 @@
-"""How processes on other nodes come to rank 0: each side proves that it knows the group's secret, before a word is
-believed.
+"""Connects processes on other nodes to rank 0. Each side proves that it knows the group's secret before the other uses
+its messages.
 
-Nobody is waited for in the thread that accepts connections: whoever connects and says nothing keeps nobody out. What
-goes over a connection afterwards is neither encrypted nor signed: the network between nodes is to be trusted.
+The thread that accepts connections never waits for one, so a silent connection blocks no other. After the handshake,
+messages are neither encrypted nor signed: the network between nodes must be trusted.
 
-The proofs are HMAC-SHA256 (RFC 2104) over both sides' fresh random numbers and what is said with them, each with the
-word of its side, so that no proof can be sent back or sent again.
+The proofs are HMAC-SHA256 (RFC 2104) over the fresh random numbers of both sides and the message, with a word for the
+side, so that a proof can be neither reflected nor replayed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sglang_jax.runner.wire import Codec, FrameError
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
-"""How long a proof may take to come."""
+"""Maximum time until a proof arrives."""
 
 RESOLVE_SECONDS = 30.0
-"""How long the name of an own address may take to be known: a pod's comes after its start."""
+"""Maximum time until the name of this machine resolves: that of a pod is known only after its start."""
 
 _MOST_STRANGERS = 256
-"""Most connections without a proof; then the oldest is dropped. A follower's comes within milliseconds."""
+"""Maximum connections without a proof; then the oldest is dropped. A follower sends its proof within milliseconds."""
 
 _GREETING = b"sglang-jax group 1\n"
 _RANDOM_BYTES = 32
@@ -46,7 +46,7 @@ _LEADER = b"leader"
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a follower says of itself. `form`: `Codec.form` of the orders that it understands."""
+    """A follower's first message. `form`: `Codec.form` of the orders that it understands."""
 
     rank: int
     form: str
@@ -54,7 +54,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Rank 0's. `refusal`: why the follower is not let in; empty if it is."""
+    """Rank 0's answer. `refusal`: why it refuses the follower; empty if it accepts it."""
 
     refusal: str
 
@@ -64,12 +64,12 @@ _ANSWERS = Codec(Answer)
 
 
 class FollowerListener:
-    """Where followers connect to. `port` is free for it to choose; `host` is the address of its name.
+    """Listens for followers, on a free `port` and on the address `host`.
 
-    **Arguments:** `host`: name or address to listen on, and on no other; `secret`: the group's, empty if it has none,
-    and then anybody is let in who says the right words; `form`: `Codec.form` of the orders that will be sent.
+    **Arguments:** `host`: name or address to listen on; `secret`: of the group, empty for none, in which case any
+    process with the right protocol is accepted; `form`: `Codec.form` of the orders that will be sent.
 
-    **Raises:** `ConfigError` if `host` is no address of this machine.
+    **Raises:** `ConfigError` if `host` is not an address of this machine.
     """
 
     def __init__(self, host: str, secret: bytes, form: str) -> None:
@@ -86,9 +86,9 @@ class FollowerListener:
         self.host, self.port, *_ = self._listener.getsockname()
 
     def accept(self, count: int, timeout: float) -> list[tuple[Connection, str]]:
-        """The connections of ranks 1 to `count`, in this order, each with what to call it. Closes the listener.
+        """The connections of ranks 1 to `count`, in order, each with its name for messages. Closes the listener.
 
-        **Raises:** `ConfigError` if they do not come within `timeout` seconds.
+        **Raises:** `ConfigError` if they do not arrive within `timeout` seconds.
         """
         self._count = count
         threading.Thread(target=self._accept_all, daemon=True, name="group-listener").start()
@@ -107,7 +107,7 @@ class FollowerListener:
         return [(self._here[rank], _name(rank)) for rank in sorted(self._here)]
 
     def _close(self) -> None:
-        with suppress(OSError):  # not every system knows this of a socket that listens
+        with suppress(OSError):  # not every system supports this for a listening socket
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
@@ -140,7 +140,7 @@ class FollowerListener:
                     self._strangers.remove(stranger)
 
     def _let_in(self, stranger: socket.socket) -> None:
-        """Raises `OSError` or `FrameError`, saying why not."""
+        """Accepts or refuses a connection. Raises `OSError` or `FrameError` with the reason of a refusal."""
         wire = _Handshake(stranger)
         random = _GREETING + secrets.token_bytes(_RANDOM_BYTES)
         wire.send(random)
@@ -169,7 +169,7 @@ class FollowerListener:
 def connect_to_leader(address: tuple[str, int], secret: bytes, hello: Hello) -> Connection:
     """A follower's connection to rank 0's `FollowerListener` at `address`.
 
-    **Raises:** `ConfigError` if nobody listens there, if it does not know the secret, or does not let this node in.
+    **Raises:** `ConfigError` if nothing listens there, if it does not know the secret, or if it refuses this node.
     """
     where = f"node 0 at {address[0]}:{address[1]}"
     try:
@@ -191,19 +191,19 @@ def connect_to_leader(address: tuple[str, int], secret: bytes, hello: Hello) -> 
 
 
 class _Handshake:
-    """The words on a connection before it is trusted: none waits longer than until a common deadline, none is long."""
+    """The messages on a connection before it is trusted. They have a common deadline and a maximum length."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._deadline = time.monotonic() + HANDSHAKE_SECONDS
 
     def send(self, data: bytes) -> None:
-        """Raises `OSError`."""
+        """Sends bytes. Raises `OSError`."""
         self._wait()
         self._connection.sendall(data)
 
     def read(self, size: int) -> bytes:
-        """Raises `OSError` if the other side ends or falls silent."""
+        """Reads `size` bytes. Raises `OSError` if the other side closes the connection or is silent."""
         data = b""
         while len(data) < size:
             self._wait()
@@ -214,11 +214,12 @@ class _Handshake:
         return data
 
     def say(self, said: bytes, secret: bytes, before: bytes) -> None:
-        """Sends what was `said` with a proof that the secret is known, over it and what went `before`."""
+        """Sends the message `said` with a proof of the secret over it and the messages `before`."""
         self.send(_prove(secret, before, said) + len(said).to_bytes(2, "big") + said)
 
     def read_said(self, secret: bytes, before: bytes) -> bytes:
-        """What the other side says with its proof. Raises `OSError`; `FrameError` if the proof is wrong."""
+        """Reads a message of the other side and checks its proof. Raises `OSError`; `FrameError` if the proof is
+        wrong."""
         proof = self.read(_PROOF_BYTES)
         size = int.from_bytes(self.read(2), "big")
         if size > _MOST_SAID:
@@ -236,7 +237,8 @@ class _Handshake:
 
 
 def _prove(secret: bytes, before: bytes, said: bytes) -> bytes:
-    """Lengths of all parts but the last are fixed, so that no two conversations give one text."""
+    """The proof of a message. All parts but the last have fixed lengths, so different conversations sign different
+    bytes."""
     return hmac.digest(secret, before + said, "sha256")
 
 
@@ -245,13 +247,13 @@ def _name(rank: int) -> str:
 
 
 def _hang_up(stranger: socket.socket) -> None:
-    """Whoever reads from it notices."""
-    with suppress(OSError):  # it has ended
+    """Closes a connection so that a thread that reads from it notices."""
+    with suppress(OSError):  # it is closed already
         stranger.shutdown(socket.SHUT_RDWR)
 
 
 def _listen(host: str) -> socket.socket:
-    """A socket that listens on one address and on a free port."""
+    """A socket that listens on one address and a free port."""
     try:
         family, address = _resolve(host)
         return socket.create_server((address, 0), family=family, backlog=64)
@@ -263,7 +265,7 @@ def _listen(host: str) -> socket.socket:
 
 
 def _resolve(host: str) -> tuple[int, str]:
-    """Family and address of a name, which may be so new that it is not known everywhere yet."""
+    """Family and address of a name. Retries, since a new name may not be known everywhere yet."""
     deadline = time.monotonic() + RESOLVE_SECONDS
     while True:
         try:

@@ -1,5 +1,5 @@
-"""Whose scales of keys and values are used: the checkpoint's, where it brings any and the cache is of 8 bits; and what
-a model computes to calibrate such a cache on itself, the same for every backend."""
+"""Scales of keys and values in 8 bits: whether to use the checkpoint's, and the tokens with which every backend
+calibrates a cache without any."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from sglang_jax.config import KVCacheDtype
 logger = logging.getLogger(__name__)
 
 ROWS, LENGTH = 8, 64
-"""Sequences of a calibration, and tokens of each. The first key and value of a sequence are often far larger than all
-others (Xiao et al. 2023, "Efficient streaming language models with attention sinks"), so that one sequence would not
-do."""
+"""Sequences of a calibration, and tokens of each. One sequence is not enough, since its first key and value are often
+far larger than all others (Xiao et al. 2023, "Efficient streaming language models with attention sinks")."""
 
 LARGEST_STORED = {KVCacheDtype.FLOAT8_E4M3: 448.0, KVCacheDtype.INT8: 127.0}
-"""The largest number of each type of 8 bits: what is beyond it times the scale saturates."""
+"""The largest number of each 8-bit dtype; larger values, divided by the scale, saturate."""
 
 _SEED = 0
 
 
 def kv_scale_factor(checkpoint: Checkpoint, dtype: KVCacheDtype) -> float | None:
-    """What the checkpoint's scales are to be multiplied by, for a cache of `dtype`: where they were made for another
-    type, they then cover the same range.
+    """The factor by which to multiply the checkpoint's scales for a cache of `dtype`. Scales that were made for another
+    dtype then cover the same range.
 
-    None where the cache is not of 8 bits, or where the checkpoint brings no scales: float8, whose steps are as small as
-    its numbers, is then stored at a scale of 1. The log says which it is.
+    None if the cache does not have 8 bits, or if the checkpoint has no scales: float8, whose resolution is relative, is
+    then stored with a scale of 1. Logs which case it is.
 
     **Raises:** `CheckpointError` for scales that cannot be used.
     """
@@ -56,6 +55,6 @@ def kv_scale_factor(checkpoint: Checkpoint, dtype: KVCacheDtype) -> float | None
 
 
 def calibration_tokens(vocab_size: int, most: int = LENGTH) -> NDArray[np.int32]:
-    """int32 `[ROWS, length]`, drawn evenly from the whole vocabulary, always the same ones; `length` is `LENGTH` or, if
-    that is less, `most`."""
+    """Token ids int32 `[ROWS, length]`, uniform over the vocabulary and always the same; `length` is at most `LENGTH`
+    and `most`."""
     return np.random.default_rng(_SEED).integers(0, vocab_size, (ROWS, min(LENGTH, most)), dtype=np.int32)

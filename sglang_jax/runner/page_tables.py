@@ -1,4 +1,4 @@
-"""The page tables of all cache groups as one, for runners that keep a single array of them."""
+"""The page tables of all cache groups as one array, as runners keep it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from sglang_jax.runner.plan import Int32, PageDeltas, RunnerSpec, SlotCopies
 
 @dataclass(frozen=True, slots=True)
 class TableLayout:
-    """Columns of the table: those of the pools, in their order, which begin at `starts`.
+    """The columns of the table: those of each pool, which start at `starts`, in the order of pools.
 
-    `paged`: the first column of each pool with pages, and the end; `draft`: indices in it of a draft model's. `slots`:
-    the column with each row's slot for its state, None without states. `first_draft_slot`: of the slots behind those of
-    the pool. Each takes the state after a draft of the step that runs, see `runner.drafts`."""
+    - `paged`: first and last column of each pool with pages; `draft`: indices in it of a draft model's pools.
+    - `slots`: the column with each row's slot for its state, None without states.
+    - `first_draft_slot`: the first slot after those of the pool. These slots take the states after the drafts of a
+      step, see `runner.drafts`.
+    """
 
     paged: tuple[tuple[int, int | None], ...] = ((0, None),)
     draft: tuple[int, ...] = ()
@@ -43,12 +45,11 @@ class TableLayout:
 
 
 ONE_GROUP = TableLayout()
-"""Of models whose layers share pages of one kind."""
+"""The layout of models with one cache group."""
 
 
 def pack_copies(copies: tuple[SlotCopies, ...], sources: Int32, targets: Int32) -> None:
-    """Writes which slots are begun with in the place of others into `sources`, `targets` `[rows]`. No slot has the
-    number of an unused target."""
+    """Writes copies of slots into `sources` and `targets` `[rows]`. Unused targets are -1, which is not a slot."""
     sources[:], targets[:] = 0, -1
     for found in copies:
         sources[: len(found.sources)] = found.sources
@@ -56,7 +57,7 @@ def pack_copies(copies: tuple[SlotCopies, ...], sources: Int32, targets: Int32) 
 
 
 def side_by_side(deltas: tuple[PageDeltas, ...], starts: tuple[int, ...]) -> PageDeltas:
-    """Entries of the tables of pools as entries of one table, where each of them begins at its column of `starts`."""
+    """Entries of several pools' tables as entries of one table, in which each pool starts at its column of `starts`."""
     if len(deltas) == 1:
         return deltas[0]
     return PageDeltas(

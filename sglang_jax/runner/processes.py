@@ -1,4 +1,4 @@
-"""What every process of an engine, core or rank, does for whoever started it."""
+"""Set-up of every process of an engine, core or rank."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import signal
 import sys
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Has a process write the Python stacks of all its threads to its standard error."""
+"""The signal on which a process writes the Python stacks of all its threads to its standard error."""
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def write_stacks_on_signal() -> None:
-    """Does for this process what `STACKS_SIGNAL` says, also while it is in native code that holds the interpreter's
-    lock: the handler is native as well."""
+    """Installs the handler of `STACKS_SIGNAL`. It is native, so it also works while native code holds the interpreter's
+    lock."""
     faulthandler.register(STACKS_SIGNAL)
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process once the thread that started it has ended, also while it hangs or is stopped.
-    Elsewhere than on Linux nothing is done: it ends once it finds its connection closed, unless it hangs."""
+    """Has the kernel kill this process when the thread that started it ends, even if this process hangs or is stopped.
+    Does nothing on systems other than Linux, where the process ends when it finds its connection closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

@@ -1,8 +1,7 @@
-"""Signs of life: what a process that computes says of its progress, for whoever watches it from another one.
+"""The progress of a process that computes, for a watchdog in another process.
 
-A few numbers in memory that both processes have. Nothing is sent, so there is nothing that a process which stands still
-could fail to send or its watcher fail to read: whatever it stands in (a collective, a driver, a signal that stopped
-it), its numbers stay as they are.
+It is a few numbers in shared memory. No messages are sent, so a process that hangs (in a collective, in a driver, or
+stopped by a signal) cannot fail to send one: its numbers just stay the same.
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 Building = Callable[[], AbstractContextManager[None]]
-"""What is entered while a program is built: that may take minutes in which no step is made."""
+"""A context to enter while a program is built, which may take minutes without steps."""
 
 MOST_RANKS = 256
-"""Ranks beside the first whose beats a pulse has room for."""
+"""Maximum ranks after the first whose beats a pulse stores."""
 
 _STEPS, _TICKS, _BUSY, _BUILDING, _AT = range(5)
-_OWN, _OF_RANK = 5, 3  # numbers of this process; numbers of each further rank: steps, when they grew, when it spoke
+_OWN, _OF_RANK = 5, 3  # numbers of this process; of each further rank: steps, when they grew, when it last reported
 _SIZE = _OWN + _OF_RANK * MOST_RANKS
 
 Words = Any
-"""The shared memory, int64 `[_SIZE]`: ctypes has no type for an array that several processes have."""
+"""The shared memory, int64 `[_SIZE]`: ctypes has no type for a shared array."""
 
 
 def shared_words() -> Words:
-    """Memory for a pulse, to be given to a spawned process as an argument."""
+    """Memory for a pulse, to pass to a spawned process as an argument."""
     words: Words = get_context("spawn").RawArray(ctypes.c_int64, _SIZE)
     return words
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The numbers as somebody found them.
+    """A reading of the numbers.
 
-    - `ticks`: grows with every step, and with every change from idle to busy and back.
-    - `busy`: it has work, or takes in what may be work. `building`: it builds a program.
+    - `ticks`: grows with every step, and with every change between idle and busy.
+    - `busy`: whether the process has work, or reads messages that may be work. `building`: whether it builds a program.
     - `at`: when `ticks` last grew, in seconds of `time.monotonic()`.
     """
 
@@ -55,8 +54,8 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class RankBeat:
-    """What is known of another rank of the same model: `steps` that it has launched, when they last grew (`at`), and
-    when it last said anything (`heard`), in seconds of `time.monotonic()`."""
+    """The last report of another rank of the same model: `steps` that it has launched, when they last grew (`at`), and
+    when it last reported (`heard`), in seconds of `time.monotonic()`."""
 
     rank: int
     steps: int
@@ -65,9 +64,9 @@ class RankBeat:
 
 
 class Pulse:
-    """Written by the process that computes, on any of its threads; read by any process.
+    """Any thread of the process that computes writes it; any process may read it.
 
-    **Arguments:** `words`: of `shared_words`; None for a pulse that nobody else sees.
+    **Arguments:** `words`: of `shared_words`; None for a pulse within this process.
     """
 
     def __init__(self, words: Words | None = None) -> None:
@@ -75,7 +74,7 @@ class Pulse:
         self._lock = threading.Lock()
 
     def note(self, *, steps: int, busy: bool) -> None:
-        """So many steps were made so far, and there is work, or there is none."""
+        """Notes the number of steps so far, and whether there is work."""
         words = self._words
         if steps != words[_STEPS] or busy != words[_BUSY]:
             with self._lock:
@@ -83,7 +82,7 @@ class Pulse:
                 self._tick()
 
     def note_rank(self, rank: int, steps: int) -> None:
-        """Rank 1 or higher says that it has launched so many steps. Ranks beyond `MOST_RANKS` are not noted."""
+        """Notes the number of steps that rank 1 or higher has launched. Ignores ranks beyond `MOST_RANKS`."""
         if not 1 <= rank <= MOST_RANKS:
             return
         words, place, now = self._words, _OWN + _OF_RANK * (rank - 1), time.monotonic_ns()
@@ -92,7 +91,7 @@ class Pulse:
         words[place + 2] = now
 
     def ranks(self) -> list[RankBeat]:
-        """Those that have said something."""
+        """The ranks that have reported."""
         places = enumerate(range(_OWN, _SIZE, _OF_RANK), 1)
         found = [(rank, self._words[place : place + _OF_RANK]) for rank, place in places]
         return [RankBeat(rank, steps, at / 1e9, heard / 1e9) for rank, (steps, at, heard) in found if heard]
@@ -110,7 +109,7 @@ class Pulse:
                 self._tick()
 
     def read(self) -> Beat:
-        """What is known now."""
+        """The present numbers."""
         words = self._words
         return Beat(words[_STEPS], words[_TICKS], bool(words[_BUSY]), words[_BUILDING] > 0, words[_AT] / 1e9)
 

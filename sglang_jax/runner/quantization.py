@@ -1,4 +1,4 @@
-"""Which matrices of a model are quantised, as options and the checkpoint say."""
+"""Decides which matrices of a model are quantised, by the options and the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sglang_jax.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MOST_OF_MEMORY = 1 / 8
-"""Of what the other form of all weights leaves, matrices in blocks take no more than this share."""
+"""Maximum fraction of the memory that the other weights leave for matrices that are also kept in blocks."""
 
 _ENCODINGS = {WeightQuantization.INT8: INT8_ROWS, WeightQuantization.FLOAT8_E4M3: FLOAT8_ROWS}
 
 
 def quantization_wanted(wanted: WeightQuantization) -> Quantization | None:
-    """How an option says that matrices are quantised while they are read; None for as they are stored."""
+    """The quantisation, while matrices are read, that an option asks for; None to keep them as stored."""
     encoding = _ENCODINGS.get(wanted)
     return None if encoding is None else Quantization(encoding)
 
 
 def encodings_by_option(model: ModelConfig, wanted: WeightQuantization) -> Encodings:
-    """How an option keeps each matrix of a model whose checkpoint has plain numbers."""
+    """The encodings, under an option, of the matrices of a model whose checkpoint has plain numbers."""
     quantization, specs = quantization_wanted(wanted), manifest_of(model).specs
     if quantization is None:
         return all_plain
@@ -37,9 +37,10 @@ def encodings_by_option(model: ModelConfig, wanted: WeightQuantization) -> Encod
 
 
 def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantization | None:
-    """How the options say that the matrices of a checkpoint are quantised while they are read.
+    """The quantisation, while the matrices of a checkpoint are read, that the options ask for; None to keep them as
+    stored.
 
-    **Raises:** `ConfigError` for a checkpoint whose matrices cannot be quantised so, or are quantised already.
+    **Raises:** `ConfigError` for a checkpoint whose matrices cannot be quantised this way, or already are.
     """
     wanted = config.quantization
     if wanted is not WeightQuantization.AUTO and config.keep_gguf_blocks:
@@ -48,7 +49,7 @@ def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantizatio
 
 
 def quantization_for(checkpoint: Checkpoint, wanted: WeightQuantization) -> Quantization | None:
-    """The same for one option."""
+    """Like `quantization_of`, for one option."""
     quantization = quantization_wanted(wanted)
     if quantization is None:
         return None
@@ -67,8 +68,7 @@ def quantization_for(checkpoint: Checkpoint, wanted: WeightQuantization) -> Quan
 
 
 def describe_matrices(model: ModelConfig, kept: Mapping[ParameterName, str]) -> str | None:
-    """How many matrices of a model, which are `kept` in types of 8 bits, for the report and, from here, the log; None
-    if none is."""
+    """Describes and logs how many matrices of a model are `kept` in 8 bits; None if none are."""
     if not kept:
         return None
     count = sum(spec.is_matrix and spec.name.part is not Part.EMBEDDING for spec in manifest_of(model).specs.values())
@@ -78,14 +78,14 @@ def describe_matrices(model: ModelConfig, kept: Mapping[ParameterName, str]) -> 
 
 
 def kept_encodings(model: ModelConfig, encodings: Encodings) -> dict[ParameterName, Encoding]:
-    """Those of the matrices of a model that have a scale of each row. One that a layer joins with others of another
-    encoding is still widened."""
+    """The encodings of the matrices that have a scale per row. Matrices that a layer joins with others of another
+    encoding are widened anyway."""
     found = {name: encodings(name) for name in manifest_of(model).specs}
     return {name: encoding for name, encoding in found.items() if encoding is not None and encoding.block is None}
 
 
 def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> Encodings:
-    """How each matrix of the checkpoint's model is kept."""
+    """The encoding in memory of each matrix of the checkpoint's model."""
     if checkpoint.foreign is not None:
         return all_plain
     if checkpoint.reader is None:
@@ -94,8 +94,8 @@ def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> E
 
 
 def keeps_blocks(needed: int, room: int) -> bool:
-    """Whether a model may keep matrices in blocks too: `needed` bytes of them, of the `room` that its other weights
-    leave. The log says so."""
+    """Whether a model may also keep `needed` bytes of matrices in blocks, of the `room` that its other weights leave.
+    Logs the answer."""
     if needed > room * _MOST_OF_MEMORY:
         logger.info(
             "Quantised matrices are only kept dequantised: keeping both takes %.0f MiB, more than an eighth of %.0f",

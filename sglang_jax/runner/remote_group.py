@@ -1,13 +1,14 @@
-"""Orders over the network: rank 0 tells processes on other nodes what to run, and each notices when the other is gone.
+"""Orders over the network: rank 0 sends orders to processes on other nodes, and each side notices when the other is
+gone.
 
-A connection closes when a process ends, however it ends. When a node loses its power or its network nothing closes, so
-both sides send a sign of life every few seconds, from threads of their own: a process may wait for its device, or for
-the very process that is gone, for as long as it likes.
+A connection closes when a process ends in any way. It does not close when a node loses its power or its network, so
+both sides send a beat every few seconds, from separate threads, since a process may wait for its device, or for the
+process that is gone, for any time.
 
-A process that fails tells the others why before it ends: theirs may be waiting for it where no order is read.
+A process that fails sends the others the reason before it ends, since they may be waiting for it without reading
+orders.
 
-Orders are the messages of `group.ORDERS`; what followers say is plain text. How a connection comes about is told in
-`group_listener`.
+Orders are the messages of `group.ORDERS`; followers send plain text. `group_listener` sets up connections.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ LOST_AFTER_SECONDS = 15.0
 _SECONDS_TO_END = 15.0
 
 _MOST_SAID = 64 << 10
-"""Bytes of what a follower says; longer, and its connection is closed."""
+"""Maximum bytes of a follower's message; a longer one closes its connection."""
 _MOST_ORDERED = 1 << 30
 
 OnLoss = Callable[[str], None]
-"""Called once, on a thread of the connection, with what happened."""
+"""Called once, on a thread of the connection, with the reason."""
 
 
 class RemoteFollowers:
-    """`Followers` on other nodes, which have connected to `listener`.
+    """`Followers` on other nodes, which connect to `listener`.
 
-    **Arguments:** `count`: how many are waited for; `timeout`: seconds to wait for them; `on_loss`: called when one is
-    lost, at the latest `LOST_AFTER_SECONDS` after its last sign of life.
+    **Arguments:** `count`: their number; `timeout`: seconds to wait for them; `on_loss`: called when one is lost, at
+    the latest `LOST_AFTER_SECONDS` after its last beat.
 
-    **Raises:** `ConfigError` if they do not come in time.
+    **Raises:** `ConfigError` if they do not connect in time.
     """
 
     def __init__(self, listener: FollowerListener, count: int, timeout: float, on_loss: OnLoss) -> None:
@@ -53,7 +54,7 @@ class RemoteFollowers:
         self._leaving = False
         self._note: NoteBeat = _unnoted
         self._links = [_Link(connection, name) for connection, name in listener.accept(count, timeout)]
-        self._watches = [  # they are in the order of their ranks
+        self._watches = [  # in the order of ranks
             threading.Thread(target=self._watch, args=(rank, link), daemon=True)
             for rank, link in enumerate(self._links, 1)
         ]
@@ -85,14 +86,14 @@ class RemoteFollowers:
         self._end(Leave())
 
     def give_up(self, reason: str) -> None:
-        """Has every follower end with an error, in place of `close`: this process has failed."""
+        """Ends every follower with an error, instead of `close`, because this process has failed."""
         self._end(GiveUp(reason))
 
     def _end(self, order: Leave | GiveUp) -> None:
         self._leaving = True
         if self._lost is None:
             for link in self._links:
-                with suppress(OSError):  # it has ended
+                with suppress(OSError):  # it is closed already
                     link.say(ORDERS.encode(order))
         deadline = time.monotonic() + _SECONDS_TO_END
         for watch, link in zip(self._watches, self._links, strict=True):
@@ -116,12 +117,12 @@ class RemoteFollowers:
 
 
 class LeaderLink:
-    """A follower's connection to rank 0, which it tells of its `progress`.
+    """A follower's connection to rank 0, to which it reports its `progress`.
 
-    **Arguments:** `address`, `secret`: those of rank 0's `FollowerListener`; `rank`: this process's; `on_loss`: called
-    when rank 0 is lost.
+    **Arguments:** `address`, `secret`: of rank 0's `FollowerListener`; `rank`: of this process; `on_loss`: called when
+    rank 0 is lost.
 
-    **Raises:** `ConfigError` if rank 0 is not there, or does not let this process in.
+    **Raises:** `ConfigError` if rank 0 cannot be reached, or refuses this process.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes, rank: int, on_loss: OnLoss) -> None:
@@ -134,7 +135,7 @@ class LeaderLink:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def next_order(self) -> Order:
-        """Blocks until rank 0 has one."""
+        """Blocks until rank 0 sends an order."""
         return self._orders.get()
 
     def close(self) -> None:
@@ -143,7 +144,7 @@ class LeaderLink:
         self._link.close()
 
     def give_up(self, reason: str) -> None:
-        """Tells rank 0 that this process has failed, and closes the connection."""
+        """Sends rank 0 the reason why this process has failed, and closes the connection."""
         with suppress(OSError):  # rank 0 has ended
             self._link.say(reason.encode())
         self.close()
@@ -152,7 +153,7 @@ class LeaderLink:
         def take(data: bytes) -> None:
             message = ORDERS.decode(data)
             if isinstance(message, GiveUp):
-                # This process may be waiting for rank 0 itself, where no order is read.
+                # This process may be waiting for rank 0 without reading orders.
                 self._leaving.set()
                 self._on_loss(f"node 0 gave up: {message.reason}")
                 return
@@ -169,12 +170,11 @@ class LeaderLink:
 
 
 def _unnoted(rank: int, steps: int) -> None:
-    """Until somebody wants to know."""
+    """Ignores a beat, until `announce` is called."""
 
 
 class _Link:
-    """A connection that says that this side is alive and what its `progress` is, and knows how long the other side has
-    been silent."""
+    """A connection that sends beats with this side's `progress`, and knows how long the other side has been silent."""
 
     def __init__(self, connection: Connection, name: str, progress: Progress | None = None) -> None:
         self.name = name
@@ -185,15 +185,15 @@ class _Link:
         threading.Thread(target=self._say_alive, daemon=True).start()
 
     def say(self, data: bytes) -> None:
-        """Raises `OSError` if the other side is gone."""
+        """Sends a message. Raises `OSError` if the other side is gone."""
         with self._sending:
             self._connection.send_bytes(data)
 
     def listen(
         self, take: Callable[[bytes], None], most: int, on_beat: Callable[[int], None] = lambda steps: None
     ) -> str:
-        """Hands on what is not a sign of life until the other side ends or falls silent; says which. Whoever sends more
-        than `most` bytes at once is taken for one that ends. `on_beat` is given the steps that a sign of life tells.
+        """Passes messages other than beats to `take` until the other side ends or is silent for too long, and returns
+        the reason. A message of more than `most` bytes counts as an end. Calls `on_beat` with the steps in each beat.
         Raises what `take` raises."""
         try:
             while self._connection.poll(LOST_AFTER_SECONDS):
@@ -212,14 +212,14 @@ class _Link:
         return f"nothing was received for {LOST_AFTER_SECONDS:.0f} s"
 
     def close(self) -> None:
-        """Ends the connection, which whoever listens then closes: closed under a reader, its number could be another
-        file's by the time that it is read."""
+        """Shuts the connection down; the thread that reads from it then closes it. If another thread closed it, the
+        reader could read from a new file with the same descriptor."""
         self._closed.set()
         with self._sending:
             if self._connection.closed:
                 return
             with socket.socket(fileno=os.dup(self._connection.fileno())) as both_ways, suppress(OSError):
-                both_ways.shutdown(socket.SHUT_RDWR)  # raises where the other side has ended
+                both_ways.shutdown(socket.SHUT_RDWR)  # raises if the other side has ended
 
     def _say_alive(self) -> None:
         while not self._closed.wait(ALIVE_EVERY_SECONDS):

@@ -1,4 +1,5 @@
-"""Sampling parameters of rows as one int32 array: taking rows costs one transfer. Both backends read this layout."""
+"""Sampling parameters of rows as one int32 array, so that new rows need one transfer. Both backends read this
+layout."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from sglang_jax.runner.plan import Int32, SamplingUpdate
 from sglang_jax.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 IN_PROMPT = 1
-"""Bit of an occurrence count that says that the prompt holds the token."""
+"""Bit of an occurrence count: the prompt contains the token."""
 
 ONE_OUTPUT = 2
-"""What one output token adds to an occurrence count."""
+"""The value that one output token adds to an occurrence count."""
 
 
 class FieldKind(StrEnum):
-    """What the words of a field are the bits of."""
+    """The dtype whose bits the words of a field are."""
 
     INT32 = "int32"
     UINT32 = "uint32"
@@ -29,7 +30,7 @@ class FieldKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A parameter of a row, and the words of a packed row that hold it."""
+    """A parameter of a row, and its words in a packed row."""
 
     name: str
     kind: FieldKind
@@ -37,7 +38,7 @@ class Field:
 
 
 def _lay_out(*fields: tuple[str, FieldKind, int]) -> tuple[Field, ...]:
-    """Fields one after the other, behind the row's number in word 0."""
+    """Places fields one after the other, after the row's number in word 0."""
     starts = accumulate((width for _, _, width in fields), initial=1)
     return tuple(
         Field(name, kind, slice(start, start + width))
@@ -60,17 +61,16 @@ FIELDS = _lay_out(
     ("bias_ids", FieldKind.INT32, MAX_LOGIT_BIAS),
     ("bias_values", FieldKind.FLOAT32, MAX_LOGIT_BIAS),
 )
-"""Parameters of a row, named as in `SamplingParams`. `top_k` is the vocabulary's size where all tokens are kept; unused
-`stop_ids` and `bias_ids` are the vocabulary's size; `seed` has its low word first."""
+"""Parameters of a row, named as in `SamplingParams`. `top_k` is the vocabulary size if all tokens are kept; unused
+`stop_ids` and `bias_ids` are the vocabulary size; `seed` has its low word first."""
 
 PACKED_ROW = FIELDS[-1].words.stop
 """int32 words of one packed row update."""
 
 
 def pack_row_updates(updates: Sequence[SamplingUpdate], size: int, pad_row: int, vocab_size: int) -> Int32:
-    """Packs up to `size` updates into one int32 `[size, PACKED_ROW]` array, floats and seeds as their bits.
-
-    Unused entries replace row `pad_row` by greedy sampling.
+    """Packs up to `size` updates into one int32 `[size, PACKED_ROW]` array, floats and seeds as their bits. Unused
+    entries set row `pad_row` to greedy sampling.
 
     **Raises:** `ValueError` if a request has more than `MAX_STOP_TOKEN_IDS` stop ids.
     """
@@ -111,8 +111,8 @@ def _fill(fields: dict[str, np.ndarray], update: SamplingUpdate, vocab_size: int
 
 
 def count_history(update: SamplingUpdate, vocab_size: int) -> Int32:
-    """How often the request's tokens so far occur, int32 `[vocab]`: `ONE_OUTPUT` for each time in the output, plus
-    `IN_PROMPT` if the prompt holds the token."""
+    """Counts the request's tokens so far, int32 `[vocab]`: `ONE_OUTPUT` per occurrence in the output, plus `IN_PROMPT`
+    if the prompt contains the token."""
     assert update.history is not None
     prompt, output = update.history[: update.prompt_len], update.history[update.prompt_len :]
     occurrences = np.bincount(output, minlength=vocab_size).astype(np.int32) * ONE_OUTPUT

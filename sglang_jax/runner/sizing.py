@@ -1,4 +1,4 @@
-"""How many requests, tokens and pages fit."""
+"""Chooses how many requests, tokens and pages fit into memory."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ logger = logging.getLogger(__name__)
 _MAX_RUNNING_ON_CPU = 32
 _MAX_RUNNING = 256
 _KV_TOKENS_ON_CPU = 32768
-"""Pool on a CPU, unless a longer context or a larger pool is asked for: memory there belongs to others as well."""
+"""Maximum tokens of the pool on a CPU, where other programs need memory, too, unless the options ask for more."""
 _LEAST_TOKENS = 512
-"""A pool chosen by memory holds at least one request of this many tokens, or as many as the context has."""
+"""A pool chosen by memory holds at least one request of this length, or of the context length if that is shorter."""
 _ROWS_PER_BUDGET = 2
 
 _PROMPT_TOKENS = 512
-"""Of a step, by default. On a CPU more are not computed faster; a TPU compiles a program for each size up to it."""
+"""Default prompt tokens of a step. A CPU computes more no faster; a TPU compiles a program for each size up to it."""
 _PROMPT_TOKENS_OF_GPUS = ((70, 8192), (40, 4096), (20, 2048), (0, 1024))
-"""From so many GiB of free memory on, so many: cards of 80, 48 and 24 GB, and smaller ones. More tokens keep the matrix
-units busier and read the weights less often; their activations must fit in what `mem_fraction_static` leaves."""
+"""Default prompt tokens of a step by GiB of free memory: for cards of 80, 48 and 24 GB, and for smaller ones. More
+tokens keep the matrix units busier and read the weights less often; their activations must fit into the memory that
+`mem_fraction_static` leaves."""
 
 _MOST_DRAFT_SLOTS = 32
-"""States are large: 20 to 80 MiB each of models with 1 to 80 billion parameters."""
+"""Maximum slots for states after drafts. States are large: 20 to 80 MiB for models of 1 to 80 billion parameters."""
 
 _USUAL_CONTEXT = 8192
 _LEAST_RATIO = 0.25
-"""Of tokens that layers with a window keep, by default: requests are shorter than the window at times, and prefixes
-that many begin with are worth a window each."""
+"""Minimum default of the fraction of tokens that layers with a window keep, since some requests are shorter than the
+window, and each shared prefix is worth a window."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """What a cache group takes: bytes of one page, or of one slot for states, over all of its layers. The other fields
-    are those of its `PoolSpec`."""
+    """The memory of a cache group. `page`: bytes of one page, or of one slot of states, over all of its layers. The
+    other fields are those of its `PoolSpec`."""
 
     name: str
     page: int
@@ -51,10 +52,10 @@ class GroupMemory:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the device has. Bytes.
+    """The memory of a device, in bytes.
 
-    - `available`: before weights are loaded; `weights`: what these take.
-    - `groups`: of the model's cache, in its order, and of a draft model's.
+    - `available`: before weights are loaded; `weights`: of all weights.
+    - `groups`: the cache groups of the model, in order, and then those of a draft model.
     """
 
     platform: str
@@ -65,9 +66,13 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`num_pages` of each group counts the pad page (slot); `max_context` is at most what the pools hold;
-    `prompt_tokens`: of a step at most. `draft_slots`: slots for states behind those of their pool, of which each takes
-    the state after a draft of a step: so many drafts a step may have."""
+    """The sizes of a runner.
+
+    - `num_pages`: of each group, with the pad page (slot). `max_context`: at most the tokens that the pools hold.
+    - `prompt_tokens`: maximum of a step.
+    - `draft_slots`: slots after those of the pool of states, one for the state after each draft of a step; so they
+      limit the drafts of a step.
+    """
 
     num_pages: tuple[int, ...]
     max_rows: int
@@ -78,8 +83,8 @@ class Sizes:
 
 
 def choose_sizes(config: EngineConfig, model_context: int, memory: Memory, longest_context: int | None = None) -> Sizes:
-    """Sizes of pools, page tables and steps. `model_context`: tokens of a context unless the config sets them;
-    `longest_context`: how many it may set, `model_context` if None.
+    """Chooses the sizes of pools, page tables and steps. `model_context`: the context length if the config does not set
+    one; `longest_context`: the maximum that it may set, `model_context` if None.
 
     **Raises:** `ConfigError` if `context_length` is beyond the model's, or memory cannot hold the weights and one
     request.
@@ -125,7 +130,7 @@ def _default_prompt_tokens(memory: Memory) -> int:
 
 
 def _bytes_of_texts(config: EngineConfig, rows: int, context: int) -> int:
-    """What guessing tokens takes: the text of each row, and three times that while it is searched."""
+    """Bytes that speculation takes: the text of each row, and three times that while it is searched."""
     return 0 if config.max_samples == 1 else 4 * 4 * (rows + 1) * (context + 1)
 
 
@@ -134,15 +139,16 @@ def _slot_bytes(memory: Memory) -> int:
 
 
 def _draft_slots(config: EngineConfig, memory: Memory, rows: int) -> int:
-    """Drafts pay where few rows decode; beside each there is a row, as rows and drafts together are at most `rows`."""
+    """The number of slots for drafts. There are fewer drafts than rows, since rows and drafts of a step are at most
+    `rows`."""
     if config.max_samples == 1 or not _slot_bytes(memory):
         return 0
     return min(rows - 1, _MOST_DRAFT_SLOTS)
 
 
 def _rows_with_slots(config: EngineConfig, slots: int | None, rows: int) -> int:
-    """Each row needs a slot for its state. Unless `max_running_requests` says otherwise, as many slots are left for
-    states of cached prefixes."""
+    """The number of rows for which there are `slots`. Each row needs a slot; unless `max_running_requests` is set, as
+    many slots are left for cached prefixes."""
     if slots is None:
         return rows
     room = slots if config.max_running_requests or config.disable_radix_cache else max(slots // 2, 1)
@@ -154,7 +160,7 @@ def _rows_with_slots(config: EngineConfig, slots: int | None, rows: int) -> int:
 
 
 class _Pools:
-    """How the pools of a model follow from one number: the pages of those that see all tokens, or the slots of a model
+    """Derives the sizes of all pools from one number: the pages of a pool without a window, or the slots of a model
     whose layers all keep states."""
 
     def __init__(self, config: EngineConfig, memory: Memory, context: int, rows: int, prompt_tokens: int) -> None:
@@ -169,11 +175,11 @@ class _Pools:
         self.has_windows = any(group.kind is CacheKind.WINDOW for group in memory.groups)
 
     def pages(self, full: int) -> tuple[int, ...]:
-        """Pages (slots) of each pool, without the pad page, where one without a window has `full`."""
+        """Pages, or slots, of each pool, without the pad page, if a pool without a window has `full`."""
         return tuple(self._pages_of(group, full) for group in self._groups)
 
     def slots(self, full: int) -> int | None:
-        """Slots for states; None for a model without any."""
+        """Slots for states; None for a model without states."""
         kept = [group for group in self._groups if group.kind.keeps_states]
         return self._pages_of(kept[0], full) if kept else None
 
@@ -183,7 +189,8 @@ class _Pools:
         return self._window_pages(group.window, full) if group.window else full
 
     def _num_slots(self, slot_bytes: int, full: int) -> int:
-        """Those that are asked for, or a share of the memory for pages; without the prefix cache one a row."""
+        """The slots that the options set, or a fraction of the memory for pages; without the prefix cache, one per
+        row."""
         config = self._config
         if config.disable_radix_cache:
             return self._rows
@@ -192,14 +199,14 @@ class _Pools:
         if not self.has_pages:
             return full
         share = int(config.mamba_full_memory_ratio * full * self._page_bytes) // slot_bytes
-        return max(min(share, full + 2 * self._rows), 1)  # there is no use for more states than ends of pages
+        return max(min(share, full + 2 * self._rows), 1)  # more states than ends of pages are of no use
 
     def bytes(self, full: int) -> int:
-        """What all pools take, pad pages included."""
+        """Bytes of all pools, with pad pages."""
         return sum((1 + pages) * group.page for pages, group in zip(self.pages(full), self._groups, strict=True))
 
     def most(self, usable: int) -> int:
-        """The largest number of pages with which all pools fit into `usable` bytes, -1 where none do."""
+        """The largest number of pages with which all pools fit into `usable` bytes; -1 if none does."""
         first, last = -1, usable // min(group.page for group in self._groups)
         while first < last:
             middle = (first + last + 1) // 2
@@ -210,7 +217,7 @@ class _Pools:
         return first
 
     def _window_pages(self, window: int, full: int) -> int:
-        """A share of `full`, and for one request a window and the tokens of two steps."""
+        """A fraction of `full`, plus a window and the tokens of two steps for one request."""
         if self.all_windows:
             return full
         page_size, ratio = self._config.page_size, self._config.swa_full_tokens_ratio
@@ -251,7 +258,7 @@ def _pages_that_fit(config: EngineConfig, memory: Memory, pools: _Pools, max_row
 
 
 def pages_in_memory(memory: Memory, sizes: Sizes) -> tuple[int, ...]:
-    """Pages, or slots, that the arrays of each group have: those of its pool, and of states those for drafts."""
+    """Pages, or slots, of each group's arrays: those of its pool, and for states also those for drafts."""
     return tuple(
         pages + (sizes.draft_slots if group.kind.keeps_states else 0)
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
@@ -259,7 +266,7 @@ def pages_in_memory(memory: Memory, sizes: Sizes) -> tuple[int, ...]:
 
 
 def pool_specs(memory: Memory, sizes: Sizes, page_size: int) -> tuple[PoolSpec, ...]:
-    """The pools that a runner of these sizes has."""
+    """The pools of a runner with these sizes."""
     return tuple(
         PoolSpec(group.name, group.kind, pages, page_size, group.window, group.draft)
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
@@ -267,7 +274,7 @@ def pool_specs(memory: Memory, sizes: Sizes, page_size: int) -> tuple[PoolSpec, 
 
 
 def describe_pools(memory: Memory, sizes: Sizes, page_size: int) -> str:
-    """What the pools hold and take, for the log."""
+    """Describes the contents and bytes of the pools, for the log."""
     parts = [
         f"{_contents(group, pages - 1, page_size)} in {_mib(pages * group.page)}"
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
@@ -286,7 +293,7 @@ def _contents(group: GroupMemory, pages: int, page_size: int) -> str:
 
 
 def refuse_with_states(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises `ConfigError` for a type of keys and values where the layers keep only recurrent states."""
+    """Raises `ConfigError` for a KV cache dtype if the layers keep only recurrent states."""
     if config.kv_cache_dtype is not KVCacheDtype.AUTO and model.keeps_states and not num_paged_groups(model):
         raise ConfigError(
             f"kv_cache_dtype {config.kv_cache_dtype.value}: the model has only recurrent states, no keys and values: "
@@ -295,7 +302,7 @@ def refuse_with_states(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def refuse_with_latents(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises `ConfigError` for latent vectors in 8 bits, which nothing stores yet."""
+    """Raises `ConfigError` for latent vectors in 8 bits, which are not supported yet."""
     if model.keeps_latents and config.kv_cache_dtype is not KVCacheDtype.AUTO:
         raise ConfigError(
             f"kv_cache_dtype {config.kv_cache_dtype.value}: latent attention caches one short vector of a token, which "

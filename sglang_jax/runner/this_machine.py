@@ -1,4 +1,4 @@
-"""What this machine has, told without any framework: memory, the CPU's features, accelerators."""
+"""Finds the memory, CPU features and accelerators of this machine, without any framework."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 _BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16")
 _GOOGLE = "0x1ae0"
-"""PCI vendor of TPUs, and of a virtual network card of Google's, which is of another class."""
+"""PCI vendor of TPUs, and of a virtual network card of Google, which has another class."""
 _NETWORK_CLASS = "0x02"
 _CHIPS_OF_TWO_DEVICES = frozenset({"0x0076"})
-"""PCI device numbers of TPUs in whose chips JAX sees two devices each (tpu7x)."""
+"""PCI device numbers of TPUs whose chips are two devices each for JAX (tpu7x)."""
 
 
 def available_host_memory() -> int:
-    """Bytes that a process can still take, within a container's limit."""
+    """Bytes that a process can still allocate, within a container's limit."""
     available = int(psutil.virtual_memory().available)
     limit_file = _CONTAINER / "memory.max"
     if not limit_file.exists() or (limit := limit_file.read_text().strip()) == "max":
@@ -35,12 +35,12 @@ def available_host_memory() -> int:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """The CPU has instructions for products of bfloat16; without them bfloat16 is slower than float32."""
+    """Whether the CPU has instructions for bfloat16 products. Without them, bfloat16 is slower than float32."""
     return any(feature in _cpu_features() for feature in _BFLOAT16_FEATURES)
 
 
 def cpu_multiplies_bfloat16_tiles() -> bool:
-    """The CPU has instructions for products of whole tiles of bfloat16 (AMX)."""
+    """Whether the CPU has instructions for products of bfloat16 tiles (AMX)."""
     return "amx_bf16" in _cpu_features()
 
 
@@ -49,9 +49,9 @@ def _cpu_features() -> frozenset[str]:
 
 
 def cpu_cores() -> list[int]:
-    """CPUs that this process may run on, those of one core, and then of one socket, next to each other.
+    """CPUs that this process may use, ordered by socket and core.
 
-    Numbers alone do not tell: often the second thread of core 0 comes after the first threads of all cores.
+    Their numbers do not show this order: often the second thread of core 0 comes after the first threads of all cores.
     """
     if sys.platform != "linux":
         return list(range(psutil.cpu_count() or 1))
@@ -64,40 +64,41 @@ def num_tpu_chips() -> int:
 
 
 def devices_per_tpu_chip() -> int:
-    """Devices that JAX sees in each TPU chip of this machine."""
+    """JAX devices per TPU chip of this machine."""
     numbers = {(device / "device").read_text().strip() for device in _children(_PCI_DEVICES) if _is_tpu(device)}
     return 2 if numbers & _CHIPS_OF_TWO_DEVICES else 1
 
 
 def num_cuda_gpus() -> int:
-    """NVIDIA GPUs whose driver is loaded (`/dev/nvidia0` and so on). In WSL (`/dev/dxg`), which does not tell, 1."""
+    """Number of NVIDIA GPUs with a loaded driver (`/dev/nvidia0` and so on). In WSL (`/dev/dxg`), which does not show
+    their number, 1."""
     return len(cuda_device_files()) or int((_DEVICES / "dxg").exists())
 
 
 def cuda_device_files() -> list[Path]:
-    """`/dev/nvidia0` and so on, one for each NVIDIA GPU whose driver is loaded; none in WSL."""
+    """`/dev/nvidia0` and so on, one per NVIDIA GPU with a loaded driver; none in WSL."""
     found = (device for device in _children(_DEVICES) if device.name.startswith("nvidia"))
     return sorted(device for device in found if device.name[len("nvidia") :].isdigit())
 
 
 def cuda_driver() -> str | None:
-    """The version of the NVIDIA driver that is loaded, as in `535.104.05`; None where nothing tells."""
+    """The version of the loaded NVIDIA driver, such as `535.104.05`; None if it is unknown."""
     text = _CUDA_DRIVER.read_text() if _CUDA_DRIVER.exists() else ""
     return next((word for word in text.split() if word[0].isdigit() and "." in word), None)
 
 
 def has_tpu() -> bool:
-    """The machine has a TPU chip."""
+    """Whether the machine has a TPU chip."""
     return num_tpu_chips() > 0
 
 
 def has_cuda_gpu() -> bool:
-    """The machine has an NVIDIA GPU."""
+    """Whether the machine has an NVIDIA GPU."""
     return num_cuda_gpus() > 0
 
 
 def _place_of(cpu: int) -> tuple[int, int]:
-    """Socket and core of a CPU. Where the kernel does not tell, each CPU is a core."""
+    """Socket and core of a CPU. If the kernel does not show them, each CPU is a core."""
     topology = _CPUS / f"cpu{cpu}" / "topology"
     socket, core = topology / "physical_package_id", topology / "core_id"
     if not (socket.exists() and core.exists()):

@@ -1,8 +1,8 @@
-"""Messages between processes as bytes: msgpack, made from the fields of dataclasses and from their annotations.
+"""Encodes messages between processes as msgpack, from the fields of dataclasses and their annotations.
 
-Nothing here names a field: what is added to a plan travels. An array is its dtype, its shape and its bytes, and must be
-what the annotation says. Decoding makes the classes that a codec was made of and nothing else, whatever the bytes are;
-pickle would run what they ask for.
+No field is named here, so new fields of a plan need no change. An array is encoded as dtype, shape and bytes, and must
+match its annotation. Decoding creates only the classes of the codec, whatever the bytes are; pickle would run code in
+them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ Message = TypeVar("Message")
 
 
 class FrameError(ValueError):
-    """Bytes that are no message of the kinds that were expected: the other side runs another version, or is a
-    stranger."""
+    """Bytes that are not a message of the codec: the other side runs another version, or is not part of the group."""
 
 
 class Codec(Generic[Message]):
-    """To bytes and back, for messages of some dataclasses, which a message names. Arrays come back read-only.
+    """Encodes and decodes messages of several dataclasses, with their names. Decoded arrays are read-only.
 
-    **Arguments:** `kinds`: the dataclasses, whose fields are numbers, texts, enums, tuples, mappings, arrays with a
-    dtype (`NDArray[np.int32]`), further dataclasses, or None. No two have the same name.
+    **Arguments:** `kinds`: the dataclasses, whose fields are numbers, strings, enums, tuples, mappings, arrays with a
+    dtype (`NDArray[np.int32]`), further dataclasses, or None. Their names must be unique.
     """
 
     def __init__(self, *kinds: type[Message]) -> None:
@@ -38,14 +37,14 @@ class Codec(Generic[Message]):
         self._envelope = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
         self._decoders = {kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=_from_plain) for kind in kinds}
         self.form = _form(kinds)
-        """A digest of the names of all fields: processes whose digests differ do not understand each other."""
+        """A digest of the names of all fields: processes with different digests cannot communicate."""
 
     def encode(self, message: Message) -> bytes:
-        """Raises `NotImplementedError` for a value that is of none of the types above."""
+        """Raises `NotImplementedError` for a value of any other type than those above."""
         return self._encoder.encode((self._names[type(message)], message))
 
     def decode(self, data: bytes) -> Message:
-        """Raises `FrameError`, saying what is wrong with the bytes."""
+        """Raises `FrameError` with the fault of the bytes."""
         try:
             name, body = self._envelope.decode(data)
             if name not in self._decoders:
@@ -58,7 +57,7 @@ class Codec(Generic[Message]):
 
 
 def _to_plain(value: object) -> object:
-    """What stands on the wire for types that msgpack does not have."""
+    """Encodes types that msgpack does not have."""
     match value:
         case np.ndarray():
             return value.dtype.str, value.shape, value.tobytes()
@@ -72,7 +71,7 @@ def _to_plain(value: object) -> object:
 
 
 def _from_plain(kind: Any, value: Any) -> NDArray[Any]:
-    """The array of a field that is annotated with `kind`.
+    """Decodes the array of a field that is annotated with `kind`.
 
     **Raises:** `ValueError`, `TypeError`, which `msgspec` reports with the field's path.
     """
@@ -90,7 +89,8 @@ def _from_plain(kind: Any, value: Any) -> NDArray[Any]:
 
 @lru_cache
 def _dtype(kind: Any) -> np.dtype[Any]:
-    """`NDArray[np.int32]` to int32, little-endian as on the wire. Raises `NotImplementedError` for other types."""
+    """The dtype of an annotation such as `NDArray[np.int32]`, little-endian. Raises `NotImplementedError` for
+    others."""
     match get_args(kind):
         case (_, dtype) if get_args(dtype):
             found: np.dtype[Any] = np.dtype(get_args(dtype)[0]).newbyteorder("<")
@@ -104,7 +104,7 @@ def _form(kinds: Sequence[type]) -> str:
 
 
 def _lines(kind: Any) -> Iterator[str]:
-    """`Name: field, ...` of a dataclass and of those in its fields; of a type around dataclasses, theirs."""
+    """A line `Name: field, ...` for each dataclass in a type, and in the fields of these."""
     if is_dataclass(kind) and isinstance(kind, type):
         yield f"{kind.__name__}: {', '.join(field.name for field in fields(kind))}"
         for inner in get_type_hints(kind).values():

@@ -3,6 +3,7 @@ numbers as the oracle."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -353,6 +354,7 @@ def test_released_models_with_experts(
 ) -> None:
     values = RELEASED[name]
     config = configured(tmp_path, values)
+    assert config == configured(tmp_path, values | {"rope_parameters": {}}), "an empty field hides no other"
     assert "unknown fields" not in caplog.text
     assert config.num_layers == values["num_hidden_layers"]
     assert config.max_position == values["max_position_embeddings"]
@@ -418,7 +420,7 @@ def small(values: dict[str, Any]) -> transformers.PreTrainedModel:
     few = {"num_hidden_layers": 2}
     name = values["model_type"].replace("kimi_k2", "deepseek_v3")
     fields = {field: value for field, value in values.items() if field not in ("model_type", "architectures")}
-    theirs = transformers.AutoConfig.for_model(name, **(fields | few))
+    theirs = transformers.AutoConfig.for_model(name, **copy.deepcopy(fields | few))
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(theirs)
 
@@ -490,6 +492,9 @@ def test_silent_fields_take_transformers_defaults(name: str, tmp_path: Path) -> 
         ("DeepSeek-V3", {"q_lora_rank": 0}, "q_lora_rank is 0, it must be at least 1, or null"),
         ("DeepSeek-V3", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0, it must be greater than 0"),
         ("DeepSeek-V3", {"rms_norm_eps": -1.0}, "rms_norm_eps is -1, it must be greater than 0"),
+        ("DeepSeek-V3", {"max_position_embeddings": 0}, "max_position_embeddings is 0, it must be at least 1"),
+        ("DeepSeek-V3", {"num_key_value_heads": 0}, "num_key_value_heads is 0, it must be at least 1"),
+        ("DeepSeek-V3", {"rope_theta": 0}, "rope_theta of rope scaling yarn is 0"),
         ("DeepSeek-V3", {"qk_rope_head_dim": 63}, "must be even for rotary embedding"),
         ("DeepSeek-V3", {"num_nextn_predict_layers": 5000}, "num_nextn_predict_layers is 5000, it must be in"),
         ("DeepSeek-V3", {"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not support"),

@@ -26,7 +26,9 @@ SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reaso
 
 READ_WHOLE = (
     "sglang_jax/config",
+    "sglang_jax/mem_cache",
     "sglang_jax/models",
+    "sglang_jax/runner",
     "sglang_jax/sampling",
     "sglang_jax/scheduler",
     "torch_backend/models",

@@ -27,14 +27,14 @@ class PageGather:
         self._sequences = len(group.lens)
         shape = (len(group.lens) * kv_heads, 1, columns * page_size, head_dim)
         self._keys = _Buffer(shape, self._row, group.longest, kv.keys)
-        self._values = _Buffer(shape, self._row, group.longest, kv.values)
+        self._values = self._keys if kv.shared else _Buffer(shape, self._row, group.longest, kv.values)
         self._longest = group.longest
 
     def __call__(self, kv: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
         """`[sequences * kv_heads, 1, longest, head_dim]` each, 0 after a sequence's end and before the window of its
         first query. float8 and int8 are converted to float32; int8 keys are not scaled, see `key_scales`."""
         keys = self._gather(kv.keys, kv.key_scale, self._keys)
-        values = self._gather(kv.values, kv.value_scale, self._values)
+        values = keys if kv.shared else self._gather(kv.values, kv.value_scale, self._values)
         if kv.token_scales is None:
             return keys, values
         if kv.token_scales.values is None:

@@ -30,7 +30,7 @@ def configure(fields: JsonFields) -> ModelConfig:
             feed_forward_norms=SublayerNorms(),
             parallel=True,
         )
-        for slides in common.sliding_layers(every=fields.count("sliding_window_pattern") or 4)
+        for slides in common.sliding_layers(every=fields.size("sliding_window_pattern", 4))
     ]
     scale = fields.number("logit_scale")
     return replace(common.model(_NAME, layers, norm), logit_multiplier=0.0625 if scale is None else scale)

@@ -45,14 +45,14 @@ def configure(fields: JsonFields) -> ModelConfig:
             mixer_norms=norms,
             feed_forward_norms=norms,
         )
-        for slides in common.sliding_layers(every=fields.count("sliding_window_pattern") or 6)
+        for slides in common.sliding_layers(every=fields.size("sliding_window_pattern", 6))
     ]
     return gemma_model(common, _NAME, layers, logit_cap=fields.number("final_logit_softcapping"))
 
 
 def _ropes(fields: JsonFields) -> tuple[RopeConfig, RopeConfig]:
     """Of layers that see all, and of those with a window: a set of parameters for each, or the spelling of before."""
-    context = fields.count("max_position_embeddings") or _DEFAULTS.max_position
+    context = fields.size("max_position_embeddings", _DEFAULTS.max_position)
     parameters = fields.nested("rope_parameters")
     if parameters is not None and ({"full_attention", "sliding_attention"} & parameters.values.keys()):
         nothing = JsonFields({}, fields.file)

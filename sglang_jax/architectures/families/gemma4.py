@@ -92,7 +92,7 @@ def _with_own_heads(common: CommonFields, number: int, mixer: AttentionConfig) -
 
 
 def _rope(fields: JsonFields, kind: str) -> RopeConfig:
-    context = fields.count("max_position_embeddings") or _DEFAULTS.max_position
+    context = fields.size("max_position_embeddings", _DEFAULTS.max_position)
     parameters = fields.nested("rope_parameters")
     own = None if parameters is None else parameters.nested(kind)
     nothing = JsonFields({}, fields.file)

@@ -18,7 +18,7 @@ _GATE_UP = TensorName("mlp.gate_up_proj")
 
 
 def configure(fields: JsonFields) -> ModelConfig:
-    context = fields.count("max_position_embeddings") or _DEFAULTS.max_position
+    context = fields.size("max_position_embeddings", _DEFAULTS.max_position)
     common = CommonFields.read(fields, _DEFAULTS, rope=partial_rope_from_hf(fields, context, _DEFAULTS.theta, 0.5))
     norms = SublayerNorms(pre=common.norm(), post=common.norm())
     bias = fields.boolean("attention_bias")

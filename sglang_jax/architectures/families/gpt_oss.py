@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.experts_form import read_experts
-from sglang_jax.architectures.hf_rope import rope_from_hf
+from sglang_jax.architectures.hf_rope import rope_from_hf, rope_parameters
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertScores
 from sglang_jax.architectures.kinds.rope import RopeConfig
@@ -52,9 +52,10 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _rope(fields: JsonFields) -> RopeConfig:
-    context = fields.count("max_position_embeddings") or _DEFAULTS.max_position
-    scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling")
-    return rope_from_hf(fields, context, _DEFAULTS.theta, scaling or JsonFields(_SILENT_ROPE, fields.file))
+    context = fields.size("max_position_embeddings", _DEFAULTS.max_position)
+    scaling = rope_parameters(fields)
+    silent = JsonFields(_SILENT_ROPE, fields.file)
+    return rope_from_hf(fields, context, _DEFAULTS.theta, scaling if scaling.values else silent)
 
 
 def _gate(fields: JsonFields) -> ClampedGate:

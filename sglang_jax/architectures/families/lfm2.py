@@ -62,7 +62,7 @@ def _feed_forward(fields: JsonFields) -> FeedForwardConfig:
     adjusted = fields.boolean("block_auto_adjust_ff_dim")
     if adjusted or adjusted is None:
         multiplier = fields.number("block_ffn_dim_multiplier")
-        multiple = fields.count("block_multiple_of") or 256
+        multiple = fields.size("block_multiple_of", 256)
         size = int((1.0 if multiplier is None else multiplier) * int(2 * size / 3))
         size = -(-size // multiple) * multiple
     return FeedForwardConfig(size=size)

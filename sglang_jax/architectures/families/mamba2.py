@@ -21,13 +21,13 @@ def configure(fields: JsonFields) -> ModelConfig:
     eps = fields.number("layer_norm_epsilon")
     norm = NormConfig(eps=1e-5 if eps is None else eps)
     bias = is_set(fields, "use_bias", default=False)
-    groups = fields.count("n_groups") or 8
+    groups = fields.size("n_groups", 8)
     mixer = Mamba2Config(
-        num_heads=fields.count("num_heads") or 128,
-        head_dim=fields.count("head_dim") or 64,
-        state_size=fields.count("state_size") or 128,
+        num_heads=fields.size("num_heads", 128),
+        head_dim=fields.size("head_dim", 64),
+        state_size=fields.size("state_size", 128),
         num_groups=groups,
-        width=fields.count("conv_kernel") or 4,
+        width=fields.size("conv_kernel", 4),
         norm=norm,
         norm_groups=groups,
         bias=bias,
@@ -35,7 +35,7 @@ def configure(fields: JsonFields) -> ModelConfig:
         conv_bias=is_set(fields, "use_conv_bias", default=True),
         **step_limits(fields),
     )
-    check_mamba(fields, mixer, (fields.count("expand") or 2) * hidden)
+    check_mamba(fields, mixer, fields.size("expand", 2) * hidden)
     layer = LayerConfig(
         mixer=mixer, feed_forward=None, mixer_norms=SublayerNorms(pre=norm), feed_forward_norms=SublayerNorms()
     )

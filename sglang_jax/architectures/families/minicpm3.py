@@ -20,9 +20,9 @@ _LATENT = LatentDefaults(latent=256, query_latent=768, key_dim=64, rotary_dim=32
 def configure(fields: JsonFields) -> ModelConfig:
     rope = length_independent_longrope(
         fields,
-        max_position=fields.count("max_position_embeddings") or _DEFAULTS.max_position,
+        max_position=fields.size("max_position_embeddings", _DEFAULTS.max_position),
         default_theta=_DEFAULTS.theta,
-        rotated=fields.count("qk_rope_head_dim") or _LATENT.rotary_dim,
+        rotated=fields.size("qk_rope_head_dim", _LATENT.rotary_dim),
     )
     common = read_common(fields, _DEFAULTS, _LATENT, rope=rope)
     attention = read_attention(common, _LATENT, interleaved=False)

@@ -65,7 +65,7 @@ def configure(fields: JsonFields) -> ModelConfig:
         hidden_size=fields.required_integer("hidden_size"),
         layers=tuple(layer_of[kind] for kind in _kinds(fields)),
         final_norm=norm,
-        max_position=fields.count("max_position_embeddings") or 4096,
+        max_position=fields.size("max_position_embeddings", 4096),
         tie_word_embeddings=is_set(fields, "tie_word_embeddings", default=False),
         eos_token_ids=ends,
         bos_token_id=fields.integer("bos_token_id") if "bos_token_id" in fields.values else 1,
@@ -95,15 +95,15 @@ def _kinds(fields: JsonFields) -> list[str]:
 
 
 def _mamba(fields: JsonFields, norm: NormConfig) -> Mamba2Config:
-    groups = fields.count("n_groups") or 8
+    groups = fields.size("n_groups", 8)
     bias = is_set(fields, "use_bias", default=False)
     least = fields.number("time_step_min")
     mamba = Mamba2Config(
-        num_heads=fields.count("mamba_num_heads") or 128,
-        head_dim=fields.count("mamba_head_dim") or 64,
-        state_size=fields.count("ssm_state_size") or 128,
+        num_heads=fields.size("mamba_num_heads", 128),
+        head_dim=fields.size("mamba_head_dim", 64),
+        state_size=fields.size("ssm_state_size", 128),
         num_groups=groups,
-        width=fields.count("conv_kernel") or 4,
+        width=fields.size("conv_kernel", 4),
         norm=norm,
         norm_groups=groups,
         least_step=0.001 if least is None else least,
@@ -117,8 +117,8 @@ def _mamba(fields: JsonFields, norm: NormConfig) -> Mamba2Config:
 
 def _attention(fields: JsonFields) -> AttentionConfig:
     heads = fields.required_integer("num_attention_heads")
-    kv_heads = (fields.count("num_key_value_heads") or heads) if "num_key_value_heads" in fields.values else 8
-    head_dim = fields.count("head_dim") or fields.count("attention_head_dim") or 128
+    kv_heads = fields.size("num_key_value_heads", heads) if "num_key_value_heads" in fields.values else 8
+    head_dim = fields.count("head_dim") or fields.size("attention_head_dim", 128)
     if heads % kv_heads:
         raise CheckpointError(
             f"{fields.file}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"

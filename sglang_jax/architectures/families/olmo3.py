@@ -40,7 +40,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 def _ropes(fields: JsonFields) -> tuple[RopeConfig, RopeConfig]:
     """Of layers that see all, and of those with a window: a set of parameters for each, or one set, whose scaling is
     that of layers that see all."""
-    context = fields.count("max_position_embeddings") or _DEFAULTS.max_position
+    context = fields.size("max_position_embeddings", _DEFAULTS.max_position)
     parameters = fields.nested("rope_parameters")
     if parameters is None or not {"full_attention", "sliding_attention"} & parameters.values.keys():
         whole = rope_from_hf(fields, context, _DEFAULTS.theta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
-from sglang_jax.architectures.experts_form import positive, read_experts, sparse_layers
+from sglang_jax.architectures.experts_form import read_experts, sparse_layers
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import Family, GgufForm
@@ -24,7 +24,7 @@ def configure(fields: JsonFields) -> ModelConfig:
     experts = replace(
         experts,
         renormalised=fields.boolean("norm_topk_prob") or False,
-        shared_size=positive(fields, "shared_expert_intermediate_size", 5632),
+        shared_size=fields.size("shared_expert_intermediate_size", 5632),
         shared_gate=True,
     )
     parts = sparse_layers(common, experts, dense_size=5632)

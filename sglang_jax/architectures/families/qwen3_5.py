@@ -23,7 +23,7 @@ _LINEAR, _ATTENTION = "linear_attention", "full_attention"
 
 
 def configure(fields: JsonFields) -> ModelConfig:
-    context = fields.count("max_position_embeddings") or _DEFAULTS.max_position
+    context = fields.size("max_position_embeddings", _DEFAULTS.max_position)
     common = CommonFields.read(fields, _DEFAULTS, rope=partial_rope_from_hf(fields, context, _DEFAULTS.theta, 0.25))
     norm = replace(common.norm(), wide=True, offset=1.0)
     bias = fields.boolean("attention_bias") or False
@@ -43,7 +43,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 def _delta_net(common: CommonFields) -> GatedDeltaNetConfig:
     fields = common.fields
-    keys, values = fields.count("linear_num_key_heads") or 16, fields.count("linear_num_value_heads") or 32
+    keys, values = fields.size("linear_num_key_heads", 16), fields.size("linear_num_value_heads", 32)
     if values % keys:
         raise CheckpointError(
             f"{fields.file}: linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys})"
@@ -55,16 +55,16 @@ def _delta_net(common: CommonFields) -> GatedDeltaNetConfig:
     return GatedDeltaNetConfig(
         num_key_heads=keys,
         num_value_heads=values,
-        key_dim=fields.count("linear_key_head_dim") or 128,
-        value_dim=fields.count("linear_value_head_dim") or 128,
-        width=fields.count("linear_conv_kernel_dim") or 4,
+        key_dim=fields.size("linear_key_head_dim", 128),
+        value_dim=fields.size("linear_value_head_dim", 128),
+        width=fields.size("linear_conv_kernel_dim", 4),
         norm=common.norm(),
     )
 
 
 def _kinds(common: CommonFields) -> tuple[str, ...]:
     kinds = common.kinds_of_layers(_LINEAR, _ATTENTION)
-    every = common.fields.count("full_attention_interval") or 4
+    every = common.fields.size("full_attention_interval", 4)
     if kinds is not None:
         return kinds
     return tuple(_LINEAR if (number + 1) % every else _ATTENTION for number in range(common.num_layers))

@@ -43,7 +43,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 def _rotated_layers(common: CommonFields) -> list[bool]:
     """`no_rope_layers` has, in spite of its name, 1 for a layer that rotates."""
     fields = common.fields
-    every = fields.count("no_rope_layer_interval") or 4
+    every = fields.size("no_rope_layer_interval", 4)
     given = fields.integers("no_rope_layers")
     if not given:
         return [bool((number + 1) % every) for number in range(common.num_layers)]
