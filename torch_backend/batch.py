@@ -33,8 +33,8 @@ class ForwardBatch:
     - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
     - `query_starts`: int32 `[R + 1]`.
     - `num_decode`: known to the host, fixed in a captured step.
-    - `further`: pages of the cache groups after the first, which has `write_slots` and `page_table`. Groups of states
-      are not included.
+    - `further`: pages of the cache groups after the first, which has `write_slots` and `page_table`; not of state
+      groups.
     - `states`: the slots of the sequences' states, if the model has recurrent states.
     """
 

@@ -160,8 +160,7 @@ class TorchBackend:
         return UnloadedModel(checkpoint.config, shard, self.kv_form, model, size, load)
 
     def available(self) -> int:
-        """See `Backend`. The minimum of all ranks, so that all agree on sizes; processes on one CPU share its
-        memory."""
+        """See `Backend`. The minimum of all ranks; processes on one CPU share its memory."""
         least = self.parallel.least(available_memory(self.device))
         return least // (self.parallel.size if self.device.type == "cpu" else 1)
 
@@ -214,8 +213,8 @@ def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:
 def _block_matrices(
     config: EngineConfig, checkpoint: Checkpoint, build: Callable[..., Transformer], kernels: Kernels
 ) -> BlockMatrices | None:
-    """The kernels for matrices that also keep their GGUF blocks, for the model that `build` makes; None if the blocks
-    would take too much memory.
+    """The kernels for matrices that keep their GGUF blocks, for the model that `build` makes; None if memory is too
+    small.
 
     **Raises:** `ConfigError` if blocks were asked for and cannot be kept.
     """

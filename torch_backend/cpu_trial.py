@@ -37,8 +37,7 @@ class CpuForm:
 
 @dataclass(frozen=True, slots=True)
 class CpuKernels:
-    """Operations and attention on a CPU, and matrices in GGUF blocks if the CPU has the instructions for them. To be
-    used by one thread at a time."""
+    """Operations, attention and, if supported, matrices in GGUF blocks on a CPU, for use by one thread at a time."""
 
     operations: Operations
     attention: AttentionImplementation
@@ -54,8 +53,7 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
 
     To be called on the thread that will run the kernels.
 
-    **Raises:** `CpuKernelsError` for an unsupported form, and if the kernels cannot be compiled or compute wrong
-    results.
+    **Raises:** `CpuKernelsError` if the form is not supported, or kernels cannot be compiled or compute wrong results.
     """
     sizes = sorted({heads.head_dim for heads in form.heads})
     if form.dtype not in _DTYPES or form.kv_dtype is not form.dtype or any(size % 2 for size in sizes):
@@ -100,8 +98,7 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
 
 
 def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yields the name of each comparison, the kernels' result and torch's. Inputs are large enough for several
-    threads."""
+    """Yields the name of each comparison, the kernels' result and torch's. Inputs are large enough for threads."""
     generator = torch.Generator().manual_seed(0)
     native = NativeOperations()
 

@@ -128,8 +128,8 @@ class Drafter:
     def _decode(
         self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, write: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns hidden states of `tokens` at `positions` of `rows`, one token each, `[n]` all; `write`: those whose
-        keys are stored."""
+        """Returns hidden states of `tokens` at `positions` of `rows`, `[n]` all; `write`: those whose keys are
+        stored."""
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         return self._forward(rows, rows, positions, tokens, positions + 1, starts, len(rows), write)
 

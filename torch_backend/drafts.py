@@ -56,8 +56,8 @@ class KnownTokens:
     def append(
         self, rows: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor, last: torch.Tensor
     ) -> None:
-        """Appends those `tokens` that are `kept`, at positions `kv_lens` of `rows` int64, all `[n]`; `last` marks the
-        last kept token of each row."""
+        """Appends the `kept` of `tokens` at positions `kv_lens` of `rows` int64, all `[n]`; `last`: a row's last kept
+        one."""
         columns = kv_lens.clamp(max=self.tokens.shape[1] - 1).long()
         self.tokens.index_put_((torch.where(kept, rows, self.dump_row), columns), tokens)
         self.lengths.index_copy_(0, torch.where(last, rows, self.dump_row), kv_lens + 1)
@@ -66,8 +66,7 @@ class KnownTokens:
         """Proposes the next tokens: int32 `[guesses]`, `DRAFT` where there is no match to draft from.
 
         A draft copies the tokens after the longest match of the text's end, the latest one of equals; a hint's match
-        counts only if it is longer. If the match is so near the end that the text runs out, the text is assumed to
-        repeat.
+        counts only if it is longer. Where the text runs out, it is assumed to repeat.
         """
         of_text = min(guesses.longest, self.tokens.shape[1])  # the columns behind them are the hint's
         tokens = torch.cat((self.tokens[guesses.rows, :of_text], self.hints[guesses.rows]), 1)
@@ -97,8 +96,7 @@ class DraftedTokens:
     """The draft model's tokens and progress.
 
     - `tokens`: int32 `[rows + 1, drafts]`, each row's drafts of the current step; `DRAFT` for none.
-    - `lengths`: int32 `[rows + 1]`, the length of each row's prefix whose keys and values of the draft model are
-      computed.
+    - `lengths`: int32 `[rows + 1]`, the length of each row's prefix that the draft model has computed.
     """
 
     tokens: torch.Tensor
@@ -120,8 +118,7 @@ class DraftedTokens:
         self.lengths.index_copy_(0, rows, torch.where(chunks | (before >= starts), ends, before))
 
     def keep_right(self, known: KnownTokens) -> None:
-        """Drops the draft model's keys and values of rejected drafts, after a step has decided which; and of each row's
-        last sampled token, which is not computed yet."""
+        """Drops the draft model's keys and values of rejected drafts, and of last sampled tokens, not computed yet."""
         torch.minimum(self.lengths, known.lengths - 1, out=self.lengths)
 
     def guess(self, guesses: Guesses) -> torch.Tensor:
@@ -195,8 +192,7 @@ def kept_samples(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns which lines follow only accepted drafts, and which of them are the last of their row: bool `[n]` each.
 
-    `computed`: the token that each line computed; `sampled`: the token that it sampled; `most`: maximum drafts of a
-    row.
+    `computed`: the token that each line computed; `sampled`: the one that it sampled; `most`: maximum drafts of a row.
     """
     first = guesses == 0
     right = sampled.roll(1) == computed

@@ -74,8 +74,7 @@ def _tell(orders: Connection, progress: Progress) -> None:
 
 
 def _receive(orders: Connection, inbox: queue.SimpleQueue[Order]) -> None:
-    """Receives orders. If rank 0 dies while this rank waits for it inside a collective, only exiting the process ends
-    that."""
+    """Receives orders. Exiting the process is the only way out of a collective that waits for a dead rank 0."""
     while True:
         try:
             order = ORDERS.decode(orders.recv_bytes())

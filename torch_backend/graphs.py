@@ -2,8 +2,7 @@
 
 A captured step reads and writes fixed memory. A replay copies its plan into the bucket's static input buffer. All that
 differs between steps (lengths, pages, rows) is data in this buffer; the host reads none of it. The graph ends with the
-hidden states: logits and sampling, whose work depends on the rows' needs, are launched one by one while the graph still
-runs.
+hidden states: logits and sampling depend on the rows' needs, and are launched one by one while the graph runs.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class Capture(Protocol):
     """Records the tensor operations of a function for replay."""
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Replay:
-        """Runs `function`, possibly more than once, and returns its recording, which reads and writes the same
-        memory."""
+        """Runs `function`, possibly more than once, and returns its recording. Both use the same memory."""
         ...
 
     def memory(self) -> int:
@@ -129,8 +127,8 @@ class StepGraphs:
     captured step runs on its inputs; `table`: the cache groups: in each, a decode row may get one page per step and a
     prompt one for each `page_size` tokens; `drafts`: whether the runner drafts.
 
-    **Raises:** `ValueError` for `mixed` buckets of a runner that drafts, because its steps with prompts read lengths on
-    the host.
+    **Raises:** `ValueError` for `mixed` buckets with drafts: such a runner's steps with prompts read lengths on the
+    host.
     """
 
     def __init__(
@@ -182,8 +180,7 @@ class StepGraphs:
         return best if worth else None
 
     def capture_all(self, progress: Callable[[int, str], None]) -> None:
-        """Captures all buckets, the largest first so that the others fit into its memory, and calls `progress(done,
-        what)` after each."""
+        """Captures all buckets, the largest first so that others fit into its memory; calls `progress(done, what)`."""
         start = time.perf_counter()
         for done, bucket in enumerate(sorted(self.layouts, key=lambda bucket: (sum(bucket), bucket), reverse=True), 1):
             self._get(bucket)
@@ -209,11 +206,10 @@ class StepGraphs:
         guesses: Int32 | None = None,
         settle: Callable[[StepInputs], None] | None = None,
     ) -> tuple[StepInputs, torch.Tensor]:
-        """Replays a bucket on a plan. Returns its inputs and hidden states `[tokens, hidden]` with padding, which the
-        next replay overwrites.
+        """Replays a bucket on a plan. Returns its inputs and hidden states `[tokens, hidden]`, valid until the next
+        replay.
 
-        `deltas`: at most as many as the bucket's layout has; `guesses`: as in `Unfolded`; `settle` changes the inputs
-        before the replay.
+        `deltas`: at most the layout's number; `guesses`: as in `Unfolded`; `settle` changes the inputs first.
         """
         captured, layout = self._get(bucket), self.layouts[bucket]
         host = self._stream.host_buffer(layout.size)
@@ -245,8 +241,8 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
 
 
 def mixed_buckets(max_rows: int, prompt_tokens: int) -> tuple[Bucket, ...]:
-    """Sizes of the steps with prompts to capture, for a runner whose steps have at most `max_rows` decode rows and
-    `prompt_tokens` tokens of prompts.
+    """Sizes of the steps with prompts to capture, for steps of at most `max_rows` decode rows and `prompt_tokens`
+    tokens of prompts.
 
     Only small ones: the host takes some milliseconds to launch a step, in which a GPU computes hundreds of tokens.
     """

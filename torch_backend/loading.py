@@ -58,8 +58,8 @@ class PagedTransformer:
 def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
     """Returns a runner on `config.device`, or one rank of several. Sizes are determined before any weight is read.
 
-    **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
-    the model cannot use.
+    **Raises:** `ConfigError` for options that machine or model cannot meet, `CheckpointError` for weights that do not
+    fit.
     """
     refuse_orbax(checkpoint)
     device = select_device(config.device, parallel.rank)
@@ -124,8 +124,7 @@ def _load_on(
 def _allocate_main(
     backend: TorchBackend, assembly: Assembly[UnloadedModel], kv_parameters: ParameterReader, factor: float | None
 ) -> list[LayerMemory]:
-    """Allocates the memory of the model's layers, with the scales and means of its keys and values, and counters of its
-    experts. `factor`: see `load_kv_parameters`."""
+    """Allocates the layers' memory, with scales and means of keys and values, and counters of experts, if needed."""
     config, model = backend.config, assembly.model
     kv = _allocate(model, assembly.pages, config.page_size, backend.device, backend.state_dtypes)
     load_kv_parameters(kv, kv_parameters, model.shard, factor)

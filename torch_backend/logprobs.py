@@ -21,7 +21,7 @@ class Logprobs:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> Logprobs:
-    """Log-softmax of `logits` float32 `[n, vocab]` at `tokens` int32 `[n]`, and of the `alternatives` most likely
+    """Log-softmax of `logits` float32 `[n, vocab]` at `tokens` int32 `[n]`, and at the `alternatives` most likely
     tokens."""
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
     chosen = logits.gather(1, tokens.clamp(min=0).long()[:, None]) - normaliser
@@ -34,8 +34,7 @@ def prompt_logprobs(
 ) -> Logprobs:
     """Logprob of the token that follows each position, `PROMPT_BLOCK` positions at a time.
 
-    **Arguments:** `hidden` `[m, hidden]`; `targets` int32 `[m]`; `to_logits` maps `[b, hidden]` to float32 `[b,
-    vocab]`.
+    **Arguments:** `hidden` `[m, hidden]`; `targets` int32 `[m]`; `to_logits`: `[b, hidden]` → float32 `[b, vocab]`.
     """
     found = [
         token_logprobs(

@@ -18,8 +18,7 @@ from torch_backend.sampler import SamplerInputs
 Float32 = NDArray[np.float32]
 
 _NEAR = np.float32(8.0)
-"""Maximum distance, in scaled logits, of the tokens considered first: beyond it, a token has less than e**-8 of the
-most likely token's probability."""
+"""Distance in scaled logits of tokens considered first; others have less than e**-8 of the largest probability."""
 _LEAST_TEMPERATURE = np.float32(1e-20)
 
 

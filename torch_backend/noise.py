@@ -1,7 +1,6 @@
 """Counter-based randomness: the noise of a sample is a function of only (seed, position, token id).
 
-The JAX backend and the Triton kernel compute the same function, so that a request samples the same tokens on all of
-them.
+The JAX backend and the Triton kernel compute the same function, so a request samples the same tokens on all of them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Packs a plan's integers into one int32 array, so that a step costs one transfer to the device, and unpacks it
-there."""
+"""Packs a plan's integers into one int32 array, for one transfer per step to the device, and unpacks it there."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ class StepInputs:
     """A plan on the device: R sequences, D page-table deltas, views of one int32 tensor.
 
     - `num_decode`: sequences with one token, with padding; known to the host.
-    - `rows`, `kv_lens`: `[R]`; padding is in the dump row, with length 0. It follows the sequences that decode, and the
-      others.
+    - `rows`, `kv_lens`: `[R]`; padding is in the dump row with length 0, after the decode rows and after the others.
     - `query_starts`: `[R + 1]`. Tokens of padding belong to the last sequence, which is padding then.
     - `sampled`: `[S]`, the sequences that sample a token.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
@@ -90,8 +88,7 @@ class StepLayout:
 
     @classmethod
     def mixed(cls, decode: int, chunks: int, prompt_tokens: int, deltas: int, *, states: bool = False) -> StepLayout:
-        """The layout of `decode` decode rows and `prompt_tokens` tokens of fewer than `chunks` other sequences, the
-        last of which is padding."""
+        """The layout of `decode` rows and `prompt_tokens` of fewer than `chunks` other sequences, then padding."""
         return cls(
             rows=decode + chunks,
             sampled=decode + chunks,
@@ -113,8 +110,7 @@ class StepLayout:
     def pack(
         self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32, guesses: Int32 | None = None
     ) -> None:
-        """Writes a plan that fits into `packed`, `[size]`; `deltas`: the page deltas to pack; `guesses`: as in
-        `Unfolded`."""
+        """Writes a plan that fits into `packed`, `[size]`, with page `deltas`; `guesses`: as in `Unfolded`."""
         fields = [packed[start:end] for start, end in pairwise(self._ends())]
         rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens, *others = fields
         flags, own, *copied = others

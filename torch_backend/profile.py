@@ -31,8 +31,8 @@ class Profile:
         return cls(folder, device, recording)
 
     def stop(self) -> Path:
-        """Writes a trace for Perfetto and chrome://tracing, and returns its file. Its name includes the process id,
-        because several ranks write to one folder."""
+        """Writes a trace for Perfetto and chrome://tracing, and returns its file. Its name has the process id: ranks
+        share a folder."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.recording.stop()

@@ -11,8 +11,7 @@ from torch_backend.operations import Rotation
 class RotaryTables:
     """Rotary position embedding (Su et al. 2021) with any kind of `RotaryScaling`, computed in float32.
 
-    Angles are computed for each step, once for all its layers: tables of a context of 131,072 positions would take 64
-    MiB.
+    Angles are computed once per step, for all its layers: tables of 131,072 positions would take 64 MiB.
     """
 
     def __init__(self, scaling: RotaryScaling, device: torch.device) -> None:

@@ -409,8 +409,7 @@ class TorchRunner:
         return inputs, hidden
 
     def _settle_drafts(self, unfolded: Unfolded, inputs: StepInputs) -> None:
-        """Writes drafts and lengths into the inputs. This is not captured, because its work depends on the step's
-        drafts, and most steps have none."""
+        """Writes drafts and lengths into the inputs; not captured, because its work depends on the step's drafts."""
         settle_drafts(inputs, self._rows, Guesses.of(unfolded, partial(integers_to_device, self._stream)))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -429,8 +428,7 @@ class TorchRunner:
     def _sample(
         self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, needs: Needs, masks: TokenMasks | None
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        """Samples a token for each sequence that does, stores it in its row, and returns the tokens to report, with
-        their logprobs if the plan asks for them."""
+        """Samples the sequences' tokens, stores them in their rows, and returns the tokens to report, with logprobs."""
         sampled = inputs.sampled[: len(logits)].long()
         masked = None if masks is None else self._masked_lines(plan, masks)
         rows, kv_lens = inputs.rows[sampled].long(), inputs.kv_lens[sampled]
@@ -493,8 +491,7 @@ class TorchRunner:
         return Logprobs(*(self._stream.to_host(part) for part in (found.logprobs, found.top_ids, found.top_logprobs)))
 
     def _run_padding(self, layout: StepLayout) -> None:
-        """Runs a step whose rows are all the dump row, which reads and writes page 0; samples greedily, randomly
-        and with all filters, with logprobs."""
+        """Runs a step of padding, which reads and writes page 0; samples greedily, randomly and with all filters."""
         packed = np.zeros(layout.size, np.int32)
         inputs = layout.unpack(integers_to_device(self._stream, packed))
         inputs.rows.fill_(self._dump_row)

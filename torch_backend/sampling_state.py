@@ -34,8 +34,7 @@ class Needs(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """Sampling parameters of every row; for their meaning see `SamplingParams`, for their encoding
-    `row_updates.FIELDS`.
+    """Sampling parameters of every row; see `SamplingParams`, and for their encoding `row_updates.FIELDS`.
 
     `occurrences`: int32 `[rows, vocab]`, twice the token's count in the output, plus one if the prompt contains it.
     Only kept up to date for rows with a penalty.

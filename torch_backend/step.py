@@ -61,8 +61,8 @@ class RowTensors:
 
 def settle_drafts(inputs: StepInputs, state: RowTensors, guesses: Guesses | None) -> None:
     """Writes the values that only the device knows into `inputs`: the lengths of rows that continue where a step in
-    flight ends, and the token of each decoding sequence: the one that its row sampled last, or a draft. `guesses` is
-    None if there are no drafts."""
+    flight ends, and the token of each decoding sequence: its row's last one, or one of the drafts (None: there are
+    none)."""
     rows, known = inputs.rows.long(), state.known
     assert known is not None, "a runner that drafts"
     learnt = inputs.flags % GUESS == LEARNT
@@ -124,8 +124,7 @@ def build_batch(
 
 
 def own_slots(inputs: StepInputs, slots: torch.Tensor, first_draft_slot: int) -> torch.Tensor:
-    """Returns the slots to which sequences write their states, int64 `[R]`: the `slots` `[R]` of their rows, and
-    consecutive draft slots for drafts."""
+    """Returns the slots for sequences' states, int64 `[R]`: their rows' `slots` `[R]`, or draft slots in order."""
     if not len(inputs.flags):
         return slots.long()
     drafts = inputs.flags >= GUESS

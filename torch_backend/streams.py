@@ -24,8 +24,8 @@ class Pending(Protocol[Result]):
         ...
 
     def submitted(self) -> Result:
-        """Returns the work's result for use by work submitted later; on the device, it may not be computed yet. Raises
-        the work's error."""
+        """Returns the work's result for later work, maybe before the device has computed it. Raises the work's
+        error."""
         ...
 
 

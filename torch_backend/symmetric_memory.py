@@ -1,5 +1,4 @@
-"""Sums over the GPUs of one machine in symmetric memory (`torch.distributed._symmetric_memory`), which each GPU can
-read of the others.
+"""Sums over the GPUs of one machine in memory that each GPU can read: `torch.distributed._symmetric_memory`.
 
 NCCL takes 12 to 15 us for a small sum, most of it waiting; a kernel in which each GPU reads the others' values takes a
 few (an estimate). Three of torch's kernels are used:
@@ -9,12 +8,10 @@ few (an estimate). Three of torch's kernels are used:
 - **multimem**: as two-shot, but the switch between the GPUs adds up and distributes the sums (NVLink SHARP).
 
 With each of them, all ranks get the same bits: a sum is computed once and distributed, or computed by all in the same
-order. torch's one-shot kernel adds in the order of ranks only for 2, 4 and 8 ranks, and in
-`multimem_one_shot_all_reduce` each rank asks the switch separately, so equal results are not guaranteed: neither is
-used.
+order. torch's one-shot kernel adds in the order of ranks only for 2, 4 and 8 ranks, and `multimem_one_shot_all_reduce`
+asks the switch once per rank, so equal results are not guaranteed: neither is used.
 
-Other sums (other dtypes, sums larger than the buffer) go through NCCL. The choice depends only on the shape, so all
-ranks make the same one.
+Other sums (of other dtypes, or larger than the buffer) use NCCL. Only the shape decides, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ T = TypeVar("T")
 
 _SUM = "sum"
 _TYPES = (torch.bfloat16, torch.float32)
-"""Dtypes that torch's kernels add up. With bfloat16, `multimem` accumulates over ranks in float32, the others in
-bfloat16."""
+"""Dtypes that torch's kernels add up. `multimem` accumulates bfloat16 in float32, the others in bfloat16."""
 
 _ALIGNMENT = 16
 _IN_ORDER = (2, 4, 8)
@@ -59,8 +55,7 @@ class Method(Enum):
 
 
 class Handle(Protocol):
-    """The result of a rendezvous, `_SymmetricMemory`. `multicast_ptr`: address of the group's multicast memory, 0 for
-    none."""
+    """The result of a rendezvous, `_SymmetricMemory`. `multicast_ptr`: multicast memory of the group, or 0."""
 
     @property
     def multicast_ptr(self) -> int: ...

@@ -1,7 +1,7 @@
 """Loads checkpoints into models: each rank reads only its shard of each tensor.
 
-Modules declare what their parameters consist of (`layers.parameter`), and the manifest where that is in the checkpoint,
-so this module repeats no layer's structure.
+Modules declare their parameters' parts (`layers.parameter`), the manifest where these are: no structure is repeated
+here.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from torch_backend.layers.shard import ModelShard
 from torch_backend.models.transformer import Transformer
 
 _WEIGHTS_AT_ONCE = 2**24
-"""Weights of a parameter that are read in one go: reading a whole parameter as float32 and rounding it would hold it in
-memory three times."""
+"""Weights to read at a time: reading a whole parameter as float32 to round it would hold it in memory three times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +135,8 @@ def _by_matrix(parameters: Iterable[Source]) -> Iterator[list[Source]]:
 
 
 def _read(reader: ParameterReader, parameters: Sequence[Source]) -> list[torch.Tensor]:
-    """Reads a parameter, or the arrays of a matrix, each part once. Parts follow one another along the rows; rows
-    beyond the vocabulary are zero.
+    """Reads a parameter, or the arrays of a matrix, each part once, in the order of rows; rows past the vocabulary are
+    zero.
 
     **Raises:** `ValueError` if the model was built with another shape than the manifest's.
     """

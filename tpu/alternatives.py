@@ -27,8 +27,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A model on a slice with the options with which the server would be started. `encodings`: of quantised
-    matrices."""
+    """A model on a slice with the options of the server. `encodings`: of quantised matrices."""
 
     model: ModelConfig
     topology: Topology
@@ -40,8 +39,8 @@ class Asked:
         return weight_bytes(self.model, size, bytes_per_weight(self.options.dtype), self.encodings.get)
 
     def kv_token(self, size: int, *, narrow: bool = False) -> int:
-        """Bytes of a token's keys and values, or latent vectors, on each of `size` devices, in whole lanes; `narrow`:
-        with 8 bits per number."""
+        """Bytes of a token's keys and values, or latents, on each of `size` devices, in whole lanes; `narrow`: in 8
+        bits."""
         whole = self.options.kv_cache_dtype is KVCacheDtype.AUTO and not narrow
         width = bytes_per_weight(self.options.dtype) if whole else 1
         return sum(width * _lanes_of(layer.cached, size) for layer in self.model.attention)
@@ -64,8 +63,7 @@ def what_would_fit(asked: Asked) -> str | None:
 
 
 def what_would_help(asked: Asked, shortage: int) -> str | None:
-    """Options that would help if weights and KV fit, but `shortage` bytes are missing for a step: a smaller share of
-    memory, or more devices."""
+    """Options that would help if weights and KV fit, but `shortage` bytes are missing: less KV, or more devices."""
     options, hbm = asked.options, asked.topology.chip.hbm
     fraction = math.floor(100 * (options.mem_fraction_static - shortage / hbm)) / 100
     least = asked.weights(options.tp_size) + _LEAST_TOKENS * asked.kv_token(options.tp_size)

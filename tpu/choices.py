@@ -55,8 +55,7 @@ def choose(
 ) -> Choices:
     """Chooses options for a model on a slice; `tp`: devices of each of `replicas`, if given.
 
-    **Raises:** `ConfigError` if the slice cannot be divided into the replicas, the model cannot be sharded over a
-    replica's devices, or its weights do not fit.
+    **Raises:** `ConfigError` if the slice cannot be divided, the model cannot be sharded, or its weights do not fit.
     """
     topology = machine.topology
     devices = devices_of_a_replica(machine, replicas)

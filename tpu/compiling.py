@@ -1,7 +1,6 @@
 """Compiles the programs of a JAX runner for a TPU slice without the TPUs. Runs in a separate process: see `tpu.worker`.
 
-The programs are the runner's own (`jax_runner.programs`), built from shapes: no array is created, and no weight is
-read.
+The programs are the runner's own (`jax_runner.programs`), built from shapes, without arrays and weights.
 """
 
 from __future__ import annotations

@@ -77,8 +77,7 @@ class Estimate:
 
 
 def _places(operations: Sequence[Operation]) -> list[str]:
-    """Groups operations by arrays and source line: runs per step, names of the arguments that they read, the largest
-    array, and the line."""
+    """Groups operations by arrays and line: runs per step, names of arguments, the largest array, and the line."""
     found: Counter[tuple[str, str]] = Counter()
     for operation in operations:
         arrays = " ".join([*operation.takes, operation.array])

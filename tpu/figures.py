@@ -61,8 +61,7 @@ class ProgramFigures:
     """One compiled program. Bytes are those of one device.
 
     - `tokens`, `rows`: the bucket of a step program; 0 for programs that change a few rows of the state.
-    - `temporaries`: memory that the program allocates while it runs; `aliased`: outputs that overwrite arguments;
-      `code`: its instructions, which stay in HBM.
+    - `temporaries`: allocated while it runs; `aliased`: outputs that overwrite arguments; `code`: instructions, in HBM.
     - `flops`, `accessed`: by XLA's cost analysis, which counts a loop's body once.
     - `collectives`, `kernels`, `estimate`: None if the compiler returned no text.
     """
@@ -131,8 +130,7 @@ class Selection(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to compile: `options` are those with which the server would be started. `encodings`: of quantised
-    matrices."""
+    """What to compile: `options` are those of the server. `encodings`: of quantised matrices."""
 
     model: ModelConfig
     options: EngineConfig

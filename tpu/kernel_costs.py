@@ -20,8 +20,8 @@ PREFILL_KERNEL = "paged_attention_prefill"
 _COPY = "= dma.hbm_to_vmem"
 
 LATENCY = 0.6e-6
-"""Seconds from the start of a copy from HBM to its first byte: 0.46 us was measured on a v4; libtpu's own model of
-copies starts from 0.59 on v6e."""
+"""Seconds from the start of a copy from HBM to its first byte: 0.46 us measured on a v4, 0.59 in libtpu's model of
+v6e."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Blocks:
 class Cost:
     """A kernel's cost in a step.
 
-    - `loop`: bundles of the loop over blocks of keys, for one block: its own, those of a pass over all heads, and those
-      that start the copies of one block's pages.
+    - `loop`: bundles for one block of keys: of the loop, of a pass over all heads, and to start the copies of its
+      pages.
     - `per_key_head`: `loop` divided by the block's keys, query heads and, for chunks, queries, in thousandths.
     - `spills`: stores of spilled vector registers in that loop; for prefill, in a pass over `HEADS_TOGETHER`.
     - `cycles`: bundles of the whole step, at one bundle per cycle.
@@ -127,9 +127,8 @@ def _starting_group(block_loop: Loop) -> int:
 
 
 def _computing(block_loop: Loop) -> list[int]:
-    """Bundles of each size of block that the loop computes, largest first: of the branch that multiplies, and of the
-    one before it, which clears values if there are fewer keys; for the first size, the latter is part of every block's
-    cost."""
+    """Bundles of each size of block that the loop computes, largest first: of the branch that multiplies, and, except
+    for the first size, of the one before it, which clears values if there are fewer keys."""
     regions = block_loop.regions()
     found: list[int] = []
     for before, region in zip([[], *regions], regions, strict=False):
@@ -182,8 +181,8 @@ def _is_over_blocks(loop: Loop) -> bool:
 
 @dataclass(frozen=True)
 class _Forms:
-    """Bundles for a block of keys: of the slowest form for all queries of a block, and of the form for one run of them.
-    `spills`: of the slowest form."""
+    """Bundles for a block of keys, of all queries of a block in the slowest form, or of one run; `spills`: of the
+    former."""
 
     of_all: float
     of_a_run: float
@@ -191,8 +190,8 @@ class _Forms:
 
 
 def _prefill_forms(block_loop: Loop, heads: int, queries: int) -> _Forms:
-    """The forms are branches of the loop: all queries unmasked, all masked, and, if a block of queries has several
-    runs, one for each run of queries."""
+    """The forms are branches of the loop: all queries unmasked, all masked, and one for each of several runs of
+    queries."""
     passes = [loop for loop in block_loop.loops if loop.products]
     runs = queries // ROWS_TOGETHER
     if not passes:
@@ -232,8 +231,7 @@ def loops_with_products(schedule: Loop) -> list[Loop]:
 
 
 def issue(block_loop: Loop, pages: int) -> float:
-    """Bundles that start the copies of a block: in the loop that starts the most at a time, with the remainder in the
-    one that starts the fewest."""
+    """Bundles that start the copies of a block: most at a time, and the remainder in the loop that starts fewest."""
     loops = [loop for loop in block_loop.walk()[1:] if loop.count(_COPY)]
     if not loops:
         return 0.0  # they are started one by one, in the loop's own bundles

@@ -1,5 +1,4 @@
-"""`python -m tpu.launch`: starts the server on a TPU VM with options for it; the same command on every node of a
-slice."""
+"""`python -m tpu.launch`: starts the server on a TPU VM with suitable options; the same on every node of a slice."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ class Machine:
 def detect_machine(
     environment: TpuEnvironment, metadata: Metadata | None = None, pci_devices: Path = PCI_DEVICES
 ) -> Machine:
-    """Detects the machine's slice. The environment (set by GKE) takes precedence over the metadata server (for TPU
-    VMs).
+    """Detects the machine's slice. The environment (of GKE) takes precedence over the metadata server (of TPU VMs).
 
     **Raises:** `ConfigError` if there is no TPU, or an unknown one.
     """

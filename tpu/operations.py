@@ -70,8 +70,7 @@ class Operation:
 
     @property
     def is_windowed(self) -> bool:
-        """Whether it is part of a product that the compiler splits into pieces, to exchange one while another is
-        multiplied."""
+        """Whether it is part of a product that is split into pieces, to exchange one while another is multiplied."""
         return self.kind == "while" and "windowed_dot_general" in self.result
 
     @property
@@ -95,8 +94,7 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the result. The result of a start operation includes operands, results and a few words of state:
-        only the largest array counts."""
+        """Bytes of the result; of a start operation's operands, results and state, only the largest array."""
         sizes = [_bytes(array) for array in _ARRAY.finditer(self.result)]
         return max(sizes, default=0) if self.kind.endswith("-start") else sum(sizes)
 

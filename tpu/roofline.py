@@ -105,8 +105,7 @@ def roofline(
     """Computes the bounds of a step.
 
     **Arguments:** `weight_bytes`, `kv_bytes_per_token`, `state_bytes_per_row`: of one device, over all layers;
-    recurrent states are read and written once for each row. `exchanged`: bytes that one device sends, as compiled; None
-    if unknown.
+    recurrent states are read and written once per row. `exchanged`: bytes that one device sends, as compiled, if known.
     """
     flops = step_flops(config, work) / tp
     hbm = _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token) + 2 * state_bytes_per_row * work.rows

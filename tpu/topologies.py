@@ -31,15 +31,13 @@ class Chip:
     (https://docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x), in units of 1000.
 
     - `cores`: TensorCores. Both cores of v4 and v5p chips are one device to JAX ("megacore"); those of tpu7x are two.
-    - `hbm`: bytes of one device that programs may use, as libtpu 0.0.51 reports when a program needs more. It is less
-      than on Google's pages.
+    - `hbm`: bytes of one device that programs may use, as libtpu 0.0.51 reports. It is less than on Google's pages.
     - `hbm_bandwidth`: bytes per second.
     - `bf16_flops`, `int8_ops`: peaks per second. If the pages have none for int8, it is that of bfloat16.
     - `clock`: cycles per second of a core, to convert the compiler's estimates. v4 to v6e: JAX's peaks over the
       products of a core's matrix units per cycle; tpu7x the same, rounded.
     - `vmem`: bytes of one core's vector memory (`jax.experimental.pallas.tpu.get_tpu_info`).
-    - `ici_bandwidth`: bytes per second that a chip sends to its neighbours over all links, half of the pages' figure,
-      which is for both directions.
+    - `ici_bandwidth`: bytes per second that a chip sends over all links, half of the pages' figure for both directions.
     - `chips_per_node`: of a slice over several nodes.
     - `one_node`: shapes of slices on a single node.
     - `counts_cores`: names like v5p-8 count cores; others chips.
@@ -210,8 +208,7 @@ class Topology:
         return self._link_bandwidth * max(self._links(self.shape), 1)
 
     def exchange_bandwidth(self, box: tuple[int, ...]) -> float:
-        """Bytes per second that each device sends, with ring algorithms, in a group that spans `box` chips of the
-        slice.
+        """Bytes per second that each device sends, with ring algorithms, in a group of `box` chips of the slice.
 
         Only one of the two devices of a tpu7x chip sends to the next chip; the other's hop is within the chip, over a
         connection six times as fast as a link (https://docs.cloud.google.com/tpu/docs/tpu7x).

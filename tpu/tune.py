@@ -147,8 +147,7 @@ def _model_config(model: str) -> ModelConfig:
 def _heads(config: ModelConfig, sizes: Sequence[int], page_sizes: Sequence[int], storage: str) -> tuple[Heads, ...]:
     """Attention heads of one device for each number of devices, page size and kind of layer.
 
-    **Raises:** `ConfigError` for a page size that is not a power of two, or a model that cannot be sharded over that
-    many devices.
+    **Raises:** `ConfigError` if a page size is not a power of two, or the model cannot be sharded over the devices.
     """
     from tpu.tuning import Heads
 

@@ -59,8 +59,8 @@ def require_compiler() -> None:
 def compile_in_child(request: Request) -> Iterator[Message]:
     """Yields the compiling process's messages as they arrive. If it dies, the program being compiled has failed.
 
-    **Raises:** `ConfigError` if libtpu or jax is missing, or if the process died before the first program, with its
-    last log lines.
+    **Raises:** `ConfigError` if libtpu or jax is missing, or with the last log lines if it died before the first
+    program.
     """
     left: list[str] = []
     start = time.monotonic()
@@ -114,8 +114,8 @@ def _in_child(work: Work, *arguments: Any) -> Iterator[Any]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Keeps processes that start here from reporting that torch is missing: transformers does so at each import, and
-    this process has done it."""
+    """Keeps child processes from reporting at each import of transformers that torch is missing, as this process has
+    done."""
     before = os.environ.get(_NO_ADVICE)
     os.environ[_NO_ADVICE] = "1"
     try:
@@ -128,8 +128,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def prepare_compiler(folder: Path) -> Path:
-    """Prepares this process for compiling; JAX must not have been imported yet. Returns the folder for texts of
-    programs."""
+    """Prepares this process for compiling, before JAX is imported. Returns the folder for texts of programs."""
     dumps = folder / "dumps"
     dumps.mkdir()
     os.environ.update(_VARIABLES, XLA_FLAGS=f"--xla_dump_to={dumps} --xla_dump_hlo_as_text")

@@ -19,8 +19,7 @@ FIELDS = "qqqqqqqqqqq"
 """Addresses of x, quantised values, scales, bias (0 for none), output and scratch; slots of scratch; rows, outputs,
 inputs; activation of a gated product.
 
-An item is `TILES` tiles. The matrix of a gated product is gate and up, concatenated along the outputs, each with
-`outputs` of them.
+An item is `TILES` tiles. The matrix of a gated product is gate, then up, each with `outputs` outputs.
 """
 
 SILU, GELU_TANH = 1, 2

@@ -2,12 +2,10 @@
 
 A weight is `scale * level + least`, with a scale and a minimum for its block of 32. It is widened in registers and
 rounded to bfloat16, to the same bits as in the widened matrix in memory. Pairs of products are added in float32
-(`vdpbf16ps`), one block of a tile after the other, for any number of rows. So a row has the same result, bit for bit,
-in any batch.
+(`vdpbf16ps`), one block of a tile after the other, so a row has the same result, bit for bit, in any batch.
 
 For 4 bits, the 16 possible weights of a block are computed first, and looked up by `vpermw`, which reads only five bits
-of each 16-bit word. Words hold the values of the tile's four outputs, so that three shifts move each to the lowest
-bits.
+of each 16-bit word. Words hold values of all four outputs: three shifts move each to the lowest bits.
 """
 
 from __future__ import annotations

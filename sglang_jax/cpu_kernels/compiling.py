@@ -64,8 +64,7 @@ class CompiledKernel:
 
 
 def version_of_kernels(*packages: Path) -> str:
-    """A hash of all files of this package and of `packages`: numba itself checks only the file that contains a
-    kernel."""
+    """A hash of all files of this package and of `packages`: numba itself checks only a kernel's own file."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, *packages):
         for file in sorted(folder.glob("*.py")):

@@ -1,5 +1,4 @@
-"""Additions to numba's Python for CPU kernels: raw memory, bfloat16, an exponential that vectorises, and shared
-counters.
+"""Additions to numba's Python for CPU kernels: raw memory, bfloat16, a vectorised exponential, and shared counters.
 
 Each is a few instructions that LLVM inlines. Numba has no bfloat16; here, a pointer to uint16 points to bfloat16 bits.
 """
@@ -144,8 +143,7 @@ def take(typing, work, index):
 
 @intrinsic
 def add(typing, work, index, value):
-    """Adds `value` to the word `index` atomically; returns its previous value. All threads see such sums, and the
-    writes before each, in one order."""
+    """Adds `value` to the word `index` atomically, in one order for all threads; returns its previous value."""
 
     def generate(context, builder, signature, values):
         return builder.atomic_rmw("add", builder.gep(values[0], [values[1]]), values[2], "seq_cst")

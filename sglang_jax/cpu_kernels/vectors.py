@@ -31,8 +31,7 @@ BFLOATS = ir.VectorType(_BFloat(), 32)
 
 
 def supported() -> bool:
-    """Whether the processor that numba compiles for has these instructions. Otherwise LLVM would end the process when
-    asked for them."""
+    """Whether the processor has these instructions, without which LLVM would end the process."""
     named: str | None = config.CPU_FEATURES
     features = get_host_cpu_features() if named is None else named
     return all(f"+{needed}" in features.split(",") for needed in NEEDED)

@@ -26,12 +26,14 @@ SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reaso
 
 READ_WHOLE = (
     "sglang_jax/config",
+    "sglang_jax/cpu_kernels",
     "sglang_jax/mem_cache",
     "sglang_jax/models",
     "sglang_jax/runner",
     "sglang_jax/sampling",
     "sglang_jax/scheduler",
-    "torch_backend/models",
+    "torch_backend",
+    "tpu",
 )
 """Packages whose docstrings and comments are all checked. The others follow as they are rewritten."""
 

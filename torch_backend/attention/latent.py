@@ -1,8 +1,7 @@
 """Attention over latent vectors in two equivalent forms: see `sglang_jax/layers/latent_attention.py`.
 
-Absorbed: queries are multiplied by the key projection, and attend to latent vectors. Expanded: keys and values of heads
-are computed from one tile of latent vectors at a time, and added to a softmax in progress (FlashAttention, Dao et al.
-2022).
+Absorbed: queries are multiplied by the key projection, and attend to latent vectors. Expanded: keys and values are
+computed from one tile of latent vectors at a time, for a softmax in progress (FlashAttention, Dao et al. 2022).
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages
 
 _QUERIES_PER_BLOCK = 512
-"""Queries of a prefill chunk per block: a mask is `[block, keys]`, and the keys after a block's last query are left
-out."""
+"""Queries of a prefill chunk per block: a mask is `[block, keys]`, without the keys after a block's last query."""
 
 _EXPLICIT_QUERIES_PER_BLOCK = 64
 """The same if scores are materialised, `[heads, block, keys]`."""

@@ -1,5 +1,4 @@
-"""Writes graphs for people: as text, a line per operation, and as SVG, with a curve for each value that is used further
-down than the next line."""
+"""Writes graphs for people: as text, a line per operation, and as SVG, with curves to uses further down."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The weight that a node reads: `parts` of the checkpoint concatenated along the first axis, plus `offset`, in
-    `dtype`."""
+    """The weight that a node reads: `parts` of the checkpoint, concatenated by rows, plus `offset`, in `dtype`."""
 
     parts: tuple[str, ...]
     shape: tuple[int, ...]
@@ -118,8 +117,7 @@ def value(node: fx.Node) -> torch.Tensor:
 
 
 def move(graph: fx.Graph, device: torch.device) -> None:
-    """Makes a graph create its tensors on `device`: it was traced on the CPU, which code that creates tensors has
-    named."""
+    """Makes a graph create its tensors on `device`, instead of the CPU, on which it was traced."""
 
     def moved(arg: Any) -> Any:
         return device if isinstance(arg, torch.device) else arg
@@ -195,8 +193,7 @@ def same_shape(node: fx.Node, other: fx.Node) -> bool:
 
 
 def uncast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """The node before casts from `dtype` to a wider dtype; the node itself if it has `dtype`, or was not cast from
-    it."""
+    """The node before casts from `dtype` to a wider dtype; the node itself if there are none."""
     found = node
     while is_call(found, *CASTS) and value(found).dtype != dtype:
         found = source(found)

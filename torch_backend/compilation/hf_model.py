@@ -24,8 +24,7 @@ _EAGER = "eager"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 _SAYS_NOTHING_NEW = frozenset({"position_ids", "position_embeddings", "cache_position"})
-"""Tensors that models pass to attention in addition to queries, keys and values, and that causal attention does not
-need."""
+"""Further tensors that models pass to attention, and that causal attention does not need."""
 
 
 def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:

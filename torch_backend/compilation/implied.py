@@ -32,8 +32,8 @@ class Implied:
 
     @classmethod
     def by(cls, model: PreTrainedModel, program: Program, layers: int, marks: int = 0) -> Implied:
-        """For a model with `layers` layers of attention and its trace before any pass; `marks`: modules whose output is
-        a rank's part of a result."""
+        """For a model with `layers` layers of attention and its trace before any pass; `marks`: modules with partial
+        results."""
         positional = _layers_with_positions(program)
         attentions = list(_attentions(model))
         inner = [_children(module) for module in model.modules()]
@@ -107,8 +107,7 @@ def _is_pre_norm_layer(children: dict[str, nn.Module]) -> bool:
 
 
 def _adds_what_blocks_give(layer: nn.Module) -> bool:
-    """Whether its norms read sums of the residual stream and the unchanged output of a block: without a norm after the
-    block, and without a factor."""
+    """Whether its norms read sums of the residual stream and a block's output, without a norm or factor in between."""
     children = _children(layer)
     norms = sum(_is_rms_norm(each) for each in children.values())
     return _is_pre_norm_layer(children) and norms == 2 and vars(layer).get("residual_multiplier", 1.0) == 1.0

@@ -62,8 +62,7 @@ class PassCount:
 
 
 class PassManager:
-    """Passes in order, of which `chosen` run. A pass is checked against its minimum only if all passes before it run
-    too.
+    """Passes in order, of which `chosen` run. A pass is held to its minimum only if all passes before it run too.
 
     No-ops are removed between passes, if that pass is chosen, so that each sees a clean graph.
     """

@@ -32,8 +32,7 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """The slice of each parameter that the rank does not read whole, by name, and the number of modules whose outputs
-    are summed or concatenated over ranks."""
+    """The slices of parameters that the rank does not read whole, by name, and the number of modules with marks."""
 
     cuts: dict[str, Cut]
     marks: int
@@ -42,8 +41,8 @@ class RankPart:
 def take_part(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) -> RankPart:
     """Reduces an empty model to a rank's shard.
 
-    **Raises:** `ConfigError` for a model without a plan, with a plan that needs more than `colwise` and `rowwise`, or
-    with a layer that cannot be divided.
+    **Raises:** `ConfigError` for a model without a plan of only `colwise` and `rowwise`, or with a layer that does not
+    divide.
     """
     cuts: dict[str, Cut] = {}
     marks = 0
@@ -75,8 +74,7 @@ def _take_rows(model: PreTrainedModel, name: str, module: nn.Linear, rows: range
 
 
 def _take_head(model: PreTrainedModel, shard: ModelShard, cuts: dict[str, Cut]) -> int:
-    """Shards the head and returns the number of marks: 1, or 0 if ranks do not divide its rows, so that each has
-    all."""
+    """Shards the head and returns the number of marks: 1, or 0 if its rows do not divide, so that each rank has all."""
     untyped: Any = model
     head = untyped.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.out_features % shard.size:

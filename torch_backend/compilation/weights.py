@@ -106,8 +106,7 @@ def _tied(model: PreTrainedModel) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Random values without special cases: norms near 1, noticeable biases, activations near 1. A tensor is a function
-    of seed, name and shape."""
+    """Random values: norms near 1, noticeable biases, activations near 1. A function of seed, name and shape."""
 
     shapes: dict[str, tuple[int, ...]]
     seed: int = 0

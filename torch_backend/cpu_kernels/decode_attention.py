@@ -18,9 +18,9 @@ from sglang_jax.cpu_kernels.language import elements, exponential, float_field, 
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
 FIELDS = "qqqqqqqqqqqqqdd"
-"""Addresses of queries, key pages, value pages, output, page table, lengths, sinks (0 for none) and scratch; slots of
-scratch; columns of the page table, kv heads, page size, window (0 for none); scale, soft cap (0 for none). An item is a
-kv head of a row."""
+"""Addresses of queries, key pages, value pages, output, page table, lengths, sinks (or 0) and scratch; slots of
+scratch; columns of the page table, kv heads, page size, window (or 0); scale, soft cap (or 0). An item is a kv head of
+a row."""
 
 _BLOCK = 256
 """Keys whose scores are in memory at once."""
@@ -105,8 +105,7 @@ def _begin(largest, weights, sinks, kv_head, group):
 
 @_part
 def _run(pages, key, most, kv_heads, kv_head, page_size):
-    """The offset of a key in the pages, in heads, and the number of keys that follow it contiguously, at most
-    `most`."""
+    """A key's offset in the pages, in heads, and the number of contiguous keys from it on, at most `most`."""
     offset = key % page_size
     place = (load(pages, key // page_size) * kv_heads + kv_head) * page_size + offset
     return place, min(page_size - offset, most)

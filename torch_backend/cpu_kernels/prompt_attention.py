@@ -3,8 +3,7 @@ sums and an online softmax (Milakov and Gimelshein 2018; Dao 2023), on the CPU's
 
 An item is some tokens of a sequence with all query heads of a kv head, for which keys and values are laid out once.
 Blocks of keys start at multiples of `KEYS` in any chunk, blocks that no query of an item sees are skipped, and rows are
-independent: a query has the same result, bit for bit, in any chunk and batch. Weights are rounded to bfloat16 before
-they are multiplied and summed.
+independent: a query has the same result, bit for bit, in any chunk and batch. Weights are rounded to bfloat16 first.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ from torch_backend.cpu_kernels.prompt_tiles import (
 
 FIELDS = "qqqqqqqqqqqqqqqdd"
 """Addresses of queries, key pages, value pages, output, page table, lengths, starts of sequences among the queries,
-sinks (0 for none), items and scratch; slots of scratch; columns of the page table, kv heads, page size, window (0 for
-none); scale, soft cap (0 for none).
+sinks (or 0), items and scratch; slots of scratch; columns of the page table, kv heads, page size, window (or 0); scale,
+soft cap (or 0).
 
-Items are int32 `[items, 4]`: a sequence, a kv head, its first token and the one past its last, counted within the
-sequence.
+Items are int32 `[items, 4]`: a sequence, a kv head, its first token in the sequence and the one past its last.
 """
 
 KEYS = 64
@@ -181,8 +179,7 @@ def build_prompt_attention(compiler: KernelCompiler, head_dim: int, group: int) 
 
 @_part
 def _stage(target, source, pages, block, low, high, lines, own_lines, page_size, head_bytes):
-    """Copies keys `low` to `high` of a block from pages of `lines` keys. The others, which no query sees and which may
-    belong to other rows, are set to 0."""
+    """Copies keys `low` to `high` of a block from pages of `lines` keys; others, of other rows maybe, become 0."""
     clear_bytes(target, low * head_bytes)
     clear_bytes(target + high * head_bytes, (KEYS - high) * head_bytes)
     key = low

@@ -1,14 +1,12 @@
 """Attention of decode rows: one query each, over keys that are read once, at memory bandwidth.
 
-A row's keys are cut into splits that are attended independently and merged at the end (Flash-Decoding, Dao et al.
-2023). Two kernels:
+A row's keys are cut into splits, attended independently and merged at the end (Flash-Decoding, Dao et al. 2023).
 
-- `plan_splits`, once per step for all layers of one window: how many splits each row has, and which row the i-th split
-  belongs to.
+- `plan_splits`, once per step for all layers of one window, counts each row's splits, and finds each split's row.
 - `decode_splits`: as many programs as the chip runs at a time process the splits of all kv heads in turn, so that short
   rows cause no idle programs and the launch does not depend on the lengths. One program attends with all query heads of
-  a kv head, which reads keys and values once. The program that finishes the last of a row's splits for a kv head, as an
-  atomic counter shows, merges them all.
+  a kv head, which reads keys and values once. The program that finishes the last split of a row and kv head, by an
+  atomic counter, merges all of them.
 
 A row's splits depend only on its own length, the window and the number of kv heads, and are merged in their own order,
 no matter which is finished last. So a row's result is the same, bit for bit, for any batch and any chip. Lengths are
@@ -266,8 +264,7 @@ def plan_splits(
     ROW_BOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row counts the splits of all rows before it: `[R + 1]` starts and `[bound]` owners. Resets
-    `finished`."""
+    """One program per row counts the splits before it: `[R + 1]` starts, `[bound]` owners. Resets `finished`."""
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     for start in range(0, KV_HEADS, BLOCK):
@@ -488,8 +485,7 @@ def merge_splits(
 
 @triton.jit
 def zero_padding(starts, output, rows, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Writes zeros for rows without a split. Rows are distributed from the last program on, which has the fewest
-    splits."""
+    """Writes zeros for rows without a split, starting with the last programs, which have the fewest splits."""
     lanes = tl.arange(0, WIDTH)
     for row in tl.range(tl.num_programs(0) - 1 - tl.program_id(0), rows, tl.num_programs(0)):
         if tl.load(starts + row + 1) == tl.load(starts + row):

@@ -38,8 +38,7 @@ _MERGED_ROWS = 16
 class Sums:
     """Softmaxes in progress, which the layers of a step use one after the other.
 
-    - `weighted`: float32 `[n, width]`, the weighted sum of values; `width` is the head size rounded up to a power of
-      two.
+    - `weighted`: float32 `[n, width]`, the weighted sum of values; `width`: the head size rounded up to a power of two.
     - `others`: float32 `[2, n]`: the largest score in units of log2(e), and the sum of exponentials.
 
     n is the rows of all blocks, whose programs keep their sums here between two splits; or the rows of every split, at

@@ -41,8 +41,8 @@ class ExtendTile:
 
 
 def extend_tile(head_dim: int, pages: torch.dtype, chip: Chip, values: torch.dtype | None = None) -> ExtendTile:
-    """The largest tile that the compiler fits into registers, for a head size and a dtype of pages, or one of keys and
-    another of values.
+    """The largest tile that fits into registers, for a head size and a dtype of pages, or of keys and another of
+    values.
 
     128 rows and 8 warps are two warp groups of Hopper's matrix unit. Registers limit the rest: at 128 dimensions a
     thread holds 64 accumulators and 32 scores. Matrix units other than those of Hopper and the data-centre Blackwells
@@ -111,8 +111,8 @@ def plan_extend(
 ) -> ExtendPlan:
     """Cuts the sequences from `num_decode` on into blocks, and their keys into splits.
 
-    **Arguments:** `query_starts` int32 `[R + 1]`, `kv_lens` int32 `[R]`; `num_tokens`: of all sequences; `longest`:
-    maximum length of a sequence.
+    **Arguments:** `query_starts` int32 `[R + 1]`, `kv_lens` int32 `[R]`; `num_tokens`: of all; `longest`: maximum
+    length.
     """
     rows = query_starts.shape[0] - 1 - num_decode
     # Every block is full except the last one of each sequence.
@@ -148,8 +148,7 @@ def _most_splits(longest: int, num_tokens: int, window: int | None) -> int:
 
 
 def _pays(blocks: int, splits: int, form: ExtendForm, chip: Chip) -> bool:
-    """Whether blocks leave half of the chip or more idle, and the sums of their splits fit. The choice does not change
-    any bit of a result."""
+    """Whether blocks use at most half of the chip, and the splits' sums fit. Results are the same bits either way."""
     programs = blocks * form.kv_heads
     handed_over = 4 * programs * splits * form.tile.rows * triton.next_power_of_2(form.head_dim)
     return 2 * programs <= chip.processors and handed_over <= _MOST_PARTIAL_BYTES
@@ -166,8 +165,7 @@ def splits_of_row(kv_len, count, window, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "num_decode"], do_not_specialize_on_alignment=["query_starts"])
 def plan_blocks(starts, owners, query_starts, rows, num_decode, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per sequence counts the blocks of all sequences before it: `[rows + 1]` starts and `[bound]`
-    owners."""
+    """One program per sequence counts the blocks before it: `[rows + 1]` starts and `[bound]` owners."""
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     ends = query_starts + num_decode + 1

@@ -12,8 +12,7 @@ _ROUNDER = tl.constexpr(12582912.0)
 
 @triton.jit
 def scale_of(largest, total):
-    """The scale of numbers with the largest magnitude `largest` and the sum `total`: NaN if any of them is not finite,
-    which the maximum would not show."""
+    """The scale of numbers with largest magnitude `largest` and sum `total`, which shows if any is not finite: NaN."""
     return tl.div_rn(largest + 0.0 * total, _LARGEST)
 
 

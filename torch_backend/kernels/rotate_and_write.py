@@ -1,5 +1,4 @@
-"""Normalises and rotates the heads of queries and keys, and writes keys and values to their pages, in one pass over
-qkv."""
+"""Normalises and rotates queries and keys, and writes keys and values to their pages, in one pass over qkv."""
 
 from __future__ import annotations
 
@@ -161,8 +160,7 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """Normalises (with `norms`) and rotates queries and keys, and stores keys and values in their slots.
 
-    Results are rounded once, from float32; float8 saturates. int8 has a scale for each token and head, which is stored
-    too.
+    Results are rounded once, from float32; float8 saturates. int8 is stored with a scale for each token and head.
 
     **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`, contiguous: all queries, all keys, all values of each
     token; `write_slots` int64 `[T]`; `dependent`: the kernel starts while the one before it ends

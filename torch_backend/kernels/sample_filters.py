@@ -1,5 +1,4 @@
-"""Finds the distance from its most likely token within which each row keeps tokens by top-k and top-p, without a sort,
-with several programs per row.
+"""Finds how far from the most likely token top-k and top-p keep tokens, with several programs per row and no sort.
 
 Distances of scaled logits to the largest are never negative, so their bits as integers have the same order as their
 values, and a filter is a search for the smallest integer. Consecutive kernels:
@@ -8,10 +7,9 @@ values, and a filter is a search for the smallest integer. Consecutive kernels:
 their probability. The totals of all parts show between which two limits the result lies. 2. If more tokens lie in
 between than the buffer holds, the same is done with limits between those two. 3. The tokens in between are copied to
 the buffer. Each part's offset follows from the counts. 4. One program per row searches the buffer, or the whole row if
-so many logits are nearly equal that they did not fit.
+too many logits are nearly equal to fit.
 
-Parts are summed as integers, probability in units of 2**-32 of the most likely token's, so that every kernel that sums
-them gets the same result.
+Parts are summed as integers, probability in units of 2**-32 of the most likely token's: the same in every kernel.
 """
 
 from __future__ import annotations
@@ -60,8 +58,7 @@ def _first_limits(LIMITS: tl.constexpr):
 def _second_limits(
     low, high, largest, least_logits, temperature, row, PARTS: tl.constexpr, LIMITS: tl.constexpr
 ):  # fmt: skip
-    """Bits of limits from `low` to `high`, then infinity. The last but one is at least every finite distance up to
-    `high`."""
+    """Bits of limits from `low` to `high`, then infinity. All finite distances up to `high` are within the others."""
     least = tl.min(tl.load(least_logits + row * PARTS + tl.arange(0, PARTS)), 0)
     farthest = tl.div_rn(largest - least, temperature).to(tl.int32, bitcast=True)
     top = tl.maximum(tl.minimum(high, farthest), low)
@@ -82,8 +79,7 @@ def _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS: tl.constex
 
     Returns `(place, low, high, tokens, count, mass)`: the result's bits are from `low` to `high`, the limit at `place`.
     It is the distance that contains `count` of the tokens in between, or `mass` of their probability, in units.
-    `tokens` is the number of tokens to search. With both filters, the result is top-k's, and all nearer tokens have to
-    be searched too.
+    `tokens` have to be searched. With both filters, the result is top-k's, and `tokens` includes all nearer ones.
     """
     ways = tl.arange(0, LIMITS)
     at = (row * PARTS + tl.arange(0, PARTS)[:, None]) * LIMITS + ways[None, :]
@@ -221,8 +217,7 @@ def _least_distance(
     """The smallest distance, between the bits `low` and `high`, that contains `wanted` tokens, or with WEIGHTED this
     much probability; `high` contains enough. `logits`: `length` of them, in any order.
 
-    Each pass tries LIMITS distances and narrows the interval to one between two of them, then to the distances that
-    occur in it.
+    Each pass tries LIMITS distances and narrows the interval to one between two of them, then to distances that occur.
     """
     # Tokens are the second axis, limits the first: a pass compares each distance with all limits in registers.
     lanes = tl.arange(0, BLOCK)[None, :]
@@ -326,8 +321,8 @@ def _cut(
 class Kept:
     """The tokens that the filters keep, for each of n rows.
 
-    - `greedy`: int32 `[n]`, the first most likely token; -1 for a row with a logit that is NaN or +infinity, or without
-      a finite one.
+    - `greedy`: int32 `[n]`, the first most likely token; -1 for a row with a NaN or +infinity, or without a finite
+      logit.
     - `largest`: float32 `[n]`, its logit.
     - `distances`: float32 `[n]`: kept tokens have a logit, over the temperature, at most this far below the largest. -1
       for a row that does not sample: greedy or invalid.

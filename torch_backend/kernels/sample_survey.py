@@ -97,6 +97,5 @@ class Survey:
 
 
 def parts_of(vocab: int) -> int:
-    """Programs that share a row, a power of two. Independent of the number of rows, so that samples are
-    batch-invariant."""
+    """Programs that share a row, a power of two, for any number of rows, so that samples are batch-invariant."""
     return min(_MOST_PARTS, int(triton.next_power_of_2(triton.cdiv(vocab, _LEAST_PART))))

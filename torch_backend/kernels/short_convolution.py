@@ -148,8 +148,7 @@ def convolve_rows(
     rows: StateRows,
     out: torch.Tensor,
 ) -> None:
-    """Computes the first `num_decode` tokens, each its sequence's only one: see `StepStates`. Writes their part of
-    `out`."""
+    """Computes the first `num_decode` tokens, one per sequence: see `StepStates`. Writes their part of `out`."""
     channels, width = _check(x, weight, pool)
     grid = rows.num_decode, triton.cdiv(channels, _CHANNELS)
     convolve_one_token[grid](

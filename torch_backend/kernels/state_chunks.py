@@ -100,8 +100,7 @@ def plan_chunks(rows: StateRows, tokens: int, tile: ChunkTile) -> WorkItems:
 
 @triton.jit
 def _decay_between(decay, BLOCK: tl.constexpr):
-    """For the cumulative logs of a block's decays `[BLOCK]`: each token's remaining factor at later tokens, `[later,
-    earlier]`."""
+    """For cumulative logs of a block's decays `[BLOCK]`: tokens' remaining factors, `[later, earlier]`."""
     places = tl.arange(0, BLOCK)
     passed = decay[:, None] - decay[None, :]
     return tl.exp(tl.where(places[:, None] >= places[None, :], passed, float("-inf")))

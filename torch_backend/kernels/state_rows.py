@@ -78,8 +78,8 @@ def scan_one_token(
 
 
 def scan_rows(inputs: ScanInputs, pool: torch.Tensor, rows: StateRows, outputs: torch.Tensor) -> None:
-    """Computes the first `num_decode` tokens, each its sequence's only one: see `StepStates`. Writes their part of
-    `outputs`, zeros for padding."""
+    """Computes the first `num_decode` tokens, one per sequence: see `StepStates`. Writes their `outputs`, 0 for
+    padding."""
     check_inputs(inputs, pool)
     _, heads, key_dim, value_dim = pool.shape
     keys = triton.next_power_of_2(key_dim)

@@ -1,5 +1,4 @@
-"""Work of unequal sequences cut into items, on the device: a program of a fixed-size launch finds its item in two
-reads."""
+"""Work of unequal sequences cut into items, on the device: programs of a fixed-size launch find theirs in two reads."""
 
 from __future__ import annotations
 

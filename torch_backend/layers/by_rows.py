@@ -13,8 +13,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 ROWS_TRIED = (1, 8, 16, 32, 64)
 _BYTES_TRIED = 2**25
-"""Bytes of the larger form of matrices of one shape to measure: more than caches hold, so that they are read from
-memory as in a step."""
+"""Bytes of equal matrices to measure: more than caches hold, so that they are read from memory as in a step."""
 
 _TURNS = 2
 _GAIN = 0.95

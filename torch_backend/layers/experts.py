@@ -53,8 +53,7 @@ class Choice:
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps rows `[M, hidden]` sorted by expert, their experts `[M]`, and the number of rows of each expert, to outputs `[M,
-hidden]`."""
+"""Maps rows `[M, hidden]` sorted by expert, their experts `[M]`, and rows per expert, to outputs `[M, hidden]`."""
 
 
 class Experts(Loadable):
@@ -82,8 +81,7 @@ class Experts(Loadable):
     def _stack(
         self, name: str, options: PartOptions, shape: tuple[int, ...], *parts: Part
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Declares the matrices `[experts, rows, columns]` of all experts, and a scale of each row if they have 8
-        bits."""
+        """Declares the matrices `[experts, rows, columns]` of all experts, and scales of rows if they have 8 bits."""
         encoding = options.encoding_of(*parts)
         if encoding is None or encoding.block is not None:
             return self.declare(name, shape, options.dtype, *parts), None
@@ -118,8 +116,8 @@ class Experts(Loadable):
         return self.dtype == torch.bfloat16 and rows_fit and capable
 
     def _sorted(self, x: torch.Tensor, choice: Choice, multiply: Multiply) -> torch.Tensor:
-        """Returns float32 `[T, hidden]`; `multiply` computes rows sorted by expert. A token's sum is in the order of
-        its choice."""
+        """Returns float32 `[T, hidden]`; `multiply` computes rows sorted by expert. Sums are in the order of
+        `choice`."""
         tokens, chosen = choice.experts.shape
         experts, order = choice.experts.reshape(-1).sort(stable=True)
         found = multiply(x[order // chosen], experts, choice.tokens_of(len(self.router)))
@@ -221,8 +219,7 @@ def _of(array: torch.Tensor | None, expert: int) -> torch.Tensor | None:
 
 
 def widened(values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Returns matrices `[..., rows, columns]` in `dtype`, from 8-bit values with a scale of each row; without scales
-    they are returned as they are."""
+    """Returns matrices `[..., rows, columns]` in `dtype`; with `scales` of rows, from 8-bit values."""
     return values if scales is None else (values.float() * scales[..., None]).to(dtype)
 
 

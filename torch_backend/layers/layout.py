@@ -24,8 +24,7 @@ class Layout(Protocol):
         ...
 
     def gated(self, gate_up: PlainMatrix, activation: Activation) -> Product:
-        """`x [T, inputs]` → `activation(gate(x)) * up(x)`, `[T, outputs / 2]`; the matrix is gate and up, in this
-        order."""
+        """`x [T, inputs]` → `activation(gate(x)) * up(x)`, `[T, outputs / 2]`; the matrix is gate, then up."""
         ...
 
 
@@ -44,8 +43,7 @@ class Packed:
         return self._by_rows(matrix, matrix.take_blocks().multiply, packed, gated=False)
 
     def gated(self, gate_up: PlainMatrix, activation: Activation) -> Product:
-        """Two packed products, the second of which is fused with `activation(gate) * up`: no intermediate result is
-        written."""
+        """Two packed products; the second is fused with `activation(gate) * up`, without an intermediate result."""
         gate, up = gate_up.weight.chunk(2)
         gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
         first, second = PackedMatrix(gate, gate_bias), PackedMatrix(up, up_bias)
@@ -61,8 +59,7 @@ class Packed:
         return self._by_rows(gate_up, few, multiply, gated=True)
 
     def measure(self) -> None:
-        """Measures up to how many rows blocks are faster than packed matrices, and logs it. To be called on the thread
-        that runs the model."""
+        """Measures up to how many rows blocks are faster, and logs it. To be called on the model's thread."""
         if self.products:
             logger.info(
                 "Quantised matrices are used in steps with at most these numbers of rows: %s",

@@ -64,17 +64,15 @@ def multiply_float8(
 
 
 def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds to float8 `[T, inputs]`, with float32 scales `[T, 1]`: each token's largest magnitude over float8's
-    maximum."""
+    """Rounds to float8 `[T, inputs]`, with float32 scales `[T, 1]`: each token's largest magnitude over float8's."""
     wide = x.float()
     scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
     return (wide / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
 
 
 def product_for(encoding: Encoding, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> ScaledProduct:
-    """Chooses the fastest product of a matrix on a device, and logs it. On a GPU: 8 bits with 8 bits if the checkpoint
-    allows rounded inputs and the GPU supports it; else a kernel that widens values in registers. On a CPU, and for
-    float32, values are widened."""
+    """Chooses the fastest product of a matrix on a device, and logs it. On a GPU: 8 bits with 8 bits if checkpoint and
+    GPU allow; else a kernel that widens values in registers. On a CPU, and for float32, values are widened."""
     if device.type == "cuda" and dtype != torch.float32:
         rounds = encoding.activations is not ActivationScales.NONE
         if rounds and encoding.values is ValueType.FLOAT8_E4M3:
@@ -186,8 +184,7 @@ def _near(found: torch.Tensor, exact: torch.Tensor) -> bool:
 
 @functools.cache
 def float8_works(device: torch.device) -> bool:
-    """Whether a GPU's float8 products with scales of rows and columns are correct: tested on a small product; a failure
-    is logged."""
+    """Whether a GPU's float8 products with scales of rows are correct: tested on a small one; a failure is logged."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return False
     generator = torch.Generator().manual_seed(0)

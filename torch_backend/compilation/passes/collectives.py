@@ -24,8 +24,7 @@ from torch_backend.compilation.step import add_rms_norm, all_gather, all_reduce,
 
 
 def meet_other_ranks(program: Program) -> int:
-    """Replaces every mark. If two partial results are added to each other, they are added before the one sum over
-    ranks."""
+    """Replaces every mark. Two partial results that are added to each other are added before one sum over ranks."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, SIDE_BY_SIDE_OF_RANKS):

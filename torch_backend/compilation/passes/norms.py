@@ -34,8 +34,7 @@ from torch_backend.compilation.step import add_rms_norm, all_reduce_add_rms_norm
 
 
 def fuse_norms(program: Program) -> int:
-    """Fuses `weight * (x * rsqrt(mean(x ** 2) + eps))`, with any order of casts and factors, and with `1 + weight`
-    too."""
+    """Fuses `weight * (x * rsqrt(mean(x ** 2) + eps))` in any order of casts and factors, also with `1 + weight`."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, aten.rsqrt.default):
@@ -128,8 +127,7 @@ def _fuse_whole_norm(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def fuse_sums_with_norms(program: Program) -> int:
-    """Fuses a norm with the sum that it reads, if neither summand is used after the sum: the operation overwrites
-    them."""
+    """Fuses a norm with the sum that it reads, if nothing reads the summands afterwards: they are overwritten."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, rms_norm):
