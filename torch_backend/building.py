@@ -161,12 +161,12 @@ class TorchBackend:
 
     def available(self) -> int:
         """See `Backend`. The minimum of all ranks; processes on one CPU share its memory."""
-        least = self.parallel.least(available_memory(self.device))
+        least = self.parallel.minimum(available_memory(self.device))
         return least // (self.parallel.size if self.device.type == "cpu" else 1)
 
     def weights_of(self, model: UnloadedModel) -> int:
         """See `Backend`."""
-        return -self.parallel.least(-model.weight_bytes)
+        return -self.parallel.minimum(-model.weight_bytes)
 
     def groups_of(self, model: UnloadedModel) -> tuple[GroupMemory, ...]:
         """See `Backend`."""

@@ -81,10 +81,10 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
     from torch_backend.attention.cpu import CpuAttention
     from torch_backend.attention.cpu_prompts import CpuPrompts
     from torch_backend.cpu_kernels import block_matrix
-    from torch_backend.cpu_kernels.compiling import compiler_keeping
+    from torch_backend.cpu_kernels.compiling import caching_compiler
     from torch_backend.cpu_kernels.operations import CpuOperations
 
-    compiler = compiler_keeping(cache_folder)
+    compiler = caching_compiler(cache_folder)
     multiplies = form.dtype is torch.bfloat16 and vectors.supported()
     try:
         prompts = CpuPrompts(compiler, form.heads) if multiplies and CpuPrompts.take(form.heads) else None

@@ -19,7 +19,7 @@ from sglang_jax.runner.this_machine import (
 
 logger = logging.getLogger(__name__)
 
-_LEAST_CAPABILITY = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 """Ampere: the first GPUs with bfloat16 in their matrix units."""
 
 
@@ -50,7 +50,7 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
     if rank >= torch.cuda.device_count():
         raise ConfigError(f"tp_size needs GPU number {rank}, but torch sees only {torch.cuda.device_count()} GPUs")
     device = torch.device("cuda", rank)
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         name, found = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         raise ConfigError(f"{name} has compute capability {found[0]}.{found[1]}; at least 8.0 (Ampere) is needed")
     return device

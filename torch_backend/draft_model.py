@@ -24,7 +24,7 @@ from torch_backend.step import Model, RowTensors
 Sample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Samples tokens int32 `[n]` from logits `[n, vocab]`, rows int64 `[n]` and lengths int32 `[n]`."""
 
-_MOST_AT_ONCE = 512
+_MAX_TOKENS = 512
 """Maximum tokens of a forward pass over tokens that the draft model has missed."""
 
 
@@ -56,7 +56,7 @@ def _with_pages(batch: ForwardBatch, pages: Sequence[GroupPages]) -> ForwardBatc
 
 
 @dataclass(frozen=True, slots=True)
-class ToGuess:
+class DraftRequest:
     """The drafts that a step needs, on the host: `rows` `[drafting]`, rows with more drafts first, and their `counts`
     of drafts; `late` `[late]`, rows of which the draft model has missed tokens, and `missed` `[late]`, the maximum
     number of those."""
@@ -67,7 +67,7 @@ class ToGuess:
     missed: Int32
 
     @classmethod
-    def of(cls, unfolded: Unfolded, late: Int32, missed: Int32) -> ToGuess | None:
+    def of(cls, unfolded: Unfolded, late: Int32, missed: Int32) -> DraftRequest | None:
         """Returns the drafts that a plan needs; None if it needs none."""
         (first,) = np.nonzero(unfolded.guesses == 1)
         if not len(first):
@@ -104,7 +104,7 @@ class Drafter:
         self._page_size = page_size
         self._to_device = to_device
 
-    def guess(self, wanted: ToGuess, sample: Sample) -> None:
+    def propose(self, wanted: DraftRequest, sample: Sample) -> None:
         """Writes the drafts into `DraftedTokens`. The step's page-table deltas must have been applied."""
         self._catch_up(wanted.late, wanted.missed)
         on_device = self._to_device(np.stack((wanted.rows, wanted.counts)))
@@ -167,10 +167,10 @@ class Drafter:
 
     def _catch_up(self, rows: Int32, missed: Int32) -> None:
         """Computes the `missed` tokens `[n]` of each of `rows` before the tokens with which a draft starts."""
-        for start in range(0, len(rows), _MOST_AT_ONCE):
-            own, left = rows[start : start + _MOST_AT_ONCE], missed[start : start + _MOST_AT_ONCE].copy()
+        for start in range(0, len(rows), _MAX_TOKENS):
+            own, left = rows[start : start + _MAX_TOKENS], missed[start : start + _MAX_TOKENS].copy()
             while left.any():
-                part = np.minimum(left, max(_MOST_AT_ONCE // len(own), 1))
+                part = np.minimum(left, max(_MAX_TOKENS // len(own), 1))
                 left -= part
                 going = part > 0
                 self._compute(own[going], AT_ONCE + left[going], part[going])
@@ -197,5 +197,5 @@ class Drafter:
         """Runs the kernels of drafting once, in the dump row."""
         one = np.array([1], np.int32)
         self._known.lengths[dump_row] = 4
-        self.guess(ToGuess(dump_row * one, 2 * one, dump_row * one, 2 * one), sample)
+        self.propose(DraftRequest(dump_row * one, 2 * one, dump_row * one, 2 * one), sample)
         self._known.lengths[dump_row] = self._drafted.lengths[dump_row] = 0

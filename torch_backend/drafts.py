@@ -62,7 +62,7 @@ class KnownTokens:
         self.tokens.index_put_((torch.where(kept, rows, self.dump_row), columns), tokens)
         self.lengths.index_copy_(0, torch.where(last, rows, self.dump_row), kv_lens + 1)
 
-    def guess(self, guesses: Guesses) -> torch.Tensor:
+    def propose(self, guesses: DraftSequences) -> torch.Tensor:
         """Proposes the next tokens: int32 `[guesses]`, `DRAFT` where there is no match to draft from.
 
         A draft copies the tokens after the longest match of the text's end, the latest one of equals; a hint's match
@@ -117,17 +117,17 @@ class DraftedTokens:
         chunks = torch.arange(len(rows), device=rows.device) >= num_decode
         self.lengths.index_copy_(0, rows, torch.where(chunks | (before >= starts), ends, before))
 
-    def keep_right(self, known: KnownTokens) -> None:
+    def drop_rejected(self, known: KnownTokens) -> None:
         """Drops the draft model's keys and values of rejected drafts, and of last sampled tokens, not computed yet."""
         torch.minimum(self.lengths, known.lengths - 1, out=self.lengths)
 
-    def guess(self, guesses: Guesses) -> torch.Tensor:
+    def propose(self, guesses: DraftSequences) -> torch.Tensor:
         """Returns the draft model's tokens, shaped as by `KnownTokens.guess`."""
         return self.tokens[guesses.rows[guesses.owners], guesses.numbers - 1]
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
+class DraftSequences:
     """The drafts of a step, int64 each: `sequences` `[guesses]`, the sequences that hold them; `numbers` `[guesses]`,
     the index of each in its row, from 1; `owners` `[guesses]`, the index of its row in `rows` `[drafting]`.
 
@@ -141,7 +141,7 @@ class Guesses:
     longest: int
 
     @classmethod
-    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> Guesses | None:
+    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> DraftSequences | None:
         """The drafts of a plan; None if it has none."""
         places = np.flatnonzero(unfolded.guesses)
         if not len(places):
@@ -157,7 +157,7 @@ class Guesses:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftMoves:
+class StateMoves:
     """The drafts of a decode step, int64 each: `firsts` `[drafting]`, the first sequence of each row with drafts;
     `drafts` `[guesses]`, the sequences of all drafts; `owners` `[guesses]`, the index of each draft's row in
     `firsts`."""
@@ -167,7 +167,7 @@ class DraftMoves:
     owners: torch.Tensor
 
     @classmethod
-    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> DraftMoves | None:
+    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> StateMoves | None:
         """The drafts of a plan; None if it has none."""
         drafts = np.flatnonzero(unfolded.guesses)
         if not len(drafts):
@@ -178,13 +178,13 @@ class DraftMoves:
         on_device = to_device(together.astype(np.int32)).long()
         return cls(*torch.tensor_split(on_device, (count, count + len(drafts))))
 
-    def slots(self, own: torch.Tensor, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def slots(self, own: torch.Tensor, reported: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the slots with the state after each row's last accepted draft, and the rows' own slots, int64
-        `[drafting]` each. `own` `[R]`: the slot to which each sequence wrote its state; `told` `[R]`: its sampled
+        `[drafting]` each. `own` `[R]`: the slot to which each sequence wrote its state; `reported` `[R]`: its sampled
         token, `REFUSED` after a rejected draft."""
-        right = torch.zeros_like(self.firsts)
-        right.index_add_(0, self.owners, (told[self.drafts] != REFUSED).long())
-        return own[self.firsts + right], own[self.firsts]
+        accepted = torch.zeros_like(self.firsts)
+        accepted.index_add_(0, self.owners, (reported[self.drafts] != REFUSED).long())
+        return own[self.firsts + accepted], own[self.firsts]
 
 
 def kept_samples(
@@ -195,9 +195,9 @@ def kept_samples(
     `computed`: the token that each line computed; `sampled`: the one that it sampled; `most`: maximum drafts of a row.
     """
     first = guesses == 0
-    right = sampled.roll(1) == computed
+    accepted = sampled.roll(1) == computed
     kept = first
     for _ in range(most):
-        kept = first | (right & kept.roll(1))
-    goes_on = (kept & ~first).roll(-1)
-    return kept, kept & ~goes_on
+        kept = first | (accepted & kept.roll(1))
+    continues = (kept & ~first).roll(-1)
+    return kept, kept & ~continues

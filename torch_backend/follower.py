@@ -52,7 +52,7 @@ def main(orders: Connection) -> None:
     device = select_device(config.device, assignment.rank)
     orders.send_bytes(READY)
     progress = Progress()
-    threading.Thread(target=_tell, args=(orders, progress), name="beats", daemon=True).start()
+    threading.Thread(target=_send_beats, args=(orders, progress), name="beats", daemon=True).start()
     parallel = join(
         assignment.rank,
         assignment.size,
@@ -65,7 +65,7 @@ def main(orders: Connection) -> None:
     leave()
 
 
-def _tell(orders: Connection, progress: Progress) -> None:
+def _send_beats(orders: Connection, progress: Progress) -> None:
     """Sends this rank's progress until rank 0 is gone, which `_receive` notices too."""
     with suppress(OSError):
         while True:

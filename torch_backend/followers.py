@@ -57,8 +57,8 @@ class LocalFollowers:
     """
 
     def __init__(self, config: EngineConfig, log_level: int) -> None:
-        self._on_loss: Callable[[], None] = _nothing
-        self._note: NoteBeat = _unnoted
+        self._on_loss: Callable[[], None] = _do_nothing
+        self._note: NoteBeat = _ignore_beat
         self._listeners: list[threading.Thread] = []
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-jax-ranks-", ignore_cleanup_errors=True)
         self.meeting_point = Path(self._folder.name) / "meeting-point"
@@ -159,9 +159,9 @@ def _describe_end(follower: _Follower) -> str:
     return f"the process of tensor-parallel rank {follower.rank} {how}; for the reason see its log lines"
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Placeholder for the action on loss."""
 
 
-def _unnoted(rank: int, steps: int) -> None:
+def _ignore_beat(rank: int, steps: int) -> None:
     """Placeholder for the callback of beats."""

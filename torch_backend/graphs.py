@@ -32,10 +32,10 @@ _FREE_TOKENS = 256
 """In a step of at most this many tokens, products take no longer than reading the weights: a GPU computes some 300
 multiplications in the time it takes to read one byte, so padding up to this size costs little (an estimate)."""
 
-_MOST_PADDED = 1.25
+_MAX_PADDED = 1.25
 """Maximum size of a larger step with padding, as a multiple of its own tokens."""
 
-_MOST_KEYS = 4096
+_MAX_KEYS = 4096
 """Maximum keys of a sequence with a prompt. Longer ones are split over the chip (`plan_extend`) into all the blocks
 that a captured step may have left, and attention to them takes longer than the launches that a graph saves."""
 
@@ -172,11 +172,11 @@ class StepGraphs:
         if plan.num_decode == rows:
             fitting = [found for found in self.layouts if not found.prompt and found.decode >= rows]
             return min(fitting, default=None) if plan.samples.all() else None
-        if rows - plan.num_decode >= self._chunks or plan.kv_lens[plan.num_decode :].max() > _MOST_KEYS:
+        if rows - plan.num_decode >= self._chunks or plan.kv_lens[plan.num_decode :].max() > _MAX_KEYS:
             return None
         fitting = [found for found in self.layouts if found.decode >= plan.num_decode and found.prompt >= prompt]
         best = min(fitting, key=sum, default=None)
-        worth = best is not None and sum(best) <= max(_FREE_TOKENS, _MOST_PADDED * plan.num_tokens)
+        worth = best is not None and sum(best) <= max(_FREE_TOKENS, _MAX_PADDED * plan.num_tokens)
         return best if worth else None
 
     def capture_all(self, progress: Callable[[int, str], None]) -> None:
@@ -228,7 +228,7 @@ class StepGraphs:
 
     def _build(self, layout: StepLayout) -> _Captured:
         host = self._stream.host_buffer(layout.size)
-        layout.pack(_padding_alone(), _no_deltas(), self._dump_row, host.numpy())
+        layout.pack(_padding_plan(), _no_deltas(), self._dump_row, host.numpy())
         inputs = self._stream.to_device(host).clone()
         unpacked = layout.unpack(inputs)
         return _Captured(inputs, self._capture.capture(lambda: self._forward(unpacked)))
@@ -255,7 +255,7 @@ def _no_deltas() -> PageDeltas:
     return PageDeltas(*(np.zeros(0, np.int32) for _ in range(3)))
 
 
-def _padding_alone() -> StepPlan:
+def _padding_plan() -> StepPlan:
     nothing = np.zeros(0, np.int32)
     return StepPlan(
         step=0,

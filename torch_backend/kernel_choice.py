@@ -45,7 +45,7 @@ _OF_TRITON = (AttentionBackend.TRITON, AttentionBackend.SAGE)
 """Triton kernels. They depend on the dtype of keys: `sage` names the same kernels with int8 keys."""
 
 
-_MOST_TOLD = 6
+_MAX_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,9 @@ def choose_kernels(
 def refuse_sinks(name: AttentionBackend, layers: Sequence[int]) -> None:
     """Raises `ConfigError` if `layers` have attention sinks, and the attention backend does not support them."""
     if name is AttentionBackend.FLASHINFER and layers:
-        told = ", ".join(map(str, layers[:_MOST_TOLD])) + (" and others" if len(layers) > _MOST_TOLD else "")
+        named = ", ".join(map(str, layers[:_MAX_NAMED])) + (" and others" if len(layers) > _MAX_NAMED else "")
         raise ConfigError(
-            f"attention_backend flashinfer does not support attention sinks, which layers {told} have: choose triton"
+            f"attention_backend flashinfer does not support attention sinks, which layers {named} have: choose triton"
         )
 
 

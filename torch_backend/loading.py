@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_CAPTURED_ROWS = 256
+_MAX_CAPTURED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _load_on(
         draft.load()
         own = _allocate(draft, assembly.draft_pages, config.page_size, device, backend.state_dtypes)
         drafting = PagedTransformer(draft.model, own)
-    most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
+    most = min(config.cuda_graph_max_bs or _MAX_CAPTURED_ROWS, spec.max_rows)
     capture = _capture(stream, config, device, kernels)
     return TorchRunner(
         PagedTransformer(main.model, kv),

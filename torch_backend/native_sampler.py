@@ -19,7 +19,7 @@ Float32 = NDArray[np.float32]
 
 _NEAR = np.float32(8.0)
 """Distance in scaled logits of tokens considered first; others have less than e**-8 of the largest probability."""
-_LEAST_TEMPERATURE = np.float32(1e-20)
+_MIN_TEMPERATURE = np.float32(1e-20)
 
 
 class NativeSampler:
@@ -41,7 +41,7 @@ class NativeSampler:
         top_k, top_p, min_p = (column.numpy() for column in (parameters.top_k, parameters.top_p, parameters.min_p))
         for row in np.flatnonzero((temperature > 0) & (tokens.numpy() != INVALID_TOKEN)):
             values = logits[row].numpy()
-            distances = (values[tokens[row]] - values) / max(temperature[row], _LEAST_TEMPERATURE)
+            distances = (values[tokens[row]] - values) / max(temperature[row], _MIN_TEMPERATURE)
             limit = _kept_distance(distances, int(top_k[row]), top_p[row], min_p[row])
             low, high = seed[row].view(np.uint32)
             tokens[row] = _gumbel_argmax(distances, limit, (int(low), int(high)), int(position[row]))

@@ -28,7 +28,7 @@ class TensorParallel(Protocol):
         """Concatenates every process's `x [..., n]` in the order of ranks: `[..., size * n]`."""
         ...
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """Returns the minimum of every process's `value`."""
         ...
 
@@ -57,7 +57,7 @@ class SingleProcess:
         """Returns `x`."""
         return x
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """Returns `value`."""
         return value
 
@@ -111,7 +111,7 @@ class DistributedTensorParallel:
         torch.distributed.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """See `TensorParallel`. For start-up: waits for every process."""
         least = torch.tensor(value, dtype=torch.int64)
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=self._control)

@@ -57,7 +57,7 @@ def _symmetric_sums(
         logger.info("Sums over ranks: NCCL, because of --disable-custom-all-reduce")
         return None
     try:
-        sums = SymmetricSums.meet(group_name, parallel.size, device, lambda yes: parallel.least(int(yes)) == 1)
+        sums = SymmetricSums.connect(group_name, parallel.size, device, lambda yes: parallel.minimum(int(yes)) == 1)
     except NoSymmetricMemoryError as error:
         logger.info("Sums over ranks: NCCL, because the GPUs cannot read each other's memory: %s", error)
         return None

@@ -38,8 +38,8 @@ from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
-from torch_backend.draft_model import Drafter, ToGuess, WithDraft
-from torch_backend.drafts import DraftedTokens, DraftMoves, Guesses, KnownTokens, kept_samples
+from torch_backend.draft_model import Drafter, DraftRequest, WithDraft
+from torch_backend.drafts import DraftedTokens, DraftSequences, KnownTokens, StateMoves, kept_samples
 from torch_backend.graphs import Bucket, Capture, StepGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
@@ -131,7 +131,7 @@ class _Closed:
         raise RuntimeError("the runner is closed")
 
 
-def _without_entries(deltas: PageDeltas) -> PageDeltas:
+def _no_entries(deltas: PageDeltas) -> PageDeltas:
     return PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
 
 
@@ -230,8 +230,8 @@ class TorchRunner:
         graphs = self._graphs
         drafter = self._drafter
         if drafter is not None:
-            guess = partial(drafter.warm_up, self._dump_row, partial(self._sample_guesses, Needs.everything()))
-            self._stream.submit(guess).wait()
+            warm_up = partial(drafter.warm_up, self._dump_row, partial(self._sample_drafts, Needs.everything()))
+            self._stream.submit(warm_up).wait()
         total = len(kinds) + (0 if graphs is None else len(graphs.layouts))
         for done, (what, layouts) in enumerate(kinds.items(), 1):
             for layout in layouts:
@@ -271,7 +271,7 @@ class TorchRunner:
             )
         wanted = None
         if self._drafter is not None:
-            wanted = ToGuess.of(unfolded, *self._lag.missed(unfolded))
+            wanted = DraftRequest.of(unfolded, *self._lag.missed(unfolded))
             self._lag.launched(unfolded)
         self._needs.replace(plan.row_updates.sampling)
         needs = self._needs.of_step(plan, self._spec.max_samples)
@@ -329,11 +329,11 @@ class TorchRunner:
         self._stream.close()
         self._model, self._graphs, self._warm_graphs, self._drafter = _Closed(), None, 0, None
 
-    def _run(self, unfolded: Unfolded, needs: Needs, wanted: ToGuess | None) -> StepOutputs:
+    def _run(self, unfolded: Unfolded, needs: Needs, wanted: DraftRequest | None) -> StepOutputs:
         """Runs a whole step, on the stream."""
         return self._sample_part(unfolded, self._forward_part(unfolded, needs, wanted), needs, None)
 
-    def _forward_part(self, unfolded: Unfolded, needs: Needs, wanted: ToGuess | None) -> _Forwarded:
+    def _forward_part(self, unfolded: Unfolded, needs: Needs, wanted: DraftRequest | None) -> _Forwarded:
         """Runs a step up to its logits, on the stream. `wanted`: the drafts that the draft model computes."""
         plan = unfolded.plan
         if plan.row_updates.sampling:
@@ -348,8 +348,8 @@ class TorchRunner:
         deltas = side_by_side(plan.page_deltas, self._table.starts)
         if self._drafter is not None and wanted is not None:
             self._apply_deltas(deltas)
-            deltas = _without_entries(deltas)
-            self._drafter.guess(wanted, partial(self._sample_guesses, needs))
+            deltas = _no_entries(deltas)
+            self._drafter.propose(wanted, partial(self._sample_drafts, needs))
         inputs, hidden = self._hidden(unfolded, deltas)
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
         found = tuple(self._prompt_logprobs(plan, inputs, wanted, hidden) for wanted in plan.prompt_logprobs)
@@ -370,18 +370,18 @@ class TorchRunner:
             forwarded.prompt_logprobs,
         )
 
-    def _settle_states(self, unfolded: Unfolded, inputs: StepInputs, told: torch.Tensor) -> None:
-        """Keeps, for each row with drafts, the state after its last accepted draft. `told`: the tokens reported to the
-        host; all sequences of such a step sample."""
-        moves = DraftMoves.of(unfolded, partial(integers_to_device, self._stream))
+    def _settle_states(self, unfolded: Unfolded, inputs: StepInputs, reported: torch.Tensor) -> None:
+        """Keeps the state after the last accepted draft of each row. `reported`: tokens for the host, one per
+        sequence."""
+        moves = StateMoves.of(unfolded, partial(integers_to_device, self._stream))
         if moves is None:
             return
         slots = self._rows.page_table[inputs.rows.long(), self._table.slots]
-        sources, targets = moves.slots(own_slots(inputs, slots, self._table.first_draft_slot), told)
+        sources, targets = moves.slots(own_slots(inputs, slots, self._table.first_draft_slot), reported)
         for pool in self._states:
             pool.index_copy_(0, targets, pool[sources])
 
-    def _sample_guesses(
+    def _sample_drafts(
         self, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor
     ) -> torch.Tensor:
         return sample(logits, self._sampling, rows, kv_lens, needs, self._sampler)
@@ -393,7 +393,7 @@ class TorchRunner:
         if self._graphs is not None and bucket is not None:
             if len(deltas.rows) > self._graphs.layouts[bucket].deltas:
                 self._apply_deltas(deltas)
-                deltas = _without_entries(deltas)
+                deltas = _no_entries(deltas)
             settle = partial(self._settle_drafts, unfolded) if self._drafts else None
             return self._graphs.run(bucket, plan, deltas, guesses, settle)
         layout = StepLayout.exact(plan, deltas, drafts=self._drafts, states=self._table.states)
@@ -410,7 +410,7 @@ class TorchRunner:
 
     def _settle_drafts(self, unfolded: Unfolded, inputs: StepInputs) -> None:
         """Writes drafts and lengths into the inputs; not captured, because its work depends on the step's drafts."""
-        settle_drafts(inputs, self._rows, Guesses.of(unfolded, partial(integers_to_device, self._stream)))
+        settle_drafts(inputs, self._rows, DraftSequences.of(unfolded, partial(integers_to_device, self._stream)))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         return self._model.forward(build_batch(inputs, self._rows, self._page_size, self._table))
@@ -433,12 +433,12 @@ class TorchRunner:
         masked = None if masks is None else self._masked_lines(plan, masks)
         rows, kv_lens = inputs.rows[sampled].long(), inputs.kv_lens[sampled]
         tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._sampler, masked)
-        told = self._remember(inputs, sampled, rows, kv_lens, tokens)
+        reported = self._remember(inputs, sampled, rows, kv_lens, tokens)
         if needs & Needs.PENALTIES:
-            self._sampling.count(rows, told)
+            self._sampling.count(rows, reported)
         if plan.top_logprobs == NO_LOGPROBS:
-            return told, None
-        return told, token_logprobs(logits, tokens, plan.top_logprobs)
+            return reported, None
+        return reported, token_logprobs(logits, tokens, plan.top_logprobs)
 
     def _remember(
         self, inputs: StepInputs, sampled: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor
@@ -454,7 +454,7 @@ class TorchRunner:
         self._rows.last_tokens.index_copy_(0, torch.where(last, rows, self._dump_row), tokens)
         known.append(rows, kv_lens, tokens, kept, last)
         if self._rows.drafted is not None:
-            self._rows.drafted.keep_right(known)
+            self._rows.drafted.drop_rejected(known)
         return torch.where(kept, tokens, REFUSED)
 
     def _masked_lines(self, plan: StepPlan, masks: TokenMasks) -> MaskedLines:

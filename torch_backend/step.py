@@ -9,7 +9,7 @@ import torch
 
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from torch_backend.batch import ForwardBatch, GroupPages
-from torch_backend.drafts import DraftedTokens, Guesses, KnownTokens
+from torch_backend.drafts import DraftedTokens, DraftSequences, KnownTokens
 from torch_backend.packing import GUESS, LEARNT, StepInputs
 from torch_backend.recurrent.rows import StateRows
 
@@ -59,7 +59,7 @@ class RowTensors:
         )
 
 
-def settle_drafts(inputs: StepInputs, state: RowTensors, guesses: Guesses | None) -> None:
+def settle_drafts(inputs: StepInputs, state: RowTensors, guesses: DraftSequences | None) -> None:
     """Writes the values that only the device knows into `inputs`: the lengths of rows that continue where a step in
     flight ends, and the token of each decoding sequence: its row's last one, or one of the drafts (None: there are
     none)."""
@@ -70,7 +70,7 @@ def settle_drafts(inputs: StepInputs, state: RowTensors, guesses: Guesses | None
     inputs.kv_lens.copy_(torch.where(learnt, lengths, inputs.kv_lens))
     inputs.own.copy_(state.last_tokens[rows])
     if guesses is not None:
-        found = known.guess(guesses) if state.drafted is None else state.drafted.guess(guesses)
+        found = known.propose(guesses) if state.drafted is None else state.drafted.propose(guesses)
         inputs.own.index_copy_(0, guesses.sequences, found)
 
 

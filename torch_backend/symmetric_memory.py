@@ -129,7 +129,7 @@ class SymmetricSums:
     multicast: bool
 
     @classmethod
-    def meet(
+    def connect(
         cls,
         group_name: str,
         size: int,
@@ -144,8 +144,8 @@ class SymmetricSums:
         **Raises:** `NoSymmetricMemoryError` with the reason, on all ranks if on one.
         """
         library = TorchLibrary() if library is None else library
-        buffer = _agreed(agree, lambda: library.empty(_BUFFER_BYTES, torch.uint8, device))
-        handle = _agreed(agree, lambda: library.rendezvous(buffer, group_name))
+        buffer = _agree_on(agree, lambda: library.empty(_BUFFER_BYTES, torch.uint8, device))
+        handle = _agree_on(agree, lambda: library.rendezvous(buffer, group_name))
         return cls(library, group_name, size, buffer, agree(handle.multicast_ptr != 0))
 
     def method(self, x: torch.Tensor) -> Method | None:
@@ -184,7 +184,7 @@ class SymmetricSums:
         return f"{small}{large.value} up to {self.buffer.numel() // 2**20} MiB, NCCL beyond"
 
 
-def _agreed(agree: Callable[[bool], bool], attempt: Callable[[], T]) -> T:
+def _agree_on(agree: Callable[[bool], bool], attempt: Callable[[], T]) -> T:
     """Returns the result of `attempt`. Raises `NoSymmetricMemoryError` if it failed on any rank."""
     try:
         found = attempt()

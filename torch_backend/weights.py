@@ -26,7 +26,7 @@ from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role
 from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.kv_pages import LayerMemory
-from torch_backend.layers.layout import Packed
+from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import FewOrMany, ScaledMatrix
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
@@ -39,7 +39,7 @@ _WEIGHTS_AT_ONCE = 2**24
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """A slice of each axis of a parameter. `role`: see `MadeOf`."""
+    """A slice of each axis of a parameter. `role`: see `ParameterSource`."""
 
     name: ParameterName
     index: tuple[slice, ...]
@@ -53,7 +53,7 @@ def load_weights(
     *,
     pack: bool = True,
     quantization: Quantization | None = None,
-) -> Packed | None:
+) -> PackedLayout | None:
     """Gives every parameter of `model` its value, in the model's dtype, on its device.
 
     The host never holds more than one matrix besides those of a model on the host. On a CPU where torch can, matrices
@@ -77,7 +77,7 @@ def load_weights(
             module.choose_product(model.device, model.embedding.weight.dtype)
     if not (pack and packs(model)):
         return None
-    layout = Packed()
+    layout = PackedLayout()
     model.arrange(layout)
     return layout
 
@@ -209,12 +209,12 @@ def sources(model: Transformer, config: ModelConfig) -> Iterator[Source]:
         modules += [(count, module) for module in layer.modules()]
     for number, module in modules:
         if isinstance(module, Loadable):
-            for name, made_of in module.sources.items():
-                if model.tied and module is head and made_of.role is None:
+            for name, own in module.sources.items():
+                if model.tied and module is head and own.role is None:
                     continue
-                names = [ParameterName(part, made_of.kind, number) for part in made_of.parts]
+                names = [ParameterName(part, own.kind, number) for part in own.parts]
                 parts = [
-                    ParameterPart(each, index, made_of.role)
+                    ParameterPart(each, index, own.role)
                     for each in names
                     for index in _indices(model.shard, config, each)
                 ]

@@ -15,18 +15,18 @@ from sglang_jax.config import EngineConfig, KVCacheDtype
 from tpu.choices import bytes_per_weight, can_be_spread, memory_fraction, weight_bytes
 from tpu.topologies import GIB, Topology
 
-_MOST_CHIPS = 256
+_MAX_CHIPS = 256
 _SHARE_OF_WEIGHTS = 0.9
 """Maximum share of weights in the memory for weights and KV: with more, there is hardly room for a token."""
 _LANES = 128
-_LEAST_TOKENS = 512
+_MIN_TOKENS = 512
 """Minimum tokens of the KV cache: see `runner.sizing`."""
 _EXCEEDED = re.compile(r"Exceeded hbm capacity by (?P<size>[\d.]+)(?P<unit>[KMG])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Setup:
     """A model on a slice with the options of the server. `encodings`: of quantised matrices."""
 
     model: ModelConfig
@@ -47,30 +47,30 @@ class Asked:
 
     @property
     def tokens(self) -> int:
-        return self.options.max_total_tokens or _LEAST_TOKENS
+        return self.options.max_total_tokens or _MIN_TOKENS
 
 
-def what_would_fit(asked: Asked) -> str | None:
+def suggest_fitting(setup: Setup) -> str | None:
     """Options that would fit: keys and values in 8 bits if that suffices; or the next larger number of devices of this
     slice, or slice, on which there is room."""
-    topology, options = asked.topology, asked.options
+    topology, options = setup.topology, setup.options
     tp = options.tp_size
     limit = topology.chip.hbm * (1 if options.max_total_tokens else options.mem_fraction_static)
-    wide, narrow = (asked.weights(tp) + asked.tokens * asked.kv_token(tp, narrow=narrow) for narrow in (False, True))
-    helps = narrow < limit <= wide and not asked.model.keeps_latents
+    wide, narrow = (setup.weights(tp) + setup.tokens * setup.kv_token(tp, narrow=narrow) for narrow in (False, True))
+    helps = narrow < limit <= wide and not setup.model.keeps_latents
     found = [f"--kv-cache-dtype {KVCacheDtype.FLOAT8_E4M3.value}"] if helps else []
-    return " or ".join([*found, *_more_devices(asked)]) or None
+    return " or ".join([*found, *_more_devices(setup)]) or None
 
 
-def what_would_help(asked: Asked, shortage: int) -> str | None:
+def suggest_remedies(setup: Setup, shortage: int) -> str | None:
     """Options that would help if weights and KV fit, but `shortage` bytes are missing: less KV, or more devices."""
-    options, hbm = asked.options, asked.topology.chip.hbm
+    options, hbm = setup.options, setup.topology.chip.hbm
     fraction = math.floor(100 * (options.mem_fraction_static - shortage / hbm)) / 100
-    least = asked.weights(options.tp_size) + _LEAST_TOKENS * asked.kv_token(options.tp_size)
+    least = setup.weights(options.tp_size) + _MIN_TOKENS * setup.kv_token(options.tp_size)
     found = []
     if options.max_total_tokens is None and fraction * hbm > least:
         found.append(f"--mem-fraction-static {fraction:g}")
-    return " or ".join([*found, *_more_devices(asked)]) or None
+    return " or ".join([*found, *_more_devices(setup)]) or None
 
 
 def shortage_in(reason: str) -> int | None:
@@ -79,15 +79,15 @@ def shortage_in(reason: str) -> int | None:
     return None if found is None else int(float(found["size"]) * _UNITS[found["unit"]])
 
 
-def _more_devices(asked: Asked) -> list[str]:
-    topology, tp = asked.topology, asked.options.tp_size
+def _more_devices(setup: Setup) -> list[str]:
+    topology, tp = setup.topology, setup.options.tp_size
     usable = topology.chip.hbm * memory_fraction(topology.chip)
     for slice_ in (topology, *_larger(topology)):
         for size in range(tp + 1, slice_.devices + 1):
-            if slice_.devices % size or not can_be_spread(asked.model, size):
+            if slice_.devices % size or not can_be_spread(setup.model, size):
                 continue
-            weights = asked.weights(size)
-            if weights < usable * _SHARE_OF_WEIGHTS and weights + asked.tokens * asked.kv_token(size) < usable:
+            weights = setup.weights(size)
+            if weights < usable * _SHARE_OF_WEIGHTS and weights + setup.tokens * setup.kv_token(size) < usable:
                 where = "" if slice_ is topology else f" --topology {slice_}"
                 return [f"--tp {size}{where} ({weights / GIB:.1f} GiB of weights on each device)"]
     return []
@@ -110,7 +110,7 @@ def _larger(topology: Topology) -> Iterator[Topology]:
         if Topology(chip, of_one_node).chips > topology.chips:
             shape = of_one_node
             yield Topology(chip, shape)
-    while Topology(chip, shape).chips < _MOST_CHIPS:
+    while Topology(chip, shape).chips < _MAX_CHIPS:
         axis = shape.index(min(shape))
         shape = tuple(sorted((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])))
         yield Topology(chip, shape)

@@ -33,9 +33,9 @@ from sglang_jax.config import (
 )
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.quantization import kept_encodings, quantization_of, quantization_wanted
-from tpu.alternatives import Asked, shortage_in, what_would_fit, what_would_help
+from tpu.alternatives import Setup, shortage_in, suggest_fitting, suggest_remedies
 from tpu.choices import PAGE_SIZE, memory_fraction
-from tpu.figures import Deployment, Kept, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
+from tpu.figures import CacheEntries, Deployment, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
 from tpu.report import Report, heading, render
 from tpu.shapes import SHAPES, load_shape
 from tpu.topologies import parse_topology
@@ -153,7 +153,7 @@ def check(
     slice_ = parse_topology(topology)
     given = {name: value for name, value in given.items() if value is not None}
     options = _options(model, tp, {"mem_fraction_static": memory_fraction(slice_.chip), **given})
-    config, encodings = _what_is_loaded(model, options)
+    config, encodings = _model_and_encodings(model, options)
     request = Request(
         model=config,
         options=options,
@@ -163,7 +163,7 @@ def check(
     )
     found = _compile(request, partial(heading, model, slice_, tp, compiler=_compiler()))
     if isinstance(found, Refusal):
-        remedy = what_would_fit(Asked(request.model, slice_, request.options, request.encodings))
+        remedy = suggest_fitting(Setup(request.model, slice_, request.options, request.encodings))
         click.echo(f"DOES NOT FIT: {found.reason}" + ("" if remedy is None else f". Would fit: {remedy}"))
         return DOES_NOT_FIT
     report = Report(
@@ -171,12 +171,12 @@ def check(
     )
     if (shortage := _shortage(report)) is not None:
         report = replace(
-            report, remedy=what_would_help(Asked(request.model, slice_, request.options, request.encodings), shortage)
+            report, remedy=suggest_remedies(Setup(request.model, slice_, request.options, request.encodings), shortage)
         )
     click.echo("\n".join(render(report)))
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    kept = request.options.compilation_cache_dir is None or _tell_of_kept(request.options, found)
+    kept = request.options.compilation_cache_dir is None or _report_cache(request.options, found)
     return 0 if report.problem is None and kept else DOES_NOT_FIT
 
 
@@ -195,7 +195,7 @@ class _Found:
     programs: list[ProgramFigures] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     failures: list[ProgramFailure] = field(default_factory=list)
-    kept: Kept = field(default_factory=lambda: Kept(0, 0))
+    kept: CacheEntries = field(default_factory=lambda: CacheEntries(0, 0))
 
 
 def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) -> _Found | Refusal:
@@ -220,7 +220,7 @@ def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) ->
                 found.programs.append(message)
             case ProgramFailure() if found is not None:
                 found.failures.append(message)
-            case Kept() if found is not None:
+            case CacheEntries() if found is not None:
                 found.kept = message
         if found is not None:
             _show_progress(found.deployment, len(found.programs) + len(found.failures))
@@ -229,7 +229,7 @@ def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) ->
     return found
 
 
-def _tell_of_kept(options: EngineConfig, found: _Found) -> bool:
+def _report_cache(options: EngineConfig, found: _Found) -> bool:
     """Prints where the programs are, and the options with which a server finds them. Returns False if none was written.
 
     A server that measures its memory may choose another number of pages, which is part of every program.
@@ -246,7 +246,7 @@ def _tell_of_kept(options: EngineConfig, found: _Found) -> bool:
     return True
 
 
-def _what_is_loaded(model: str, options: EngineConfig) -> tuple[ModelConfig, dict[ParameterName, Encoding]]:
+def _model_and_encodings(model: str, options: EngineConfig) -> tuple[ModelConfig, dict[ParameterName, Encoding]]:
     """Returns the model, and how its quantised matrices are stored."""
     if model in SHAPES:
         config = load_shape(model)

@@ -47,7 +47,7 @@ from sglang_jax.runner.sizing import (
 )
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
-from tpu.figures import Deployment, Kept, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
+from tpu.figures import CacheEntries, Deployment, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
 from tpu.hlo import find_kernels, take_text
 from tpu.operations import Module
 from tpu.topologies import Topology
@@ -71,7 +71,7 @@ def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) 
     """
     logging.getLogger("sglang_jax").addHandler(_Notices(send))
     folder = request.options.compilation_cache_dir
-    before = frozenset() if folder is None else _kept_in(folder)
+    before = frozenset() if folder is None else _existing_programs(folder)
     devices = _devices(request.topology, request.options.tp_size)
     mesh = make_mesh(devices[: request.options.tp_size])
     deployment, builders, buckets, names = _deploy(request, mesh)
@@ -81,10 +81,10 @@ def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) 
         send(_compile(name, by_name.get(name), builders[name], dumps, names))
     if folder is not None:
         kept = _entries(folder)
-        send(Kept(len(kept), len(kept - before)))
+        send(CacheEntries(len(kept), len(kept - before)))
 
 
-def _kept_in(folder: str) -> frozenset[str]:
+def _existing_programs(folder: str) -> frozenset[str]:
     """Enables the compilation cache in a folder, and returns its existing entries.
 
     **Raises:** `ConfigError` if nothing can be written there, before compiling for hours.

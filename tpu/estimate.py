@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tpu.operations import Operation, short_source
 
 _WORST = 5
-_LEAST_CYCLES_OF_A_MOVE = 1000
+_MIN_CYCLES_OF_A_MOVE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Estimate:
             replace(operation, moved=names.get(operation.moved, operation.moved))
             for operation in own
             if operation.moved in names
-            or (operation.moved.startswith("state.") and operation.cycles > _LEAST_CYCLES_OF_A_MOVE)
+            or (operation.moved.startswith("state.") and operation.cycles > _MIN_CYCLES_OF_A_MOVE)
         )
 
         def named(found: Iterable[Operation]) -> tuple[Operation, ...]:

@@ -112,7 +112,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CacheEntries:
     """Compiled programs in the requested folder: all entries, and the new ones."""
 
     entries: int
@@ -139,4 +139,4 @@ class Request:
     encodings: Mapping[ParameterName, Encoding] = field(default_factory=dict)
 
 
-Message = Deployment | ProgramFigures | ProgramFailure | Refusal | Notice | Kept
+Message = Deployment | ProgramFigures | ProgramFailure | Refusal | Notice | CacheEntries

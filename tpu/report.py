@@ -17,7 +17,7 @@ from tpu.topologies import Topology
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StepTime:
     """The parts of a step's time: the compiler's own estimate excludes attention and collectives.
 
     - `estimated`; `layers`: the layers' share of it.
@@ -121,14 +121,14 @@ class Report:
             exchanged=sent,
         )
 
-    def share(self, program: ProgramFigures) -> Share | None:
+    def share(self, program: ProgramFigures) -> StepTime | None:
         """The compiler's estimate and the minimum time of the same work; None if there is no estimate."""
         work = self.work(program)
         if work is None or program.estimate is None:
             return None
         without = self.bounds(program, Work(work.tokens, work.rows, 0, 0), states=False)
         whole = self.bounds(program, work)
-        return Share(
+        return StepTime(
             estimated=program.estimate.cycles / self.topology.chip.clock,
             layers=program.estimate.layer_cycles / self.topology.chip.clock,
             least=max(without.compute, without.memory),

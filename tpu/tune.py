@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _STORAGE = {KVCacheDtype.FLOAT8_E4M3: "float8_e4m3fn", KVCacheDtype.INT8: "int8"}
 
 
-class By(StrEnum):
+class CompareBy(StrEnum):
     """How sizes are compared; `AUTO` is on the device if there is a TPU."""
 
     AUTO = "auto"
@@ -77,9 +77,9 @@ instructions leaves most room for costs that the estimate excludes."""
 )
 @click.option(
     "--by",
-    default=By.AUTO.value,
+    default=CompareBy.AUTO.value,
     show_default=True,
-    type=click.Choice([way.value for way in By]),
+    type=click.Choice([way.value for way in CompareBy]),
     help="device: time on this machine's TPU; schedule: the compiler's schedule for --chip; auto: device if there is "
     "a TPU",
 )
@@ -106,7 +106,7 @@ def tune(
     output: Path | None,
 ) -> int:
     """Tune attention block sizes for a model. --tp and --page-size may be repeated."""
-    on_device = By(by) is By.DEVICE or (By(by) is By.AUTO and has_tpu())
+    on_device = CompareBy(by) is CompareBy.DEVICE or (CompareBy(by) is CompareBy.AUTO and has_tpu())
     if on_device and chip is not None:
         raise click.UsageError("--chip is only for --by schedule: --by device tunes for this machine's chip")
     if not on_device and chip is None:

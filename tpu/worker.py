@@ -34,7 +34,7 @@ _INSTALL = (
     f"{how_to_install('tpu')}, or, to leave JAX on this machine as it is, "
     "pip install --no-deps --target FOLDER libtpu==0.0.51 and PYTHONPATH=FOLDER"
 )
-_LAST_WORDS = 12
+_LOG_LINES = 12
 _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 _VARIABLES = {
@@ -109,7 +109,7 @@ def _in_child(work: Work, *arguments: Any) -> Iterator[Any]:
                 child.terminate()
                 child.join()
         if child.exitcode:
-            raise _DiedError(f"the compiling process ended with status {child.exitcode}:\n{_last_words(log)}")
+            raise _DiedError(f"the compiling process ended with status {child.exitcode}:\n{_log_tail(log)}")
 
 
 @contextmanager
@@ -171,6 +171,6 @@ def _estimate_kernels(
         send(comparison)
 
 
-def _last_words(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
-    return "\n".join(lines[-_LAST_WORDS:])
+    return "\n".join(lines[-_LOG_LINES:])

@@ -86,7 +86,7 @@ def by_torch(texts: list[list[int]], hints: list[list[int]], stale: int) -> list
     numbers = torch.arange(1, MOST + 1).repeat(len(texts))
     rows = torch.arange(len(texts))
     owners, longest = rows.repeat_interleave(MOST), max(map(len, texts)) + 1
-    guesses = torch_drafts.Guesses(torch.arange(len(numbers)), numbers, owners, rows, longest)
+    guesses = torch_drafts.DraftSequences(torch.arange(len(numbers)), numbers, owners, rows, longest)
     return known.guess(guesses).view(len(texts), MOST).tolist()
 
 

@@ -20,7 +20,9 @@ _QUERIES_PER_BLOCK = 256
 """Together they bound the scores in memory, `[heads, queries, keys]` in float32."""
 
 
-def absorbed(queries: torch.Tensor, heads: LatentHeads, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def attend_absorbed(
+    queries: torch.Tensor, heads: LatentHeads, attend: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """`[T, heads, key_dim + rotary_dim]` → `[T, heads, value_dim]`, with an `attend` that uses latent vectors as keys
     and values of one kv head."""
     key_dim, latent = heads.key_up.shape[1:]

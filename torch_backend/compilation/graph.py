@@ -102,7 +102,7 @@ def read_weight(graph: fx.Graph, weight: Weight) -> fx.Node:
     return node
 
 
-def merged(weights: list[Weight]) -> Weight:
+def concatenate(weights: list[Weight]) -> Weight:
     """Concatenates weights along the first axis."""
     first = weights[0]
     rows = sum(weight.shape[0] for weight in weights)
@@ -180,7 +180,7 @@ def call(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], lik
     return node
 
 
-def put_in_place(node: fx.Node, by: fx.Node) -> None:
+def replace_node(node: fx.Node, by: fx.Node) -> None:
     """Replaces all uses of `node` by `by`, and erases `node`."""
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)

@@ -13,9 +13,9 @@ from pathlib import Path
 from sglang_jax.config import CompilePass
 from sglang_jax.errors import ConfigError
 from torch_backend.compilation.drawing import write_graphs
+from torch_backend.compilation.expected_matches import ExpectedMatches
 from torch_backend.compilation.graph import Program
-from torch_backend.compilation.implied import Implied
-from torch_backend.compilation.passes.collectives import fuse_all_reduces, meet_other_ranks
+from torch_backend.compilation.passes.collectives import fuse_all_reduces, insert_collectives
 from torch_backend.compilation.passes.linears import fuse_gated_activations, merge_linears
 from torch_backend.compilation.passes.no_ops import remove_no_ops
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
@@ -39,7 +39,7 @@ class GraphPass:
 PASSES = (
     GraphPass(CompilePass.NO_OPS, remove_no_ops),
     GraphPass(CompilePass.PAGED_ATTENTION, page_attention),
-    GraphPass(CompilePass.COLLECTIVES, meet_other_ranks),
+    GraphPass(CompilePass.COLLECTIVES, insert_collectives),
     GraphPass(CompilePass.NORM, fuse_norms),
     GraphPass(CompilePass.ROPE, fuse_rope),
     GraphPass(CompilePass.HEAD_NORM, fuse_head_norms),
@@ -71,7 +71,7 @@ class PassManager:
         self._passes = [each for each in passes if each.name in chosen]
         self._cleans = CompilePass.NO_OPS in chosen
 
-    def run(self, program: Program, implied: Implied, dump: Path | None = None) -> tuple[PassCount, ...]:
+    def run(self, program: Program, expected: ExpectedMatches, dump: Path | None = None) -> tuple[PassCount, ...]:
         """Rewrites `program`; its graphs before and after each pass are written to the folder `dump`.
 
         **Raises:** `ConfigError` naming a pass that finds fewer places than the model implies.
@@ -85,11 +85,11 @@ class PassManager:
                 remove_no_ops(program)
             for graph in program.graphs:
                 graph.lint()
-            counts.append(PassCount(each.name, implied.of[each.name] if self._complete(number) else 0, found))
+            counts.append(PassCount(each.name, expected.minimum[each.name] if self._complete(number) else 0, found))
             if dump is not None:
                 write_graphs(program, dump, f"{number:02d}-{each.name.value}")
-        told = ", ".join(f"{each.name.value} {each.found}" for each in counts)
-        logger.info("Passes %s over %s: %s", self.uuid()[:8], program.model_type, told)
+        summary = ", ".join(f"{each.name.value} {each.found}" for each in counts)
+        logger.info("Passes %s over %s: %s", self.uuid()[:8], program.model_type, summary)
         few = [each for each in counts if each.found < each.expected]
         if few:
             raise ConfigError(

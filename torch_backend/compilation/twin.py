@@ -23,10 +23,10 @@ from sglang_jax.checkpoint.foreign_config import foreign_model_config, under_usu
 from sglang_jax.errors import ConfigError
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch, GroupPages
+from torch_backend.compilation.expected_matches import ExpectedMatches
 from torch_backend.compilation.hf_model import config_of, eager_model, empty_model
-from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PassManager
-from torch_backend.compilation.part_of_rank import take_part
+from torch_backend.compilation.rank_shard import shard_model
 from torch_backend.compilation.trace import trace
 from torch_backend.compilation.traced_model import TracedTransformer, check_sites
 from torch_backend.compilation.weights import RandomWeights
@@ -140,9 +140,9 @@ def _rewritten(
     described = foreign_model_config(JsonFields(known, Path("config.json")), (), "float32")
     model = empty_model(config, torch.float32)
     shard = ModelShard.of(described, parallel.rank, parallel.size)
-    part = take_part(model, described, shard)
+    part = shard_model(model, described, shard)
     program = trace(model)
-    manager.run(program, Implied.by(model, program, described.num_layers, part.marks), dump)
+    manager.run(program, ExpectedMatches.of_model(model, program, described.num_layers, part.marks), dump)
     check_sites(program, described, shard)
     twin = TracedTransformer(
         program,

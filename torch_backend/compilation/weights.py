@@ -19,7 +19,7 @@ from sglang_jax.checkpoint.tied_head import head_differs
 from sglang_jax.errors import CheckpointError, cut
 from torch_backend.compilation.graph import Weight
 
-_MOST_TOLD = 6
+_MAX_NAMED = 6
 
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Names in any model of tensors that older versions of transformers saved, and that are computed now."""
@@ -62,13 +62,15 @@ class CheckpointWeights:
                     f"{found} is {reader.shape(found)} in the checkpoint, but {tuple(parameter.shape)} in the model"
                 )
         if missing:
-            raise CheckpointError(f"the checkpoint lacks tensors of the model: {_told(missing)}")
+            raise CheckpointError(f"the checkpoint lacks tensors of the model: {_list_names(missing)}")
         further = _further_names(model)
         extra = {old for new, old in there.items() if new not in further} - set(names.values())
         ignored = [re.compile(each) for each in (*_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()))]
         extra = {name for name in extra if not any(pattern.search(name) for pattern in ignored)}
         if extra:
-            raise CheckpointError(f"the checkpoint has tensors that the model does not have: {_told(sorted(extra))}")
+            raise CheckpointError(
+                f"the checkpoint has tensors that the model does not have: {_list_names(sorted(extra))}"
+            )
         _read_buffers(model, reader, there)
         return cls(reader, names)
 
@@ -160,7 +162,7 @@ def _further_names(model: PreTrainedModel) -> set[str]:
     return every | {name.removeprefix(prefix) for name in every}
 
 
-def _told(names: Sequence[str] | Iterable[str]) -> str:
+def _list_names(names: Sequence[str] | Iterable[str]) -> str:
     names = list(names)
-    more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
-    return cut(", ".join(names[:_MOST_TOLD])) + more
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return cut(", ".join(names[:_MAX_NAMED])) + more

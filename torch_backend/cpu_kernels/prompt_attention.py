@@ -41,7 +41,7 @@ Items are int32 `[items, 4]`: a sequence, a kv head, its first token in the sequ
 KEYS = 64
 """Keys whose scores are in memory at once."""
 
-MOST_ROWS = 192
+MAX_ROWS = 192
 """Queries of an item: tokens times heads."""
 
 # The functions below are inlined into the kernel, so that sizes are constants there.
@@ -55,7 +55,7 @@ def supported_head_dim(head_dim: int) -> bool:
 
 def tokens_of_item(group: int) -> int:
     """Maximum tokens of an item, for a kv head with `group` query heads."""
-    return max(1, MOST_ROWS // group)
+    return max(1, MAX_ROWS // group)
 
 
 def _rows_of_item(group: int) -> int:

@@ -31,14 +31,14 @@ def compute_type(queries: torch.dtype, pages: torch.dtype) -> torch.dtype:
     return queries
 
 
-def knows_float8(chip: Chip) -> bool:
+def has_float8(chip: Chip) -> bool:
     """Whether the chip has an instruction that widens float8."""
     return chip.capability >= _FIRST_CAPABILITY_WITH_FLOAT8
 
 
 def readable(pages: torch.Tensor, chip: Chip) -> torch.Tensor:
     """`pages`, as bytes if they are float8 and the chip has no instruction to widen it."""
-    if pages.dtype == torch.float8_e4m3fn and not knows_float8(chip):
+    if pages.dtype == torch.float8_e4m3fn and not has_float8(chip):
         return pages.view(torch.uint8)
     return pages
 
@@ -120,7 +120,7 @@ def attend(
             by_token = _load_scales(key_scales, tokens, places, last, oldest, window, EDGES)
             scores = tl.dot(queries, tl.trans(key_tile)).to(tl.float32) * by_token[None, :]
         else:
-            scores = tl.dot(queries, tl.trans(widened(key_tile, COMPUTE)), input_precision="ieee")
+            scores = tl.dot(queries, tl.trans(widen(key_tile, COMPUTE)), input_precision="ieee")
         if soft_cap is not None:
             if key_scales is not None:
                 scores = tanh(scores * score_scale[:, None] + bias[:, None]) * (soft_cap * LOG2_E)
@@ -153,7 +153,7 @@ def attend(
         value_tile = _load_tile(values + offsets, places, dims, last, oldest, window, EDGES, HEAD_DIM, WIDTH)
         if value_scales is not None:
             weights *= _load_scales(value_scales, tokens, places, last, oldest, window, EDGES)[None, :]
-        weighted = tl.dot(weights.to(COMPUTE), widened(value_tile, COMPUTE), weighted, input_precision="ieee")
+        weighted = tl.dot(weights.to(COMPUTE), widen(value_tile, COMPUTE), weighted, input_precision="ieee")
         largest = new_largest
     return largest, total, weighted
 
@@ -218,7 +218,7 @@ def _load_pages(pages, start, last, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr)
 
 
 @triton.jit
-def merged(largest, total, weighted, next_largest, next_total, next_weighted):
+def merge_sums(largest, total, weighted, next_largest, next_total, next_weighted):
     """Merges the sums of `attend` over two runs of keys. Products are fused explicitly, so that kernels that merge the
     same runs round the same way, whatever the compiler would fuse."""
     together = tl.maximum(largest, next_largest)
@@ -239,7 +239,7 @@ def with_sinks(largest, total, weighted, sinks):
 
 
 @triton.jit
-def widened(stored, COMPUTE: tl.constexpr):
+def widen(stored, COMPUTE: tl.constexpr):
     """Stored keys or values as `COMPUTE`, exactly; bytes are those of float8 (e4m3)."""
     if stored.dtype == tl.uint8:
         # The same bits as float16 have an exponent bias of 15 instead of 7: smaller by a factor of 2^8. This holds for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_backend.kernels.attention_tiles import LOG2_E, attend, merged, scale_of_products, with_bias, with_sinks
+from torch_backend.kernels.attention_tiles import LOG2_E, attend, merge_sums, scale_of_products, with_bias, with_sinks
 from torch_backend.kernels.extend_plan import splits_of_row
 from torch_backend.kernels.integers import queries_as_integers
 
@@ -121,7 +121,7 @@ def attend_split(
 
 
 @triton.jit
-def finished(largest, total, weighted, heads, kv_head, sinks, value_scale):
+def final_output(largest, total, weighted, heads, kv_head, sinks, value_scale):
     """The output from the sums of all splits; 0 for padding, whose queries see no key."""
     if sinks is not None:
         total, weighted = with_sinks(largest, total, weighted, tl.load(sinks + heads) * LOG2_E)
@@ -243,7 +243,7 @@ def extend_blocks(
                 # Other threads may have written what this one reads. Before they write again, below, there are barriers
                 # by the compiler, which moves these reads through shared memory to the layout of products.
                 tl.debug_barrier()
-                largest, total, weighted = merged(
+                largest, total, weighted = merge_sums(
                     tl.load(kept + lanes),
                     tl.load(kept + sums_stride + lanes),
                     tl.load(kept_weighted + inside),
@@ -256,7 +256,7 @@ def extend_blocks(
                 tl.store(kept + sums_stride + lanes, total)
                 tl.store(kept_weighted + inside, weighted)
         if split == splits - 1:
-            result = finished(largest, total, weighted, heads, kv_head, sinks, value_scale)
+            result = final_output(largest, total, weighted, heads, kv_head, sinks, value_scale)
             tl.store(output + asked, result.to(output.dtype.element_ty), mask=wanted)
 
 
@@ -359,7 +359,7 @@ def extend_splits(
             if sinks is not None:
                 largest = with_bias(largest, bias, soft_cap)
             if splits - first_split == 1:
-                result = finished(largest, total, weighted, heads, kv_head, sinks, value_scale)
+                result = final_output(largest, total, weighted, heads, kv_head, sinks, value_scale)
                 tl.store(output + asked, result.to(output.dtype.element_ty), mask=wanted)
             else:
                 block_place = item.to(tl.int64) * ROWS
@@ -425,7 +425,7 @@ def merge_extended(
     weighted = tl.zeros([MERGED, WIDTH], tl.float32)
     for split in range(first_split, splits):
         entries = ((before + split).to(tl.int64) * KV_HEADS + kv_head) * ROWS + lanes
-        largest, total, weighted = merged(
+        largest, total, weighted = merge_sums(
             largest,
             total,
             weighted,
@@ -433,7 +433,7 @@ def merge_extended(
             tl.load(sums + sums_stride + entries, mask=here, other=0.0),
             tl.load(sums_weighted + entries[:, None] * WIDTH + dims[None, :], mask=wanted, other=0.0),
         )
-    result = finished(largest, total, weighted, heads, kv_head, sinks, value_scale)
+    result = final_output(largest, total, weighted, heads, kv_head, sinks, value_scale)
     places = (first_query + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
     at = output + places[:, None] * HEAD_DIM + dims[None, :]
     tl.store(at, result.to(output.dtype.element_ty), mask=wanted)

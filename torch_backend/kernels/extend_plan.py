@@ -18,7 +18,7 @@ takes about as long as one of the 32 tiles of a split (an estimate); shorter spl
 _LARGEST_SPLIT_HEAD = 128
 """Larger heads are not split: a block's sums fill the registers, with no room for those of another split."""
 
-_MOST_PARTIAL_BYTES = 256 * 2**20
+_MAX_PARTIAL_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def _pays(blocks: int, splits: int, form: ExtendForm, chip: Chip) -> bool:
     """Whether blocks use at most half of the chip, and the splits' sums fit. Results are the same bits either way."""
     programs = blocks * form.kv_heads
     handed_over = 4 * programs * splits * form.tile.rows * triton.next_power_of_2(form.head_dim)
-    return 2 * programs <= chip.processors and handed_over <= _MOST_PARTIAL_BYTES
+    return 2 * programs <= chip.processors and handed_over <= _MAX_PARTIAL_BYTES
 
 
 @triton.jit

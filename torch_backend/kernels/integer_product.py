@@ -11,10 +11,10 @@ import triton.language as tl
 
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.dependent_launch import after_previous
-from torch_backend.kernels.integers import levels, scale_of
+from torch_backend.kernels.integers import quantise, scale_of
 from torch_backend.kernels.scaled_product import add_and_scale, multiply_and_scale
 
-_MOST_ROWS = 64
+_MAX_ROWS = 64
 """Maximum rows of the kernel. For more, torch's product is used, which needs at least 17 on a GPU."""
 
 _MULTIPLE = 32
@@ -35,7 +35,7 @@ def integer_product(
     out = torch.empty((rows, len(values)), dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    if rows <= _MOST_ROWS:
+    if rows <= _MAX_ROWS:
         rounded, of_tokens = round_tokens(x, rows, chip.dependent_launches)
         multiply_and_scale(rounded, of_tokens, values, scales, bias, out, chip)
     else:
@@ -86,4 +86,4 @@ def round_token(x, rounded, scales, inputs, BLOCK: tl.constexpr, DEPENDENT: tl.c
     for start in range(0, inputs, BLOCK):
         place = start + tl.arange(0, BLOCK)
         numbers = tl.load(x + row * inputs + place, mask=place < inputs, other=0.0).to(tl.float32)
-        tl.store(rounded + row * inputs + place, levels(numbers, scale), mask=place < inputs)
+        tl.store(rounded + row * inputs + place, quantise(numbers, scale), mask=place < inputs)

@@ -17,7 +17,7 @@ def scale_of(largest, total):
 
 
 @triton.jit
-def levels(numbers, scale):
+def quantise(numbers, scale):
     """float32 `numbers` divided by `scale`, float32 of a shape that broadcasts to theirs, rounded to the nearest
     integer, ties to even: int8. Zeros for a scale of 0 and for NaN."""
     quotients = tl.div_rn(numbers, tl.where(scale == 0.0, 1.0, scale))
@@ -32,4 +32,4 @@ def queries_as_integers(queries, key_mean):
     wide = queries.to(tl.float32)
     scale = scale_of(tl.max(tl.abs(wide), 1), tl.sum(wide, 1))
     scale = tl.where(scale == 0.0, 1.0, scale)
-    return levels(wide, scale[:, None]), scale, tl.sum(wide * key_mean[None, :], 1)
+    return quantise(wide, scale[:, None]), scale, tl.sum(wide * key_mean[None, :], 1)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from torch_backend.kernels.dependent_launch import after_previous
 from torch_backend.kernels.float8 import encode_e4m3
-from torch_backend.kernels.integers import levels, scale_of
+from torch_backend.kernels.integers import quantise, scale_of
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Rotation
 
@@ -58,8 +58,8 @@ def _write_integers(
     scale = scale_of(largest, tl.sum(first, 1) + tl.sum(second, 1))
     tl.store(scales + rows, scale, mask=heads < kv_heads)
     at = pages + rows[:, None] * head_dim + lanes[None, :]
-    tl.store(at, levels(first, scale[:, None]), mask=inside)
-    tl.store(at + head_dim // 2, levels(second, scale[:, None]), mask=inside)
+    tl.store(at, quantise(first, scale[:, None]), mask=inside)
+    tl.store(at + head_dim // 2, quantise(second, scale[:, None]), mask=inside)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_backend.kernels.sample_filters import LEAST_TEMPERATURE, Kept, distances_of, greedy_tokens, kept_tokens
+from torch_backend.kernels.sample_filters import MIN_TEMPERATURE, KeptTokens, distances_of, greedy_tokens, kept_tokens
 from torch_backend.kernels.sample_survey import first_of_largest, part_of_row, parts_of
 
 # Tokens of one iteration of a program.
@@ -71,7 +71,7 @@ def _sample_kernel(
     if kept >= 0.0:
         logits += row.to(tl.int64) * row_stride
         largest = tl.load(largest_logits + row)
-        temperature = tl.maximum(tl.load(temperatures + row), LEAST_TEMPERATURE)
+        temperature = tl.maximum(tl.load(temperatures + row), MIN_TEMPERATURE)
         key_low = tl.load(seeds + 2 * row).to(tl.uint32, bitcast=True)
         key_high = tl.load(seeds + 2 * row + 1).to(tl.uint32, bitcast=True)
         position = tl.load(positions + row).to(tl.uint32, bitcast=True)
@@ -160,7 +160,7 @@ def keep(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     cut: bool = True,
-) -> Kept:
+) -> KeptTokens:
     """Applies the filters to each row; for the arguments see `sample`."""
     _check_logits(logits)
     for name, values in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):

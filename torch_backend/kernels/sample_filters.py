@@ -4,10 +4,10 @@ Distances of scaled logits to the largest are never negative, so their bits as i
 values, and a filter is a search for the smallest integer. Consecutive kernels:
 
 1. Each program counts, in its part of a row, the tokens within several limits that are half an octave apart, and sums
-their probability. The totals of all parts show between which two limits the result lies. 2. If more tokens lie in
-between than the buffer holds, the same is done with limits between those two. 3. The tokens in between are copied to
-the buffer. Each part's offset follows from the counts. 4. One program per row searches the buffer, or the whole row if
-too many logits are nearly equal to fit.
+   their probability. The totals of all parts show between which two limits the result lies.
+2. If more tokens lie in between than the buffer holds, the same is done with limits between those two.
+3. The tokens in between are copied to the buffer. Each part's offset follows from the counts.
+4. One program per row searches the buffer, or the whole row if too many logits are nearly equal to fit.
 
 Parts are summed as integers, probability in units of 2**-32 of the most likely token's: the same in every kernel.
 """
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_backend.kernels.sample_survey import Survey, part_of_row, parts_of, surveyed
+from torch_backend.kernels.sample_survey import Survey, combine_survey, part_of_row, parts_of
 
 # Limits that a pass tries.
 _LIMITS = 8
@@ -35,7 +35,7 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 _FIRST_LIMIT = tl.constexpr(0x40000000)
 _HALF_OCTAVE = tl.constexpr(0x00400000)
 _UNITS = tl.constexpr(4294967296.0)
-LEAST_TEMPERATURE = tl.constexpr(1e-20)
+MIN_TEMPERATURE = tl.constexpr(1e-20)
 # Marks a row that does not sample; distances are never negative.
 NOT_SAMPLED = tl.constexpr(-1.0)
 
@@ -100,7 +100,7 @@ def _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS: tl.constex
 
 
 @triton.jit
-def _narrowed(
+def _narrow(
     counts, masses, rows, row, largest, least_logits, temperature, top_k, top_p, vocab, PARTS: tl.constexpr,
     LIMITS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
@@ -124,9 +124,9 @@ def _amounts_kernel(
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    token, largest = combine_survey(best_logits, best_tokens, row, vocab, PARTS)
     if (temperature > 0.0) & (token >= 0) & ((top_k < vocab) | (top_p < 1.0)):
-        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+        temperature = tl.maximum(temperature, MIN_TEMPERATURE)
         logits += row.to(tl.int64) * row_stride
         at = (row * PARTS + part) * LIMITS
         limits = _first_limits(LIMITS)
@@ -140,9 +140,9 @@ def _finer_amounts_kernel(
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    token, largest = combine_survey(best_logits, best_tokens, row, vocab, PARTS)
     if (temperature > 0.0) & (token >= 0) & ((top_k < vocab) | (top_p < 1.0)):
-        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+        temperature = tl.maximum(temperature, MIN_TEMPERATURE)
         limits = _first_limits(LIMITS)
         _, low, high, tokens, _, _ = _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS, LIMITS)
         if tokens > CAPACITY:
@@ -181,10 +181,10 @@ def _gather_kernel(
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    token, largest = combine_survey(best_logits, best_tokens, row, vocab, PARTS)
     if (temperature > 0.0) & (token >= 0) & ((top_k < vocab) | (top_p < 1.0)):
-        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
-        counts, place, low, high, tokens, _, _ = _narrowed(
+        temperature = tl.maximum(temperature, MIN_TEMPERATURE)
+        counts, place, low, high, tokens, _, _ = _narrow(
             counts, masses, tl.num_programs(0), row, largest, least_logits, temperature, top_k, top_p, vocab, PARTS,
             LIMITS, CAPACITY,
         )  # fmt: skip
@@ -266,7 +266,7 @@ def _settle_kernel(
     PARTS: tl.constexpr, LIMITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    token, largest = combine_survey(best_logits, best_tokens, row, vocab, PARTS)
     tl.store(tokens + row, token)
     if RANDOM:
         temperature = tl.load(temperatures + row)
@@ -294,8 +294,8 @@ def _cut(
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     by_rank = top_k < vocab
     if by_rank | (top_p < 1.0):
-        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
-        _, _, low, high, length, count, mass = _narrowed(
+        temperature = tl.maximum(temperature, MIN_TEMPERATURE)
+        _, _, low, high, length, count, mass = _narrow(
             counts, masses, tl.num_programs(0), row, largest, least_logits, temperature, top_k, top_p, vocab, PARTS,
             LIMITS, CAPACITY,
         )  # fmt: skip
@@ -318,7 +318,7 @@ def _cut(
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTokens:
     """The tokens that the filters keep, for each of n rows.
 
     - `greedy`: int32 `[n]`, the first most likely token; -1 for a row with a NaN or +infinity, or without a finite
@@ -334,7 +334,7 @@ class Kept:
 
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """`Kept.greedy` of float32 `[n, vocab]`."""
+    """`KeptTokens.greedy` of float32 `[n, vocab]`."""
     rows, vocab = logits.shape
     tokens = logits.new_empty(rows, dtype=torch.int32)
     if rows:
@@ -354,11 +354,11 @@ def kept_tokens(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     cut: bool,
-) -> Kept:
+) -> KeptTokens:
     """Applies the filters to each row. `cut`: whether top-k or top-p may drop tokens of any row."""
     rows, vocab = logits.shape
     parts = parts_of(vocab)
-    kept = Kept(logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows), logits.new_empty(rows))
+    kept = KeptTokens(logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows), logits.new_empty(rows))
     if not rows:
         return kept
     survey = Survey.of(logits).tensors

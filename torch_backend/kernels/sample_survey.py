@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 # Maximum parts of a row, and minimum tokens of a part if there are several.
-_MOST_PARTS = 16
-_LEAST_PART = 4096
+_MAX_PARTS = 16
+_MIN_PART = 4096
 # Tokens of one iteration of a program.
 _BLOCK = 1024
 
@@ -63,7 +63,7 @@ def _survey_kernel(
 
 
 @triton.jit
-def surveyed(best_logits, best_tokens, row, vocab, PARTS: tl.constexpr):
+def combine_survey(best_logits, best_tokens, row, vocab, PARTS: tl.constexpr):
     """Combines the parts of a row: its greedy token, -1 for an invalid row, and its logit."""
     parts = row * PARTS + tl.arange(0, PARTS)
     tokens = tl.load(best_tokens + parts)
@@ -98,4 +98,4 @@ class Survey:
 
 def parts_of(vocab: int) -> int:
     """Programs that share a row, a power of two, for any number of rows, so that samples are batch-invariant."""
-    return min(_MOST_PARTS, int(triton.next_power_of_2(triton.cdiv(vocab, _LEAST_PART))))
+    return min(_MAX_PARTS, int(triton.next_power_of_2(triton.cdiv(vocab, _MIN_PART))))

@@ -16,14 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_backend.kernels.attention_tiles import TRITON_TYPES, knows_float8, readable, widened
+from torch_backend.kernels.attention_tiles import TRITON_TYPES, has_float8, readable, widen
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.dependent_launch import after_previous
 
 _INPUTS = 128
 """Inputs of a tile: those of a row are a line of 128 bytes."""
 
-_LEAST_OUTPUTS = 64
+_MIN_OUTPUTS = 64
 """Minimum outputs of a tile: the minimum of Hopper's matrix units."""
 
 _FEW_ROWS = 64
@@ -32,13 +32,13 @@ _FEW_ROWS = 64
 _PROGRAMS = 256
 """Approximate number of programs that fill a chip: two on each multiprocessor of an H100."""
 
-_LEAST_OF_SPLIT = 512
+_MIN_SPLIT = 512
 """Minimum inputs of a split: 32 KiB of values, enough to amortise the start of a program."""
 
 _SUMMED = 1024
 """Outputs of a row that a program of the second kernel adds up."""
 
-_MOST_ROWS, _MOST_ROWS_OF_BYTES = 1024, 256
+_MAX_ROWS, _MAX_ROWS_OF_BYTES = 1024, 256
 """Maximum rows for the kernel. With more, widening all values first, which moves five bytes for each, costs less than
 the kernel's slower products. By arithmetic: for an H100 if the kernel reaches half of cuBLAS's rate; for float8 as
 bytes, by its instructions for an A100."""
@@ -61,18 +61,18 @@ def product_tile(rows: int, chip: Chip) -> ProductTile:
     """The tile for a number of rows. `stages - 1` tiles of 8 KiB of values are in flight: with two or three programs on
     a multiprocessor, about enough to keep an H100's memory busy."""
     if rows <= 16:
-        return ProductTile(16, _LEAST_OUTPUTS, 4, 4)
+        return ProductTile(16, _MIN_OUTPUTS, 4, 4)
     if rows <= 32:
-        return ProductTile(32, _LEAST_OUTPUTS, 4, 4)
+        return ProductTile(32, _MIN_OUTPUTS, 4, 4)
     if rows <= _FEW_ROWS:
-        return ProductTile(_FEW_ROWS, _LEAST_OUTPUTS, 4, 3)
+        return ProductTile(_FEW_ROWS, _MIN_OUTPUTS, 4, 3)
     return ProductTile(128, 128, 8, 3 if chip.capability in _WIDE_SHARED else 2)
 
 
 def most_rows(values: torch.dtype, chip: Chip) -> int:
     """Maximum rows of a step for which the kernel should be faster than a product with values widened first."""
-    as_bytes = values == torch.float8_e4m3fn and not knows_float8(chip)
-    return _MOST_ROWS_OF_BYTES if as_bytes else _MOST_ROWS
+    as_bytes = values == torch.float8_e4m3fn and not has_float8(chip)
+    return _MAX_ROWS_OF_BYTES if as_bytes else _MAX_ROWS
 
 
 def split_length(rows: int, outputs: int, inputs: int, tile: ProductTile) -> int:
@@ -82,7 +82,7 @@ def split_length(rows: int, outputs: int, inputs: int, tile: ProductTile) -> int
     else:  # a multiprocessor holds one of these at a time
         programs, enough = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs), _PROGRAMS // 2
     wanted = triton.next_power_of_2(triton.cdiv(enough, programs))
-    count = max(min(wanted, inputs // _LEAST_OF_SPLIT), 1)
+    count = max(min(wanted, inputs // _MIN_SPLIT), 1)
     length: int = triton.cdiv(triton.cdiv(inputs, count), _INPUTS) * _INPUTS
     return length
 
@@ -228,7 +228,7 @@ def multiply_tiles(
             x + row_starts[None, :] + place[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0
         )
         if of_tokens is None:
-            sums = tl.dot(widened(stored, COMPUTE), tokens, sums)
+            sums = tl.dot(widen(stored, COMPUTE), tokens, sums)
         else:
             sums = tl.dot(stored, tokens, sums, out_dtype=tl.int32)
     wanted = (output < outputs)[:, None] & (row < rows)[None, :]

@@ -54,29 +54,29 @@ class ChunkTile:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockMatrices:
+class ChunkMatrices:
     """Matrices of each block and head that do not depend on the state, by token: float32 `[T, heads, tile.tokens]`.
 
-    - `alike`: `D * Q K^T`.
+    - `scores`: `D * Q K^T`.
     - `inverses`: of a delta rule, `(I + A)^-1`.
     """
 
-    alike: torch.Tensor
+    scores: torch.Tensor
     inverses: torch.Tensor | None
 
     @classmethod
-    def allocate(cls, inputs: ScanInputs, tile: ChunkTile) -> BlockMatrices:
+    def allocate(cls, inputs: ScanInputs, tile: ChunkTile) -> ChunkMatrices:
         """Allocates the matrices of a layer."""
         shape = (*inputs.decays.shape, tile.tokens)
-        alike, *inverses = (
+        scores, *inverses = (
             torch.empty(shape, dtype=torch.float32, device=inputs.decays.device)
             for _ in range(1 if inputs.rates is None else 2)
         )
-        return cls(alike, inverses[0] if inverses else None)
+        return cls(scores, inverses[0] if inverses else None)
 
     def fits(self, inputs: ScanInputs, tile: ChunkTile) -> bool:
         """Whether they have the size for a layer."""
-        same_size = self.alike.shape == (*inputs.decays.shape, tile.tokens)
+        same_size = self.scores.shape == (*inputs.decays.shape, tile.tokens)
         return same_size and (self.inverses is None) == (inputs.rates is None)
 
 
@@ -112,7 +112,7 @@ def relate_tokens(
     keys,
     decays,
     rates,
-    alike,
+    scores,
     inverses,
     starts,
     owners,
@@ -150,7 +150,7 @@ def relate_tokens(
         if rates is not None:
             of_keys = tl.dot(key, tl.trans(key), of_keys, input_precision="tf32x3")
     at = (token * HEADS + head)[:, None] * BLOCK + places[None, :]
-    tl.store(alike + at, between * of_queries, mask=inside[:, None])
+    tl.store(scores + at, between * of_queries, mask=inside[:, None])
     if rates is not None:
         rate = tl.load(rates + token * HEADS + head, mask=inside, other=0.0)
         below = places[:, None] > places[None, :]
@@ -182,7 +182,7 @@ def scan_blocks(
     values,
     decays,
     rates,
-    alike,
+    scores,
     inverses,
     pool,
     outputs,
@@ -244,7 +244,7 @@ def scan_blocks(
             rate = tl.load(rates + token * HEADS + head, mask=inside, other=0.0)
             inverse = tl.load(inverses + of_block, mask=inside[:, None], other=0.0)
             value = tl.dot(inverse, rate[:, None] * (value - since * there), input_precision="tf32x3")
-        related = tl.load(alike + of_block, mask=inside[:, None], other=0.0)
+        related = tl.load(scores + of_block, mask=inside[:, None], other=0.0)
         output = tl.dot(related, value, since * output, input_precision="tf32x3")
         output_at = outputs + (token * HEADS + head)[:, None] * VALUE_DIM + columns[None, :]
         tl.store(output_at, output, mask=has_value)
@@ -271,7 +271,7 @@ def scan_chunks(
     rows: StateRows,
     outputs: torch.Tensor,
     blocks: WorkItems,
-    matrices: BlockMatrices,
+    matrices: ChunkMatrices,
     tile: ChunkTile,
 ) -> None:
     """Computes the tokens after the decode rows: see `StepStates`. Writes their part of `outputs`.
@@ -280,7 +280,7 @@ def scan_chunks(
     """
     check_inputs(inputs, pool)
     if not matrices.fits(inputs, tile):
-        raise ValueError(f"matrices are {list(matrices.alike.shape)}, not of {list(inputs.decays.shape)} and {tile}")
+        raise ValueError(f"matrices are {list(matrices.scores.shape)}, not of {list(inputs.decays.shape)} and {tile}")
     _, heads, key_dim, value_dim = pool.shape
     part = min(tile.keys, max(_SMALLEST, triton.next_power_of_2(key_dim)))
     sequences = len(rows.own) - rows.num_decode
@@ -297,7 +297,7 @@ def scan_chunks(
         inputs.keys,
         inputs.decays,
         inputs.rates,
-        matrices.alike,
+        matrices.scores,
         matrices.inverses,
         blocks.starts,
         blocks.owners,
@@ -316,7 +316,7 @@ def scan_chunks(
         inputs.values,
         inputs.decays,
         inputs.rates,
-        matrices.alike,
+        matrices.scores,
         matrices.inverses,
         pool,
         outputs,

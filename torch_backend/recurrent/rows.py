@@ -68,9 +68,9 @@ class StateRows:
         """Selects sequences of a decode step, int64 `[n]`; drafts start from the sequences before them."""
         begin, fresh = self.begin[sequences], self.fresh[sequences]
         if self.drafts is not None and len(sequences):
-            goes_on = self.drafts[sequences] > 0
-            begin = torch.where(goes_on, self.own[sequences - 1], begin)
-            fresh = fresh & ~goes_on
+            continues = self.drafts[sequences] > 0
+            begin = torch.where(continues, self.own[sequences - 1], begin)
+            fresh = fresh & ~continues
         return replace(self, begin=begin, fresh=fresh, own=self.own[sequences], num_decode=len(sequences), drafts=None)
 
     def read(self, pool: torch.Tensor) -> torch.Tensor:

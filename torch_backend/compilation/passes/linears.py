@@ -13,14 +13,14 @@ from torch_backend.compilation.graph import (
     aten,
     call,
     calls,
+    concatenate,
     factors,
     is_call,
     known_weight,
-    merged,
     only_user,
     parts_of,
-    put_in_place,
     read_weight,
+    replace_node,
     same_shape,
     side_by_side,
     step_of,
@@ -47,7 +47,7 @@ def fuse_gated_activations(program: Program) -> int:
         with graph.inserting_before(product):
             both = side_by_side(graph, [gate, up])
             new = call(graph, _ACTIVATIONS[node.target], (step_of(graph), both), like=product)
-        put_in_place(product, new)
+        replace_node(product, new)
         found += 1
     return found
 
@@ -64,12 +64,12 @@ def merge_linears(program: Program) -> int:
         if parts is None or len(parts) < 2 or not all(_is_mergeable(part, parts[0]) for part in parts):
             continue
         weights = [known_weight(args(part)[1]) for part in parts]
-        reads = [args(parts[0])[0], read_weight(graph, merged(weights))]
+        reads = [args(parts[0])[0], read_weight(graph, concatenate(weights))]
         if len(args(parts[0])) == 3:
-            reads.append(read_weight(graph, merged([known_weight(args(part)[2]) for part in parts])))
+            reads.append(read_weight(graph, concatenate([known_weight(args(part)[2]) for part in parts])))
         with graph.inserting_before(node):
             new = call(graph, aten.linear.default, tuple(reads), like=node)
-        put_in_place(node, new)
+        replace_node(node, new)
         found += 1
     return found
 

@@ -19,7 +19,7 @@ from torch_backend.compilation.graph import (
     aten,
     before_reshapes,
     is_call,
-    put_in_place,
+    replace_node,
     same_shape,
     value,
 )
@@ -34,12 +34,12 @@ def remove_no_ops(program: Program) -> int:
     """Repeats until nothing more is found; returns the number of removed nodes."""
     total = 0
     for graph in program.graphs:
-        while found := _once(graph) + _unused(graph):
+        while found := _remove_once(graph) + _remove_unused(graph):
             total += found
     return total
 
 
-def _once(graph: fx.Graph) -> int:
+def _remove_once(graph: fx.Graph) -> int:
     found = 0
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -52,8 +52,8 @@ def _once(graph: fx.Graph) -> int:
             for user in list(node.users):
                 _put_number(user, node, number)
             graph.erase_node(node)
-        elif (same := _the_same(node)) is not None:
-            put_in_place(node, same)
+        elif (same := _unchanged_input(node)) is not None:
+            replace_node(node, same)
         else:
             continue
         found += 1
@@ -69,7 +69,7 @@ def _put_number(user: fx.Node, node: fx.Node, number: int) -> None:
     user.args, user.kwargs = fx.map_arg(user.args, read), fx.map_arg(user.kwargs, read)
 
 
-def _unused(graph: fx.Graph) -> int:
+def _remove_unused(graph: fx.Graph) -> int:
     """Erases nodes without users: none has side effects (`trace` refuses those)."""
     found = 0
     for node in reversed(list(graph.nodes)):
@@ -94,7 +94,7 @@ def _number(node: fx.Node) -> int | None:
     return None
 
 
-def _the_same(node: fx.Node) -> fx.Node | None:
+def _unchanged_input(node: fx.Node) -> fx.Node | None:
     """The node whose value `node` returns unchanged; None if it changes it."""
     if not (args(node) and isinstance(node.meta.get(VALUE), torch.Tensor)):
         return None

@@ -21,8 +21,8 @@ from torch_backend.compilation.graph import (
     factors,
     is_call,
     only_user,
-    put_in_place,
     read_weight,
+    replace_node,
     same_shape,
     source,
     step_of,
@@ -45,7 +45,7 @@ def fuse_norms(program: Program) -> int:
 
 
 def _fuse_norm(graph: fx.Graph, rsqrt: fx.Node) -> bool:
-    matched = _normalised(rsqrt)
+    matched = _match_normalisation(rsqrt)
     if matched is None:
         return False
     wide, eps, scaled = matched
@@ -73,11 +73,11 @@ def _fuse_norm(graph: fx.Graph, rsqrt: fx.Node) -> bool:
             new = call(graph, aten.transpose.int, (normed, 1, 2), like=end)
         else:
             new = call(graph, rms_norm, (step_of(graph), x, read, eps), like=end)
-    put_in_place(end, new)
+    replace_node(end, new)
     return True
 
 
-def _normalised(rsqrt: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
+def _match_normalisation(rsqrt: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
     """For `x * rsqrt(mean(x ** 2) + eps)`: x, eps and the product."""
     total = args(rsqrt)[0]
     if not is_call(total, aten.add.Tensor) or only_user(rsqrt) is None:
@@ -88,7 +88,7 @@ def _normalised(rsqrt: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
     squares, axes, *keep = args(mean)
     if list(axes) not in ([-1], [value(mean).dim() - 1]) or keep != [True]:
         return None
-    x = _squared(squares)
+    x = _match_square(squares)
     scaled = only_user(rsqrt)
     operands = factors(scaled)
     if x is None or scaled is None or operands is None or set(operands) != {x, rsqrt}:
@@ -96,7 +96,7 @@ def _normalised(rsqrt: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
     return x, eps, scaled
 
 
-def _squared(node: object) -> fx.Node | None:
+def _match_square(node: object) -> fx.Node | None:
     if is_call(node, aten.pow.Tensor_Scalar) and args(node)[1] == 2:
         return source(node)
     if is_call(node, aten.square.default):
@@ -122,7 +122,7 @@ def _fuse_whole_norm(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     with graph.inserting_before(node):
         new = call(graph, rms_norm, (step_of(graph), x, weight, eps), like=node)
-    put_in_place(node, new)
+    replace_node(node, new)
     return True
 
 
@@ -141,7 +141,11 @@ def _fuse_sum(graph: fx.Graph, norm: fx.Node) -> bool:
     if summands is None or not isinstance(total, fx.Node):
         return False
     alike = all(same_shape(each, total) and value(each).dtype == value(total).dtype for each in summands)
-    if not alike or _owner(summands[0]) is _owner(summands[1]) or not all(_dies(each, total) for each in summands):
+    if (
+        not alike
+        or _owner(summands[0]) is _owner(summands[1])
+        or not all(_may_overwrite(each, total) for each in summands)
+    ):
         return False
     residual, x = summands
     with graph.inserting_before(total):
@@ -149,8 +153,8 @@ def _fuse_sum(graph: fx.Graph, norm: fx.Node) -> bool:
         both.meta[VALUE] = (value(norm), value(total))
         normed = call(graph, operator.getitem, (both, 0), like=norm)
         summed = call(graph, operator.getitem, (both, 1), like=total)
-    put_in_place(norm, normed)
-    put_in_place(total, summed)
+    replace_node(norm, normed)
+    replace_node(total, summed)
     return True
 
 
@@ -171,7 +175,7 @@ def _owner(node: fx.Node) -> fx.Node:
     return node
 
 
-def _dies(node: fx.Node, at: fx.Node) -> bool:
+def _may_overwrite(node: fx.Node, at: fx.Node) -> bool:
     """Whether the memory of `node` may be overwritten at `at`: nothing reads it afterwards, it is neither an input nor
     a weight, and it is not expanded, so that no number of it stands for several."""
     through = node

@@ -12,7 +12,7 @@ from torch_backend.compilation.graph import (
     call,
     calls,
     flattened_heads,
-    put_in_place,
+    replace_node,
     side_by_side,
     step_of,
     value,
@@ -48,7 +48,7 @@ def page_attention(program: Program) -> int:
         with graph.inserting_before(node):
             qkv = side_by_side(graph, [flattened_heads(graph, each) for each in (query, key, values)])
             new = call(graph, attend, (step_of(graph), layer, qkv), like=node)
-        put_in_place(node, new)
+        replace_node(node, new)
         found += 1
     return found
 

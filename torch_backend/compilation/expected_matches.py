@@ -25,13 +25,13 @@ _GATED = ("silu", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True, slots=True)
-class Implied:
+class ExpectedMatches:
     """The minimum number of places of each pass."""
 
-    of: dict[CompilePass, int]
+    minimum: dict[CompilePass, int]
 
     @classmethod
-    def by(cls, model: PreTrainedModel, program: Program, layers: int, marks: int = 0) -> Implied:
+    def of_model(cls, model: PreTrainedModel, program: Program, layers: int, marks: int = 0) -> ExpectedMatches:
         """For a model with `layers` layers of attention and its trace before any pass; `marks`: modules with partial
         results."""
         positional = _layers_with_positions(program)

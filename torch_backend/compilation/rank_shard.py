@@ -31,14 +31,14 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
+class RankShard:
     """The slices of parameters that the rank does not read whole, by name, and the number of modules with marks."""
 
     cuts: dict[str, Cut]
     marks: int
 
 
-def take_part(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) -> RankPart:
+def shard_model(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) -> RankShard:
     """Reduces an empty model to a rank's shard.
 
     **Raises:** `ConfigError` for a model without a plan of only `colwise` and `rowwise`, or with a layer that does not
@@ -47,7 +47,7 @@ def take_part(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) ->
     cuts: dict[str, Cut] = {}
     marks = 0
     if shard.size == 1:
-        return RankPart(cuts, marks)
+        return RankShard(cuts, marks)
     for name, module, style in _planned(model):
         if style == _ROWS:
             marks += 1
@@ -60,7 +60,7 @@ def take_part(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) ->
             continue
         rows = _outputs(model, name, module, config, shard)
         cuts |= _take_rows(model, name, module, rows)
-    return RankPart(cuts, marks + _take_head(model, shard, cuts))
+    return RankShard(cuts, marks + _take_head(model, shard, cuts))
 
 
 def _take_rows(model: PreTrainedModel, name: str, module: nn.Linear, rows: range) -> dict[str, Cut]:
