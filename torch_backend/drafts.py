@@ -122,7 +122,7 @@ class DraftedTokens:
         torch.minimum(self.lengths, known.lengths - 1, out=self.lengths)
 
     def propose(self, guesses: DraftSequences) -> torch.Tensor:
-        """Returns the draft model's tokens, shaped as by `KnownTokens.guess`."""
+        """Returns the draft model's tokens, shaped as by `KnownTokens.propose`."""
         return self.tokens[guesses.rows[guesses.owners], guesses.numbers - 1]
 
 

@@ -36,8 +36,9 @@ _MAX_PADDED = 1.25
 """Maximum size of a larger step with padding, as a multiple of its own tokens."""
 
 _MAX_KEYS = 4096
-"""Maximum keys of a sequence with a prompt. Longer ones are split over the chip (`plan_extend`) into all the blocks
-that a captured step may have left, and attention to them takes longer than the launches that a graph saves."""
+"""Maximum keys of a sequence with a prompt. Longer ones are split over the chip (`plan_extend`) for as many blocks as a
+captured step may have, even if it has fewer, and attention to them takes longer than the launches that a graph
+saves."""
 
 Forward = Callable[[StepInputs], torch.Tensor]
 """Maps a step's inputs on the device to hidden states `[T, hidden]`."""

@@ -54,7 +54,7 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
 
 
 def _refuse(config: EngineConfig, checkpoint: Checkpoint) -> None:
-    """Raises `ConfigError` for options that every rank would refuse, with a traceback each, before they are started."""
+    """Raises `ConfigError` early for options that every rank would refuse, each with a traceback."""
     refuse_orbax(checkpoint)
     for model in open_models(config, checkpoint).all:
         ModelShard.of(model.config, 0, config.tp_size)

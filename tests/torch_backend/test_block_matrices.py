@@ -31,7 +31,7 @@ from torch_backend.attention.native import NativeAttention
 from torch_backend.building import _block_matrices
 from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
 from torch_backend.kernel_choice import Kernels
-from torch_backend.layers import by_rows
+from torch_backend.layers import matrix_by_size
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import FewOrMany
@@ -205,7 +205,7 @@ def test_the_quicker_form_serves(
     small_batch: tuple[float, float], large_batch: tuple[float, float], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, form = Clock(), MatrixShape(outputs=1024, inputs=2**12, bits=4, gated=False)
-    monkeypatch.setattr(by_rows.time, "thread_time", lambda: clock.now)
+    monkeypatch.setattr(matrix_by_size.time, "thread_time", lambda: clock.now)
     products = [
         MatrixBySize(form, clock.product(*small_batch), clock.product(*large_batch), torch.bfloat16) for _ in range(5)
     ]

@@ -91,8 +91,8 @@ def attend(
     - `queries` `[M, WIDTH]` of dtype `COMPUTE`, 0 from `HEAD_DIM` on; `positions` int32 `[M]`.
     - `largest`, `total` float32 `[M]`, `weighted` float32 `[M, WIDTH]`: of the keys so far. They start as -inf, 0, 0.
     - `first`: a multiple of `KEYS`.
-    - `pages`: the sequence's row of the page table. `keys`, `values`: of a kv head in page 0, `page_stride` elements
-      apart.
+    - `pages`: the sequence's row of the page table. `keys`, `values`: of one kv head in page 0; pages are `page_stride`
+      elements apart.
     - `key_scales`, `value_scales`: float32, a scale for each token of int8 pages, else None. Those of the kv head start
       at `scales_at` in page 0. With `key_scales`, queries are int8 too.
     - `score_scale`: of products of queries and keys, in units of log2(e), or divided by the `soft_cap` if there is one.
@@ -162,7 +162,8 @@ def attend(
 def _load_tile(
     at, places, dims, last, oldest, window, EDGES: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Loads keys or values `[KEYS, WIDTH]`; none after the last key or before the oldest, as NaN times 0 is NaN."""
+    """Loads keys or values `[KEYS, WIDTH]`; none after the last key or before the oldest, which may be NaN: NaN times a
+    weight of 0 is NaN."""
     if EDGES:
         held = (places < last)[:, None] & (dims < HEAD_DIM)[None, :]
         if window is not None:

@@ -1,6 +1,6 @@
 """Attention of decode rows: one query each, over keys that are read once, at memory bandwidth.
 
-A row's keys are cut into splits, attended independently and merged at the end (Flash-Decoding, Dao et al. 2023).
+A row's keys are cut into splits, attended independently and merged at the end (Flash-Decoding, Dao et al. 2023):
 
 - `plan_splits`, once per step for all layers of one window, counts each row's splits, and finds each split's row.
 - `decode_splits`: as many programs as the chip runs at a time process the splits of all kv heads in turn, so that short

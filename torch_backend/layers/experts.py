@@ -34,7 +34,7 @@ _MIN_CAPABILITY = 8
 """Minimum capability of a GPU for `grouped_mm`: Ampere."""
 
 _EIGHT = 8
-"""Divisor of a row's bfloat16 values in its matrices: 16 bytes."""
+"""Rows of its bfloat16 matrices must be a multiple of this: 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Experts(Loadable):
         return found if self.down_bias is None else found + self.down_bias[own]
 
     def _by_all(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
-        """Computes every token with every expert, and gives experts that it did not choose no weight."""
+        """Computes every token with every expert, and gives those that it did not choose weight 0."""
         experts, tokens = len(self.router), len(x)
         gate_up = torch.einsum("th,eih->tei", x, widen(self.gate_up, self.gate_up_scales, x.dtype))
         if self.gate_up_bias is not None:
