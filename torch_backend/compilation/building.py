@@ -32,7 +32,8 @@ def build_traced(
     attention: AttentionImplementation,
     parallel: TensorParallel = SINGLE,
 ) -> tuple[TracedTransformer, ReadWeight]:
-    """Returns a model, or a rank's shard, without values, and what reads them, for its `load`. All ranks must call it.
+    """Returns a model, or a rank's shard, without values, and the function that reads them, for its `load`. All ranks
+    must call it.
 
     **Raises:** `ConfigError` if the model cannot be traced, differs from its config, or cannot be sharded; if a pass
     finds too few places; or if the tiny twin differs from transformers. `CheckpointError` for tensors that do not fit.

@@ -3,7 +3,8 @@ sums and an online softmax (Milakov and Gimelshein 2018; Dao 2023), on the CPU's
 
 An item is some tokens of a sequence with all query heads of a kv head, for which keys and values are laid out once.
 Blocks of keys start at multiples of `KEYS` in any chunk, blocks that no query of an item sees are skipped, and rows are
-independent: a query has the same result, bit for bit, in any chunk and batch. Weights are rounded to bfloat16 first.
+independent: a query has the same result, bit for bit, in any chunk and batch. Weights are rounded to bfloat16 before
+products and sums.
 """
 
 from __future__ import annotations
@@ -179,7 +180,8 @@ def build_prompt_attention(compiler: KernelCompiler, head_dim: int, group: int) 
 
 @_part
 def _stage(target, source, pages, block, low, high, lines, own_lines, page_size, head_bytes):
-    """Copies keys `low` to `high` of a block from pages of `lines` keys; others, of other rows maybe, become 0."""
+    """Copies keys `low` to `high` of a block from pages of `lines` keys; others become 0: no query sees them, and they
+    may belong to other rows."""
     clear_bytes(target, low * head_bytes)
     clear_bytes(target + high * head_bytes, (KEYS - high) * head_bytes)
     key = low
