@@ -87,7 +87,7 @@ def by_torch(texts: list[list[int]], hints: list[list[int]], stale: int) -> list
     rows = torch.arange(len(texts))
     owners, longest = rows.repeat_interleave(MOST), max(map(len, texts)) + 1
     guesses = torch_drafts.DraftSequences(torch.arange(len(numbers)), numbers, owners, rows, longest)
-    return known.guess(guesses).view(len(texts), MOST).tolist()
+    return known.propose(guesses).view(len(texts), MOST).tolist()
 
 
 Guesser = Callable[[list[list[int]], list[list[int]], int], list[list[int]]]
