@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Runner:
-    """A runner with the checkpoint's weights on the device; the entry point of the backend `torch`.
+    """Returns a runner with the checkpoint's weights on the device; the entry point of the backend `torch`.
 
-    **Raises:** `ConfigError` for options that this machine cannot meet, `CheckpointError` for weights that the model
-    cannot take.
+    **Raises:** `ConfigError` for options that this machine cannot meet, `CheckpointError` for weights that do not fit.
     """
     if find_spec("torch") is None:
         raise ConfigError(f"the Torch backend needs torch: {how_to_install('cuda')}, or '.[torch]' on a CPU")

@@ -1,4 +1,4 @@
-"""What one forward step computes, as tensors on the device."""
+"""The inputs of one forward pass, as tensors on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_backend.recurrent.rows import StateRows
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """Where the tokens of a step lie in the pages of one cache group: see `ForwardBatch`."""
+    """The slots and pages of a step's tokens in one cache group: see `ForwardBatch`."""
 
     write_slots: torch.Tensor
     page_table: torch.Tensor
@@ -19,24 +19,23 @@ class GroupPages:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Tokens of one step, the sequences they belong to, and where their keys and values lie.
+    """Tokens of one step, their sequences, and the pages of their keys and values.
 
-    T tokens, R sequences, P page-table columns. Sequence s holds the tokens `query_starts[s] : query_starts[s + 1]`,
-    which are the last ones of its `kv_lens[s]` keys. The first `num_decode` sequences have exactly one token each, so
-    that token i belongs to sequence i; where `num_decode == R` (a decode step) every sequence does. Captured steps are
-    padded: with sequences without keys (`kv_lens` is 0), of one token among the first `num_decode`, of any number or
-    none behind them.
+    T tokens, R sequences, P page-table columns. Sequence s has the tokens `query_starts[s] : query_starts[s + 1]`, the
+    last ones of its `kv_lens[s]` keys. The first `num_decode` sequences have exactly one token each, so token i belongs
+    to sequence i; if `num_decode == R` (a decode step), all sequences do. Captured steps have sequences of padding
+    (`kv_lens` is 0): with one token each among the first `num_decode`, with any number or none after them.
 
     - `tokens`: int32 `[T]`.
     - `positions`: int32 `[T]`, 0 for padding.
-    - `write_slots`: int64 `[T]`, `page * page_size + offset`; padding writes into page 0.
-    - `page_table`: int32 `[R, P]`, 0 where unused. Of layers with a window, entries before it may name any page.
+    - `write_slots`: int64 `[T]`, `page * page_size + offset`; padding writes to page 0.
+    - `page_table`: int32 `[R, P]`, 0 where unused. For layers with a window, entries before it are undefined.
     - `kv_lens`: int32 `[R]`, length after this step's writes; 0 for padding.
     - `query_starts`: int32 `[R + 1]`.
     - `num_decode`: known to the host, fixed in a captured step.
-    - `further`: pages of the cache groups after the first, whose are `write_slots` and `page_table`. Groups that keep
-      states are not among them.
-    - `states`: of a model that keeps states, where its sequences have them.
+    - `further`: pages of the cache groups after the first, which has `write_slots` and `page_table`; not of state
+      groups.
+    - `states`: the slots of the sequences' states, if the model has recurrent states.
     """
 
     tokens: torch.Tensor
@@ -50,7 +49,7 @@ class ForwardBatch:
     states: StateRows | None = None
 
     def of_group(self, group: int) -> ForwardBatch:
-        """The batch as layers of one cache group see it."""
+        """Returns the batch with the pages of one cache group."""
         if group == 0:
             return self
         pages = self.further[group - 1]
@@ -58,5 +57,5 @@ class ForwardBatch:
 
     @property
     def decode_only(self) -> bool:
-        """Every sequence has one token."""
+        """Whether every sequence has one token."""
         return self.num_decode == self.kv_lens.shape[0]

@@ -1,4 +1,4 @@
-"""A model on Torch before its weights are read: kernels and dtypes, and the part of the model that one rank has."""
+"""Builds models on Torch without weights: chooses kernels and dtypes, and shards the model by rank."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ _STATE_DTYPES = {MambaDtype.FLOAT32: torch.float32, MambaDtype.BFLOAT16: torch.b
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """A rank's part of a model without values, the bytes that they will take, and what gives them.
+    """A rank's shard of a model before its weights are loaded.
 
-    - `kv_form`: how its keys and values are stored.
-    - `in_8_bits`: the matrices that are in memory in 8 bits, and the type of each.
+    - `kv_form`: dtypes of its keys and values.
+    - `weight_bytes`: bytes that the weights will take; `load` loads them.
+    - `in_8_bits`: matrices that stay in 8 bits in memory, and their dtype.
     """
 
     config: ModelConfig
@@ -53,7 +54,7 @@ class UnloadedModel:
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """What a rank computes on and with: see `runner.assembly.Backend`. `dtype`: of activations."""
+    """The device of a rank, its dtypes and its kernels: see `runner.assembly.Backend`. `dtype`: of activations."""
 
     config: EngineConfig
     device: torch.device
@@ -66,9 +67,9 @@ class TorchBackend:
     def choose(
         cls, config: EngineConfig, models: Models, device: torch.device, parallel: TensorParallel
     ) -> TorchBackend:
-        """Dtypes and kernels for these models on a device.
+        """Chooses dtypes and kernels for the models on a device.
 
-        **Raises:** `ConfigError` for options that the device cannot meet.
+        **Raises:** `ConfigError` for options that the device does not support.
         """
         dtype = select_dtype(config.dtype, device)
         kv_form = kv_form_of(config, dtype)
@@ -91,11 +92,11 @@ class TorchBackend:
 
     @property
     def state_dtypes(self) -> StateDtypes:
-        """Of recurrent states."""
+        """Dtypes of recurrent states."""
         return StateDtypes(self.dtype, _STATE_DTYPES[self.config.mamba_ssm_dtype])
 
     def build(self, models: Models) -> UnloadedModel:
-        """See `Backend`. Our model, or that of transformers."""
+        """See `Backend`. Builds this project's model, or that of transformers."""
         checkpoint, quantization = models.main, models.quantization
         if checkpoint.foreign is not None:
             return self._build_traced(checkpoint)
@@ -141,7 +142,7 @@ class TorchBackend:
         return UnloadedModel(config, model.shard, kv_form, model, weight_bytes(model), load, in_8_bits)
 
     def _build_traced(self, checkpoint: Checkpoint) -> UnloadedModel:
-        # Imported here: only such models need transformers' own.
+        # Imported here, because only these models need the transformers library.
         from torch_backend.compilation.building import build_traced
 
         model, read = build_traced(
@@ -159,13 +160,13 @@ class TorchBackend:
         return UnloadedModel(checkpoint.config, shard, self.kv_form, model, size, load)
 
     def available(self) -> int:
-        """See `Backend`. Processes on one CPU share its memory, and all of them must agree on the sizes."""
-        least = self.parallel.least(available_memory(self.device))
+        """See `Backend`. The minimum of all ranks; processes on one CPU share its memory."""
+        least = self.parallel.minimum(available_memory(self.device))
         return least // (self.parallel.size if self.device.type == "cpu" else 1)
 
     def weights_of(self, model: UnloadedModel) -> int:
         """See `Backend`."""
-        return -self.parallel.least(-model.weight_bytes)
+        return -self.parallel.minimum(-model.weight_bytes)
 
     def groups_of(self, model: UnloadedModel) -> tuple[GroupMemory, ...]:
         """See `Backend`."""
@@ -175,7 +176,7 @@ class TorchBackend:
         )
 
     def _bytes_of_one(self, model: UnloadedModel, group: CacheGroup) -> int:
-        """Of a page, or of a slot."""
+        """Bytes of a page, or of a state slot."""
         layers = [model.config.layers[number] for number in group.layers]
         if group.kind.keeps_states:
             own = (model.shard.recurrent(layer.recurrent) for layer in layers if layer.recurrent is not None)
@@ -191,9 +192,9 @@ class TorchBackend:
 
 
 def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:
-    """How keys and values are stored; `dtype` is that of activations.
+    """The dtypes of stored keys and values; `dtype` is that of activations.
 
-    **Raises:** `ConfigError` for float8 keys with attention that wants them in int8.
+    **Raises:** `ConfigError` for float8 keys with an attention backend that needs int8 keys.
     """
     integers = config.attention_backend is AttentionBackend.SAGE
     match config.kv_cache_dtype:
@@ -212,9 +213,10 @@ def kv_form_of(config: EngineConfig, dtype: torch.dtype) -> KVForm:
 def _block_matrices(
     config: EngineConfig, checkpoint: Checkpoint, build: Callable[..., Transformer], kernels: Kernels
 ) -> BlockMatrices | None:
-    """What keeps matrices in blocks too, of the model that `build` makes; None where those would take too much memory.
+    """The kernels for matrices that keep their GGUF blocks, for the model that `build` makes; None if memory is too
+    small.
 
-    **Raises:** `ConfigError` if they were asked for and cannot be kept.
+    **Raises:** `ConfigError` if blocks were asked for and cannot be kept.
     """
     if not config.keep_gguf_blocks:
         return None
@@ -231,7 +233,7 @@ def _block_matrices(
 
 
 def refuse_orbax(checkpoint: Checkpoint) -> None:
-    """Raises `CheckpointError` for a checkpoint whose weights only JAX restores."""
+    """Raises `CheckpointError` for an Orbax checkpoint, whose weights only JAX restores."""
     if checkpoint.reader is None and checkpoint.foreign is None:
         raise CheckpointError(
             f"{checkpoint.source.address} is an Orbax checkpoint, which only the JAX backend restores: "
@@ -240,5 +242,5 @@ def refuse_orbax(checkpoint: Checkpoint) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As options and reports call it."""
+    """The dtype's name in options and reports."""
     return str(dtype).removeprefix("torch.")

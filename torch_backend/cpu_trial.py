@@ -1,4 +1,4 @@
-"""CPU kernels, compiled for a model and tried before anything relies on them."""
+"""Compiles CPU kernels for a model and checks their results before they are used."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class CpuForm:
-    """What CPU kernels are made for: type of activations and of keys and values, and the heads of each kind of
-    layer."""
+    """The dtypes and head sizes for which CPU kernels are compiled: `dtype` of activations, `kv_dtype` of keys and
+    values, and the heads of each kind of layer."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -37,8 +37,7 @@ class CpuForm:
 
 @dataclass(frozen=True, slots=True)
 class CpuKernels:
-    """Operations and attention on a CPU, and matrices in blocks on one that has what their kernels need; for one thread
-    at a time."""
+    """Operations, attention and, if supported, matrices in GGUF blocks on a CPU, for use by one thread at a time."""
 
     operations: Operations
     attention: AttentionImplementation
@@ -46,15 +45,15 @@ class CpuKernels:
 
 
 class CpuKernelsError(Exception):
-    """CPU kernels cannot be had, and why."""
+    """CPU kernels are not available; the message gives the reason."""
 
 
 def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
-    """Compiles the kernels, or finds them below `cache_folder`, and compares them with torch on a small step.
+    """Compiles the kernels, or loads them from `cache_folder`, and compares them with torch on a small step.
 
-    Belongs on the thread that will run them.
+    To be called on the thread that will run the kernels.
 
-    **Raises:** `CpuKernelsError` for a form that they do not know, and where they cannot be compiled or are wrong.
+    **Raises:** `CpuKernelsError` if the form is not supported, or kernels cannot be compiled or compute wrong results.
     """
     sizes = sorted({heads.head_dim for heads in form.heads})
     if form.dtype not in _DTYPES or form.kv_dtype is not form.dtype or any(size % 2 for size in sizes):
@@ -75,17 +74,17 @@ def make_cpu_kernels(form: CpuForm, cache_folder: Path) -> CpuKernels:
 
 
 def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
-    # Imported here: a machine with a GPU needs no numba.
+    # Imported here, because a machine with a GPU needs no numba.
     from numba.core.errors import NumbaError
 
     from sglang_jax.cpu_kernels import vectors
     from torch_backend.attention.cpu import CpuAttention
     from torch_backend.attention.cpu_prompts import CpuPrompts
     from torch_backend.cpu_kernels import block_matrix
-    from torch_backend.cpu_kernels.compiling import compiler_keeping
+    from torch_backend.cpu_kernels.compiling import caching_compiler
     from torch_backend.cpu_kernels.operations import CpuOperations
 
-    compiler = compiler_keeping(cache_folder)
+    compiler = caching_compiler(cache_folder)
     multiplies = form.dtype is torch.bfloat16 and vectors.supported()
     try:
         prompts = CpuPrompts(compiler, form.heads) if multiplies and CpuPrompts.take(form.heads) else None
@@ -94,12 +93,12 @@ def _compile(form: CpuForm, cache_folder: Path) -> CpuKernels:
             CpuAttention(compiler, form.dtype, form.heads, prompts),
             block_matrix.BlockProducts(compiler) if multiplies else None,
         )
-    except (NumbaError, OSError, RuntimeError) as error:  # the last is how LLVM fails
+    except (NumbaError, OSError, RuntimeError) as error:  # LLVM fails with RuntimeError
         raise CpuKernelsError(f"numba cannot compile them ({error})") from error
 
 
 def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """What is compared, what the kernels found, and what torch finds. Long enough that threads share the work."""
+    """Yields the name of each comparison, the kernels' result and torch's. Inputs are large enough for threads."""
     generator = torch.Generator().manual_seed(0)
     native = NativeOperations()
 
@@ -117,7 +116,7 @@ def _results(kernels: CpuKernels, form: CpuForm) -> Iterator[tuple[str, torch.Te
 def _results_of_attention(
     kernels: CpuKernels, dtype: torch.dtype, heads: HeadForm, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """See `_results`, of layers with such heads."""
+    """As `_results`, for layers with these heads."""
     native, head_dim = NativeOperations(), heads.head_dim
 
     def numbers(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which device to run on, how much memory it has, and which dtype suits it."""
+"""Chooses the device and its dtype, and finds out how much memory it has."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sglang_jax.runner.this_machine import (
 
 logger = logging.getLogger(__name__)
 
-_LEAST_CAPABILITY = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 """Ampere: the first GPUs with bfloat16 in their matrix units."""
 
 
 def select_device(wanted: Device, rank: int = 0) -> torch.device:
-    """The device of a tensor-parallel rank; `auto` is a CUDA GPU where the machine has one, else the CPU.
+    """The device of a tensor-parallel rank; `auto` is a CUDA GPU if the machine has one, else the CPU.
 
-    **Raises:** `ConfigError` for a GPU that torch cannot use, saying why: nobody who has one means to serve from the
-    CPU without a word.
+    **Raises:** `ConfigError` with the reason if torch cannot use the GPU. It does not fall back to the CPU, because a
+    user with a GPU does not expect to serve from the CPU.
     """
     if wanted is Device.TPU:
         raise ConfigError(
@@ -40,7 +40,7 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
             return torch.device("cpu")
         reason = _why_no_gpu()
         if wanted is Device.AUTO and not cuda_device_files():
-            # Whose GPU WSL has, it does not tell.
+            # WSL does not report the GPU's vendor.
             logger.warning("Running on the CPU. If this machine has an NVIDIA GPU, torch cannot use it: %s", reason)
             return torch.device("cpu")
         asked = "--device cuda was given" if wanted is Device.CUDA else "this machine has an NVIDIA GPU"
@@ -50,20 +50,20 @@ def select_device(wanted: Device, rank: int = 0) -> torch.device:
     if rank >= torch.cuda.device_count():
         raise ConfigError(f"tp_size needs GPU number {rank}, but torch sees only {torch.cuda.device_count()} GPUs")
     device = torch.device("cuda", rank)
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         name, found = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         raise ConfigError(f"{name} has compute capability {found[0]}.{found[1]}; at least 8.0 (Ampere) is needed")
     return device
 
 
 def _hides_gpus() -> bool:
-    """`CUDA_VISIBLE_DEVICES` shows none, as an empty list and one that begins with -1 do."""
+    """Whether `CUDA_VISIBLE_DEVICES` hides all GPUs: if it is empty or starts with -1."""
     listed = VisibleDevices().cuda_visible_devices
     return listed is not None and listed.split(",")[0].strip() in ("", "-1")
 
 
 def _why_no_gpu() -> str:
-    """What keeps torch from GPUs, and what to do about it."""
+    """The reason why torch sees no GPU, and what to do about it."""
     if torch.version.cuda is None:
         return f"it was built without CUDA. Install a CUDA build ({how_to_install('cuda')})"
     if _hides_gpus():
@@ -88,7 +88,7 @@ def _why_no_gpu() -> str:
 
 
 def select_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
-    """The type of weights, activations and KV: `auto` is bfloat16, but float32 on a CPU without bfloat16 products."""
+    """The dtype of weights, activations and KV: `auto` is bfloat16, but float32 on a CPU without bfloat16 products."""
     match wanted:
         case Dtype.BFLOAT16:
             return torch.bfloat16
@@ -102,11 +102,11 @@ def select_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes of the device's memory that nothing uses yet; of the host's for a CPU, within a container's limit."""
+    """Free bytes of the device's memory; of the host's for a CPU, within the container's limit."""
     if device.type == "cpu":
         return available_host_memory()
     free, _ = torch.cuda.mem_get_info(device)
-    # What torch's allocator holds and does not use is as good as free.
+    # Memory that torch's allocator has reserved but not allocated is free, too.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 

@@ -1,8 +1,8 @@
-"""Guessing what rows sample next by a second model, on the device: see `sglang_jax.runner.draft_model`.
+"""Drafts with a second model, on the device: see `sglang_jax.runner.draft_model`.
 
-A guess is sampled like the token that it is to be: by the row's parameters, and with the noise of its place. So two
-models that agree on what is likely sample alike, whatever the temperature (Leviathan et al. 2023 accept by chance what
-here is equal).
+A draft is sampled like the token that it predicts: with the row's parameters and the noise of its position. Two models
+that agree on the probabilities therefore sample the same token at any temperature. (Leviathan et al. 2023 accept drafts
+at random; here, a draft is accepted if it equals the sampled token.)
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from torch_backend.drafts import DraftedTokens, KnownTokens
 from torch_backend.step import Model, RowTensors
 
 Sample = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Tokens int32 `[n]` of logits `[n, vocab]`, rows int64 `[n]` and lengths int32 `[n]`."""
+"""Samples tokens int32 `[n]` from logits `[n, vocab]`, rows int64 `[n]` and lengths int32 `[n]`."""
 
-_MOST_AT_ONCE = 512
-"""Tokens of a forward pass over what the draft model has missed."""
+_MAX_TOKENS = 512
+"""Maximum tokens of a forward pass over tokens that the draft model has missed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithDraft:
-    """A model, and a draft model beside it in steps with chunks. `groups`: the numbers of the draft model's cache
-    groups among those with pages of both."""
+    """A model with its draft model, which also computes each step with chunks. `groups`: the draft model's cache
+    groups, by their index among the groups with pages of both models."""
 
     model: Model
     draft: Model
     groups: tuple[int, ...]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """See `Model`: of the model."""
+        """See `Model`: the model's hidden states."""
         hidden = self.model.forward(batch)
         if not batch.decode_only:
             pages = (GroupPages(batch.write_slots, batch.page_table), *batch.further)
@@ -46,7 +46,7 @@ class WithDraft:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Model`: of the model."""
+        """See `Model`: the model's logits."""
         return self.model.logits(hidden)
 
 
@@ -56,9 +56,10 @@ def _with_pages(batch: ForwardBatch, pages: Sequence[GroupPages]) -> ForwardBatc
 
 
 @dataclass(frozen=True, slots=True)
-class ToGuess:
-    """What a step wants guessed, on the host: `rows` `[drafting]`, those with most drafts first, `counts` of drafts of
-    each; `late` `[late]`: rows of which the draft model has missed `missed` `[late]` tokens at most."""
+class DraftRequest:
+    """The drafts that a step needs, on the host: `rows` `[drafting]`, rows with more drafts first, and their `counts`
+    of drafts; `late` `[late]`, rows of which the draft model has missed tokens, and `missed` `[late]`, the maximum
+    number of those."""
 
     rows: Int32
     counts: Int32
@@ -66,8 +67,8 @@ class ToGuess:
     missed: Int32
 
     @classmethod
-    def of(cls, unfolded: Unfolded, late: Int32, missed: Int32) -> ToGuess | None:
-        """None for a step without drafts."""
+    def of(cls, unfolded: Unfolded, late: Int32, missed: Int32) -> DraftRequest | None:
+        """Returns the drafts that a plan needs; None if it needs none."""
         (first,) = np.nonzero(unfolded.guesses == 1)
         if not len(first):
             return None
@@ -77,10 +78,10 @@ class ToGuess:
 
 
 class Drafter:
-    """Has a draft model guess, in the place where steps run.
+    """Computes drafts with the draft model, on the stream of the steps.
 
-    **Arguments:** `draft`: with its KV pages; `windows`: of its cache groups, None for those that see everything;
-    `rows`: what steps keep of rows; `to_device`: of integers.
+    **Arguments:** `draft`: the model, with its KV pages; `windows`: of its cache groups, None for full attention;
+    `rows`: the runner's row tensors; `to_device`: copies integers to the device.
     """
 
     def __init__(
@@ -103,13 +104,13 @@ class Drafter:
         self._page_size = page_size
         self._to_device = to_device
 
-    def guess(self, wanted: ToGuess, sample: Sample) -> None:
-        """Writes the guesses to `DraftedTokens`. The page-table deltas of the step are applied."""
+    def propose(self, wanted: DraftRequest, sample: Sample) -> None:
+        """Writes the drafts into `DraftedTokens`. The step's page-table deltas must have been applied."""
         self._catch_up(wanted.late, wanted.missed)
         on_device = self._to_device(np.stack((wanted.rows, wanted.counts)))
         rows, counts = on_device[0].long(), on_device[1]
         lengths = self._known.lengths[rows]
-        # Of the last two tokens the first is computed where it was missed: see `AT_ONCE`.
+        # The last token but one is computed here if it was missed: see `AT_ONCE`.
         both = rows.repeat(2)
         positions = torch.cat((lengths - 2, lengths - 1)).clamp(min=0)
         write = torch.cat((self._drafted.lengths[rows] < lengths - 1, torch.ones_like(rows, dtype=torch.bool)))
@@ -127,7 +128,8 @@ class Drafter:
     def _decode(
         self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, write: torch.Tensor | None
     ) -> torch.Tensor:
-        """Hidden states of `tokens` at `positions` of `rows`, one each, `[n]` all; `write`: whose keys are kept."""
+        """Returns hidden states of `tokens` at `positions` of `rows`, `[n]` all; `write`: those whose keys are
+        stored."""
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         return self._forward(rows, rows, positions, tokens, positions + 1, starts, len(rows), write)
 
@@ -147,7 +149,7 @@ class Drafter:
         tables = [self._page_table[:, slice(*self._table.paged[group])] for group in self._table.draft]
         for table, window in zip(tables, self._windows, strict=True):
             slots = table[row_of_token, columns].long() * self._page_size + positions % self._page_size
-            if window is not None:  # pages that it has left behind may be somebody else's by now
+            if window is not None:  # pages before the window may belong to other rows by now
                 slots = torch.where(positions >= self._known.lengths[row_of_token] - window, slots, 0)
             pages.append(GroupPages(slots if write is None else torch.where(write, slots, 0), table[rows]))
         first, *further = pages
@@ -164,18 +166,18 @@ class Drafter:
         return self._draft.forward(batch)
 
     def _catch_up(self, rows: Int32, missed: Int32) -> None:
-        """Computes up to `missed` tokens of each of `rows`, `[n]`, up to those that a guess begins with."""
-        for start in range(0, len(rows), _MOST_AT_ONCE):
-            own, left = rows[start : start + _MOST_AT_ONCE], missed[start : start + _MOST_AT_ONCE].copy()
+        """Computes the `missed` tokens `[n]` of each of `rows` before the tokens with which a draft starts."""
+        for start in range(0, len(rows), _MAX_TOKENS):
+            own, left = rows[start : start + _MAX_TOKENS], missed[start : start + _MAX_TOKENS].copy()
             while left.any():
-                part = np.minimum(left, max(_MOST_AT_ONCE // len(own), 1))
+                part = np.minimum(left, max(_MAX_TOKENS // len(own), 1))
                 left -= part
                 going = part > 0
                 self._compute(own[going], AT_ONCE + left[going], part[going])
 
     def _compute(self, rows: Int32, backs: Int32, counts: Int32) -> None:
-        """`counts` tokens of each of `rows`, up to `backs` before the end of what it has. What is there is read, and
-        not written again: its pages may be others' as well."""
+        """Computes `counts` tokens of each of `rows`, up to `backs` before the end of the row's text. Keys that are
+        stored already are read but not written again, because other rows may share their pages."""
         ends = np.cumsum(counts)
         sequences = np.repeat(np.arange(len(rows)), counts)
         back_of_token = np.repeat(ends + backs, counts) - np.arange(ends[-1])
@@ -192,8 +194,8 @@ class Drafter:
         self._drafted.lengths.index_copy_(0, who, torch.maximum(self._drafted.lengths[who], kv_lens))
 
     def warm_up(self, dump_row: int, sample: Sample) -> None:
-        """Runs what guesses take once, in the row in which nothing is kept."""
+        """Runs the kernels of drafting once, in the dump row."""
         one = np.array([1], np.int32)
         self._known.lengths[dump_row] = 4
-        self.guess(ToGuess(dump_row * one, 2 * one, dump_row * one, 2 * one), sample)
+        self.propose(DraftRequest(dump_row * one, 2 * one, dump_row * one, 2 * one), sample)
         self._known.lengths[dump_row] = self._drafted.lengths[dump_row] = 0

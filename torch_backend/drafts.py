@@ -1,8 +1,8 @@
-"""Guessing what rows sample next, on the device, and what counts of what was sampled behind guesses.
+"""Drafts on the device: proposes the next tokens of rows, and finds which sampled tokens follow accepted drafts.
 
-Guesses are a draft model's (`draft_model.py`), or go by where the end of a row's text has stood before in it: that is
-prompt lookup decoding (Saxena 2023). A guess costs a query of the step, and is right where a text repeats
-itself: code that is edited, passages that are quoted.
+Drafts come from a draft model (`draft_model.py`), or from an earlier occurrence of the end of a row's text: prompt
+lookup decoding (Saxena 2023). A draft costs one query of the step; it is accepted where a text repeats itself, as in
+edited code or quoted passages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sglang_jax.runner.plan import DRAFT, HINT_TOKENS, Int32
 
 @dataclass(frozen=True, slots=True)
 class KnownTokens:
-    """The text of every row of a runner that drafts, as the device knows it.
+    """The text of every row of a runner that drafts, on the device.
 
-    - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; what stands behind a row's length is anything.
-    - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled, the last of which is not computed yet.
-    - `hints`: int32 `[rows + 1, HINT_TOKENS]`, parts of other texts that are searched as well; `DRAFT` behind them.
+    - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; undefined behind the row's length.
+    - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled; the last token is not computed yet.
+    - `hints`: int32 `[rows + 1, HINT_TOKENS]`, passages of other texts to search as well, padded with `DRAFT`.
     """
 
     tokens: torch.Tensor
@@ -56,20 +56,19 @@ class KnownTokens:
     def append(
         self, rows: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor, last: torch.Tensor
     ) -> None:
-        """`tokens`, which stand at `kv_lens` of `rows` int64, of those lines `[n]` that are `kept`; `last`: of these
-        the last of each row."""
+        """Appends the `kept` of `tokens` at positions `kv_lens` of `rows` int64, all `[n]`; `last`: a row's last kept
+        one."""
         columns = kv_lens.clamp(max=self.tokens.shape[1] - 1).long()
         self.tokens.index_put_((torch.where(kept, rows, self.dump_row), columns), tokens)
         self.lengths.index_copy_(0, torch.where(last, rows, self.dump_row), kv_lens + 1)
 
-    def guess(self, guesses: Guesses) -> torch.Tensor:
-        """What rows are likely to sample: int32 `[guesses]`, `DRAFT` where there is nothing to guess by.
+    def propose(self, guesses: DraftSequences) -> torch.Tensor:
+        """Proposes the next tokens: int32 `[guesses]`, `DRAFT` where there is no match to draft from.
 
-        Texts go on as they went on behind the latest of the places that look most like their ends, or as their hints
-        do, where these look more like it. Where a text's place is so near that it runs out, the text is taken to
-        repeat itself.
+        A draft copies the tokens after the longest match of the text's end, the latest one of equals; a hint's match
+        counts only if it is longer. Where the text runs out, it is assumed to repeat.
         """
-        of_text = min(guesses.longest, self.tokens.shape[1])  # columns; those behind them are a hint's
+        of_text = min(guesses.longest, self.tokens.shape[1])  # the columns behind them are the hint's
         tokens = torch.cat((self.tokens[guesses.rows, :of_text], self.hints[guesses.rows]), 1)
         width = tokens.shape[1]
         last = self.lengths[guesses.rows].long()[:, None] - 1
@@ -94,11 +93,10 @@ class KnownTokens:
 
 @dataclass(frozen=True, slots=True)
 class DraftedTokens:
-    """What a draft model has guessed and computed.
+    """The draft model's tokens and progress.
 
-    - `tokens`: int32 `[rows + 1, drafts]`, of each row the guesses of the step that runs; `DRAFT` for none.
-    - `lengths`: int32 `[rows + 1]`, how many of a row's tokens, from the first on, have keys and values of the draft
-      model.
+    - `tokens`: int32 `[rows + 1, drafts]`, each row's drafts of the current step; `DRAFT` for none.
+    - `lengths`: int32 `[rows + 1]`, the length of each row's prefix that the draft model has computed.
     """
 
     tokens: torch.Tensor
@@ -112,28 +110,28 @@ class DraftedTokens:
         )
 
     def computed_with(self, rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, num_decode: int) -> None:
-        """The draft model has computed tokens `[starts, ends)` of `rows`, all `[R]`. Before chunks, which are not among
-        the first `num_decode`, nothing is missed; what stands behind missed ones is computed again."""
+        """Notes that the draft model has computed tokens `[starts, ends)` of `rows`, `[R]` each. Rows after the first
+        `num_decode` are chunks, which have no gap before them. In other rows, tokens after a gap do not count, and are
+        computed again."""
         before = self.lengths[rows]
         chunks = torch.arange(len(rows), device=rows.device) >= num_decode
         self.lengths.index_copy_(0, rows, torch.where(chunks | (before >= starts), ends, before))
 
-    def keep_right(self, known: KnownTokens) -> None:
-        """Once a step has told which guesses were right: what was computed of wrong ones is missing. Nor is what a row
-        sampled last computed."""
+    def drop_rejected(self, known: KnownTokens) -> None:
+        """Drops the draft model's keys and values of rejected drafts, and of last sampled tokens, not computed yet."""
         torch.minimum(self.lengths, known.lengths - 1, out=self.lengths)
 
-    def guess(self, guesses: Guesses) -> torch.Tensor:
-        """What rows are likely to sample, as `KnownTokens.guess`."""
+    def propose(self, guesses: DraftSequences) -> torch.Tensor:
+        """Returns the draft model's tokens, shaped as by `KnownTokens.propose`."""
         return self.tokens[guesses.rows[guesses.owners], guesses.numbers - 1]
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
-    """The drafts of a step, int64 each: `sequences` `[guesses]` that stand for one, `numbers` `[guesses]`, which of its
-    row's each is, from 1, and `owners` `[guesses]`, places of these rows in `rows` `[drafting]`.
+class DraftSequences:
+    """The drafts of a step, int64 each: `sequences` `[guesses]`, the sequences that hold them; `numbers` `[guesses]`,
+    the index of each in its row, from 1; `owners` `[guesses]`, the index of its row in `rows` `[drafting]`.
 
-    `longest`: the most tokens that the text of one has.
+    `longest`: the maximum length of a row's text.
     """
 
     sequences: torch.Tensor
@@ -143,8 +141,8 @@ class Guesses:
     longest: int
 
     @classmethod
-    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> Guesses | None:
-        """Those of a plan; None if it has none."""
+    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> DraftSequences | None:
+        """The drafts of a plan; None if it has none."""
         places = np.flatnonzero(unfolded.guesses)
         if not len(places):
             return None
@@ -154,22 +152,23 @@ class Guesses:
         together = np.concatenate((places, unfolded.guesses[places], own, plan.rows[first]))
         on_device = to_device(together.astype(np.int32)).long()
         sequences, numbers, owners, rows = torch.tensor_split(on_device, (count, 2 * count, 3 * count))
-        # A row has as many tokens as the first of its drafts is long, or fewer.
+        # The first draft's KV length is an upper bound of the row's length.
         return cls(sequences, numbers, owners, rows, int(plan.kv_lens[first].max()))
 
 
 @dataclass(frozen=True, slots=True)
-class DraftMoves:
-    """Of a decode step with drafts, int64 each: `firsts` `[drafting]`, the first sequences of the rows that have some,
-    and of all drafts the sequences, `drafts` `[guesses]`, and the places of their rows in `firsts`, `owners`."""
+class StateMoves:
+    """The drafts of a decode step, int64 each: `firsts` `[drafting]`, the first sequence of each row with drafts;
+    `drafts` `[guesses]`, the sequences of all drafts; `owners` `[guesses]`, the index of each draft's row in
+    `firsts`."""
 
     firsts: torch.Tensor
     drafts: torch.Tensor
     owners: torch.Tensor
 
     @classmethod
-    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> DraftMoves | None:
-        """Those of a plan; None if it has no drafts."""
+    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> StateMoves | None:
+        """The drafts of a plan; None if it has none."""
         drafts = np.flatnonzero(unfolded.guesses)
         if not len(drafts):
             return None
@@ -179,26 +178,26 @@ class DraftMoves:
         on_device = to_device(together.astype(np.int32)).long()
         return cls(*torch.tensor_split(on_device, (count, count + len(drafts))))
 
-    def slots(self, own: torch.Tensor, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which slots hold the states after the last draft of each row that was right, and the rows' own: int64
-        `[drafting]` both. `own` `[R]`: where each sequence left its state; `told` `[R]`: what each sampled, `REFUSED`
-        behind drafts that were wrong."""
-        right = torch.zeros_like(self.firsts)
-        right.index_add_(0, self.owners, (told[self.drafts] != REFUSED).long())
-        return own[self.firsts + right], own[self.firsts]
+    def slots(self, own: torch.Tensor, reported: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the slots with the state after each row's last accepted draft, and the rows' own slots, int64
+        `[drafting]` each. `own` `[R]`: the slot to which each sequence wrote its state; `reported` `[R]`: its sampled
+        token, `REFUSED` after a rejected draft."""
+        accepted = torch.zeros_like(self.firsts)
+        accepted.index_add_(0, self.owners, (reported[self.drafts] != REFUSED).long())
+        return own[self.firsts + accepted], own[self.firsts]
 
 
 def kept_samples(
     guesses: torch.Tensor, computed: torch.Tensor, sampled: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which lines `[n]` sampled behind nothing wrong, and which of them are their rows' last: bool `[n]` each.
+    """Returns which lines follow only accepted drafts, and which of them are the last of their row: bool `[n]` each.
 
-    `computed`: what each computed; `sampled`: what it sampled. `most`: guesses of a row.
+    `computed`: the token that each line computed; `sampled`: the one that it sampled; `most`: maximum drafts of a row.
     """
     first = guesses == 0
-    right = sampled.roll(1) == computed
+    accepted = sampled.roll(1) == computed
     kept = first
     for _ in range(most):
-        kept = first | (right & kept.roll(1))
-    goes_on = (kept & ~first).roll(-1)
-    return kept, kept & ~goes_on
+        kept = first | (accepted & kept.roll(1))
+    continues = (kept & ~first).roll(-1)
+    return kept, kept & ~continues

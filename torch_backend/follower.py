@@ -1,6 +1,6 @@
-"""`python -m torch_backend.follower FD`: one tensor-parallel rank, which takes orders from a connection.
+"""`python -m torch_backend.follower FD`: one tensor-parallel rank, which receives orders over a connection.
 
-It ends when the connection closes, so that it cannot outlive the process of rank 0.
+It ends when the connection closes, so it cannot outlive rank 0's process.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 def main(orders: Connection) -> None:
-    """Follows until told to leave."""
-    # Interrupts that a terminal sends to the whole group are for rank 0's parent to judge.
+    """Follows orders until `Leave`."""
+    # A terminal sends interrupts to the whole process group; rank 0's parent handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write_stacks_on_signal()
@@ -52,7 +52,7 @@ def main(orders: Connection) -> None:
     device = select_device(config.device, assignment.rank)
     orders.send_bytes(READY)
     progress = Progress()
-    threading.Thread(target=_tell, args=(orders, progress), name="beats", daemon=True).start()
+    threading.Thread(target=_send_beats, args=(orders, progress), name="beats", daemon=True).start()
     parallel = join(
         assignment.rank,
         assignment.size,
@@ -65,8 +65,8 @@ def main(orders: Connection) -> None:
     leave()
 
 
-def _tell(orders: Connection, progress: Progress) -> None:
-    """Says how far this rank is, until rank 0 is gone, which `_receive` notices too."""
+def _send_beats(orders: Connection, progress: Progress) -> None:
+    """Sends this rank's progress until rank 0 is gone, which `_receive` notices too."""
     with suppress(OSError):
         while True:
             orders.send_bytes(progress.beat())
@@ -74,7 +74,7 @@ def _tell(orders: Connection, progress: Progress) -> None:
 
 
 def _receive(orders: Connection, inbox: queue.SimpleQueue[Order]) -> None:
-    """Rank 0 may die while this rank waits for it inside a collective: only leaving the process ends that."""
+    """Receives orders. Exiting the process is the only way out of a collective that waits for a dead rank 0."""
     while True:
         try:
             order = ORDERS.decode(orders.recv_bytes())

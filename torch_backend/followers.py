@@ -1,4 +1,4 @@
-"""The processes of ranks 1 and up, started by rank 0 on its own machine."""
+"""Starts the processes of ranks 1 and up on rank 0's machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECONDS_TO_END = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a follower is to be. `config`: `EngineConfig` as JSON."""
+    """The task of a follower. `config`: `EngineConfig` as JSON."""
 
     config: str
     rank: int
@@ -40,7 +40,7 @@ class Assignment:
 
 ASSIGNMENTS = Codec(Assignment)
 READY = b"ready"
-"""What a follower says once it has opened the checkpoint and is about to join the group."""
+"""A follower sends this once it has opened the checkpoint and is about to join the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class _Follower:
 
 
 class LocalFollowers:
-    """`Followers` on this machine: starts one for each rank but 0. If one ends before it is told to, `check` raises.
+    """`Followers` on this machine: starts one process for each rank from 1. If one ends unexpectedly, `check` raises.
 
-    Followers end when this process does, however it ends: the connection that they read from closes.
+    Followers end with this process, however it ends, because the connection that they read from closes.
     """
 
     def __init__(self, config: EngineConfig, log_level: int) -> None:
-        self._on_loss: Callable[[], None] = _nothing
-        self._note: NoteBeat = _unnoted
+        self._on_loss: Callable[[], None] = _do_nothing
+        self._note: NoteBeat = _ignore_beat
         self._listeners: list[threading.Thread] = []
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-jax-ranks-", ignore_cleanup_errors=True)
         self.meeting_point = Path(self._folder.name) / "meeting-point"
@@ -75,7 +75,7 @@ class LocalFollowers:
             watch.start()
 
     def on_loss(self, action: Callable[[], None]) -> None:
-        """Has `action` called, on another thread, should a follower end too early."""
+        """Sets the `action` that is called, on another thread, if a follower ends unexpectedly."""
         self._on_loss = action
 
     def announce(self, note: NoteBeat) -> None:
@@ -114,10 +114,10 @@ class LocalFollowers:
             raise RuntimeError(self._lost)
 
     def close(self) -> None:
-        """Ends the followers, by force if they do not end by themselves."""
+        """Ends the followers, by force after a timeout."""
         self._leaving = True
         for follower in self._followers:
-            with suppress(BrokenPipeError):  # it has ended
+            with suppress(BrokenPipeError):  # it has already ended
                 follower.orders.send_bytes(ORDERS.encode(Leave()))
         for follower in self._followers:
             try:
@@ -126,7 +126,7 @@ class LocalFollowers:
                 follower.process.kill()
                 follower.process.wait()
         for listener in self._listeners:
-            listener.join()  # there is nothing more to hear, and no connection is closed under its reader
+            listener.join()  # all data is read, so no connection is closed under its reader
         for follower in self._followers:
             follower.orders.close()
         self._folder.cleanup()
@@ -146,7 +146,7 @@ class LocalFollowers:
                     self._note(follower.rank, steps)
 
     def _watch(self, follower: _Follower) -> None:
-        """Notices a follower that ends too early, whatever the other threads wait for."""
+        """Notices a follower that ends unexpectedly, even while other threads wait."""
         end = _describe_end(follower)
         if not self._leaving:
             self._lost = end
@@ -159,9 +159,9 @@ def _describe_end(follower: _Follower) -> str:
     return f"the process of tensor-parallel rank {follower.rank} {how}; for the reason see its log lines"
 
 
-def _nothing() -> None:
-    """Until someone asks to be told."""
+def _do_nothing() -> None:
+    """Placeholder for the action on loss."""
 
 
-def _unnoted(rank: int, steps: int) -> None:
-    """Until someone wants to know."""
+def _ignore_beat(rank: int, steps: int) -> None:
+    """Placeholder for the callback of beats."""

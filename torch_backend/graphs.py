@@ -1,9 +1,8 @@
-"""Steps captured once per number of rows and prompt tokens and replayed: one launch instead of hundreds.
+"""Captured steps, one per bucket of decode rows and prompt tokens: a replay is one launch instead of hundreds.
 
-A captured step reads and writes fixed memory. Its inputs lie in one static buffer for each bucket, which a replay's
-plan is copied into; everything that differs between steps (lengths, pages, rows) is data in there, and nothing is a
-number known to the host. What is captured ends with the hidden states: logits and sampling, whose work depends on what
-the step's rows ask for, are launched one by one while the graph still runs.
+A captured step reads and writes fixed memory. A replay copies its plan into the bucket's static input buffer. All that
+differs between steps (lengths, pages, rows) is data in this buffer; the host reads none of it. The graph ends with the
+hidden states: logits and sampling depend on the rows' needs, and are launched one by one while the graph runs.
 """
 
 from __future__ import annotations
@@ -26,29 +25,30 @@ from torch_backend.streams import Stream
 logger = logging.getLogger(__name__)
 
 _CHUNKS = 32
-"""Sequences with prompts of a captured step, the one that takes the padding included. More cost blocks of attention
-that are looked at and left in each layer."""
+"""Sequences with prompts in a captured step, including the one for padding. More of them would add blocks to each
+layer's attention that start only to find no work."""
 
 _FREE_TOKENS = 256
-"""A step of so many tokens computes its products in the time in which it reads the weights: on a GPU that multiplies
-some 300 times in the time of reading a byte, padding up to there costs little (an estimate)."""
+"""In a step of at most this many tokens, products take no longer than reading the weights: a GPU computes some 300
+multiplications in the time it takes to read one byte, so padding up to this size costs little (an estimate)."""
 
-_MOST_PADDED = 1.25
-"""Of its own tokens, that a larger step is padded to."""
+_MAX_PADDED = 1.25
+"""Maximum size of a larger step with padding, as a multiple of its own tokens."""
 
-_MOST_KEYS = 4096
-"""Of a sequence with a prompt. More are shared out over the chip (`plan_extend`), by as many blocks as a captured step
-may have and this one has not; and to attend to them takes longer than the launches that a graph would save."""
+_MAX_KEYS = 4096
+"""Maximum keys of a sequence with a prompt. Longer ones are split over the chip (`plan_extend`) for as many blocks as a
+captured step may have, even if it has fewer, and attention to them takes longer than the launches that a graph
+saves."""
 
 Forward = Callable[[StepInputs], torch.Tensor]
-"""A step's inputs on the device to hidden states `[T, hidden]`."""
+"""Maps a step's inputs on the device to hidden states `[T, hidden]`."""
 
 
 class Capture(Protocol):
-    """Records what a function does with tensors, to do it again."""
+    """Records the tensor operations of a function for replay."""
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Replay:
-        """Runs `function`, maybe more than once. It reads and writes the same memory each time."""
+        """Runs `function`, possibly more than once, and returns its recording. Both use the same memory."""
         ...
 
     def memory(self) -> int:
@@ -57,17 +57,17 @@ class Capture(Protocol):
 
 
 class Replay(Protocol):
-    """What was recorded."""
+    """A recording."""
 
     def __call__(self) -> torch.Tensor:
-        """Does it again; the result lies in the same memory each time."""
+        """Runs the recording; the result is always in the same memory."""
         ...
 
 
 class CudaCapture:
-    """CUDA graphs that share one memory pool: of two replays the second may overwrite the first one's result.
+    """CUDA graphs that share one memory pool: a replay may overwrite the result of the one before.
 
-    **Arguments:** `stream`: where replays will run; capturing happens there as well.
+    **Arguments:** `stream`: where capturing and replays run.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -76,11 +76,11 @@ class CudaCapture:
         self._memory = 0
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Replay:
-        # Kernels are compiled, and libraries allocate their workspaces, at the first run: not while capturing.
+        # The first run compiles kernels and allocates libraries' workspaces, which a capture must not do.
         function()
         self._stream.synchronize()
-        # Capturing begins by giving back what eager steps have left in the allocator: that is no part of what it takes.
-        # What the driver keeps of a graph is, and the allocator knows nothing of it.
+        # Return unused memory of eager steps to the driver first, so that it does not count as the graph's. The
+        # driver's own memory for a graph does count, and the allocator does not know it.
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._stream.device)
         graph = torch.cuda.CUDAGraph()
@@ -95,7 +95,7 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class CudaReplay:
-    """A CUDA graph and where its result lies."""
+    """A CUDA graph and the tensor that holds its result."""
 
     graph: torch.cuda.CUDAGraph
     result: torch.Tensor
@@ -124,11 +124,11 @@ class Bucket(NamedTuple):
 class StepGraphs:
     """The captured steps of a runner.
 
-    **Arguments:** `buckets`: of steps of decode rows alone, numbers of rows; `mixed`: of steps with prompts; `forward`:
-    what a captured step does, from the inputs on; `table`: of the cache groups, in each of which a row may take a page
-    a step, and a prompt one for each `page_size` tokens; `drafts`: of a runner that drafts.
+    **Arguments:** `buckets`: row counts of decode steps; `mixed`: sizes of steps with prompts; `forward`: what a
+    captured step runs on its inputs; `table`: the cache groups: in each, a decode row may get one page per step and a
+    prompt one for each `page_size` tokens; `drafts`: whether the runner drafts.
 
-    **Raises:** `ValueError` for `mixed` buckets of a runner that drafts, whose steps with prompts read lengths on the
+    **Raises:** `ValueError` for `mixed` buckets with drafts: such a runner's steps with prompts read lengths on the
     host.
     """
 
@@ -168,22 +168,20 @@ class StepGraphs:
         return len(self._captured)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
-        """The smallest bucket for a plan; None for one that is not captured: it is too large, or to be in one would
-        cost it more than launches do."""
+        """The smallest bucket for a plan; None if the plan is too large, or padding would cost more than launches."""
         rows, prompt = len(plan.rows), plan.num_tokens - plan.num_decode
         if plan.num_decode == rows:
             fitting = [found for found in self.layouts if not found.prompt and found.decode >= rows]
             return min(fitting, default=None) if plan.samples.all() else None
-        if rows - plan.num_decode >= self._chunks or plan.kv_lens[plan.num_decode :].max() > _MOST_KEYS:
+        if rows - plan.num_decode >= self._chunks or plan.kv_lens[plan.num_decode :].max() > _MAX_KEYS:
             return None
         fitting = [found for found in self.layouts if found.decode >= plan.num_decode and found.prompt >= prompt]
         best = min(fitting, key=sum, default=None)
-        worth = best is not None and sum(best) <= max(_FREE_TOKENS, _MOST_PADDED * plan.num_tokens)
+        worth = best is not None and sum(best) <= max(_FREE_TOKENS, _MAX_PADDED * plan.num_tokens)
         return best if worth else None
 
     def capture_all(self, progress: Callable[[int, str], None]) -> None:
-        """Captures what is not captured yet, the largest first, so that the others find room in its memory;
-        `progress(done, what)` is called after each."""
+        """Captures all buckets, the largest first so that others fit into its memory; calls `progress(done, what)`."""
         start = time.perf_counter()
         for done, bucket in enumerate(sorted(self.layouts, key=lambda bucket: (sum(bucket), bucket), reverse=True), 1):
             self._get(bucket)
@@ -209,11 +207,10 @@ class StepGraphs:
         guesses: Int32 | None = None,
         settle: Callable[[StepInputs], None] | None = None,
     ) -> tuple[StepInputs, torch.Tensor]:
-        """Replays a bucket on a plan: its inputs, and hidden states `[tokens, hidden]`, padding included, that the next
-        replay overwrites.
+        """Replays a bucket on a plan. Returns its inputs and hidden states `[tokens, hidden]`, valid until the next
+        replay.
 
-        `deltas` are at most as many as the bucket's layout has; `guesses` as `Unfolded` has them; `settle` changes the
-        inputs before the replay.
+        `deltas`: at most the layout's number; `guesses`: as in `Unfolded`; `settle` changes the inputs first.
         """
         captured, layout = self._get(bucket), self.layouts[bucket]
         host = self._stream.host_buffer(layout.size)
@@ -232,7 +229,7 @@ class StepGraphs:
 
     def _build(self, layout: StepLayout) -> _Captured:
         host = self._stream.host_buffer(layout.size)
-        layout.pack(_padding_alone(), _no_deltas(), self._dump_row, host.numpy())
+        layout.pack(_padding_plan(), _no_deltas(), self._dump_row, host.numpy())
         inputs = self._stream.to_device(host).clone()
         unpacked = layout.unpack(inputs)
         return _Captured(inputs, self._capture.capture(lambda: self._forward(unpacked)))
@@ -245,10 +242,10 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
 
 
 def mixed_buckets(max_rows: int, prompt_tokens: int) -> tuple[Bucket, ...]:
-    """Steps with prompts to capture, with at most `max_rows` decode rows, of a runner whose steps have at most
-    `prompt_tokens` of prompts.
+    """Sizes of the steps with prompts to capture, for steps of at most `max_rows` decode rows and `prompt_tokens`
+    tokens of prompts.
 
-    Small ones: the host launches a step in some milliseconds, and for as long a GPU computes hundreds of tokens.
+    Only small ones: the host takes some milliseconds to launch a step, in which a GPU computes hundreds of tokens.
     """
     rows = (0, *(count for count in (8, 32, 64, 128) if count < max_rows), max_rows)
     prompts = [most for less, most in pairwise((0, 16, 64, 128, 256, 512)) if less < prompt_tokens]
@@ -259,7 +256,7 @@ def _no_deltas() -> PageDeltas:
     return PageDeltas(*(np.zeros(0, np.int32) for _ in range(3)))
 
 
-def _padding_alone() -> StepPlan:
+def _padding_plan() -> StepPlan:
     nothing = np.zeros(0, np.int32)
     return StepPlan(
         step=0,

@@ -1,4 +1,4 @@
-"""Which implementations of attention, recurrent states, fused operations and sampling a device runs."""
+"""Chooses the implementations of attention, recurrent states, fused operations and sampling for a device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch_backend.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
 
-# The first is what `auto` takes.
+# `auto` is the first.
 _ATTENTION_ON_CPU = (
     AttentionBackend.NUMBA,
     AttentionBackend.NATIVE,
@@ -42,10 +42,10 @@ _ATTENTION_ON_GPU = (
     AttentionBackend.FLASHINFER,
 )
 _OF_TRITON = (AttentionBackend.TRITON, AttentionBackend.SAGE)
-"""Kernels that go by how keys are stored: `sage` is the name of the same where these are in int8."""
+"""Triton kernels. They depend on the dtype of keys: `sage` names the same kernels with int8 keys."""
 
 
-_MOST_TOLD = 6
+_MAX_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Kernels:
     operations: Operations
     sampler: TokenSampler
     block_matrices: BlockMatrices | None = None
-    """What multiplies by matrices in the blocks of a checkpoint, where something does."""
+    """Products with matrices in a checkpoint's GGUF blocks; None if not supported."""
     states: StateImplementation = field(default_factory=NativeStates)
 
     @property
     def capturable(self) -> bool:
-        """Decode steps read nothing on the host; attention without Triton's kernels reads its lengths there."""
+        """Whether a decode step reads nothing on the host; attention without Triton reads its lengths there."""
         if self.attention_name is AttentionBackend.SAGE:
             return not isinstance(self.attention, NativeAttention)
         return self.attention_name is AttentionBackend.TRITON
@@ -71,11 +71,11 @@ class Kernels:
 def choose_kernels(
     wanted: AttentionBackend, device: torch.device, form: CpuForm, cache_folder: Path, *, latents: bool = False
 ) -> Kernels:
-    """Triton kernels on a GPU; on a CPU CPU kernels for a model of `form`, which are kept in `cache_folder`, or torch
-    operations. `wanted` says which attention. `auto` is torch operations, with a line in the log, on a CPU where CPU
-    kernels cannot be had, and where the model keeps latent vectors (`latents`), for which there are no others.
+    """Chooses Triton kernels on a GPU, and on a CPU compiled kernels for a model of `form`, cached in `cache_folder`,
+    or torch operations. `wanted`: the attention backend. `auto` falls back to torch operations, with a log line, on a
+    CPU without compiled kernels, and for a model with latent attention (`latents`), which has no kernels yet.
 
-    **Raises:** `ConfigError` for one that does not run there.
+    **Raises:** `ConfigError` for an attention backend that the device or the model does not support.
     """
     known = _ATTENTION_ON_CPU if device.type == "cpu" else _ATTENTION_ON_GPU
     name = known[0] if wanted is AttentionBackend.AUTO else wanted
@@ -94,7 +94,7 @@ def choose_kernels(
             logger.info("Latent attention is computed by torch operations: there are no kernels of its own yet")
     if device.type == "cpu":
         return _on_cpu(name, wanted, form, cache_folder)
-    # Imported here: a machine without a GPU needs no Triton.
+    # Imported here, because a machine without a GPU needs no Triton.
     from torch_backend.attention.triton import TritonAttention
     from torch_backend.kernels.chip import Chip
     from torch_backend.kernels.operations import TritonOperations
@@ -111,11 +111,11 @@ def choose_kernels(
 
 
 def refuse_sinks(name: AttentionBackend, layers: Sequence[int]) -> None:
-    """Raises `ConfigError` for attention that has no sinks, where `layers` have some."""
+    """Raises `ConfigError` if `layers` have attention sinks, and the attention backend does not support them."""
     if name is AttentionBackend.FLASHINFER and layers:
-        told = ", ".join(map(str, layers[:_MOST_TOLD])) + (" and others" if len(layers) > _MOST_TOLD else "")
+        named = ", ".join(map(str, layers[:_MAX_NAMED])) + (" and others" if len(layers) > _MAX_NAMED else "")
         raise ConfigError(
-            f"attention_backend flashinfer does not support attention sinks, which layers {told} have: choose triton"
+            f"attention_backend flashinfer does not support attention sinks, which layers {named} have: choose triton"
         )
 
 
@@ -134,7 +134,7 @@ def _on_cpu(name: AttentionBackend, wanted: AttentionBackend, form: CpuForm, cac
 
 
 def _flashinfer(device: torch.device, form: CpuForm) -> AttentionImplementation:
-    """By a library that is no part of the installation unless asked for."""
+    """Returns attention with FlashInfer, an optional dependency."""
     from torch_backend.attention.flashinfer import FlashInferAttention, check_form
 
     check_form(form.dtype, form.kv_dtype, form.heads)

@@ -1,9 +1,9 @@
-"""What keys have in common, for a cache that keeps them in int8 without it: read from the loaded model itself.
+"""Means of keys, for a cache that stores keys in int8 without their mean; computed by the loaded model itself.
 
-The model computes sequences of tokens that are the same every time (`sglang_jax.runner.kv_scales`), with a cache of
-its own type, and the mean of each kv head's keys is taken from the pages. Rotation turns what keys have in common with
-their position, so that the mean of a few first positions would be wrong further on: the sequences lie spread over the
-whole context. Attention within a sequence does not change with where it lies.
+The model computes fixed sequences of tokens (`sglang_jax.runner.kv_scales`) with a cache of its own dtype, and each kv
+head's mean is taken from the pages. Rotary embedding rotates this mean with the position, so the mean of a few first
+positions would be wrong at later ones: the sequences are spread over the whole context. Attention within a sequence
+does not depend on where it starts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def give_key_means(
 ) -> None:
     """Writes the mean of keys into the `token_scales` of every layer that has them.
 
-    **Arguments:** `forward(batch, kv)`: the loaded model; all ranks call it at once. `kv`: its memory, of which each
-    layer's heads and page size are taken; `dtype`: of activations.
+    **Arguments:** `forward(batch, kv)`: the loaded model, which all ranks call at the same time; `kv`: its memory,
+    which determines each layer's heads and page size; `dtype`: of activations.
 
     **Raises:** `ConfigError` naming the layers whose keys are not finite.
     """
@@ -68,14 +68,14 @@ def give_key_means(
 
 
 def _like(pages: KVPages, num_pages: int, dtype: torch.dtype) -> KVPages:
-    """Pages of a layer's heads that keep keys as they are."""
+    """Allocates pages of a layer's heads in `dtype`."""
     _, kv_heads, page_size, head_dim = pages.keys.shape
     return KVPages.allocate(num_pages, kv_heads, page_size, head_dim, dtype, pages.keys.device)
 
 
 def calibration_batch(config: ModelConfig, page_size: int, max_context: int, device: torch.device) -> ForwardBatch:
-    """The tokens of a calibration as a step: each sequence in pages of its own, the same ones in all cache groups, and
-    sequence i of n at i / (n - 1) of the way through the context."""
+    """The calibration tokens as a step: each sequence has its own pages, the same ones in all cache groups; sequence i
+    of n starts at i / (n - 1) of the way through the context."""
     tokens = calibration_tokens(config.vocab_size, min(max_context, config.max_position))
     rows, length = tokens.shape
     columns = -(-length // page_size)
@@ -99,7 +99,7 @@ def calibration_batch(config: ModelConfig, page_size: int, max_context: int, dev
 
 
 def _fresh_states(starts: torch.Tensor, length: int) -> StateRows:
-    """Of sequences of `length` tokens each, which begin with nothing."""
+    """State rows of new sequences of `length` tokens each."""
     slots = 1 + torch.arange(len(starts) - 1, device=starts.device)
     tokens = torch.arange(length * len(slots), device=starts.device)
     return StateRows(

@@ -1,4 +1,4 @@
-"""What the layers of a model keep of sequences, KV pages and recurrent states: layout, size, allocation."""
+"""Memory of a model's layers: KV pages and recurrent states, their layout, size and allocation."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LARGEST_INT8 = 127.0
 
 @dataclass(frozen=True, slots=True)
 class KVForm:
-    """Types that keys and values are stored in. Those in int8 have a float32 scale for each token and kv head."""
+    """Dtypes of stored keys and values. int8 ones have a float32 scale for each token and kv head."""
 
     keys: torch.dtype
     values: torch.dtype
 
     @property
     def name(self) -> str:
-        """As in `bfloat16`, or `int8 keys, bfloat16 values`."""
+        """For reports: `bfloat16`, or `int8 keys, bfloat16 values`."""
         keys, values = (str(dtype).removeprefix("torch.") for dtype in (self.keys, self.values))
         return keys if keys == values else f"{keys} keys, {values} values"
 
     def of(self, array: CachedArray) -> torch.dtype:
-        """The type of an array."""
+        """The dtype of an array."""
         return self.values if array.name == "values" else self.keys
 
     def bytes_per_token(self, arrays: Iterable[CachedArray]) -> int:
-        """Bytes that one token takes in one layer of one rank, which has these arrays."""
+        """Bytes of one token in one layer of one rank that stores these arrays."""
 
         def of_head(array: CachedArray) -> int:
             dtype = self.of(array)
@@ -45,14 +45,14 @@ class KVForm:
 
 @dataclass(frozen=True, slots=True)
 class TokenScales:
-    """What int8 keys and values of one layer are multiplied by. A token's slot holds what follows from that token
-    alone, so that a page does not depend on who wrote it, or when.
+    """Scales of int8 keys and values of one layer. A token's scale depends only on that token, so that a page's content
+    does not depend on which request wrote it, or when.
 
     - `keys`: float32 `[num_pages, kv_heads, page_size]`: a key is `key_mean + scale * stored`.
-    - `values`: the same, without a mean; None where values are not int8.
+    - `values`: the same, without a mean; None if values are not int8.
     - `key_mean`: float32 `[kv_heads, head_dim]`, fixed once the model is loaded. Keys have channels that are large for
-      every token; without them, what is left needs a smaller scale. The idea is SageAttention's (Zhang et al. 2025),
-      whose mean is that of the sequence.
+      every token; without these, the remainder needs a smaller scale. The idea is from SageAttention (Zhang et al.
+      2025), which uses the mean of the sequence.
     """
 
     keys: torch.Tensor
@@ -63,7 +63,7 @@ class TokenScales:
     def allocate(
         cls, num_pages: int, kv_heads: int, page_size: int, head_dim: int, form: KVForm, device: torch.device
     ) -> TokenScales:
-        """Zeroed, with a mean of zeros."""
+        """Allocates zeroed scales, with a mean of zeros."""
         sides = [torch.zeros((num_pages, kv_heads, page_size), dtype=torch.float32, device=device) for _ in range(2)]
         mean = torch.zeros((kv_heads, head_dim), dtype=torch.float32, device=device)
         return cls(sides[0], sides[1] if form.values == torch.int8 else None, mean)
@@ -71,13 +71,13 @@ class TokenScales:
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """Keys and values of one layer, in pages; page 0 takes what padding writes.
+    """Keys and values of one layer, in pages; padding writes to page 0.
 
-    - `keys`, `values`: `[num_pages, kv_heads, page_size, head_dim]`, contiguous: the keys of one head in one page lie
-      together, so that a kernel reads a page in one run and a tensor-parallel shard takes whole heads.
-    - `key_scale`, `value_scale`: float32 `[kv_heads]`, given for float8 pages alone: what is stored is the value over
-      its head's scale, so that a read multiplies by it.
-    - `token_scales`: of int8 keys, and of int8 values where these are int8 as well.
+    - `keys`, `values`: `[num_pages, kv_heads, page_size, head_dim]`, contiguous: the keys of one head in one page are
+      adjacent, so that a kernel reads a page in one run and a tensor-parallel shard has whole heads.
+    - `key_scale`, `value_scale`: float32 `[kv_heads]`, only for float8 pages: values are stored divided by their head's
+      scale, and a read multiplies by it.
+    - `token_scales`: of int8 keys, and of values if these are int8 too.
     """
 
     keys: torch.Tensor
@@ -88,7 +88,7 @@ class KVPages:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return self.keys.shape[2]
 
     @property
@@ -98,7 +98,7 @@ class KVPages:
 
     @property
     def parameters(self) -> dict[tuple[Part, Kind], torch.Tensor]:
-        """What a checkpoint may have for them, as the manifest calls it."""
+        """The KV parameters that a checkpoint may contain, by the manifest's names."""
         found = {
             (Part.KEY, Kind.SCALE): self.key_scale,
             (Part.VALUE, Kind.SCALE): self.value_scale,
@@ -118,8 +118,8 @@ class KVPages:
         *,
         shared: bool = False,
     ) -> KVPages:
-        """Zeroed pages of a form, or of one type; float8 ones with scales of 1. `shared`: values are the keys, as in
-        latent attention, which are in no type of 8 bits."""
+        """Allocates zeroed pages with the dtypes of a form, or one dtype; scales of float8 pages are 1. `shared`:
+        values are the keys, as in latent attention, which is not stored in 8 bits."""
         form = form if isinstance(form, KVForm) else KVForm(form, form)
         shape = (num_pages, kv_heads, page_size, head_dim)
         if shared:
@@ -137,9 +137,9 @@ class KVPages:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """What a layer keeps: pages, where it has attention, and the pools of its state, where it has one.
+    """Memory of a layer: pages if it has attention, and the pools of its recurrent state if it has one.
 
-    `expert_tokens`: how many tokens each expert was chosen by, if that is counted: int64 `[experts]`.
+    `expert_tokens`: tokens routed to each expert, int64 `[experts]`, if counted.
     """
 
     pages: KVPages | None = None
@@ -149,17 +149,17 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True)
 class StateDtypes:
-    """Types of the arrays of states: see `architectures.StateDtype`."""
+    """Dtypes of the arrays of states: see `architectures.StateDtype`."""
 
     activations: torch.dtype
     recurrent: torch.dtype
 
     def of(self, kind: StateDtype) -> torch.dtype:
-        """The type of an array of that kind."""
+        """The dtype of an array of this kind."""
         return self.activations if kind is StateDtype.ACTIVATIONS else self.recurrent
 
     def allocate(self, slots: int, arrays: Iterable[StateArray], device: torch.device) -> States:
-        """Zeroed pools of a layer's state."""
+        """Allocates zeroed pools of a layer's state."""
         return tuple(torch.zeros((slots, *array.shape), dtype=self.of(array.dtype), device=device) for array in arrays)
 
     def bytes_of_slot(self, arrays: Iterable[StateArray]) -> int:

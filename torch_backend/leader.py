@@ -1,4 +1,4 @@
-"""Starts a tensor-parallel group: this process is rank 0, whose runner the scheduler knows."""
+"""Starts a tensor-parallel group with this process as rank 0, whose runner the scheduler uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_backend.process_group import join, leave
 
 
 class TorchGroupRunner(GroupRunner):
-    """Leaves the process group when it is closed."""
+    """A `GroupRunner` that leaves the process group when it is closed."""
 
     def close(self) -> None:
         """Ends every rank."""
@@ -29,7 +29,7 @@ class TorchGroupRunner(GroupRunner):
 
 
 def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunner:
-    """A runner over `config.tp_size` devices, each with a process of its own; the first is this one.
+    """Returns a runner over `config.tp_size` devices, each with its own process; the first is this one.
 
     **Raises:** `ConfigError`, `CheckpointError` as for one device; `RuntimeError` if another process fails.
     """
@@ -54,7 +54,7 @@ def launch_group(config: EngineConfig, checkpoint: Checkpoint) -> TorchGroupRunn
 
 
 def _refuse(config: EngineConfig, checkpoint: Checkpoint) -> None:
-    """Raises `ConfigError` for what every rank would refuse, before there are any: each would print a traceback."""
+    """Raises `ConfigError` early for options that every rank would refuse, each with a traceback."""
     refuse_orbax(checkpoint)
     for model in open_models(config, checkpoint).all:
         ModelShard.of(model.config, 0, config.tp_size)

@@ -1,4 +1,4 @@
-"""From options and a checkpoint to a runner with its weights on the device: the story of `runner.assembly` on Torch."""
+"""Builds the runner of one rank from options and a checkpoint: `runner.assembly` on Torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_CAPTURED_ROWS = 256
+_MAX_CAPTURED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,18 @@ class PagedTransformer:
 
 
 def load_rank(config: EngineConfig, checkpoint: Checkpoint, parallel: TensorParallel = SINGLE) -> TorchRunner:
-    """A runner on `config.device`, or one rank of several. Sizes are settled before any weight is read.
+    """Returns a runner on `config.device`, or one rank of several. Sizes are determined before any weight is read.
 
-    **Raises:** `ConfigError` for options that the machine or the model cannot meet, `CheckpointError` for weights that
-    the model cannot take.
+    **Raises:** `ConfigError` for options that machine or model cannot meet, `CheckpointError` for weights that do not
+    fit.
     """
     refuse_orbax(checkpoint)
     device = select_device(config.device, parallel.rank)
     stream: Stream = CpuThread() if device.type == "cpu" else CudaStream(device)
     try:
-        # On the CPU all of torch's work belongs on one thread. Each thread that computes has a team of helpers, and
-        # with more threads than cores these sleep between operations: a decode step then takes 1.6 times as long.
+        # On the CPU all of torch's work runs on one thread. Each thread that computes has its own team of OpenMP
+        # threads; with more threads than cores, these sleep between operations, and a decode step takes 1.6 times as
+        # long.
         return stream.submit(partial(_load_on, stream, config, checkpoint, device, parallel)).wait()
     except BaseException:
         stream.close()
@@ -80,7 +81,7 @@ def _load_on(
     device: torch.device,
     parallel: TensorParallel,
 ) -> TorchRunner:
-    """Builds model, pages and runner; runs on `stream`."""
+    """Builds the model, the pages and the runner; runs on `stream`."""
     models = open_models(config, checkpoint)
     backend = TorchBackend.choose(config, models, device, parallel)
     assembly: Assembly[UnloadedModel] = settle(config, models, backend)
@@ -93,7 +94,7 @@ def _load_on(
         draft.load()
         own = _allocate(draft, assembly.draft_pages, config.page_size, device, backend.state_dtypes)
         drafting = PagedTransformer(draft.model, own)
-    most = min(config.cuda_graph_max_bs or _MOST_CAPTURED_ROWS, spec.max_rows)
+    most = min(config.cuda_graph_max_bs or _MAX_CAPTURED_ROWS, spec.max_rows)
     capture = _capture(stream, config, device, kernels)
     return TorchRunner(
         PagedTransformer(main.model, kv),
@@ -123,8 +124,7 @@ def _load_on(
 def _allocate_main(
     backend: TorchBackend, assembly: Assembly[UnloadedModel], kv_parameters: ParameterReader, factor: float | None
 ) -> list[LayerMemory]:
-    """The memory of the model's layers, with what is known of its keys and values and of its experts. `factor`: see
-    `load_kv_parameters`."""
+    """Allocates the layers' memory, with scales and means of keys and values, and counters of experts, if needed."""
     config, model = backend.config, assembly.model
     kv = _allocate(model, assembly.pages, config.page_size, backend.device, backend.state_dtypes)
     load_kv_parameters(kv, kv_parameters, model.shard, factor)
@@ -136,7 +136,7 @@ def _allocate_main(
 
 
 def _with_counts(kv: Sequence[LayerMemory], config: ModelConfig, device: torch.device) -> list[LayerMemory]:
-    """The same with a count for each expert."""
+    """Adds a counter for each expert."""
     counts = [torch.zeros(layer.num_experts, dtype=torch.int64, device=device) for layer in config.layers]
     return [
         replace(memory, expert_tokens=count if len(count) else None) for memory, count in zip(kv, counts, strict=True)
@@ -144,8 +144,8 @@ def _with_counts(kv: Sequence[LayerMemory], config: ModelConfig, device: torch.d
 
 
 def _kv_factor(config: EngineConfig, checkpoint: Checkpoint, form: KVForm) -> float | None:
-    """What the checkpoint's scales are multiplied by: see `kv_scale_factor`. Keys in int8 have scales of their own, and
-    a mean that the checkpoint may bring.
+    """The factor for the checkpoint's KV scales: see `kv_scale_factor`. None for int8 keys, which have a scale per
+    token, and a mean that the checkpoint may contain.
 
     **Raises:** `CheckpointError` for scales and means that cannot be used.
     """
@@ -175,7 +175,7 @@ def _capture(stream: Stream, config: EngineConfig, device: torch.device, kernels
 def _mixed_buckets(
     config: EngineConfig, model: ModelConfig, kernels: Kernels, most_rows: int, sizes: Sizes
 ) -> tuple[Bucket, ...]:
-    """Sizes of steps with prompts to capture, of at most `most_rows` decode rows."""
+    """Sizes of the steps with prompts to capture, with at most `most_rows` decode rows."""
     reason = None
     if model.keeps_states and kernels.states.reads_lengths:
         reason = "layers with a recurrent state read lengths on the host"
@@ -194,7 +194,7 @@ def _allocate(
     device: torch.device,
     state_dtypes: StateDtypes,
 ) -> list[LayerMemory]:
-    """Pages, or slots, of every layer: of each group `num_pages`."""
+    """Allocates pages or state slots of every layer: `num_pages` of each cache group."""
     config, shard, form = model.config, model.shard, model.kv_form
     memory: list[LayerMemory] = []
     slots = num_slots(config, num_pages)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 PROMPT_BLOCK = 64
-"""Prompt positions whose logits are held at once."""
+"""Prompt positions whose logits are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """`logprobs` float32 `[n]`; `top_ids` int32 and `top_logprobs` float32 `[n, k]`, likeliest first."""
+    """`logprobs` float32 `[n]`; `top_ids` int32 and `top_logprobs` float32 `[n, k]`, most likely first."""
 
     logprobs: torch.Tensor
     top_ids: torch.Tensor
@@ -21,7 +21,8 @@ class Logprobs:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> Logprobs:
-    """Log-softmax of `logits` float32 `[n, vocab]` at `tokens` int32 `[n]`, and at the `alternatives` likeliest."""
+    """Log-softmax of `logits` float32 `[n, vocab]` at `tokens` int32 `[n]`, and at the `alternatives` most likely
+    tokens."""
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
     chosen = logits.gather(1, tokens.clamp(min=0).long()[:, None]) - normaliser
     top, ids = torch.topk(logits, min(alternatives, logits.shape[1]), dim=-1)
@@ -33,8 +34,7 @@ def prompt_logprobs(
 ) -> Logprobs:
     """Logprob of the token that follows each position, `PROMPT_BLOCK` positions at a time.
 
-    **Arguments:** `hidden` `[m, hidden]`; `targets` int32 `[m]`; `to_logits` maps `[b, hidden]` to float32
-    `[b, vocab]`.
+    **Arguments:** `hidden` `[m, hidden]`; `targets` int32 `[m]`; `to_logits`: `[b, hidden]` → float32 `[b, vocab]`.
     """
     found = [
         token_logprobs(

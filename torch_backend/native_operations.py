@@ -1,4 +1,4 @@
-"""The fused operations of a layer in plain torch: for CPUs, and for whatever device has no kernels of its own."""
+"""Fused operations of a layer in plain torch, for CPUs and devices without kernels."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class NativeOperations:
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of float32 `x` over its last axis, written into it."""
+    """RMS norm of float32 `x` over its last axis, in place."""
     return divide_by_rms(x, eps).mul_(weight)
 
 
 def divide_by_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """float32 `x` over the root mean square of its last axis, written into it."""
+    """Divides float32 `x` by the root mean square of its last axis, in place."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scales = torch.addcmul(_scalar(eps, x.device), norms, norms, value=1 / x.shape[-1]).rsqrt_()
     return x.mul_(scales)
@@ -93,7 +93,7 @@ def _scalar(value: float, device: torch.device) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates float32 `x [T, heads, head_dim]`, written into it."""
+    """Rotates float32 `x [T, heads, head_dim]`, in place."""
     cosines, sines = rotation.of_whole_heads
     swapped = x.roll(x.shape[-1] // 2, -1)
     return x.mul_(cosines).addcmul_(swapped, sines)
@@ -102,11 +102,11 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def _write(
     stored: torch.Tensor, scale: torch.Tensor | None, slots: tuple[torch.Tensor, torch.Tensor], data: torch.Tensor
 ) -> None:
-    """Stores `data [T, kv_heads, head_dim]` at (page, offset), over its head's scale where there is one."""
+    """Stores `data [T, kv_heads, head_dim]` at (page, offset), divided by its head's scale if there is one."""
     if scale is not None:
-        # Earlier releases of torch turn what is beyond the largest float8 into NaN.
+        # Older versions of torch convert values beyond the largest float8 to NaN.
         scaled = (data.float() / scale[:, None]).clamp(-_FLOAT8_MAX, _FLOAT8_MAX)
-        # Written as bytes: few devices index float8.
+        # Written as bytes, because few devices index float8.
         data = scaled.to(stored.dtype).view(torch.uint8)
         stored = stored.view(torch.uint8)
     if data.dtype != stored.dtype:
@@ -117,8 +117,8 @@ def _write(
 def _write_integers(
     stored: torch.Tensor, scales: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], data: torch.Tensor
 ) -> None:
-    """Stores float32 `data [T, kv_heads, head_dim]` at (page, offset) in int8, over a scale of its token and head. What
-    is not finite has a scale that is NaN, so that whoever reads it learns of it."""
+    """Stores float32 `data [T, kv_heads, head_dim]` at (page, offset) in int8, with a scale for each token and head.
+    Data that is not finite gets a scale of NaN, so that reads of it are not finite either."""
     scale = (data.abs().amax(-1) + 0.0 * data.sum(-1)) / LARGEST_INT8
     levels = torch.round(data / torch.where(scale == 0.0, 1.0, scale)[..., None])
     stored.transpose(1, 2).index_put_(slots, levels.nan_to_num(0.0).to(torch.int8))

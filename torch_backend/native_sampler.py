@@ -1,8 +1,8 @@
-"""Random sampling on a CPU: filters and Gumbel noise computed for the few tokens that can matter, exactly.
+"""Exact random sampling on a CPU that computes filters and Gumbel noise only for the tokens that can be sampled.
 
-A vocabulary has 50 to 150 thousand tokens, of which sampling can reach a few hundred. Sorting all of them, or computing
-20 rounds of Threefry for all of them, takes longer than the model's own step. Instead each row starts from the tokens
-near its likeliest one and goes further only where the answer may lie further.
+Of 50 to 150 thousand tokens of a vocabulary, sampling can reach a few hundred. Sorting all tokens, or computing 20
+rounds of Threefry for each, would take longer than the model's step. Instead, each row starts with the tokens near its
+most likely one, and considers others only if the result may be among them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from torch_backend.sampler import SamplerInputs
 Float32 = NDArray[np.float32]
 
 _NEAR = np.float32(8.0)
-"""Distance in scaled logits within which tokens are looked at first: less likely ones have e**-8 of the likeliest one's
-probability."""
-_LEAST_TEMPERATURE = np.float32(1e-20)
+"""Distance in scaled logits of tokens considered first; others have less than e**-8 of the largest probability."""
+_MIN_TEMPERATURE = np.float32(1e-20)
 
 
 class NativeSampler:
-    """`TokenSampler` on a CPU, row by row in numpy, whose plain reductions run at the speed of memory on one thread."""
+    """`TokenSampler` on a CPU, row by row in numpy, whose plain reductions reach memory bandwidth on one thread."""
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """See `TokenSampler.greedy`."""
@@ -42,7 +41,7 @@ class NativeSampler:
         top_k, top_p, min_p = (column.numpy() for column in (parameters.top_k, parameters.top_p, parameters.min_p))
         for row in np.flatnonzero((temperature > 0) & (tokens.numpy() != INVALID_TOKEN)):
             values = logits[row].numpy()
-            distances = (values[tokens[row]] - values) / max(temperature[row], _LEAST_TEMPERATURE)
+            distances = (values[tokens[row]] - values) / max(temperature[row], _MIN_TEMPERATURE)
             limit = _kept_distance(distances, int(top_k[row]), top_p[row], min_p[row])
             low, high = seed[row].view(np.uint32)
             tokens[row] = _gumbel_argmax(distances, limit, (int(low), int(high)), int(position[row]))
@@ -50,7 +49,7 @@ class NativeSampler:
 
 
 def _kept_distance(distances: Float32, top_k: int, top_p: np.float32, min_p: np.float32) -> np.float32:
-    """The largest distance to the likeliest token that all filters keep."""
+    """The largest distance to the most likely token that all filters keep."""
     kept = np.float32(np.inf)
     if top_k < len(distances) or top_p < 1.0:
         near = distances[distances <= _NEAR]
@@ -63,7 +62,7 @@ def _kept_distance(distances: Float32, top_k: int, top_p: np.float32, min_p: np.
 
 
 def _nucleus(distances: Float32, near: Float32, kept: np.float32, top_p: np.float32) -> np.float32:
-    """The least distance within which lies `top_p` of the probability of the tokens within `kept`; `near` is sorted."""
+    """The smallest distance that contains `top_p` of the probability of the tokens within `kept`; `near` is sorted."""
     if kept > _NEAR:
         inside = distances[distances <= kept]
         mass = np.exp(-inside).sum(dtype=np.float64)
@@ -81,9 +80,9 @@ def _nucleus(distances: Float32, near: Float32, kept: np.float32, top_p: np.floa
 
 
 def _gumbel_argmax(distances: Float32, limit: np.float32, key: tuple[int, int], position: int) -> int:
-    """The token within `limit` for which noise minus distance is largest, the first of equals.
+    """The token within `limit` with the largest noise minus distance, the first of equals.
 
-    Noise is bounded, so that once one token has a score, tokens too far away to reach it need no noise.
+    Noise is bounded: once one token has a score, tokens too far away to reach it need no noise.
     """
     first = _tokens_between(distances, np.float32(-1.0), min(_NEAR, limit))
     scores = gumbel_noise(key, position, first) - distances[first]

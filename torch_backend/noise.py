@@ -1,7 +1,6 @@
-"""Counter-based randomness: the noise of a sample is a function of (seed, position, token id) and of nothing else.
+"""Counter-based randomness: the noise of a sample is a function of only (seed, position, token id).
 
-The same function as the JAX backend's and the Triton kernel's, so that a request samples the same tokens on all of
-them.
+The JAX backend and the Triton kernel compute the same function, so a request samples the same tokens on all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
 LARGEST_NOISE = 16.64
-"""No variate is above this: the uniform variate is at most 1 - 2**-24."""
+"""Upper bound of the noise: the uniform variate is at most 1 - 2**-24."""
 
 
 def threefry_2x32(key: tuple[int, int], position: int, token_ids: UInt32) -> UInt32:
@@ -31,7 +30,7 @@ def threefry_2x32(key: tuple[int, int], position: int, token_ids: UInt32) -> UIn
             left += right
             right = ((right << np.uint32(rotation)) | (right >> np.uint32(32 - rotation))) ^ left
         left += keys[(group + 1) % 3]
-        # Sums of words wrap, which numpy warns of for scalars alone.
+        # Sums of words wrap; numpy warns of this only for scalars.
         right += np.array([keys[(group + 2) % 3]]) + np.uint32(group + 1)
     return left
 
@@ -42,7 +41,7 @@ def gumbel_noise(key: tuple[int, int], position: int, token_ids: UInt32) -> NDAr
     **Arguments:** `key`: the request's seed, low word first.
     """
     bits = threefry_2x32(key, position, token_ids)
-    # 23 bits and a half step: strictly inside (0, 1), so that both logarithms are finite.
+    # 23 bits plus a half: strictly inside (0, 1), so that both logarithms are finite.
     uniform = ((bits >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
     noise: NDArray[np.float32] = -np.log(-np.log(uniform))
     return noise

@@ -1,4 +1,4 @@
-"""The fused operations of a decoder layer, as the model calls them; `native` and Triton versions exist of each."""
+"""Fused operations of a decoder layer, as the model calls them; each has a native and a Triton version."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Rotation:
 
     @cached_property
     def of_whole_heads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tables by which a head times the first, plus the head with its halves swapped times the second, is the
-        head rotated: `[T, 1, head_dim]`. Made once for all layers."""
+        """The tables for whole heads, `[T, 1, head_dim]` each: a rotated head is the head times the first table, plus
+        the head with its halves swapped times the second. Computed once for all layers."""
         cosines = torch.cat((self.cosines, self.cosines), dim=-1)
         sines = torch.cat((-self.sines, self.sines), dim=-1)
         return cosines[:, None], sines[:, None]
@@ -41,7 +41,7 @@ class HeadNorms:
 
 
 class Operations(Protocol):
-    """All sums are float32; results have the type of their input, rounded once."""
+    """All sums are float32; results have the dtype of their input, rounded once."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019): `[T, hidden]`."""
@@ -50,16 +50,17 @@ class Operations(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and that sum, rounded to its type before the norm. Both `[T, hidden]`.
+        """Returns the norm of `x + residual`, and that sum, rounded to its dtype before the norm. Both `[T, hidden]`.
 
-        An implementation may write the sum into `residual` and the norm into `x`; callers use neither again."""
+        An implementation may write the sum into `residual` and the norm into `x`; callers use neither again.
+        """
         ...
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: TensorParallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`add_rms_norm` of the sum of every rank's `x` and of `residual`, which every rank has: the same bits on
-        every rank, those of the sum over ranks and then `add_rms_norm`. Both may be overwritten."""
+        """Returns `add_rms_norm` of the sum of every rank's `x` and of `residual`, which is the same on every rank:
+        with the same bits on every rank, those of an all-reduce followed by `add_rms_norm`. May overwrite both."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -67,7 +68,7 @@ class Operations(Protocol):
         ...
 
     def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """The same with `gelu(gate)`, by tanh's approximation."""
+        """The same with `gelu(gate)`, by the tanh approximation."""
         ...
 
     def rotate_and_write(
@@ -78,9 +79,9 @@ class Operations(Protocol):
         kv: KVPages,
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
-        """Norms (where given) and rotates queries and keys, and stores keys and values in their slots.
+        """Applies norms (if given) and rotation to queries and keys, and stores keys and values in their slots.
 
-        **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`: of each token all queries, all keys, all values.
+        **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`: all queries, all keys, all values of each token.
 
         **Returns:** queries `[T, heads, head_dim]`, contiguous.
         """

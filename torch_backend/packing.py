@@ -1,4 +1,4 @@
-"""A plan's integers as one int32 array, so that a step costs one transfer to the device; and back on the device."""
+"""Packs a plan's integers into one int32 array, for one transfer per step to the device, and unpacks it there."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from sglang_jax.runner.page_tables import pack_copies
 from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
 
 LEARNT, GUESS = 1, 2
-"""What the flags of a sequence are made of: a bit, and from `GUESS` on the number of the draft that it stands for."""
+"""Flags of a sequence: bit `LEARNT`, plus `GUESS` times the draft's index in its row, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """A plan on the device: R sequences, D page-table deltas, views of one int32 tensor.
 
-    - `num_decode`: known to the host; those that are padding count too.
-    - `rows`, `kv_lens`: `[R]`; padding is in the dump row, with length 0. It stands behind the sequences that decode,
-      and behind those that do not.
-    - `query_starts`: `[R + 1]`. Tokens that are padding belong to the last sequence, which is no other's then.
+    - `num_decode`: sequences with one token, with padding; known to the host.
+    - `rows`, `kv_lens`: `[R]`; padding is in the dump row with length 0, after the decode rows and after the others.
+    - `query_starts`: `[R + 1]`. Tokens of padding belong to the last sequence, which is padding then.
     - `sampled`: `[S]`, the sequences that sample a token.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
-    - `tokens`: `[T]`, as in the plan; empty in a step of decode rows alone, each of which has its own token.
-    - `flags`: `[R]` for a runner that drafts, else empty; see `LEARNT`, `GUESS`. `own`: likewise, the token that each
-      sequence computes that decodes, which `settle_drafts` writes, as it does the lengths that only the device knows.
-    - `copy_sources`, `copy_targets`: `[R]`, slots that sequences begin with, and those of their own in whose place
-      they do; targets are -1 where there is none. Empty for a model that keeps no states.
+    - `tokens`: `[T]`, as in the plan; empty in a decode step, where each row has its own last token.
+    - `flags`: `[R]` for a runner that drafts, else empty; see `LEARNT`, `GUESS`.
+    - `own`: `[R]` or empty as `flags`, the token of each sequence that decodes. `settle_drafts` writes it, and the
+      lengths that only the device knows.
+    - `copy_sources`, `copy_targets`: `[R]`, state slots with which sequences start, and their own slots that these
+      replace; targets are -1 for no copy. Empty for a model without states.
     """
 
     num_decode: int
@@ -49,8 +49,8 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Sizes of the fields of a packed step. An eager step has those of its plan, a captured one those of its bucket.
-    `drafts`: of a runner that drafts; `states`: the model keeps some."""
+    """Sizes of the fields of a packed step: of its plan for an eager step, of its bucket for a captured one. `drafts`:
+    the runner drafts; `states`: the model has recurrent states."""
 
     rows: int
     sampled: int
@@ -62,7 +62,7 @@ class StepLayout:
 
     @classmethod
     def exact(cls, plan: StepPlan, deltas: PageDeltas, *, drafts: bool = False, states: bool = False) -> StepLayout:
-        """Without any padding; `deltas`: those of the plan, of all groups."""
+        """The layout without padding; `deltas`: the plan's deltas of all groups."""
         return cls(
             rows=len(plan.rows),
             sampled=int(np.count_nonzero(plan.samples)),
@@ -75,7 +75,7 @@ class StepLayout:
 
     @classmethod
     def decode(cls, rows: int, deltas: int, *, drafts: bool = False, states: bool = False) -> StepLayout:
-        """Of decode rows alone, which all sample."""
+        """The layout of a decode step, in which all rows sample."""
         return cls(
             rows=rows,
             sampled=rows,
@@ -88,8 +88,7 @@ class StepLayout:
 
     @classmethod
     def mixed(cls, decode: int, chunks: int, prompt_tokens: int, deltas: int, *, states: bool = False) -> StepLayout:
-        """Of `decode` rows that do, and `prompt_tokens` tokens of fewer than `chunks` sequences: the last one is
-        padding."""
+        """The layout of `decode` rows and `prompt_tokens` of fewer than `chunks` other sequences, then padding."""
         return cls(
             rows=decode + chunks,
             sampled=decode + chunks,
@@ -101,18 +100,17 @@ class StepLayout:
 
     @property
     def size(self) -> int:
-        """int32 words of the packed step."""
+        """Size of the packed step in int32 words."""
         return self._ends()[-1]
 
     def unpack(self, packed: torch.Tensor) -> StepInputs:
-        """Views of a packed step on the device."""
+        """Returns views of a packed step on the device."""
         return StepInputs(self.num_decode, *(packed[start:end] for start, end in pairwise(self._ends())))
 
     def pack(
         self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32, guesses: Int32 | None = None
     ) -> None:
-        """Writes a plan that fits into `packed`, `[size]`; `deltas` are those of its page deltas that go along;
-        `guesses` as `Unfolded` has them."""
+        """Writes a plan that fits into `packed`, `[size]`, with page `deltas`; `guesses`: as in `Unfolded`."""
         fields = [packed[start:end] for start, end in pairwise(self._ends())]
         rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens, *others = fields
         flags, own, *copied = others

@@ -1,4 +1,4 @@
-"""Tensor parallelism: what one process of several does to agree with the others."""
+"""Tensor parallelism: collectives between the processes that share a model."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class TensorParallel(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every process's `x`; may write it into `x`, which callers do not use again."""
+        """Returns the sum of every process's `x`; may overwrite `x`, which callers do not use again."""
         ...
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
-        """Every process's `x [..., n]` in the order of ranks: `[..., size * n]`."""
+        """Concatenates every process's `x [..., n]` in the order of ranks: `[..., size * n]`."""
         ...
 
-    def least(self, value: int) -> int:
-        """The smallest of every process's `value`: what all of them can hold."""
+    def minimum(self, value: int) -> int:
+        """Returns the minimum of every process's `value`."""
         ...
 
     def on_host(self) -> TensorParallel:
-        """The same processes, for tensors on the host."""
+        """Returns the same processes, for tensors on the host."""
         ...
 
 
@@ -50,19 +50,19 @@ class SingleProcess:
         return 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` itself."""
+        """Returns `x`."""
         return x
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` itself."""
+        """Returns `x`."""
         return x
 
-    def least(self, value: int) -> int:
-        """`value` itself."""
+    def minimum(self, value: int) -> int:
+        """Returns `value`."""
         return value
 
     def on_host(self) -> SingleProcess:
-        """Itself."""
+        """Returns itself."""
         return self
 
 
@@ -72,8 +72,8 @@ SINGLE = SingleProcess()
 class DistributedTensorParallel:
     """A process of a `torch.distributed` group: nccl between GPUs, gloo between CPU processes.
 
-    **Arguments:** `group`: what tensors go over; `control`: a gloo group of the same processes, for what the host says;
-    `sums`: what adds up small tensors in place of `group`, where something does.
+    **Arguments:** `group`: for tensors on the device; `control`: a gloo group of the same processes, for values of the
+    host; `sums`: adds up small tensors instead of `group`, if available.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DistributedTensorParallel:
         torch.distributed.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """See `TensorParallel`. For start-up: waits for every process."""
         least = torch.tensor(value, dtype=torch.int64)
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=self._control)
@@ -122,6 +122,6 @@ class DistributedTensorParallel:
         return DistributedTensorParallel(self._control, self._control)
 
     def abort(self) -> None:
-        """Breaks off collectives that wait for a process which is gone; gloo notices by itself."""
+        """Aborts collectives that wait for a lost process; gloo notices by itself."""
         if self._group is not self._control:
             self._group.abort()

@@ -24,12 +24,12 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 def join(
     rank: int, size: int, meeting_point: Path, device: torch.device, *, custom_all_reduce: bool = True
 ) -> DistributedTensorParallel:
-    """Joins the group, once every rank has come.
+    """Joins the group; blocks until every rank has joined.
 
-    **Arguments:** `meeting_point`: a file that does not exist before the first rank comes; `custom_all_reduce`: whether
-    GPUs add up in each other's memory, where they can; else NCCL does.
+    **Arguments:** `meeting_point`: a file that does not exist before the first rank joins; `custom_all_reduce`: whether
+    GPUs add up in symmetric memory if they can, instead of with NCCL.
 
-    **Raises:** `ConfigError` if this process belongs to a group already.
+    **Raises:** `ConfigError` if this process is already in a group.
     """
     if torch.distributed.is_initialized():
         raise ConfigError(
@@ -52,12 +52,12 @@ def join(
 def _symmetric_sums(
     parallel: DistributedTensorParallel, group_name: str, device: torch.device, wanted: bool
 ) -> SymmetricSums | None:
-    """What adds up in the GPUs' own memory, on all ranks or on none; the log says which, and why."""
+    """Returns sums in symmetric memory, on all ranks or on none; the log says which, and why."""
     if not wanted:
         logger.info("Sums over ranks: NCCL, because of --disable-custom-all-reduce")
         return None
     try:
-        sums = SymmetricSums.meet(group_name, parallel.size, device, lambda yes: parallel.least(int(yes)) == 1)
+        sums = SymmetricSums.connect(group_name, parallel.size, device, lambda yes: parallel.minimum(int(yes)) == 1)
     except NoSymmetricMemoryError as error:
         logger.info("Sums over ranks: NCCL, because the GPUs cannot read each other's memory: %s", error)
         return None
@@ -67,8 +67,8 @@ def _symmetric_sums(
 
 @contextmanager
 def _over_loopback() -> Iterator[None]:
-    """Where gloo listens, which lets in whoever comes: all ranks are on this machine. It asks the environment alone;
-    whoever has chosen an interface there keeps it."""
+    """Has gloo listen on the loopback interface, because it accepts any connection and all ranks are on this machine.
+    gloo reads only the environment; an interface that the user has set there is kept."""
     if _GLOO_INTERFACE in os.environ:
         yield
         return
@@ -80,11 +80,11 @@ def _over_loopback() -> Iterator[None]:
 
 
 def share_cores(size: int, device: torch.device) -> None:
-    """Processes on one CPU take an equal number of its cores each."""
+    """Divides the cores of a CPU equally between the processes."""
     if device.type == "cpu":
         torch.set_num_threads(max(torch.get_num_threads() // size, 1))
 
 
 def leave() -> None:
-    """Leaves the group that this process has joined."""
+    """Leaves the process group."""
     torch.distributed.destroy_process_group()

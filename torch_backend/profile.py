@@ -1,4 +1,4 @@
-"""Profiles of steps, by torch's own profiler."""
+"""Profiles of steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A recording that runs: what the stream's thread does, and its GPU."""
+    """A running recording of the stream's thread and its GPU."""
 
     folder: Path
     device: torch.device
@@ -22,7 +22,7 @@ class Profile:
 
     @classmethod
     def start(cls, folder: Path, device: torch.device) -> Profile:
-        """To be called on the thread that is to be recorded, as `stop` is."""
+        """Starts recording the calling thread, which must also call `stop`."""
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -31,8 +31,8 @@ class Profile:
         return cls(folder, device, recording)
 
     def stop(self) -> Path:
-        """Writes a trace that Perfetto and chrome://tracing read, and returns its file. Its name tells processes apart:
-        those of several ranks write to one folder."""
+        """Writes a trace for Perfetto and chrome://tracing, and returns its file. Its name has the process id: ranks
+        share a folder."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.recording.stop()

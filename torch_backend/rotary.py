@@ -9,10 +9,9 @@ from torch_backend.operations import Rotation
 
 
 class RotaryTables:
-    """Rotary position embedding (Su et al. 2021) of any kind that `RotaryScaling` knows, computed in float32.
+    """Rotary position embedding (Su et al. 2021) with any kind of `RotaryScaling`, computed in float32.
 
-    Angles are computed anew for each step, once for all its layers: the tables of a context of 131,072 positions would
-    take 64 MiB.
+    Angles are computed once per step, for all its layers: tables of 131,072 positions would take 64 MiB.
     """
 
     def __init__(self, scaling: RotaryScaling, device: torch.device) -> None:
@@ -33,7 +32,7 @@ class RotaryTables:
 
 
 class NoRotation:
-    """Tables that leave heads of `head_dim` as they are, for layers without positions."""
+    """Tables that do not rotate heads of `head_dim`, for layers without positions."""
 
     def __init__(self, head_dim: int) -> None:
         self._half = head_dim // 2

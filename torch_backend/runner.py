@@ -1,4 +1,4 @@
-"""Runs plans on a device by Torch."""
+"""The runner of the Torch backend: runs step plans on a device."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from sglang_jax.runner.pulse import Building
 from sglang_jax.runner.row_updates import count_history, pack_row_updates
 from torch_backend.batch import ForwardBatch
 from torch_backend.devices import device_name
-from torch_backend.draft_model import Drafter, ToGuess, WithDraft
-from torch_backend.drafts import DraftedTokens, DraftMoves, Guesses, KnownTokens, kept_samples
+from torch_backend.draft_model import Drafter, DraftRequest, WithDraft
+from torch_backend.drafts import DraftedTokens, DraftSequences, KnownTokens, StateMoves, kept_samples
 from torch_backend.graphs import Bucket, Capture, StepGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
@@ -55,8 +55,8 @@ _SHORT_PROMPT = 16
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Host tensors of what the plan asks for: `tokens` int32 of the sequences that sample one, logprobs of these, and
-    of each of the plan's prompt logprobs."""
+    """Results of a step in host memory: `tokens` int32 and `logprobs` of the sequences that sample, and the logprobs of
+    each of the plan's requests for prompt logprobs."""
 
     tokens: torch.Tensor | None
     logprobs: Logprobs | None
@@ -65,8 +65,8 @@ class StepOutputs:
 
 @dataclass(slots=True)
 class _Forwarded:
-    """What the first part of a step leaves on the device: its inputs, logits of the sequences that sample, and logprobs
-    of prompts, which are on the host already."""
+    """The state between the two parts of a step: its inputs and the logits of the sequences that sample, on the device,
+    and logprobs of prompts, already copied to the host."""
 
     inputs: StepInputs
     logits: torch.Tensor | None
@@ -75,8 +75,8 @@ class _Forwarded:
 
 @dataclass(slots=True)
 class TorchStep:
-    """A step on its way; `pending` once all of it has been submitted. `second`: submits its second part, None where
-    there is none to submit. `max_samples`: the runner's."""
+    """A submitted step. `pending`: its results, set once all of it is submitted; `second`: submits the second part,
+    None if there is none left to submit; `max_samples`: the runner's."""
 
     unfolded: Unfolded
     max_samples: int
@@ -84,13 +84,13 @@ class TorchStep:
     second: Callable[[TokenMasks], Pending[StepOutputs]] | None = None
 
     def sample(self, masks: TokenMasks) -> None:
-        """See `StepHandle`. Raises `RuntimeError` for a step that waits for no masks."""
+        """See `StepHandle`. Raises `RuntimeError` for a step that does not wait for masks."""
         if self.second is None:
             raise RuntimeError(f"step {self.unfolded.plan.step} waits for no masks")
         self.pending, self.second = self.second(masks), None
 
     def result(self) -> StepResult:
-        """Blocks until the step has run. Raises what the device raised."""
+        """Blocks until the step has run. Raises the device's error."""
         plan = self.unfolded.plan
         assert self.pending is not None, f"step {plan.step} waits for its masks"
         outputs = self.pending.wait()
@@ -109,7 +109,7 @@ def _on_host(found: Logprobs) -> TopLogprobs:
 
 
 def _of_all_sequences(found: Logprobs | None, plan: StepPlan) -> TopLogprobs:
-    """Zeros for sequences that sampled nothing."""
+    """Logprobs of all sequences; zeros for those that sampled no token."""
     sequences = len(plan.rows)
     logprobs = np.zeros(sequences, np.float32)
     if found is None:
@@ -122,7 +122,7 @@ def _of_all_sequences(found: Logprobs | None, plan: StepPlan) -> TopLogprobs:
 
 
 class _Closed:
-    """In the place of a model that was let go of."""
+    """Replaces the model of a closed runner."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         raise RuntimeError("the runner is closed")
@@ -131,22 +131,22 @@ class _Closed:
         raise RuntimeError("the runner is closed")
 
 
-def _without_entries(deltas: PageDeltas) -> PageDeltas:
+def _no_entries(deltas: PageDeltas) -> PageDeltas:
     return PageDeltas(deltas.rows[:0], deltas.columns[:0], deltas.pages[:0])
 
 
 class TorchRunner:
     """`Runner` on one device, or one rank of several that run the same plans.
 
-    A launch notes on the host what the step's rows ask for and submits the step to the stream, where steps run in
+    A launch notes on the host which work the step's rows need and submits the step to the stream, which runs steps in
     order. Sampled tokens stay on the device, by row, where the next step reads them.
 
-    **Arguments:** `model` and its KV pages are handed over; `stream` and `sampler` are the device's (the CPU's unless
-    given); `graph_buckets` are the row counts of decode steps that `capture` captures (None: every step is eager), and
-    `mixed_buckets` the sizes of steps with prompts; `details` go into the report; `draft`: a model with KV pages that
-    guesses, whose pools the spec has as `draft`; `states`: the model's pools of states, whose slots behind
-    those of the spec's pool take the states after drafts; `counted`: int64 `[experts]` of each layer, by its number, in
-    which the model counts the tokens that choose each expert.
+    **Arguments:** the runner owns `model` and its KV pages; `stream` and `sampler` default to the CPU's;
+    `graph_buckets`: row counts of the decode steps to capture with `capture` (None: every step is eager);
+    `mixed_buckets`: sizes of the steps with prompts to capture; `details`: entries of the report; `draft`: the draft
+    model with its KV pages, whose pools are those of the spec with `draft`; `states`: the model's state pools, whose
+    slots after those of the spec's pool hold the states after drafts; `counted`: by layer number, int64 `[experts]`, in
+    which the model counts the tokens routed to each expert.
     """
 
     def __init__(
@@ -218,10 +218,10 @@ class TorchRunner:
         return self._spec
 
     def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
-        """Runs a step of each kind on padding, so that kernels are built, and captures steps, whatever `first_only`."""
+        """Runs a step of each kind on padding, which compiles kernels, and captures steps; `first_only` is ignored."""
         longest = min(self._spec.token_budget, self._spec.max_context)
         decode = StepLayout.decode(self._spec.max_rows, 0, drafts=self._drafts, states=self._table.states)
-        # A short prompt's keys may be shared out by kernels of their own.
+        # Kernels may split the keys of a short prompt over the chip.
         prefill = [
             StepLayout(1, 1, 0, tokens, 0, drafts=self._drafts, states=self._table.states)
             for tokens in dict.fromkeys((longest, min(longest, _SHORT_PROMPT)))
@@ -230,8 +230,8 @@ class TorchRunner:
         graphs = self._graphs
         drafter = self._drafter
         if drafter is not None:
-            guess = partial(drafter.warm_up, self._dump_row, partial(self._sample_guesses, Needs.everything()))
-            self._stream.submit(guess).wait()
+            warm_up = partial(drafter.warm_up, self._dump_row, partial(self._sample_drafts, Needs.everything()))
+            self._stream.submit(warm_up).wait()
         total = len(kinds) + (0 if graphs is None else len(graphs.layouts))
         for done, (what, layouts) in enumerate(kinds.items(), 1):
             for layout in layouts:
@@ -244,12 +244,12 @@ class TorchRunner:
         self._load_in_warm_up = self._expert_load()
 
     def announce_builds(self, building: Building) -> None:
-        """See `Runner`. Here first uses build single kernels: that takes seconds, and is not told."""
+        """See `Runner`. Not announced: Torch compiles single kernels at first use, in seconds."""
 
     def launch(self, plan: StepPlan) -> TorchStep:
         """Starts a step and returns without waiting for it.
 
-        **Raises:** `ValueError`, before anything has changed, for a plan beyond the spec.
+        **Raises:** `ValueError` for a plan beyond the spec; nothing has changed then.
         """
         if not self._drafts:
             refuse_drafts(plan)
@@ -271,7 +271,7 @@ class TorchRunner:
             )
         wanted = None
         if self._drafter is not None:
-            wanted = ToGuess.of(unfolded, *self._lag.missed(unfolded))
+            wanted = DraftRequest.of(unfolded, *self._lag.missed(unfolded))
             self._lag.launched(unfolded)
         self._needs.replace(plan.row_updates.sampling)
         needs = self._needs.of_step(plan, self._spec.max_samples)
@@ -315,26 +315,26 @@ class TorchRunner:
         return load_since(self._load_in_warm_up, self._expert_load())
 
     def _expert_load(self) -> tuple[ExpertLoad, ...]:
-        """Warm-up included."""
+        """The load with that of warm-up."""
         if not self._counted:
             return ()
         counts = list(self._counted.values())
-        # Together: one copy, and one that later steps do not add to.
+        # Concatenated for one copy, which later steps do not change.
         found = self._stream.submit(lambda: self._stream.to_host(torch.cat(counts))).wait()
         parts = torch.split(found, [len(count) for count in counts])
         return tuple(ExpertLoad(layer, part.numpy()) for layer, part in zip(self._counted, parts, strict=True))
 
     def close(self) -> None:
-        """Waits for steps in flight, and lets go of the model and what was captured of it."""
+        """Waits for steps in flight, and releases the model and its captured steps."""
         self._stream.close()
         self._model, self._graphs, self._warm_graphs, self._drafter = _Closed(), None, 0, None
 
-    def _run(self, unfolded: Unfolded, needs: Needs, wanted: ToGuess | None) -> StepOutputs:
-        """The whole step, on the stream."""
+    def _run(self, unfolded: Unfolded, needs: Needs, wanted: DraftRequest | None) -> StepOutputs:
+        """Runs a whole step, on the stream."""
         return self._sample_part(unfolded, self._forward_part(unfolded, needs, wanted), needs, None)
 
-    def _forward_part(self, unfolded: Unfolded, needs: Needs, wanted: ToGuess | None) -> _Forwarded:
-        """A step up to its logits, on the stream. `wanted`: of a draft model."""
+    def _forward_part(self, unfolded: Unfolded, needs: Needs, wanted: DraftRequest | None) -> _Forwarded:
+        """Runs a step up to its logits, on the stream. `wanted`: the drafts that the draft model computes."""
         plan = unfolded.plan
         if plan.row_updates.sampling:
             self._replace_rows(plan.row_updates.sampling)
@@ -348,8 +348,8 @@ class TorchRunner:
         deltas = side_by_side(plan.page_deltas, self._table.starts)
         if self._drafter is not None and wanted is not None:
             self._apply_deltas(deltas)
-            deltas = _without_entries(deltas)
-            self._drafter.guess(wanted, partial(self._sample_guesses, needs))
+            deltas = _no_entries(deltas)
+            self._drafter.propose(wanted, partial(self._sample_drafts, needs))
         inputs, hidden = self._hidden(unfolded, deltas)
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
         found = tuple(self._prompt_logprobs(plan, inputs, wanted, hidden) for wanted in plan.prompt_logprobs)
@@ -358,7 +358,7 @@ class TorchRunner:
     def _sample_part(
         self, unfolded: Unfolded, forwarded: _Forwarded, needs: Needs, masks: TokenMasks | None
     ) -> StepOutputs:
-        """The rest of a step, on the stream."""
+        """Runs the rest of a step, on the stream: sampling and copies to the host."""
         tokens, logprobs = None, None
         if forwarded.logits is not None:
             tokens, logprobs = self._sample(unfolded.plan, forwarded.inputs, forwarded.logits, needs, masks)
@@ -370,30 +370,30 @@ class TorchRunner:
             forwarded.prompt_logprobs,
         )
 
-    def _settle_states(self, unfolded: Unfolded, inputs: StepInputs, told: torch.Tensor) -> None:
-        """Rows with drafts keep the states after the last ones that were right. `told`: what the host is told of the
-        step, in which all sequences sample."""
-        moves = DraftMoves.of(unfolded, partial(integers_to_device, self._stream))
+    def _settle_states(self, unfolded: Unfolded, inputs: StepInputs, reported: torch.Tensor) -> None:
+        """Keeps the state after the last accepted draft of each row. `reported`: tokens for the host, one per
+        sequence."""
+        moves = StateMoves.of(unfolded, partial(integers_to_device, self._stream))
         if moves is None:
             return
         slots = self._rows.page_table[inputs.rows.long(), self._table.slots]
-        sources, targets = moves.slots(own_slots(inputs, slots, self._table.first_draft_slot), told)
+        sources, targets = moves.slots(own_slots(inputs, slots, self._table.first_draft_slot), reported)
         for pool in self._states:
             pool.index_copy_(0, targets, pool[sources])
 
-    def _sample_guesses(
+    def _sample_drafts(
         self, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor
     ) -> torch.Tensor:
         return sample(logits, self._sampling, rows, kv_lens, needs, self._sampler)
 
     def _hidden(self, unfolded: Unfolded, deltas: PageDeltas) -> tuple[StepInputs, torch.Tensor]:
-        """The step's inputs on the device, and hidden states of its tokens."""
+        """Returns the step's inputs on the device, and hidden states of its tokens."""
         plan, guesses = unfolded.plan, unfolded.guesses
         bucket = None if self._graphs is None else self._graphs.bucket(plan)
         if self._graphs is not None and bucket is not None:
             if len(deltas.rows) > self._graphs.layouts[bucket].deltas:
                 self._apply_deltas(deltas)
-                deltas = _without_entries(deltas)
+                deltas = _no_entries(deltas)
             settle = partial(self._settle_drafts, unfolded) if self._drafts else None
             return self._graphs.run(bucket, plan, deltas, guesses, settle)
         layout = StepLayout.exact(plan, deltas, drafts=self._drafts, states=self._table.states)
@@ -409,14 +409,14 @@ class TorchRunner:
         return inputs, hidden
 
     def _settle_drafts(self, unfolded: Unfolded, inputs: StepInputs) -> None:
-        """Not captured: what it takes depends on the step's drafts, and most steps have none."""
-        settle_drafts(inputs, self._rows, Guesses.of(unfolded, partial(integers_to_device, self._stream)))
+        """Writes drafts and lengths into the inputs; not captured, because its work depends on the step's drafts."""
+        settle_drafts(inputs, self._rows, DraftSequences.of(unfolded, partial(integers_to_device, self._stream)))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         return self._model.forward(build_batch(inputs, self._rows, self._page_size, self._table))
 
     def _logits(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the sequences that sample."""
+        """Returns the logits of the sequences that sample."""
         count = int(np.count_nonzero(plan.samples))
         if count == plan.num_decode == len(plan.rows):
             last = hidden[:count]
@@ -428,23 +428,23 @@ class TorchRunner:
     def _sample(
         self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, needs: Needs, masks: TokenMasks | None
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        """Samples the tokens of the sequences that do, and remembers them in their rows."""
+        """Samples the sequences' tokens, stores them in their rows, and returns the tokens to report, with logprobs."""
         sampled = inputs.sampled[: len(logits)].long()
         masked = None if masks is None else self._masked_lines(plan, masks)
         rows, kv_lens = inputs.rows[sampled].long(), inputs.kv_lens[sampled]
         tokens = sample(logits, self._sampling, rows, kv_lens, needs, self._sampler, masked)
-        told = self._remember(inputs, sampled, rows, kv_lens, tokens)
+        reported = self._remember(inputs, sampled, rows, kv_lens, tokens)
         if needs & Needs.PENALTIES:
-            self._sampling.count(rows, told)
+            self._sampling.count(rows, reported)
         if plan.top_logprobs == NO_LOGPROBS:
-            return told, None
-        return told, token_logprobs(logits, tokens, plan.top_logprobs)
+            return reported, None
+        return reported, token_logprobs(logits, tokens, plan.top_logprobs)
 
     def _remember(
         self, inputs: StepInputs, sampled: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Keeps in their `rows` the `tokens` that the sequences `sampled` have sampled, all `[n]`; and what the host is
-        told of them."""
+        """Stores the `tokens` of the sequences `sampled` in their `rows`, `[n]` each, and returns the tokens to report
+        to the host: `REFUSED` after a rejected draft."""
         known = self._rows.known
         if known is None:
             self._rows.last_tokens.index_copy_(0, rows, tokens)
@@ -454,7 +454,7 @@ class TorchRunner:
         self._rows.last_tokens.index_copy_(0, torch.where(last, rows, self._dump_row), tokens)
         known.append(rows, kv_lens, tokens, kept, last)
         if self._rows.drafted is not None:
-            self._rows.drafted.keep_right(known)
+            self._rows.drafted.drop_rejected(known)
         return torch.where(kept, tokens, REFUSED)
 
     def _masked_lines(self, plan: StepPlan, masks: TokenMasks) -> MaskedLines:
@@ -491,7 +491,7 @@ class TorchRunner:
         return Logprobs(*(self._stream.to_host(part) for part in (found.logprobs, found.top_ids, found.top_logprobs)))
 
     def _run_padding(self, layout: StepLayout) -> None:
-        """A step whose rows are all the dump row, which reads and writes page 0; and all that sampling may ask for."""
+        """Runs a step of padding, which reads and writes page 0; samples greedily, randomly and with all filters."""
         packed = np.zeros(layout.size, np.int32)
         inputs = layout.unpack(integers_to_device(self._stream, packed))
         inputs.rows.fill_(self._dump_row)

@@ -1,4 +1,4 @@
-"""Samples one token for each row of logits, doing only the work that the step's rows ask for."""
+"""Samples one token for each row of logits, with no more work than the step's rows need."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from torch_backend.sampling_state import Needs, SamplingState
 
 @dataclass(frozen=True, slots=True)
 class SamplerInputs:
-    """Parameters of each of n rows: float32 `[n]`, but `top_k` int32 `[n]` and `seed` int32 `[n, 2]`, the bits of
-    two words, low word first. `position` int32 `[n]`: where the sampled token will stand; it keys the noise as well.
-    `cut`: whether top-k or top-p may drop tokens of some row.
-    """
+    """Parameters of each of n rows: float32 `[n]`, but `top_k` int32 `[n]` and `seed` int32 `[n, 2]`, the bits of two
+    words, low word first. `position` int32 `[n]`: position of the sampled token, which also keys the noise. `cut`:
+    whether top-k or top-p may drop tokens of any row."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -38,18 +37,18 @@ class MaskedLines:
 
 
 class TokenSampler(Protocol):
-    """The part of sampling that looks at every token. Results are int32 `[n]`, `INVALID_TOKEN` for a row of logits,
-    float32 `[n, vocab]`, with a NaN or a positive infinity, or where none is finite."""
+    """The part of sampling that reads every token's logit. Results are int32 `[n]`: `INVALID_TOKEN` for a row of logits
+    float32 `[n, vocab]` with a NaN, a positive infinity or no finite value."""
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """The likeliest token of each row, the first of equals."""
+        """The most likely token of each row, the first of equals."""
         ...
 
     def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
-        """A token for each row; the likeliest for rows of temperature 0.
+        """A random token for each row; the most likely one for rows of temperature 0.
 
-        Order: temperature, top-k, top-p (Holtzman et al. 2019), min-p, the Gumbel-max trick. Each filter works
-        on what the one before it kept, renormalised, and keeps the tokens that tie with the least likely one it keeps.
+        Order: temperature, top-k, top-p (Holtzman et al. 2019), min-p, the Gumbel-max trick. Each filter renormalises
+        the tokens that the filter before it kept, and also keeps tokens that tie with the least likely one it keeps.
         """
         ...
 
@@ -65,15 +64,15 @@ def sample(
 ) -> torch.Tensor:
     """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row whose logits are not finite (see `TokenSampler`).
 
-    Order: mask of tokens, logit bias, mask of stop ids, penalties, then what `TokenSampler` does.
+    Order: mask of tokens, logit bias, mask of stop ids, penalties, then `TokenSampler`.
 
     **Arguments:**
 
     - `logits`: float32 `[n, vocab]`.
-    - `state`: of all rows; `rows` int64 `[n]` says which row each line of logits belongs to.
-    - `kv_lens`: int32 `[n]`, position of the token to be sampled.
-    - `needs`: what at least one of the rows asks for.
-    - `masked`: which tokens some lines may sample.
+    - `state`: of all rows; `rows` int64 `[n]`: the row of each line of logits.
+    - `kv_lens`: int32 `[n]`, position of the token to sample.
+    - `needs`: the parts that any of the rows needs.
+    - `masked`: the lines with a mask of tokens.
     """
     if masked is not None:
         logits = _mask_tokens(logits, masked)
@@ -98,8 +97,8 @@ def sample(
 
 
 def _mask_tokens(logits: torch.Tensor, masked: MaskedLines) -> torch.Tensor:
-    """A line that is not finite stays so: no token of it is to be taken for sampled. (NaN and infinity less infinity
-    are NaN.)"""
+    """Adds minus infinity to refused tokens. A line that is not finite stays so, and no token of it is sampled: NaN,
+    and infinity minus infinity, are NaN."""
     every = len(masked.lines) == len(logits)
     own = logits if every else logits[masked.lines]
     octets = masked.words.view(torch.uint8).int()
@@ -110,15 +109,15 @@ def _mask_tokens(logits: torch.Tensor, masked: MaskedLines) -> torch.Tensor:
 
 @cache
 def _refusals(device: torch.device) -> torch.Tensor:
-    """Of each octet what its bits add to the logits of their tokens, lowest bit first: 0, or minus infinity where one
-    is not set. float32 `[256, 8]`. To add rows of a table takes a tenth of the time of `masked_fill` on a CPU."""
+    """For each byte of a mask, the values to add to its eight tokens' logits, lowest bit first: 0 or minus infinity.
+    float32 `[256, 8]`. On a CPU, adding rows of a table takes a tenth of the time of `masked_fill`."""
     octets = torch.arange(256, device=device)[:, None]
     allowed = octets >> torch.arange(8, device=device) & 1
     return torch.where(allowed == 1, 0.0, -torch.inf)
 
 
 def _add_bias(logits: torch.Tensor, state: SamplingState, rows: torch.Tensor) -> torch.Tensor:
-    """Unused entries, whose value is 0, go to the last token."""
+    """Adds the logit bias. Unused entries add 0 to the last token."""
     ids = state.bias_ids[rows].long().clamp(max=logits.shape[1] - 1)
     return logits.scatter_add(1, ids, state.bias_values[rows])
 
@@ -134,7 +133,7 @@ def _mask_stop_ids(
 
 
 def _penalise(logits: torch.Tensor, state: SamplingState, rows: torch.Tensor) -> torch.Tensor:
-    """Repetition penalty of CTRL (Keskar et al. 2019), then OpenAI's frequency and presence penalties."""
+    """Applies the repetition penalty of CTRL (Keskar et al. 2019), then OpenAI's frequency and presence penalties."""
     occurrences = state.occurrences[rows]
     outputs = occurrences // ONE_OUTPUT
     repetition = torch.where(occurrences > 0, state.repetition_penalty[rows, None], 1.0)

@@ -1,5 +1,5 @@
-"""What the sampler knows of each row: tensors on the device, replaced row by row as requests come and go, and on the
-host which work each row asks for, so that a step does no more than its rows need."""
+"""State of the sampler for each row: parameters on the device, replaced as requests come and go, and flags on the host
+of the work that each row needs, so that a step does no more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_jax.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 
 class Needs(IntFlag):
-    """Parts of sampling; a step without any is a greedy one."""
+    """Parts of sampling; a step that needs none is greedy."""
 
     NOTHING = 0
     BIAS = 1
@@ -24,7 +24,7 @@ class Needs(IntFlag):
     PENALTIES = 4
     RANDOM = 8
     CUT = 16
-    """Top-k or top-p, beside `RANDOM`."""
+    """Top-k or top-p, in addition to `RANDOM`."""
 
     @classmethod
     def everything(cls) -> Needs:
@@ -34,10 +34,10 @@ class Needs(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """Sampling parameters of every row; `SamplingParams` says what they mean, `row_updates.FIELDS` how they are held.
+    """Sampling parameters of every row; see `SamplingParams`, and for their encoding `row_updates.FIELDS`.
 
-    `occurrences`: int32 `[rows, vocab]`, twice the number of times that the output holds the token, plus one where the
-    prompt holds it. Kept up to date for rows with a penalty alone.
+    `occurrences`: int32 `[rows, vocab]`, twice the token's count in the output, plus one if the prompt contains it.
+    Only kept up to date for rows with a penalty.
     """
 
     temperature: torch.Tensor
@@ -57,7 +57,7 @@ class SamplingState:
 
     @classmethod
     def empty(cls, rows: int, vocab_size: int, device: torch.device) -> SamplingState:
-        """Greedy rows without any penalty, bias or mask."""
+        """Greedy rows without penalties, bias or mask."""
 
         def floats(value: float) -> torch.Tensor:
             return torch.full((rows,), value, dtype=torch.float32, device=device)
@@ -83,9 +83,9 @@ class SamplingState:
         )
 
     def apply(self, packed: torch.Tensor) -> None:
-        """Replaces the parameters of the rows that `packed` int32 `[updates, PACKED_ROW]` names (`pack_row_updates`).
+        """Replaces the parameters of the rows named in `packed` int32 `[updates, PACKED_ROW]` (`pack_row_updates`).
 
-        Seeds stay the bits of their words in int32: torch computes little with uint32.
+        Seeds stay int32 words with the same bits: torch supports few uint32 operations.
         """
         rows = packed[:, 0].long()
         for field in FIELDS:
@@ -95,25 +95,25 @@ class SamplingState:
             target.index_copy_(0, rows, values.reshape(-1, *target.shape[1:]))
 
     def set_occurrences(self, row: int, occurrences: torch.Tensor) -> None:
-        """Replaces what a row has counted; `occurrences` int32 `[vocab]`."""
+        """Replaces the occurrences of a row; `occurrences` int32 `[vocab]`."""
         self.occurrences[row] = occurrences
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts a sampled token, int32 `[n]` and negative where none was sampled, in each of `rows`, int64 `[n]`."""
+        """Counts a sampled token, int32 `[n]`, negative for none, in each of `rows`, int64 `[n]`."""
         amounts = torch.where(tokens >= 0, ONE_OUTPUT, 0).to(torch.int32)
         self.occurrences.index_put_((rows, tokens.clamp(min=0).long()), amounts, accumulate=True)
 
 
 class RowNeeds:
-    """Which work each row asks for, on the host."""
+    """The parts of sampling that each row needs, on the host."""
 
     def __init__(self, rows: int) -> None:
         self._flags = np.zeros(rows, np.uint8)
         self._masked_until = np.zeros(rows, np.int64)
-        """KV length from which on stop ids are not masked any more."""
+        """KV length from which stop ids are no longer masked."""
 
     def replace(self, updates: Sequence[SamplingUpdate]) -> None:
-        """Takes over the requests that now have the rows."""
+        """Replaces the flags of rows with those of their new requests."""
         for update in updates:
             sampling = update.sampling
             needs = Needs.NOTHING
@@ -130,9 +130,9 @@ class RowNeeds:
             self._masked_until[update.row] = update.prompt_len + sampling.min_new_tokens if masks else 0
 
     def of_step(self, plan: StepPlan, max_samples: int = 1) -> Needs:
-        """What the rows of a step that sample a token ask for together; `max_samples`: the runner's."""
+        """The parts that any sampling row of a step needs; `max_samples`: the runner's."""
         rows, kv_lens = plan.rows, plan.kv_lens
-        if plan.learnt is not None:  # the plan has the most that they may be
+        if plan.learnt is not None:  # the plan has the maximum lengths
             kv_lens = kv_lens - plan.learnt * (max_samples - 1)
         if not plan.samples.all():
             rows, kv_lens = rows[plan.samples], kv_lens[plan.samples]

@@ -1,4 +1,4 @@
-"""From a step's inputs to the forward batch, on the device and without waiting for it."""
+"""Builds the forward batch from a step's inputs, on the device and without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import torch
 
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from torch_backend.batch import ForwardBatch, GroupPages
-from torch_backend.drafts import DraftedTokens, Guesses, KnownTokens
+from torch_backend.drafts import DraftedTokens, DraftSequences, KnownTokens
 from torch_backend.packing import GUESS, LEARNT, StepInputs
 from torch_backend.recurrent.rows import StateRows
 
 
 class Model(Protocol):
-    """What a step asks of a model; it owns its KV pages."""
+    """The model as steps use it, with its KV pages."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states `[T, hidden]`; writes the step's keys and values into the pages."""
+        """Returns hidden states `[T, hidden]`; writes the step's keys and values into the pages."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
+        """Returns float32 `[m, vocab]` for hidden states `[m, hidden]`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RowTensors:
-    """What steps keep for each row. One row more than the runner offers, the dump row, takes what padding writes.
+    """Tensors that persist between steps, by row. The last row, the dump row, is where padding writes.
 
-    - `page_table`: int32 `[rows + 1, columns]`, those of all cache groups side by side (see `TableLayout`); the dump
-      row holds page 0 alone.
-    - `last_tokens`: int32 `[rows + 1]`, what each row sampled last.
-    - `known`: the rows' texts, where steps have drafts; `drafted`: what a draft model has guessed, where there is one.
+    - `page_table`: int32 `[rows + 1, columns]`, the columns of all cache groups one after the other (see
+      `TableLayout`); the dump row holds only page 0.
+    - `last_tokens`: int32 `[rows + 1]`, the token that each row sampled last.
+    - `known`: the rows' texts, if steps have drafts; `drafted`: the draft model's tokens, if there is one.
     """
 
     page_table: torch.Tensor
@@ -50,7 +50,7 @@ class RowTensors:
         known: KnownTokens | None = None,
         drafted: DraftedTokens | None = None,
     ) -> RowTensors:
-        """For `rows` rows, the dump row included."""
+        """Zeros for `rows` rows, including the dump row."""
         return cls(
             torch.zeros((rows, pages), dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
@@ -59,9 +59,10 @@ class RowTensors:
         )
 
 
-def settle_drafts(inputs: StepInputs, state: RowTensors, guesses: Guesses | None) -> None:
-    """Writes what only the device knows to `inputs`: how long rows are that go on where a step in flight ends, and the
-    token of each sequence that decodes, which its row sampled last, or which is guessed (None: there are none)."""
+def settle_drafts(inputs: StepInputs, state: RowTensors, guesses: DraftSequences | None) -> None:
+    """Writes the values that only the device knows into `inputs`: the lengths of rows that continue where a step in
+    flight ends, and the token of each decoding sequence: its row's last one, or one of the drafts (None: there are
+    none)."""
     rows, known = inputs.rows.long(), state.known
     assert known is not None, "a runner that drafts"
     learnt = inputs.flags % GUESS == LEARNT
@@ -69,7 +70,7 @@ def settle_drafts(inputs: StepInputs, state: RowTensors, guesses: Guesses | None
     inputs.kv_lens.copy_(torch.where(learnt, lengths, inputs.kv_lens))
     inputs.own.copy_(state.last_tokens[rows])
     if guesses is not None:
-        found = known.guess(guesses) if state.drafted is None else state.drafted.guess(guesses)
+        found = known.propose(guesses) if state.drafted is None else state.drafted.propose(guesses)
         inputs.own.index_copy_(0, guesses.sequences, found)
 
 
@@ -79,10 +80,10 @@ def build_batch(
     page_size: int,
     table: TableLayout = ONE_GROUP,
 ) -> ForwardBatch:
-    """Applies the page-table deltas, and says where each token stands and which slots its KV goes to."""
+    """Applies the page-table deltas, and computes each token's position and the slot of its keys and values."""
     state.page_table.index_put_((inputs.delta_rows.long(), inputs.delta_columns.long()), inputs.delta_pages)
     rows = inputs.rows.long()
-    # Where layers keep states alone there are no pages, and nobody looks at any.
+    # A model with only recurrent states has no pages; the zeros are not read.
     tables = [state.page_table[:, first:last][rows] for first, last in table.paged] or [torch.zeros_like(rows)[:, None]]
     sequences = places = rows[:0]
     own_token = state.last_tokens[rows] if state.known is None else inputs.own
@@ -108,8 +109,8 @@ def build_batch(
     if table.slots is not None:
         states = _state_rows(inputs, state.page_table[rows, table.slots], sequences, places, table.first_draft_slot)
     return ForwardBatch(
-        # A row whose logits were not finite holds no token; its request ends once the host has seen it. Nor has a
-        # draft one for which there is nothing to guess by.
+        # A row whose logits were not finite holds no token; its request ends once the host has seen it. A draft without
+        # a match holds none either.
         tokens=tokens.clamp(min=0),
         positions=positions,
         write_slots=first.write_slots,
@@ -123,8 +124,7 @@ def build_batch(
 
 
 def own_slots(inputs: StepInputs, slots: torch.Tensor, first_draft_slot: int) -> torch.Tensor:
-    """Where the sequences leave their states, int64 `[R]`: in the `slots` `[R]` of their rows, and behind drafts in
-    those that are there for drafts, one after the other."""
+    """Returns the slots for sequences' states, int64 `[R]`: their rows' `slots` `[R]`, or draft slots in order."""
     if not len(inputs.flags):
         return slots.long()
     drafts = inputs.flags >= GUESS
@@ -134,8 +134,8 @@ def own_slots(inputs: StepInputs, slots: torch.Tensor, first_draft_slot: int) ->
 def _state_rows(
     inputs: StepInputs, slots: torch.Tensor, sequences: torch.Tensor, places: torch.Tensor, first_draft_slot: int
 ) -> StateRows:
-    """Where the sequences have their states; `slots` `[R]` are their rows'."""
-    # Targets are slots of the sequences' own. To begin with the source costs nothing, in the place of a copy.
+    """The slots of the sequences' states; `slots` `[R]` are their rows'."""
+    # A copy's target is a sequence's own slot: instead of copying the state, the sequence reads the source, at no cost.
     copied = slots[:, None] == inputs.copy_targets
     begin = torch.where(copied.any(1), (copied * inputs.copy_sources).sum(1), slots)
     starts = inputs.query_starts
@@ -147,6 +147,6 @@ def _state_rows(
         offsets=places - starts[sequences].long(),
         query_starts=starts,
         num_decode=inputs.num_decode,
-        # There are none beside prompts.
+        # Steps with prompts have no drafts.
         drafts=(inputs.flags // GUESS).long() if len(inputs.flags) and inputs.num_decode == len(slots) else None,
     )

@@ -1,4 +1,4 @@
-"""Where steps run, in the order they are submitted, while the host goes on: a CUDA stream, or a thread for the CPU."""
+"""Runs steps in the order of submission while the host continues: on a CUDA stream, or on a thread for the CPU."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Pending(Protocol[Result]):
-    """Work on its way."""
+    """Submitted work."""
 
     def wait(self) -> Result:
-        """Blocks until the work is done. Raises what the work raised."""
+        """Blocks until the work is done. Raises the work's error."""
         ...
 
     def submitted(self) -> Result:
-        """What the work gave, for work that is submitted after it: on the device it may not be done. Raises what the
-        work raised."""
+        """Returns the work's result for later work, maybe before the device has computed it. Raises the work's
+        error."""
         ...
 
 
 class Stream(Protocol):
-    """Runs work in order. Tensors reach the device, and come back, within the work that is submitted."""
+    """Runs work in order. Tensors are copied to the device, and back, within the submitted work."""
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
-        """Starts `work` behind all that was submitted before."""
+        """Starts `work` after all that was submitted before."""
         ...
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """int32 `[size]` on the host, to be filled and handed to `to_device` once."""
+        """Returns int32 `[size]` in host memory, to be filled and passed to `to_device` once."""
         ...
 
     def to_device(self, host: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The tensor on the device; it is copied into `into` where that is given."""
+        """Returns the tensor on the device, copied into `into` if given."""
         ...
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, complete once the work that asked for it is waited for."""
+        """Returns a copy in host memory, complete once the work that asked for it is done."""
         ...
 
     def settle(self) -> None:
-        """Waits for what was done outside any stream, so that work that is submitted from now on finds it done."""
+        """Waits for work outside of streams, so that work submitted from now on sees its results."""
         ...
 
     def close(self) -> None:
-        """Waits for what was submitted."""
+        """Waits for all submitted work."""
         ...
 
 
 class CpuThread:
-    """A thread of its own: torch lets go of the interpreter's lock inside its operations."""
+    """A thread for the CPU's work: torch releases the interpreter's lock inside its operations."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
@@ -80,7 +80,7 @@ class CpuThread:
         return tensor
 
     def settle(self) -> None:
-        """Outside this thread nothing is left undone."""
+        """There is no work outside of this thread to wait for."""
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -94,12 +94,12 @@ class _OnThread(Generic[T]):
         return self.future.result()
 
     def submitted(self) -> T:
-        return self.future.result()  # work on the thread runs in order, so that this is there
+        return self.future.result()  # no wait in practice: work on the thread runs in order
 
 
 class CudaStream:
-    """A CUDA stream of its own. Host memory is pinned, so that copies do not wait for it; torch's pinned allocator
-    hands a block out again only once the copies that use it are done."""
+    """A separate CUDA stream. Host memory is pinned, so that copies do not block; torch's pinned allocator reuses a
+    block only after the copies from it are done."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -144,7 +144,7 @@ class _OnStream(Generic[T]):
 
 
 def integers_to_device(stream: Stream, values: Int32) -> torch.Tensor:
-    """An int32 array of any shape, on the device."""
+    """Copies an int32 array of any shape to the device."""
     host = stream.host_buffer(values.size)
     np.copyto(host.numpy(), values.reshape(-1))
     return stream.to_device(host).view(values.shape)

@@ -1,18 +1,17 @@
-"""Sums over the GPUs of one machine in memory that each reads of the others: `torch.distributed._symmetric_memory`.
+"""Sums over the GPUs of one machine in memory that each GPU can read: `torch.distributed._symmetric_memory`.
 
-A sum that NCCL takes 12 to 15 us for, most of it waiting, takes a few where each GPU reads the others' numbers itself
-(an estimate). Three kernels of torch's:
+NCCL takes 12 to 15 us for a small sum, most of it waiting; a kernel in which each GPU reads the others' values takes a
+few (an estimate). Three of torch's kernels are used:
 
-- **one-shot**: each rank adds up everything, in the order of ranks. One wait, but every rank reads all.
-- **two-shot**: each rank adds up its share, in the order of ranks, and writes the sums to all.
-- **multimem**: the same shares; the switch between the GPUs adds them up (NVLink SHARP) and hands the sums out.
+- **one-shot**: each rank adds up everything, in the order of ranks. It waits once, but every rank reads all values.
+- **two-shot**: each rank adds up its share, in the order of ranks, and writes the sums to all ranks.
+- **multimem**: as two-shot, but the switch between the GPUs adds up and distributes the sums (NVLink SHARP).
 
-Whichever it is, every rank gets the same bits: a sum is added up once and handed out, or by all in one order. torch's
-one-shot kernel adds in the order of ranks for 2, 4 and 8 of them only, and `multimem_one_shot_all_reduce` has each rank
-ask the switch by itself, so that nothing says that two of them are told the same: neither is used.
+With each of them, all ranks get the same bits: a sum is computed once and distributed, or computed by all in the same
+order. torch's one-shot kernel adds in the order of ranks only for 2, 4 and 8 ranks, and `multimem_one_shot_all_reduce`
+asks the switch once per rank, so equal results are not guaranteed: neither is used.
 
-What does not fit (other types, larger sums than the buffer) is NCCL's. What is chosen depends on the shape alone, so
-that all ranks choose alike.
+Other sums (of other dtypes, or larger than the buffer) use NCCL. Only the shape decides, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ T = TypeVar("T")
 
 _SUM = "sum"
 _TYPES = (torch.bfloat16, torch.float32)
-"""Which torch's kernels add up. Of bfloat16 `multimem` keeps sums of all ranks in float32, the others in bfloat16."""
+"""Dtypes that torch's kernels add up. `multimem` accumulates bfloat16 in float32, the others in bfloat16."""
 
 _ALIGNMENT = 16
 _IN_ORDER = (2, 4, 8)
-"""Ranks whose numbers the one-shot kernel adds in the order of ranks on every rank."""
+"""Numbers of ranks for which the one-shot kernel adds in the order of ranks on every rank."""
 
 _ONE_SHOT_BYTES = 2**20
-"""That one rank reads of the others at most. Beyond it the second wait of the other kernels costs less than reading
-everything everywhere (an estimate)."""
+"""Maximum bytes that one rank reads of the others. Above it, the second wait of the other kernels costs less than
+reading everything on every rank (an estimate)."""
 
 _BUFFER_BYTES = 16 * 2**20
-"""Sums of 1,024 tokens of 8,192 numbers in bfloat16. Larger ones are bound by the links, and NCCL's as fast."""
+"""Sums of 1,024 tokens of 8,192 values in bfloat16. Larger sums are limited by the links, where NCCL is as fast."""
 
 
 class NoSymmetricMemoryError(Exception):
-    """GPUs that cannot read each other's memory, and why."""
+    """The GPUs cannot read each other's memory; the message gives the reason."""
 
 
 class Method(Enum):
-    """How a sum is added up: see the module."""
+    """How a sum is computed: see the module."""
 
     ONE_SHOT = "one-shot"
     TWO_SHOT = "two-shot"
@@ -56,21 +55,21 @@ class Method(Enum):
 
 
 class Handle(Protocol):
-    """What a rendezvous gives, `_SymmetricMemory`: the address of the group's multicast memory, 0 for none."""
+    """The result of a rendezvous, `_SymmetricMemory`. `multicast_ptr`: multicast memory of the group, or 0."""
 
     @property
     def multicast_ptr(self) -> int: ...
 
 
 class Library(Protocol):
-    """`torch.distributed._symmetric_memory` and `torch.ops.symm_mem`, as far as they are used."""
+    """The functions of `torch.distributed._symmetric_memory` and `torch.ops.symm_mem` that are used."""
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that others may read once they have met there."""
+        """Allocates memory that other ranks may read after a rendezvous."""
         ...
 
     def rendezvous(self, buffer: torch.Tensor, group_name: str) -> Handle:
-        """All ranks of the group show each other their buffers. Raises `RuntimeError` where GPUs cannot."""
+        """Exchanges buffers between all ranks of the group. Raises `RuntimeError` if the GPUs cannot."""
         ...
 
     def one_shot_all_reduce_copy_out(
@@ -83,7 +82,7 @@ class Library(Protocol):
 
 
 class TorchLibrary:
-    """torch's own."""
+    """`Library` of torch."""
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Library`."""
@@ -117,9 +116,9 @@ class TorchLibrary:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricSums:
-    """Sums of the ranks of one group.
+    """Sums over the ranks of one group.
 
-    - `buffer`: bytes that every rank has shown the others.
+    - `buffer`: bytes that every rank shares with the others.
     - `multicast`: whether the GPUs' switch adds up.
     """
 
@@ -130,7 +129,7 @@ class SymmetricSums:
     multicast: bool
 
     @classmethod
-    def meet(
+    def connect(
         cls,
         group_name: str,
         size: int,
@@ -138,19 +137,19 @@ class SymmetricSums:
         agree: Callable[[bool], bool],
         library: Library | None = None,
     ) -> SymmetricSums:
-        """Meets the other ranks, which all call this.
+        """Exchanges buffers with the other ranks, which must all call this.
 
-        **Arguments:** `agree`: whether all ranks say yes.
+        **Arguments:** `agree`: returns whether its argument is true on all ranks.
 
-        **Raises:** `NoSymmetricMemoryError` with the reason, on every rank if on one.
+        **Raises:** `NoSymmetricMemoryError` with the reason, on all ranks if on one.
         """
         library = TorchLibrary() if library is None else library
-        buffer = _agreed(agree, lambda: library.empty(_BUFFER_BYTES, torch.uint8, device))
-        handle = _agreed(agree, lambda: library.rendezvous(buffer, group_name))
+        buffer = _agree_on(agree, lambda: library.empty(_BUFFER_BYTES, torch.uint8, device))
+        handle = _agree_on(agree, lambda: library.rendezvous(buffer, group_name))
         return cls(library, group_name, size, buffer, agree(handle.multicast_ptr != 0))
 
     def method(self, x: torch.Tensor) -> Method | None:
-        """How the sum of `x` is added up; None: not here."""
+        """How the sum of `x` is computed; None if not in symmetric memory."""
         num_bytes = x.numel() * x.element_size()
         offset = x.storage_offset() * x.element_size()
         if x.dtype not in _TYPES or not x.is_contiguous() or num_bytes % _ALIGNMENT or offset % _ALIGNMENT:
@@ -163,11 +162,11 @@ class SymmetricSums:
 
     @property
     def one_shot_bytes(self) -> int:
-        """The largest sum that is added up in one shot, 0 for none."""
+        """Maximum bytes of a sum that is computed in one shot, 0 for none."""
         return _ONE_SHOT_BYTES // (self.size - 1) if self.size in _IN_ORDER else 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The sum of every rank's `x`, maybe in `x` itself; None where `method` is."""
+        """Returns the sum of every rank's `x`, possibly in `x` itself; None if `method` is None."""
         method = self.method(x)
         if method is None:
             return None
@@ -185,8 +184,8 @@ class SymmetricSums:
         return f"{small}{large.value} up to {self.buffer.numel() // 2**20} MiB, NCCL beyond"
 
 
-def _agreed(agree: Callable[[bool], bool], attempt: Callable[[], T]) -> T:
-    """What `attempt` gives, where it gives something on every rank. Raises `NoSymmetricMemoryError`."""
+def _agree_on(agree: Callable[[bool], bool], attempt: Callable[[], T]) -> T:
+    """Returns the result of `attempt`. Raises `NoSymmetricMemoryError` if it failed on any rank."""
     try:
         found = attempt()
     except RuntimeError as error:

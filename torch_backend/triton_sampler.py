@@ -1,4 +1,4 @@
-"""`TokenSampler` by Triton kernels."""
+"""`TokenSampler` with Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_backend.sampler import SamplerInputs
 
 
 class TritonSampler:
-    """Searches instead of sorts, and reads nothing on the host."""
+    """Filters by searching instead of sorting, and reads nothing on the host."""
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """See `TokenSampler.greedy`."""

@@ -1,7 +1,7 @@
-"""Loads checkpoints into models: each rank reads its part of each tensor, and no more.
+"""Loads checkpoints into models: each rank reads only its shard of each tensor.
 
-Modules say what their parameters are made of (`layers.parameter`), the manifest where that lies in the checkpoint. So
-no layer's structure is repeated here.
+Modules declare their parameters' parts (`layers.parameter`), the manifest where these are: no structure is repeated
+here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role
 from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.kv_pages import LayerMemory
-from torch_backend.layers.layout import Packed
+from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import FewOrMany, ScaledMatrix
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
@@ -34,12 +34,12 @@ from torch_backend.layers.shard import ModelShard
 from torch_backend.models.transformer import Transformer
 
 _WEIGHTS_AT_ONCE = 2**24
-"""Are read of a parameter: read as float32 and then rounded, a whole one would be in memory three times."""
+"""Weights to read at a time: reading a whole parameter as float32 to round it would hold it in memory three times."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """A slice of each axis of a parameter. `role`: see `MadeOf`."""
+    """A slice of each axis of a parameter. `role`: see `ParameterSource`."""
 
     name: ParameterName
     index: tuple[slice, ...]
@@ -53,12 +53,12 @@ def load_weights(
     *,
     pack: bool = True,
     quantization: Quantization | None = None,
-) -> Packed | None:
-    """Gives every parameter of `model` its value, of the model's dtype, on its device.
+) -> PackedLayout | None:
+    """Gives every parameter of `model` its value, in the model's dtype, on its device.
 
-    At any time the host holds no more than one matrix beside those of a model on the host. On a CPU, matrices are
-    then packed (see `Transformer.arrange`) where torch can do it, unless `pack` is false. `quantization`: see
-    `ParameterReader`; the model was built with its encodings. Returns the layout, None where matrices stay plain.
+    The host never holds more than one matrix besides those of a model on the host. On a CPU where torch can, matrices
+    are then packed (see `Transformer.arrange`), unless `pack` is false. `quantization`: see `ParameterReader`; the
+    model was built with its encodings. Returns the layout, or None if matrices stay plain.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
     """
@@ -77,7 +77,7 @@ def load_weights(
             module.choose_product(model.device, model.embedding.weight.dtype)
     if not (pack and packs(model)):
         return None
-    layout = Packed()
+    layout = PackedLayout()
     model.arrange(layout)
     return layout
 
@@ -85,8 +85,8 @@ def load_weights(
 def load_kv_parameters(
     kv: Iterable[LayerMemory], reader: ParameterReader, shard: ModelShard, factor: float | None = None
 ) -> None:
-    """Gives the pages of every layer what the checkpoint has for them, of this rank's kv heads, times `factor`; where
-    it has nothing, the default."""
+    """Copies the checkpoint's KV parameters of this rank's kv heads, times `factor`, into the pages of every layer.
+    Parameters that the checkpoint lacks keep their default."""
     for number, memory in enumerate(kv):
         for (part, kind), value in ({} if memory.pages is None else memory.pages.parameters).items():
             name = ParameterName(part, kind, number)
@@ -95,21 +95,21 @@ def load_kv_parameters(
 
 
 def weight_bytes(model: Transformer) -> int:
-    """Bytes that the weights of `model` take once `load_weights` is done with it; known before."""
+    """Bytes of the weights of `model` after `load_weights`, known before."""
     plain = sum(parameter.nbytes for parameter in model.parameters())
-    # Packed matrices replace plain ones, but for tied embeddings.
+    # Packed matrices replace plain ones, except tied embeddings.
     twice = model.embedding.weight.nbytes if model.tied and packs(model) else 0
     return plain + twice
 
 
 def bytes_in_blocks(model: Transformer) -> int:
-    """Those of them that are matrices held in blocks beside their numbers."""
+    """Bytes of the blocks that quantised matrices keep in addition to their values."""
     kept = [module for module in model.modules() if isinstance(module, FewOrMany)]
     return sum(module.get_parameter(role.value).nbytes for module in kept for role in module.encoding.roles)
 
 
 def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[ParameterName, str]:
-    """The matrices whose values are in memory as they are stored, with a scale of each row, and the type of these."""
+    """The matrices that stay in 8 bits as stored, with a scale per row, and their dtype."""
     return {
         part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
         for module, name, parts in sources(model, config)
@@ -119,12 +119,12 @@ def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[Paramete
 
 
 def packs(model: Transformer) -> bool:
-    """Whether matrices of `model` are packed: on a CPU where torch can do it."""
+    """Whether matrices of `model` are packed: on a CPU where torch can."""
     return model.device.type == "cpu" and packing_works(model.embedding.weight.dtype)
 
 
 def _by_matrix(parameters: Iterable[Source]) -> Iterator[list[Source]]:
-    """Parameters that are arrays of one matrix together, others by themselves."""
+    """Groups the parameters that are arrays of one matrix; other parameters are groups of one."""
 
     def matrix(source: Source) -> object:
         module, name, parts = source
@@ -135,16 +135,16 @@ def _by_matrix(parameters: Iterable[Source]) -> Iterator[list[Source]]:
 
 
 def _read(reader: ParameterReader, parameters: Sequence[Source]) -> list[torch.Tensor]:
-    """A parameter, or the arrays of a matrix, each part of which is read once. Parts lie one after the other along
-    their rows; there are zeros where a vocabulary does not reach the end.
+    """Reads a parameter, or the arrays of a matrix, each part once, in the order of rows; rows past the vocabulary are
+    zero.
 
-    **Raises:** `ValueError` if the model was built with another shape than the manifest has.
+    **Raises:** `ValueError` if the model was built with another shape than the manifest's.
     """
     empty = [module.get_parameter(name) for module, name, _ in parameters]
     values = [torch.zeros(each.shape, dtype=each.dtype) for each in empty]
     [(_, _, parts), *_] = parameters
     spec = reader.spec(parts[0].name)
-    axis = 1 if spec.places else 0  # of experts, rows are the second
+    axis = 1 if spec.places else 0  # the rows of experts are the second axis
     targets = {own[0].role: _as_numpy(value) for (_, _, own), value in zip(parameters, values, strict=True)}
     first = 0
     for part in parts:
@@ -163,7 +163,7 @@ def _read(reader: ParameterReader, parameters: Sequence[Source]) -> list[torch.T
 
 
 def _pieces(spec: ParameterSpec, index: Index) -> Iterator[Index]:
-    """Runs of rows, of whole heads where rows are those of heads, or of experts."""
+    """Slices of rows to read at once: of whole heads if the rows belong to heads, or of whole experts."""
     first, last, _ = index[0].indices(spec.shape[0])
     unit = math.prod(spec.sizes[0][1:])
     units = max(_WEIGHTS_AT_ONCE // max(unit * math.prod(spec.shape[1:]), 1), 1)
@@ -174,7 +174,7 @@ def _pieces(spec: ParameterSpec, index: Index) -> Iterator[Index]:
 def _arrays(
     reader: ParameterReader, name: ParameterName, index: Index, roles: Collection[Role | None]
 ) -> Mapping[Role | None, Array]:
-    """The arrays of a part of a matrix, or its numbers."""
+    """Reads the arrays of a slice of a matrix, or its plain values."""
     found: dict[Role | None, Array] = {}
     if of_matrix := [role for role in roles if role is not None]:
         found.update(reader.read_arrays(name, of_matrix, index).items())
@@ -197,11 +197,11 @@ def _as_numpy(tensor: torch.Tensor) -> Array:
 
 
 Source = tuple[nn.Module, str, list[ParameterPart]]
-"""A parameter, by its module and name, and what it is made of."""
+"""A parameter, by its module and name, and the checkpoint parts that make it up."""
 
 
 def sources(model: Transformer, config: ModelConfig) -> Iterator[Source]:
-    """Every parameter that has a value of its own: a head has the embeddings' numbers where these are tied to it."""
+    """Yields every parameter with its own value; a head that is tied to the embeddings has none."""
     head = model.head.linear.matrix
     whole: list[nn.Module] = [model.embedding, model.final_norm, head]
     modules: list[tuple[int | None, nn.Module]] = [(None, module) for module in whole]
@@ -209,12 +209,12 @@ def sources(model: Transformer, config: ModelConfig) -> Iterator[Source]:
         modules += [(count, module) for module in layer.modules()]
     for number, module in modules:
         if isinstance(module, Loadable):
-            for name, made_of in module.sources.items():
-                if model.tied and module is head and made_of.role is None:
+            for name, own in module.sources.items():
+                if model.tied and module is head and own.role is None:
                     continue
-                names = [ParameterName(part, made_of.kind, number) for part in made_of.parts]
+                names = [ParameterName(part, own.kind, number) for part in own.parts]
                 parts = [
-                    ParameterPart(each, index, made_of.role)
+                    ParameterPart(each, index, own.role)
                     for each in names
                     for index in _indices(model.shard, config, each)
                 ]
@@ -222,8 +222,8 @@ def sources(model: Transformer, config: ModelConfig) -> Iterator[Source]:
 
 
 def _indices(shard: ModelShard, config: ModelConfig, name: ParameterName) -> list[tuple[slice, ...]]:
-    """The rank's part of a parameter: of heads, of columns of the feed-forward layer, of rows of the vocabulary; of
-    channels that are several sections a part of each, one behind the other."""
+    """The rank's slices of a parameter: of heads, of columns of the feed-forward layer, or of rows of the vocabulary;
+    for channels in several sections, a slice of each section."""
     spec = manifest_of(config).specs[name]
     whole = _index(shard, spec)
     if not spec.sections:

@@ -1,3 +1,3 @@
-"""Serving on TPU VMs: what a slice is (`topologies`), starting the server there (`python -m tpu.launch`), compiling
-ahead of time what it would run (`python -m tpu.check`), and choosing the sizes of the kernels' blocks
-(`python -m tpu.tune`)."""
+"""Serving on TPU VMs: the topologies of slices (`topologies`), starting the server there (`python -m tpu.launch`),
+compiling its programs ahead of time (`python -m tpu.check`), and choosing the kernels' block sizes (`python -m
+tpu.tune`)."""

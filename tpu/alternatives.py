@@ -1,4 +1,4 @@
-"""What to ask for where a model leaves no room on a slice."""
+"""Alternatives to options with which a model does not fit on a slice."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from sglang_jax.config import EngineConfig, KVCacheDtype
 from tpu.choices import bytes_per_weight, can_be_spread, memory_fraction, weight_bytes
 from tpu.topologies import GIB, Topology
 
-_MOST_CHIPS = 256
+_MAX_CHIPS = 256
 _SHARE_OF_WEIGHTS = 0.9
-"""Of the memory for weights and KV: with more weights there is hardly a token beside them."""
+"""Maximum share of weights in the memory for weights and KV: with more, there is hardly room for a token."""
 _LANES = 128
-_LEAST_TOKENS = 512
-"""That the KV cache must hold: see `runner.sizing`."""
+_MIN_TOKENS = 512
+"""Minimum tokens of the KV cache: see `runner.sizing`."""
 _EXCEEDED = re.compile(r"Exceeded hbm capacity by (?P<size>[\d.]+)(?P<unit>[KMG])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A model on a slice with the options that the server would be started with. `encodings`: of matrices that are not
-    plain numbers."""
+class Setup:
+    """A model on a slice with the options of the server. `encodings`: of quantised matrices."""
 
     model: ModelConfig
     topology: Topology
@@ -36,67 +35,66 @@ class Asked:
     encodings: Mapping[ParameterName, Encoding] = field(default_factory=dict)
 
     def weights(self, size: int) -> int:
-        """Bytes on each of `size` devices."""
+        """Bytes of the weights on each of `size` devices."""
         return weight_bytes(self.model, size, bytes_per_weight(self.options.dtype), self.encodings.get)
 
     def kv_token(self, size: int, *, narrow: bool = False) -> int:
-        """Bytes of a token's keys and values, or latent vectors, on each of `size` devices, in whole lanes;
-        `narrow`: of 8 bits a number."""
+        """Bytes of a token's keys and values, or latents, on each of `size` devices, in whole lanes; `narrow`: in 8
+        bits."""
         whole = self.options.kv_cache_dtype is KVCacheDtype.AUTO and not narrow
         width = bytes_per_weight(self.options.dtype) if whole else 1
         return sum(width * _lanes_of(layer.cached, size) for layer in self.model.attention)
 
     @property
     def tokens(self) -> int:
-        return self.options.max_total_tokens or _LEAST_TOKENS
+        return self.options.max_total_tokens or _MIN_TOKENS
 
 
-def what_would_fit(asked: Asked) -> str | None:
-    """Smaller numbers for keys and values where these are what has no room; or the first step up that leaves room: more
-    devices of this slice, or a larger slice."""
-    topology, options = asked.topology, asked.options
+def suggest_fitting(setup: Setup) -> str | None:
+    """Options that would fit: keys and values in 8 bits if that suffices; or the next larger number of devices of this
+    slice, or slice, on which there is room."""
+    topology, options = setup.topology, setup.options
     tp = options.tp_size
     limit = topology.chip.hbm * (1 if options.max_total_tokens else options.mem_fraction_static)
-    wide, narrow = (asked.weights(tp) + asked.tokens * asked.kv_token(tp, narrow=narrow) for narrow in (False, True))
-    helps = narrow < limit <= wide and not asked.model.keeps_latents
+    wide, narrow = (setup.weights(tp) + setup.tokens * setup.kv_token(tp, narrow=narrow) for narrow in (False, True))
+    helps = narrow < limit <= wide and not setup.model.keeps_latents
     found = [f"--kv-cache-dtype {KVCacheDtype.FLOAT8_E4M3.value}"] if helps else []
-    return " or ".join([*found, *_more_devices(asked)]) or None
+    return " or ".join([*found, *_more_devices(setup)]) or None
 
 
-def what_would_help(asked: Asked, shortage: int) -> str | None:
-    """Where weights and KV have room, but `shortage` bytes are missing beside them for a step: a smaller part for KV,
-    or more devices."""
-    options, hbm = asked.options, asked.topology.chip.hbm
+def suggest_remedies(setup: Setup, shortage: int) -> str | None:
+    """Options that would help if weights and KV fit, but `shortage` bytes are missing: less KV, or more devices."""
+    options, hbm = setup.options, setup.topology.chip.hbm
     fraction = math.floor(100 * (options.mem_fraction_static - shortage / hbm)) / 100
-    least = asked.weights(options.tp_size) + _LEAST_TOKENS * asked.kv_token(options.tp_size)
+    least = setup.weights(options.tp_size) + _MIN_TOKENS * setup.kv_token(options.tp_size)
     found = []
     if options.max_total_tokens is None and fraction * hbm > least:
         found.append(f"--mem-fraction-static {fraction:g}")
-    return " or ".join([*found, *_more_devices(asked)]) or None
+    return " or ".join([*found, *_more_devices(setup)]) or None
 
 
 def shortage_in(reason: str) -> int | None:
-    """Bytes of HBM that a program lacks, by the compiler's words; None if it says nothing of that."""
+    """Bytes of HBM that a program lacks, by the compiler's message; None if it is about something else."""
     found = _EXCEEDED.search(reason)
     return None if found is None else int(float(found["size"]) * _UNITS[found["unit"]])
 
 
-def _more_devices(asked: Asked) -> list[str]:
-    topology, tp = asked.topology, asked.options.tp_size
+def _more_devices(setup: Setup) -> list[str]:
+    topology, tp = setup.topology, setup.options.tp_size
     usable = topology.chip.hbm * memory_fraction(topology.chip)
     for slice_ in (topology, *_larger(topology)):
         for size in range(tp + 1, slice_.devices + 1):
-            if slice_.devices % size or not can_be_spread(asked.model, size):
+            if slice_.devices % size or not can_be_spread(setup.model, size):
                 continue
-            weights = asked.weights(size)
-            if weights < usable * _SHARE_OF_WEIGHTS and weights + asked.tokens * asked.kv_token(size) < usable:
+            weights = setup.weights(size)
+            if weights < usable * _SHARE_OF_WEIGHTS and weights + setup.tokens * setup.kv_token(size) < usable:
                 where = "" if slice_ is topology else f" --topology {slice_}"
                 return [f"--tp {size}{where} ({weights / GIB:.1f} GiB of weights on each device)"]
     return []
 
 
 def _lanes_of(arrays: Sequence[CachedArray], size: int) -> int:
-    """Numbers that a token takes in pages for TPUs: see `kernels.kv_storage`."""
+    """Numbers of a token in pages for TPUs: see `kernels.kv_storage`."""
     first = arrays[0]
     heads = first.numbers(size) // first.width
     if len(arrays) * first.width <= _LANES:
@@ -105,14 +103,14 @@ def _lanes_of(arrays: Sequence[CachedArray], size: int) -> int:
 
 
 def _larger(topology: Topology) -> Iterator[Topology]:
-    """Slices of the chip, each with the next more chips: those of one node, then with the shortest axis doubled, and
-    the axes in the order of Google's names, the longest last."""
+    """Slices of the chip with more chips, in ascending order: those of one node, then with the shortest axis doubled,
+    and the axes in the order of Google's names, the longest last."""
     chip, shape = topology.chip, topology.shape
     for of_one_node in chip.one_node:
         if Topology(chip, of_one_node).chips > topology.chips:
             shape = of_one_node
             yield Topology(chip, shape)
-    while Topology(chip, shape).chips < _MOST_CHIPS:
+    while Topology(chip, shape).chips < _MAX_CHIPS:
         axis = shape.index(min(shape))
         shape = tuple(sorted((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])))
         yield Topology(chip, shape)

@@ -1,4 +1,4 @@
-"""`python -m tpu.check`: would this model run on that slice? Compiled ahead of time, without a TPU."""
+"""`python -m tpu.check`: checks whether a model runs on a TPU slice, by compiling ahead of time, without a TPU."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from sglang_jax.config import (
 )
 from sglang_jax.errors import ConfigError
 from sglang_jax.runner.quantization import kept_encodings, quantization_of, quantization_wanted
-from tpu.alternatives import Asked, shortage_in, what_would_fit, what_would_help
+from tpu.alternatives import Setup, shortage_in, suggest_fitting, suggest_remedies
 from tpu.choices import PAGE_SIZE, memory_fraction
-from tpu.figures import Deployment, Kept, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
+from tpu.figures import CacheEntries, Deployment, Notice, ProgramFailure, ProgramFigures, Refusal, Request, Selection
 from tpu.report import Report, heading, render
 from tpu.shapes import SHAPES, load_shape
 from tpu.topologies import parse_topology
@@ -153,7 +153,7 @@ def check(
     slice_ = parse_topology(topology)
     given = {name: value for name, value in given.items() if value is not None}
     options = _options(model, tp, {"mem_fraction_static": memory_fraction(slice_.chip), **given})
-    config, encodings = _what_is_loaded(model, options)
+    config, encodings = _model_and_encodings(model, options)
     request = Request(
         model=config,
         options=options,
@@ -163,7 +163,7 @@ def check(
     )
     found = _compile(request, partial(heading, model, slice_, tp, compiler=_compiler()))
     if isinstance(found, Refusal):
-        remedy = what_would_fit(Asked(request.model, slice_, request.options, request.encodings))
+        remedy = suggest_fitting(Setup(request.model, slice_, request.options, request.encodings))
         click.echo(f"DOES NOT FIT: {found.reason}" + ("" if remedy is None else f". Would fit: {remedy}"))
         return DOES_NOT_FIT
     report = Report(
@@ -171,17 +171,17 @@ def check(
     )
     if (shortage := _shortage(report)) is not None:
         report = replace(
-            report, remedy=what_would_help(Asked(request.model, slice_, request.options, request.encodings), shortage)
+            report, remedy=suggest_remedies(Setup(request.model, slice_, request.options, request.encodings), shortage)
         )
     click.echo("\n".join(render(report)))
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    kept = request.options.compilation_cache_dir is None or _tell_of_kept(request.options, found)
+    kept = request.options.compilation_cache_dir is None or _report_cache(request.options, found)
     return 0 if report.problem is None and kept else DOES_NOT_FIT
 
 
 def _shortage(report: Report) -> int | None:
-    """Bytes of HBM that are missing; None if nothing is, or nobody knows."""
+    """Missing bytes of HBM; None if none are missing or the number is unknown."""
     if report.failures:
         return shortage_in(report.failures[0].reason)
     return -report.headroom if report.headroom < 0 else None
@@ -189,19 +189,19 @@ def _shortage(report: Report) -> int | None:
 
 @dataclass(slots=True)
 class _Found:
-    """What the compiling process said of a deployment."""
+    """The compiling process's messages about a deployment."""
 
     deployment: Deployment
     programs: list[ProgramFigures] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     failures: list[ProgramFailure] = field(default_factory=list)
-    kept: Kept = field(default_factory=lambda: Kept(0, 0))
+    kept: CacheEntries = field(default_factory=lambda: CacheEntries(0, 0))
 
 
 def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) -> _Found | Refusal:
-    """Shows the deployment once it is known. A `Refusal` is of a model that leaves no room.
+    """Compiles, and prints the deployment as soon as it is known. Returns a `Refusal` for a model that leaves no room.
 
-    **Raises:** `ConfigError` for options that cannot be, or if nothing was compiled.
+    **Raises:** `ConfigError` for invalid options, or if nothing was compiled.
     """
     found: _Found | None = None
     early: list[str] = []
@@ -220,7 +220,7 @@ def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) ->
                 found.programs.append(message)
             case ProgramFailure() if found is not None:
                 found.failures.append(message)
-            case Kept() if found is not None:
+            case CacheEntries() if found is not None:
                 found.kept = message
         if found is not None:
             _show_progress(found.deployment, len(found.programs) + len(found.failures))
@@ -229,10 +229,10 @@ def _compile(request: Request, heading_of: Callable[[Deployment], list[str]]) ->
     return found
 
 
-def _tell_of_kept(options: EngineConfig, found: _Found) -> bool:
-    """Says where the programs are, and what a server needs to find them; or that none was written, and returns False.
+def _report_cache(options: EngineConfig, found: _Found) -> bool:
+    """Prints where the programs are, and the options with which a server finds them. Returns False if none was written.
 
-    A server that has measured its memory may come to another number of pages, which is in every program.
+    A server that measures its memory may choose another number of pages, which is part of every program.
     """
     folder, kept = options.compilation_cache_dir, found.kept
     if not kept.entries:
@@ -246,8 +246,8 @@ def _tell_of_kept(options: EngineConfig, found: _Found) -> bool:
     return True
 
 
-def _what_is_loaded(model: str, options: EngineConfig) -> tuple[ModelConfig, dict[ParameterName, Encoding]]:
-    """The model, and how its matrices are kept that are not plain numbers."""
+def _model_and_encodings(model: str, options: EngineConfig) -> tuple[ModelConfig, dict[ParameterName, Encoding]]:
+    """Returns the model, and how its quantised matrices are stored."""
     if model in SHAPES:
         config = load_shape(model)
         quantization = quantization_wanted(options.quantization)
@@ -290,7 +290,7 @@ def _compiler() -> str:
 
 
 def _show_progress(deployment: Deployment, done: int) -> None:
-    """On a terminal alone: which program is being compiled."""
+    """Prints which program is being compiled, only on a terminal."""
     if sys.stderr.isatty():
         left = deployment.programs[done] if done < len(deployment.programs) else "done"
         click.echo(f"\r\x1b[Kcompiling {done + 1}/{len(deployment.programs)}: {left}", nl=False, err=True)

@@ -1,4 +1,4 @@
-"""What is chosen for a TPU where nothing was asked for."""
+"""Default options of the server for a TPU."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from tpu.machine import Machine
 from tpu.topologies import GIB, Chip
 
 PAGE_SIZE = 64
-"""Tokens of a KV page: whole tiles of every storage type, and few enough copies for a block of keys."""
+"""Tokens of a KV page: whole tiles of every storage dtype, and few copies for a block of keys."""
 
 MEETING_PORT = 8482
-"""Where the nodes of a slice meet, on node 0: JAX's own default."""
+"""Port on node 0 where the nodes of a slice meet: JAX's own default."""
 
 _SMALL_HBM = 20 * GIB
 
 _DIVIDED = frozenset({Axis.VOCABULARY, Axis.HEADS, Axis.KV_HEADS, Axis.INTERMEDIATE, Axis.CHANNELS, Axis.STATE_HEADS})
-"""Axes that a tensor-parallel group divides, as `layers.sharding` has them, which imports JAX."""
+"""Axes that are sharded over a tensor-parallel group, as in `layers.sharding`, which imports JAX."""
 
 _FLOAT32 = frozenset({Part.ROUTER, Part.SHARED_ROUTER})
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Options of the server, and why they are these. `replicas`: of the whole slice."""
+    """Options of the server, and the reasons for them. `replicas`: of the whole slice."""
 
     tp: int
     replicas: int
@@ -53,10 +53,9 @@ def choose(
     dtype: Dtype = Dtype.AUTO,
     quantization: WeightQuantization = WeightQuantization.AUTO,
 ) -> Choices:
-    """Options for a model on a slice; `tp`: of each of `replicas`, where it was asked for.
+    """Chooses options for a model on a slice; `tp`: devices of each of `replicas`, if given.
 
-    **Raises:** `ConfigError` if the slice cannot be divided so, the model cannot be spread over a replica's devices, or
-    its weights do not fit.
+    **Raises:** `ConfigError` if the slice cannot be divided, the model cannot be sharded, or its weights do not fit.
     """
     topology = machine.topology
     devices = devices_of_a_replica(machine, replicas)
@@ -93,9 +92,9 @@ def choose(
 
 
 def devices_of_a_replica(machine: Machine, replicas: int) -> int:
-    """Devices of a slice by replicas. Of a slice of several nodes one replica has all, or each has a part of a node.
+    """Devices of each replica. On several nodes, one replica has all of them, or each has a part of a node.
 
-    **Raises:** `ConfigError` if they cannot be divided so.
+    **Raises:** `ConfigError` if they cannot be divided this way.
     """
     topology, nodes = machine.topology, max(len(machine.nodes), 1)
     if replicas > 1 and replicas % nodes:
@@ -117,7 +116,7 @@ def devices_of_a_replica(machine: Machine, replicas: int) -> int:
 
 
 def memory_fraction(chip: Chip) -> float:
-    """Share of HBM for weights and KV. What a step takes beside them depends little on the size of the memory."""
+    """Share of HBM for weights and KV. The rest, for a step, depends little on the size of the memory."""
     return 0.85 if chip.hbm < _SMALL_HBM else 0.9
 
 
@@ -127,11 +126,11 @@ def bytes_per_weight(dtype: Dtype) -> int:
 
 
 def weight_bytes(model: ModelConfig, size: int = 1, width: int = 2, encodings: Encodings = all_plain) -> int:
-    """Bytes of the matrices on each of `size` devices, of `width` bytes a number where `encodings` say nothing else;
-    norms and biases are too few to count. Every device has all of a matrix without heads or columns to divide by, such
-    as routers and what makes latent vectors.
+    """Bytes of the matrices on each of `size` devices, at `width` bytes per number unless `encodings` say otherwise;
+    norms and biases are negligible. Matrices without heads or columns to shard, such as routers and projections to
+    latent vectors, are whole on every device.
 
-    **Raises:** `ConfigError` if the model cannot be spread over so many devices.
+    **Raises:** `ConfigError` if the model cannot be sharded over this many devices.
     """
     specs = manifest_of(TensorParallel.of(model, size).config).specs.values()
     tied = model.tie_word_embeddings
@@ -150,12 +149,12 @@ def _bytes_of_matrix(spec: ParameterSpec, size: int, width: int, encoding: Encod
 
 
 def _largest_tp(model: ModelConfig, devices: int) -> int:
-    """Of those that leave whole replicas' worth of devices."""
+    """The largest number of devices that divides all devices and over which the model can be sharded."""
     return next(size for size in range(devices, 0, -1) if devices % size == 0 and can_be_spread(model, size))
 
 
 def can_be_spread(model: ModelConfig, size: int) -> bool:
-    """The model's layers can be divided among so many devices."""
+    """Whether the model's layers can be sharded over `size` devices."""
     try:
         TensorParallel.of(model, size)
     except ConfigError:

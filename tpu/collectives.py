@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, as the compiler made them: kinds, types, and what a device sends for them."""
+"""The collectives of a compiled program as the compiler generated them: kinds, dtypes, and bytes sent per device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tpu.operations import Operation
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Collectives of one kind and type, of the layers or of what is around them.
+    """Collectives of one kind and dtype, inside or outside of the layers.
 
     - `type`: of the largest array, `bf16`.
-    - `conditional`: in a branch that a step takes only if a request asks for it.
-    - `count`: how often a step runs them; `bytes`: what one device has of all their results.
-    - `largest`: the array that the largest of them results in, `bf16[64,4096]`.
+    - `conditional`: in a branch that a step takes only if a request needs it.
+    - `count`: runs per step; `bytes`: one device's bytes of all their results.
+    - `largest`: the result of the largest of them, `bf16[64,4096]`.
     """
 
     kind: str
@@ -28,7 +28,7 @@ class Collective:
     largest: str
 
     def sent(self, devices: int) -> float:
-        """Bytes that each of so many devices sends, as rings do it."""
+        """Bytes that each of `devices` devices sends, with ring algorithms."""
         match self.kind:
             case "all-reduce":
                 return 2 * (devices - 1) / devices * self.bytes
@@ -41,7 +41,7 @@ class Collective:
 
 
 def collectives_of(operations: Iterable[Operation]) -> tuple[Collective, ...]:
-    """By kind: those of every step first, and those with the most bytes first."""
+    """Groups collectives by kind: those of every step first, then by bytes, largest first."""
     found: dict[tuple[str, str, bool, bool], list[Operation]] = defaultdict(list)
     for operation in operations:
         if operation.is_collective:

@@ -1,6 +1,6 @@
-"""Compiles the programs of a JAX runner for a slice that is not there. Runs in a process of its own: see `tpu.worker`.
+"""Compiles the programs of a JAX runner for a TPU slice without the TPUs. Runs in a separate process: see `tpu.worker`.
 
-The programs are the runner's own (`jax_runner.programs`), built from shapes: no array is made, and no weight is read.
+The programs are the runner's own (`jax_runner.programs`), built from shapes, without arrays and weights.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ from sglang_jax.runner.sizing import (
 )
 from tpu.collectives import collectives_of
 from tpu.estimate import Estimate
-from tpu.figures import Deployment, Kept, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
+from tpu.figures import CacheEntries, Deployment, Message, Notice, ProgramFailure, ProgramFigures, Request, Selection
 from tpu.hlo import find_kernels, take_text
 from tpu.operations import Module
 from tpu.topologies import Topology
 
 _PLATFORM = "tpu"
 CALIBRATION = "calibrate scales"
-"""The program that a server with an int8 cache runs once, if the checkpoint brings no scales of keys and values."""
+"""The program that a server with an int8 cache runs once, if the checkpoint has no scales of keys and values."""
 
 Builders = dict[str, Callable[[], Executable]]
 Names = dict[str, str]
-"""Of weights, by what a program calls them."""
+"""Names of weights, by their names in a program."""
 
 
 def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) -> None:
-    """Sends the deployment, and then figures or the failure of each program.
+    """Sends the deployment, and then the figures or the failure of each program.
 
-    `dumps` is where XLA writes the text of what it compiles. Programs are kept where the options name a folder for
-    them; what is there already cannot be read without a TPU, and is compiled again.
+    `dumps`: the folder to which XLA writes the text of compiled programs. Programs are cached if the options name a
+    folder; existing entries cannot be read without a TPU, and are compiled again.
 
-    **Raises:** `ConfigError` for a deployment that cannot be.
+    **Raises:** `ConfigError` for an invalid deployment.
     """
     logging.getLogger("sglang_jax").addHandler(_Notices(send))
     folder = request.options.compilation_cache_dir
-    before = frozenset() if folder is None else _kept_in(folder)
+    before = frozenset() if folder is None else _existing_programs(folder)
     devices = _devices(request.topology, request.options.tp_size)
     mesh = make_mesh(devices[: request.options.tp_size])
     deployment, builders, buckets, names = _deploy(request, mesh)
@@ -81,13 +81,13 @@ def compile_all(request: Request, dumps: Path, send: Callable[[Message], None]) 
         send(_compile(name, by_name.get(name), builders[name], dumps, names))
     if folder is not None:
         kept = _entries(folder)
-        send(Kept(len(kept), len(kept - before)))
+        send(CacheEntries(len(kept), len(kept - before)))
 
 
-def _kept_in(folder: str) -> frozenset[str]:
-    """Programs are written to a folder from now on. What is there already.
+def _existing_programs(folder: str) -> frozenset[str]:
+    """Enables the compilation cache in a folder, and returns its existing entries.
 
-    **Raises:** `ConfigError` if nothing can be written there: before hours of compiling for it.
+    **Raises:** `ConfigError` if nothing can be written there, before compiling for hours.
     """
     remedy = "choose a writable folder with --write-cache"
     if not use_compilation_cache(folder):
@@ -192,7 +192,7 @@ def _deploy(request: Request, mesh: Mesh) -> tuple[Deployment, Builders, Buckets
 
 
 def _box(coordinates: list[tuple[int, ...]], topology: Topology) -> tuple[int, ...]:
-    """How many chips a group of devices spans along each axis of the slice."""
+    """The number of chips that a group of devices spans along each axis of the slice."""
     axes = list(zip(*coordinates, strict=True))[: len(topology.shape)]
     return tuple(max(axis) - min(axis) + 1 for axis in axes)
 
@@ -209,7 +209,7 @@ def _build_calibration(
         is_leaf=lambda node: isinstance(node, Parameter),
     )
     spec, batch = calibration_inputs(parallel, dtype, page_size, _PLATFORM)
-    # Kernels ask for the mesh.
+    # Kernels read the mesh from the context.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled: Executable = program.lower(placed, spec.memory(mesh), whole(batch, mesh)).compile()
     return compiled
@@ -260,6 +260,6 @@ def _compile(
 
 
 def _first_line(error: BaseException) -> str:
-    """What the compiler says first; the rest is pages of buffers."""
+    """The compiler's first lines; the rest is pages of buffers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__

@@ -1,5 +1,4 @@
-"""What the compiler's estimates say of a whole program: how long it takes, what takes longest, and what it should not
-do."""
+"""The compiler's estimate of a whole program: its time, its slowest operations, and costs that could be avoided."""
 
 from __future__ import annotations
 
@@ -10,20 +9,20 @@ from dataclasses import dataclass, replace
 from tpu.operations import Operation, short_source
 
 _WORST = 5
-_LEAST_CYCLES_OF_A_MOVE = 1000
+_MIN_CYCLES_OF_A_MOVE = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of the operations that run at every step: branches that a request must ask for are left out, and so are Pallas
-    kernels and collectives, of which the compiler estimates nothing.
+    """Estimate of the operations that run in every step, without branches that only some requests need, and without
+    Pallas kernels and collectives, which the compiler does not estimate.
 
-    - `cycles`: of the program, loops included; `layer_cycles`: those of the layers.
-    - `worst`: the operations that take longest.
-    - `moves`: those that only put weights or pages into another layout.
-    - `windowed`: products that are cut in pieces, to exchange one while another is multiplied.
+    - `cycles`: of the program, including loops; `layer_cycles`: those of the layers.
+    - `worst`: the operations with the most cycles.
+    - `moves`: operations that only convert weights or pages to another layout.
+    - `windowed`: products that are split into pieces, to exchange one while another is multiplied.
     - `permutes`: collective permutes in the layers.
-    - `sorts`: those, and what is left to the SparseCores.
+    - `sorts`: sorts, and operations on the SparseCores.
     """
 
     cycles: int
@@ -36,13 +35,13 @@ class Estimate:
 
     @classmethod
     def of(cls, operations: Sequence[Operation], names: Mapping[str, str]) -> Estimate:
-        """`names`: of weights, by what the program calls them (`weights[3]`)."""
+        """Summarises operations; `names`: of weights, by their names in the program (`weights[3]`)."""
         own = [operation for operation in operations if not operation.conditional]
         moves = (
             replace(operation, moved=names.get(operation.moved, operation.moved))
             for operation in own
             if operation.moved in names
-            or (operation.moved.startswith("state.") and operation.cycles > _LEAST_CYCLES_OF_A_MOVE)
+            or (operation.moved.startswith("state.") and operation.cycles > _MIN_CYCLES_OF_A_MOVE)
         )
 
         def named(found: Iterable[Operation]) -> tuple[Operation, ...]:
@@ -59,7 +58,7 @@ class Estimate:
         )
 
     def warnings(self, program: str, clock: float) -> list[str]:
-        """What costs time at every step and means nothing, in words."""
+        """Costs of every step that could be avoided, in words."""
         found = [
             f"{program!r} converts {move.moved} to another layout at every step: {move.result.split('{')[0]}, "
             f"{move.total / clock * 1e6:.0f} us ({short_source(move.source) or move.name})"
@@ -78,8 +77,7 @@ class Estimate:
 
 
 def _places(operations: Sequence[Operation]) -> list[str]:
-    """Of operations, those of the same arrays and line of the source once: how often a step runs them, the names of the
-    arguments that they take, the largest array, and the line."""
+    """Groups operations by arrays and line: runs per step, names of arguments, the largest array, and the line."""
     found: Counter[tuple[str, str]] = Counter()
     for operation in operations:
         arrays = " ".join([*operation.takes, operation.array])

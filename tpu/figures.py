@@ -1,4 +1,4 @@
-"""What the compiling process is asked, and what it answers: figures of a deployment and of each of its programs."""
+"""Requests to the compiling process, and its answers: figures of a deployment and of each of its programs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tpu.topologies import Topology
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A model on a slice, as the runner would settle it. Bytes are those of one device.
+    """A model on a slice, as the runner would configure it. Bytes are those of one device.
 
     - `devices`: those that JAX sees in the slice.
     - `box`: chips that a tensor-parallel group spans along each axis of the slice.
-    - `hbm`: what programs may use; `weights`; `page`: one KV page over all layers.
-    - `slot`: the recurrent states of one row, over all layers that keep one; 0 where none does.
-    - `num_pages`: of the first cache group, the pad page counted; where all layers keep states, of slots.
-    - `kv`: bytes of the pools of all groups; `pools`: what each of them holds, in words.
-    - `programs`: those to be compiled, of `all_programs` that the runner would have.
+    - `hbm`: bytes that programs may use; `weights`; `page`: one KV page over all layers.
+    - `slot`: the recurrent states of one row, over all layers that have them; 0 if none do.
+    - `num_pages`: of the first cache group, including the pad page; slots if all layers have recurrent states.
+    - `kv`: bytes of the pools of all groups; `pools`: their contents, in words.
+    - `programs`: those to compile, of `all_programs` that the runner would have.
     """
 
     config: ModelConfig
@@ -52,7 +52,7 @@ class Deployment:
 
     @property
     def kv_tokens(self) -> int | None:
-        """That the pages hold; None where no layer has any."""
+        """Tokens that the pages hold; None if no layer has pages."""
         return (self.num_pages - 1) * self.page_size if self.page else None
 
 
@@ -60,11 +60,10 @@ class Deployment:
 class ProgramFigures:
     """One compiled program. Bytes are those of one device.
 
-    - `tokens`, `rows`: the bucket of a step program; 0 for those that change a few rows of the state.
-    - `temporaries`: what the program takes while it runs; `aliased`: outputs that are written over arguments; `code`:
-      its instructions, which stay in HBM.
-    - `flops`, `accessed`: of XLA's cost analysis, which counts a loop's body once.
-    - `collectives`, `kernels`, `estimate`: None if the compiler gave no text to find them in.
+    - `tokens`, `rows`: the bucket of a step program; 0 for programs that change a few rows of the state.
+    - `temporaries`: allocated while it runs; `aliased`: outputs that overwrite arguments; `code`: instructions, in HBM.
+    - `flops`, `accessed`: by XLA's cost analysis, which counts a loop's body once.
+    - `collectives`, `kernels`, `estimate`: None if the compiler returned no text.
     """
 
     name: str
@@ -84,13 +83,13 @@ class ProgramFigures:
 
     @property
     def running(self) -> int:
-        """HBM that the device needs while it runs, its code left out."""
+        """HBM that the device needs while it runs, without its code."""
         return self.arguments + self.temporaries + self.outputs - self.aliased
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramFailure:
-    """A program that did not compile, and what the compiler said."""
+    """A program that did not compile, and the compiler's message."""
 
     name: str
     seconds: float
@@ -99,7 +98,7 @@ class ProgramFailure:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The deployment cannot be: a model that leaves no room for KV, or, `of_options`, options that cannot be."""
+    """An invalid deployment: a model that leaves no room for KV, or, `of_options`, invalid options."""
 
     reason: str
     of_options: bool
@@ -107,22 +106,22 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What the programs' own code warned of while they were made."""
+    """A warning of the programs' own code while they were built."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Compiled programs in the folder that was asked for: entries there, and those of them that are new."""
+class CacheEntries:
+    """Compiled programs in the requested folder: all entries, and the new ones."""
 
     entries: int
     written: int
 
 
 class Selection(StrEnum):
-    """Which of the runner's programs are compiled: `QUICK` the largest of each kind, `ENDS` the largest, the
-    smallest, and those that change a few rows of the state, `ALL` all."""
+    """The programs of the runner to compile: `QUICK` the largest of each kind, `ENDS` the largest, the smallest, and
+    those that change a few rows of the state, `ALL` all."""
 
     QUICK = "quick"
     ENDS = "ends"
@@ -131,8 +130,7 @@ class Selection(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be compiled: `options` are those that the server would be started with. `encodings`: of matrices that
-    are not plain numbers."""
+    """What to compile: `options` are those of the server. `encodings`: of quantised matrices."""
 
     model: ModelConfig
     options: EngineConfig
@@ -141,4 +139,4 @@ class Request:
     encodings: Mapping[ParameterName, Encoding] = field(default_factory=dict)
 
 
-Message = Deployment | ProgramFigures | ProgramFailure | Refusal | Notice | Kept
+Message = Deployment | ProgramFigures | ProgramFailure | Refusal | Notice | CacheEntries

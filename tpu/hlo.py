@@ -20,8 +20,8 @@ _COST_FIELD = re.compile(r'"(?P<name>flops|bytes_accessed)":"?(?P<value>-?\d+)')
 class Kernel:
     """Calls of one Pallas kernel.
 
-    - `vmem`: most bytes of vector memory that a call takes.
-    - `flops`, `bytes`: of one call, by the estimate that the kernel's author gave; None if there is none.
+    - `vmem`: maximum bytes of vector memory of a call.
+    - `flops`, `bytes`: of one call, by the kernel author's estimate; None if there is none.
     """
 
     name: str
@@ -32,8 +32,8 @@ class Kernel:
 
 
 def take_text(dumps: Path) -> str | None:
-    """The text of the module compiled last, as it was after all passes. `Compiled.as_text` would be the plain way, but
-    fails on modules with some asynchronous operations (libtpu 0.0.51)."""
+    """Returns the text of the module compiled last, after all passes. `Compiled.as_text` would be simpler, but fails on
+    modules with some asynchronous operations (libtpu 0.0.51)."""
     found = sorted(dumps.glob("*.after_codegen.txt"), key=lambda file: file.stat().st_size)
     text = found[-1].read_text(errors="replace") if found else None
     shutil.rmtree(dumps)

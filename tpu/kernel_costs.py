@@ -1,7 +1,7 @@
-"""What a call of the attention kernels takes by the compiler's schedule: bundles of each loop, times its trips.
+"""The cost of a call of the attention kernels by the compiler's schedule: bundles of each loop, times its trips.
 
-What such an estimate covers is the work of the instructions in their order. It knows nothing of waits: for memory, for
-results that take longer than the schedule assumes, for the first block of a call, for other cores on the chip.
+Such an estimate covers the instructions in order. It excludes waits: for memory, for results that take longer than the
+schedule assumes, for the first block of a call, for other cores on the chip.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PREFILL_KERNEL = "paged_attention_prefill"
 _COPY = "= dma.hbm_to_vmem"
 
 LATENCY = 0.6e-6
-"""Seconds from the start of a copy from HBM to its first byte: 0.46 us was measured on a v4, 0.59 is what libtpu's own
-model of copies starts from on v6e."""
+"""Seconds from the start of a copy from HBM to its first byte: 0.46 us measured on a v4, 0.59 in libtpu's model of
+v6e."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """`query_lens` of `kv_lens`; decode rows first."""
+    """Rows with `query_lens` queries and `kv_lens` keys; decode rows first."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Blocks:
-    """`count` blocks of decode rows that have `keys` keys each and take so many `bundles`."""
+    """`count` blocks of decode rows with `keys` keys and `bundles` bundles each."""
 
     count: int
     keys: int
@@ -52,16 +52,14 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Cost:
-    """A kernel's part in a step.
+    """A kernel's cost in a step.
 
-    - `loop`: bundles of the loop over blocks of keys, for one block: its own, those of a pass over all heads, and those
-      that start the copies of one block's pages.
-    - `per_key_head`: `loop` by keys of a block, query heads and, for chunks, queries that the block serves, in
-      thousandths.
-    - `spills`: stores of vector registers that ran out, in that loop; of prefill, for a pass over `HEADS_TOGETHER`.
-    - `cycles`: bundles of the whole step, at one bundle a cycle.
-    - `keys_read`: keys that the step must read once (decode rows: all theirs; chunks: theirs, for each block of
-      queries).
+    - `loop`: bundles for one block of keys: of the loop, of a pass over all heads, and to start the copies of its
+      pages.
+    - `per_key_head`: `loop` divided by the block's keys, query heads and, for chunks, queries, in thousandths.
+    - `spills`: stores of spilled vector registers in that loop; for prefill, in a pass over `HEADS_TOGETHER`.
+    - `cycles`: bundles of the whole step, at one bundle per cycle.
+    - `keys_read`: keys that the step must read (decode rows: once; chunks: once for each block of queries).
     - `blocks`: of decode rows.
     """
 
@@ -74,11 +72,11 @@ class Cost:
 
 
 def decode_cost(schedule: Loop, step: Step, heads: int, sizes: Sizes, rows: int, page_size: int) -> Cost:
-    """Of the decode kernel, of whose rows a program takes so many: a row's last block takes what its computed part
-    takes, and rows of a short group take their part of what the group does.
+    """The cost of the decode kernel, whose programs have `rows` rows. A row's last block costs as much as its computed
+    part, and rows of a short group share the cost of the group.
 
-    Branches count as if all of them were taken, but for those that compute, and for the one that starts the copies of
-    a short group while a row of its own blocks is computed.
+    All branches count as taken, except those that compute, and the one that starts the copies of a short group while a
+    row with its own blocks is computed.
     """
     *group_loops, block_loop = loops_with_products(schedule)
     computing = _computing(block_loop)
@@ -123,14 +121,14 @@ def decode_cost(schedule: Loop, step: Step, heads: int, sizes: Sizes, rows: int,
 
 def _starting_group(block_loop: Loop) -> int:
     """Bundles of the branch that starts a group's copies: it waits for the group's page numbers and starts those of a
-    later one; what starts the copies is a loop of its own."""
+    later one; the copies themselves start in a separate loop."""
     found = [region for region in block_loop.regions() if sum(bundle.count("= dma") for bundle in region) == 2]
     return len(found[0]) if len(found) == 1 else 0
 
 
 def _computing(block_loop: Loop) -> list[int]:
-    """Bundles of each size of block that the loop computes, most first: of the branch that multiplies, and of the one
-    before it, which clears values where there are fewer keys; the first size's is part of what all blocks take."""
+    """Bundles of each size of block that the loop computes, largest first: of the branch that multiplies, and, except
+    for the first size, of the one before it, which clears values if there are fewer keys."""
     regions = block_loop.regions()
     found: list[int] = []
     for before, region in zip([[], *regions], regions, strict=False):
@@ -140,13 +138,13 @@ def _computing(block_loop: Loop) -> list[int]:
 
 
 def decode_with_copies(cost: Cost, *, transfer: float, latency: float, depth: int) -> float:
-    """Cycles of the decode rows of a step where blocks wait for their copies.
+    """Cycles of a step's decode rows if blocks wait for their copies.
 
-    A buffer is filled, computed with, and then filled again: with `depth` of them a block comes every (computing +
-    latency + transfer) / depth cycles, and no sooner than either computing or memory allows.
+    A buffer is filled, used, and then filled again: with `depth` buffers, a block takes (computing + latency +
+    transfer) / depth cycles, and at least the time of either computing or memory.
 
-    **Arguments:** `cost`: of `decode_cost`; `transfer`: cycles that memory takes for the bytes of a key; `latency`:
-    from the start of a copy to its first byte; `depth`: see `depth_of`.
+    **Arguments:** `cost`: of `decode_cost`; `transfer`: cycles of memory for the bytes of a key; `latency`: from the
+    start of a copy to its first byte; `depth`: see `depth_of`.
     """
     cycles = cost.cycles
     for each in cost.blocks:
@@ -157,7 +155,7 @@ def decode_with_copies(cost: Cost, *, transfer: float, latency: float, depth: in
 
 
 def prefill_cost(schedule: Loop, step: Step, heads: int, queries: int, pages: int, page_size: int) -> Cost:
-    """Of the prefill kernel, in blocks of so many queries and pages."""
+    """The cost of the prefill kernel, with blocks of `queries` queries and `pages` pages."""
     keys = pages * page_size
     *_, block_loop = (loop for loop in schedule.walk() if _is_over_blocks(loop))
     forms = _prefill_forms(block_loop, heads, queries)
@@ -176,15 +174,15 @@ def prefill_cost(schedule: Loop, step: Step, heads: int, queries: int, pages: in
 
 
 def _is_over_blocks(loop: Loop) -> bool:
-    """It is the loop over blocks of keys: it starts copies, and multiplies, by itself or in loops over heads."""
+    """Whether it is the loop over blocks of keys: it starts copies, and multiplies, itself or in loops over heads."""
     starts_copies = any(inner.count(_COPY) for inner in loop.loops)
     return loop.depth > 0 and starts_copies and any(each.products for each in (loop, *loop.loops))
 
 
 @dataclass(frozen=True)
 class _Forms:
-    """Bundles for a block of keys: of the slowest form for all queries of a block, and of that for one run of them.
-    `spills` are the slowest form's."""
+    """Bundles for a block of keys, of all queries of a block in the slowest form, or of one run; `spills`: of the
+    former."""
 
     of_all: float
     of_a_run: float
@@ -192,12 +190,12 @@ class _Forms:
 
 
 def _prefill_forms(block_loop: Loop, heads: int, queries: int) -> _Forms:
-    """The forms lie side by side in the loop: all queries unmasked, all masked, and, where a block of queries has
-    several, one for each run of queries."""
+    """The forms are branches of the loop: all queries unmasked, all masked, and one for each of several runs of
+    queries."""
     passes = [loop for loop in block_loop.loops if loop.products]
     runs = queries // ROWS_TOGETHER
     if not passes:
-        # So few heads that no loop over them is left: of all forms' bundles, a third are those of all runs.
+        # With so few heads, no loop over them is left: a third of all forms' bundles are those of all runs.
         count = 3 if runs > 1 else 2
         all_queries = len(block_loop.bundles) / count
         return _Forms(all_queries, all_queries / max(runs, 1), block_loop.vector_spills // count)
@@ -210,7 +208,7 @@ def _prefill_forms(block_loop: Loop, heads: int, queries: int) -> _Forms:
 
 @dataclass(frozen=True)
 class _Span:
-    """Queries of a chunk in one block of queries: the last position (exclusive) that they see."""
+    """Queries of a chunk in one block of queries. `last_key`: the end of the keys that they see, exclusive."""
 
     last_key: int
     in_one_run: bool
@@ -233,11 +231,10 @@ def loops_with_products(schedule: Loop) -> list[Loop]:
 
 
 def issue(block_loop: Loop, pages: int) -> float:
-    """Bundles that start the copies of a block: by the loop that starts most at a time, and what it leaves by the one
-    that starts fewest."""
+    """Bundles that start the copies of a block: most at a time, and the remainder in the loop that starts fewest."""
     loops = [loop for loop in block_loop.walk()[1:] if loop.count(_COPY)]
     if not loops:
-        return 0.0  # They are started one by one, in the loop's own bundles.
+        return 0.0  # they are started one by one, in the loop's own bundles
     most, fewest = (choose(loops, key=lambda loop: loop.count(_COPY)) for choose in (max, min))
     together, single = most.count(_COPY), fewest.count(_COPY)
     return pages // together * len(most.bundles) + pages % together * len(fewest.bundles) / single

@@ -1,4 +1,4 @@
-"""`python -m tpu.launch`: the server on a TPU VM with options to suit; the same command on every node of a slice."""
+"""`python -m tpu.launch`: starts the server on a TPU VM with suitable options; the same on every node of a slice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PORT = 30000
 
 
 def _take_defaults(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
-    """What a `--config` file says of the options below holds unless a flag says otherwise."""
+    """Uses a `--config` file's values of the options below as their defaults."""
     if file is not None:
         field_of = {alias: field for field, aliases in ALIASES.items() for alias in aliases}
         context.default_map = read_config_file(file, list(ServerConfig.model_fields), field_of)
@@ -104,21 +104,21 @@ def launch(
 
 
 def model_among(server_options: Sequence[str]) -> str | None:
-    """The model that is named without a flag among options of the server, which only its own parser can tell from
-    their values. Raises `click.UsageError` for an option that the server has not got."""
+    """The model given without a flag among options of the server; only the server's parser distinguishes it from their
+    values. Raises `click.UsageError` for an option that the server does not have."""
     model = _values_of(server_options)["model"]
     return model if isinstance(model, str) else None
 
 
 def dtype_among(server_options: Sequence[str], from_file: Mapping[str, object]) -> Dtype:
-    """The dtype of weights that options of the server name, or else its `--config` file."""
+    """The dtype of weights in the server's options, or else in its `--config` file."""
     named = _values_of(server_options).get("dtype") or from_file.get("dtype")
     known = {kind.value: kind for kind in Dtype}
-    return known.get(str(named), Dtype.AUTO)  # the server refuses all others
+    return known.get(str(named), Dtype.AUTO)  # the server refuses others
 
 
 def quantization_among(server_options: Sequence[str], from_file: Mapping[str, object]) -> WeightQuantization:
-    """The same of what weights are quantised to."""
+    """The dtype to which weights are quantised in the server's options, or else in its `--config` file."""
     named = _values_of(server_options).get("quantization") or from_file.get("quantization")
     known = {kind.value: kind for kind in WeightQuantization}
     return known.get(value_named("WeightQuantization", str(named)), WeightQuantization.AUTO)
@@ -131,8 +131,8 @@ def _values_of(server_options: Sequence[str]) -> dict[str, object]:
 
 
 def server_arguments(machine: Machine, choices: Choices, model: str, *, from_file: Container[str] = ()) -> list[str]:
-    """Flags of the server for one node of a slice, but for where it listens. What a `--config` file sets (`from_file`)
-    stays as it is there, unless the slice is divided by it."""
+    """Flags of the server for one node of a slice, without its address. Values of a `--config` file (`from_file`) stay
+    as they are there, except those that divide the slice."""
     arguments = ["--model-path", model]
     chosen = {
         "backend": "jax",
@@ -150,7 +150,7 @@ def server_arguments(machine: Machine, choices: Choices, model: str, *, from_fil
 
 
 def node_arguments(machine: Machine) -> list[str]:
-    """How a node of several finds the others of one replica; none for a node alone."""
+    """Flags by which one of several nodes finds the others of one replica; none for a single node."""
     if len(machine.nodes) < 2:
         return []
     return [
@@ -165,8 +165,8 @@ def _with_port(address: str, port: int) -> str:
 
 
 def listening_arguments(machine: Machine, choices: Choices, host: str | None, port: int | None) -> list[str]:
-    """Where a node listens, as `--host` and `--port` say. With replicas on several nodes each has a server of its own,
-    and that of node 0 gives requests to its own replicas and to the others' servers.
+    """Flags for the address of a node, by `--host` and `--port`. With replicas on several nodes, each node has its own
+    server; that of node 0 distributes requests to its own replicas and to the other servers.
 
     **Raises:** `ConfigError` for an address or a port by which node 0 could not find the others.
     """
@@ -185,8 +185,8 @@ def listening_arguments(machine: Machine, choices: Choices, host: str | None, po
 
 
 def own_placement(machine: Machine, choices: Choices) -> Placement | None:
-    """What shows a node of several its own chips alone, where one replica has them all; several see to that themselves,
-    and for others there is nothing to say."""
+    """The environment that shows each of several nodes only its own chips, if there is one replica per node; several
+    replicas per node do this themselves, and others do not need it."""
     nodes = len(machine.nodes)
     return separate_slice(machine.topology.chips // nodes) if nodes > 1 and choices.replicas == nodes else None
 

@@ -1,4 +1,4 @@
-"""Which TPU this machine has: chips on the PCI bus, and what Google Cloud says of the slice that they belong to."""
+"""Detects this machine's TPU: chips on the PCI bus, and Google Cloud's data about their slice."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _METADATA_SECONDS = 2.0
 _GOOGLE = "0x1ae0"
 
 Metadata = Callable[[str], str | None]
-"""The value of an attribute of this VM; None if there is none."""
+"""Returns the value of an attribute of this VM; None if it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A node of a slice.
 
-    - `nodes`: addresses of all nodes of the slice, by their numbers; empty if there is one.
+    - `nodes`: addresses of all nodes of the slice, by number; empty if there is one.
     - `worker`: the number of this one.
     """
 
@@ -40,9 +40,9 @@ class Machine:
 def detect_machine(
     environment: TpuEnvironment, metadata: Metadata | None = None, pci_devices: Path = PCI_DEVICES
 ) -> Machine:
-    """Looks at the machine. The environment (GKE sets it) wins over the metadata server (TPU VMs ask it).
+    """Detects the machine's slice. The environment (of GKE) takes precedence over the metadata server (of TPU VMs).
 
-    **Raises:** `ConfigError` if there is no TPU, or of a kind that is not known here.
+    **Raises:** `ConfigError` if there is no TPU, or an unknown one.
     """
     found = metadata or read_metadata
     chip, count = _chips(pci_devices)
@@ -54,7 +54,7 @@ def detect_machine(
 
 
 def read_metadata(attribute: str) -> str | None:
-    """Asks the metadata server of Google Cloud; None where there is no such server or attribute."""
+    """Reads an attribute from Google Cloud's metadata server; None if there is no such server or attribute."""
     request = urllib.request.Request(_METADATA + attribute, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as answer:
@@ -80,8 +80,8 @@ def _read(file: Path) -> str:
 
 
 def _nodes(listed: str) -> tuple[str, ...]:
-    """Names or addresses, or `name:number:address` as older VMs have it. An address of IPv6 has colons of its own: in
-    brackets, or alone, or behind the two others."""
+    """Parses names or addresses, or `name:number:address` as on older VMs. An IPv6 address contains colons: it is in
+    brackets, by itself, or after the two others."""
     return tuple(_node(node.strip()) for node in listed.split(",") if node.strip())
 
 
@@ -91,7 +91,7 @@ def _node(listed: str) -> str:
 
 
 def is_ipv6(text: str) -> bool:
-    """Whether it is an address of IPv6, in brackets or not."""
+    """Whether it is an IPv6 address, in brackets or not."""
     try:
         ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))
     except ipaddress.AddressValueError:
@@ -100,7 +100,7 @@ def is_ipv6(text: str) -> bool:
 
 
 def _own_slice(chip: Chip, count: int) -> Topology:
-    """The chips of one node: of those shapes that a node can have, or a row."""
+    """The chips of one node: in the shape for a single node with this many chips, or in a row."""
     for shape in chip.one_node:
         if math.prod(shape) == count:
             return Topology(chip, shape)
@@ -108,9 +108,9 @@ def _own_slice(chip: Chip, count: int) -> Topology:
 
 
 def _whole_slice(environment: TpuEnvironment, metadata: Metadata, chip: Chip, count: int) -> Topology:
-    """The slice of several nodes, which have `count` chips together.
+    """The slice of several nodes with `count` chips in total.
 
-    **Raises:** `ConfigError` if that is not what its name says.
+    **Raises:** `ConfigError` if this contradicts its name.
     """
     name = f"{chip.generation}:{environment.topology}" if environment.topology else None
     name = name or environment.accelerator_type or metadata("accelerator-type")

@@ -1,7 +1,7 @@
-"""What each operation of a compiled program costs by the compiler's own estimate, loops included.
+"""The cost of each operation of a compiled program by the compiler's own estimate, including loops.
 
-The estimate is of the operation's instructions and of the memory that it waits for while it runs. It leaves out Pallas
-kernels, collectives and copies that run beside other work.
+The estimate covers an operation's instructions and its waits for memory while it runs. It excludes Pallas kernels,
+collectives, and copies that overlap with other work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 LAYER = "jit(_run_layer)"
-"""What the program calls its layers: see `models.transformer`."""
+"""Name of the layers in the program: see `models.transformer`."""
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(
@@ -41,15 +41,15 @@ _MOVES = ("copy", "transpose", "bitcast-convert")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation that runs at a step, as the compiler's estimate has it.
+    """One operation of a step, with the compiler's estimate.
 
-    - `name`, `kind`: of the instruction; `result`: what it makes, with the layout, `bf16[64,4096]{1,0:T(8,128)}`.
-    - `cycles`: of one run; `times`: how often a step runs it.
-    - `conditional`: in a branch that a step takes only if a request asks for it.
-    - `origin`: what the program calls it, `jit(step)/dot_general`; `source`: file and line, empty if unknown.
-    - `moved`: the program's argument that the operation only moves into another layout; empty for all others.
-    - `takes`: of a collective or a cut product, the arguments of the program that it is given unchanged.
-    - `offloaded`: it starts what the SparseCores compute; not the exchanges that they run.
+    - `name`, `kind`: of the instruction; `result`: with its layout, `bf16[64,4096]{1,0:T(8,128)}`.
+    - `cycles`: of one run; `times`: runs per step.
+    - `conditional`: in a branch that a step takes only if a request needs it.
+    - `origin`: its name in the program, `jit(step)/dot_general`; `source`: file and line, empty if unknown.
+    - `moved`: the program's argument that the operation only moves to another layout, else empty.
+    - `takes`: for a collective or a windowed product, the program's arguments that it reads unchanged.
+    - `offloaded`: it starts work on the SparseCores, other than collectives.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Operation:
 
     @property
     def is_windowed(self) -> bool:
-        """Part of a product that the compiler cut in pieces, to exchange one while another is multiplied."""
+        """Whether it is part of a product that is split into pieces, to exchange one while another is multiplied."""
         return self.kind == "while" and "windowed_dot_general" in self.result
 
     @property
@@ -79,7 +79,7 @@ class Operation:
 
     @property
     def is_sort(self) -> bool:
-        """A sort, or left to the SparseCores: a scatter to a large table is made into both."""
+        """Whether it is a sort, or runs on the SparseCores: a scatter to a large table becomes both."""
         return self.kind == "sort" or self.offloaded
 
     @property
@@ -94,8 +94,7 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """Of the result. What starts an operation carries its operands, its results and a few words of state: of these
-        the largest array."""
+        """Bytes of the result; of a start operation's operands, results and state, only the largest array."""
         sizes = [_bytes(array) for array in _ARRAY.finditer(self.result)]
         return max(sizes, default=0) if self.kind.endswith("-start") else sum(sizes)
 
@@ -120,7 +119,7 @@ class Module:
         self._read(text)
 
     def operations(self) -> tuple[Operation, ...]:
-        """Those that have an estimate, collectives, sorts, and loops of cut products, in the order of the text."""
+        """Operations with an estimate, collectives, sorts, and loops of windowed products, in the order of the text."""
         return tuple(self._walk(self._entry, 1, False, {}))
 
     def _read(self, text: str) -> None:
@@ -140,7 +139,8 @@ class Module:
                 table[int(row["number"])] = row["value"]
 
     def _walk(self, computation: str, times: int, conditional: bool, arguments: dict[int, str]) -> Iterator[Operation]:
-        """`arguments`: elements of the computation's one tuple that are arguments of the program."""
+        """Yields the operations of a computation and those that it calls. `arguments`: the elements of its tuple that
+        are arguments of the program."""
         own = self._computations.get(computation, {})
         names: dict[str, str] = {}
         for instruction in own.values():
@@ -161,7 +161,7 @@ class Module:
                 for branch in _OPERAND.findall(branches["names"]):
                     yield from self._walk(branch, times, True, {})
             elif called := _CALLED.search(instruction.line):
-                # An operation's estimate is that of all within, but for what the compiler runs beside others.
+                # An operation's estimate includes all within, except what the compiler runs in parallel.
                 within = self._walk(called[1], times, conditional, {})
                 whole = instruction.kind in ("call", "async-start")
                 wanted = (inner for inner in within if whole or inner.is_collective)
@@ -191,7 +191,7 @@ class Module:
         )
 
     def _exchanges(self, instruction: _Instruction) -> bool:
-        """Whether what an instruction calls is an exchange of devices, which SparseCores may run as well."""
+        """Whether an instruction calls a collective, which SparseCores may run too."""
         called = _CALLED.search(instruction.line)
         inner = self._computations.get(called[1], {}).values() if called else ()
         return any(each.kind.removesuffix("-start") in COLLECTIVES or self._exchanges(each) for each in inner)
@@ -199,7 +199,7 @@ class Module:
     def _argument(
         self, instruction: _Instruction, names: dict[str, str], arguments: dict[int, str], at_entry: bool
     ) -> str:
-        """The program's argument that an instruction's result is, unchanged; empty if it is none."""
+        """The program's argument that an instruction returns unchanged; empty if it does not."""
         match instruction.kind:
             case "parameter" if at_entry:
                 origin = _OP_NAME.search(instruction.line)
@@ -213,14 +213,14 @@ class Module:
                 return ""
 
     def _carried(self, loop: _Instruction, own: dict[str, _Instruction], names: dict[str, str]) -> dict[int, str]:
-        """Elements of what a loop is given that are arguments of the program."""
+        """Elements of a loop's initial tuple that are arguments of the program."""
         given = own.get(loop.operands[0])
         operands = given.operands if given is not None and given.kind == "tuple" else ()
         return {index: names[name] for index, name in enumerate(operands) if names.get(name)}
 
     def _moved(self, instruction: _Instruction, names: dict[str, str], own: dict[str, _Instruction]) -> str:
-        """The argument that an instruction moves: a copy of it, or a fusion of nothing but moves. Not one that only
-        takes it to another memory, VMEM mostly, as it lies."""
+        """The argument that an instruction moves: by a copy, or a fusion of only moves. A copy to another memory,
+        mostly VMEM, in the same layout does not count."""
         if len(instruction.operands) != 1 or not names.get(instruction.operands[0]):
             return ""
         given = own.get(instruction.operands[0])
@@ -235,7 +235,7 @@ class Module:
         return ""
 
     def _trips(self, condition: str, body: str) -> int:
-        """How often a loop runs whose condition compares a counter from 0 with a constant; 1 for any other."""
+        """Trips of a loop whose condition compares a counter from 0 with a constant; 1 for any other."""
         own = self._computations.get(condition, {})
         compared = next((found for found in own.values() if found.root and "direction=LT" in found.line), None)
         if compared is None:
@@ -246,7 +246,7 @@ class Module:
         return -(-limit // self._increment(body, int(index[1]))) if index else limit
 
     def _increment(self, body: str, element: int) -> int:
-        """What a loop's body adds to an element of its tuple; 1 if that is not plain."""
+        """The amount that a loop's body adds to an element of its tuple; 1 if it cannot be determined."""
         own = self._computations.get(body, {})
         result = next((found for found in own.values() if found.root), None)
         if result is None or element >= len(result.operands):
@@ -268,18 +268,18 @@ class Module:
 
 
 def _as_it_lies(instruction: _Instruction) -> str:
-    """The result with its layout, wherever it is: `S(1)` is VMEM."""
+    """The result with its layout, without its memory space: `S(1)` is VMEM."""
     return _MEMORY.sub("", instruction.result)
 
 
 def _constant(instruction: _Instruction | None) -> int:
-    """The value of a constant that is a whole number; 0 for all else."""
+    """The value of an integer constant; 0 for all else."""
     found = re.search(r" constant\((\d+)\)", instruction.line) if instruction is not None else None
     return int(found[1]) if found else 0
 
 
 def short_source(source: str) -> str:
-    """The end of a place in the source, from the package on."""
+    """A source location without the path before the package."""
     return source[max(source.rfind("sglang_jax/"), 0) :]
 
 

@@ -1,4 +1,4 @@
-"""What `tpu.check` says: the deployment, figures of each program, and a verdict."""
+"""The report of `tpu.check`: the deployment, figures of each program, and a verdict."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tpu.topologies import Topology
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Seconds of a step by the compiler's own estimate, which is of all but attention and what devices exchange.
+class StepTime:
+    """The parts of a step's time: the compiler's own estimate excludes attention and collectives.
 
-    - `estimated`; `layers`: what of it is in the layers.
-    - `least`: what the peaks allow for the same work.
-    - `attention`, `exchange`: the least time of the rest.
+    - `estimated`; `layers`: the layers' share of it.
+    - `least`: the minimum time of the same work at peak.
+    - `attention`, `exchange`: the minimum time of the rest.
     """
 
     estimated: float
@@ -33,18 +33,18 @@ class Share:
 
     @property
     def of(self) -> float:
-        """The part of the estimate that the peaks allow; 1 is as fast as the chip."""
+        """The minimum time over the estimate; 1 is as fast as the chip."""
         return self.least / self.estimated if self.estimated else 0.0
 
     @property
     def step(self) -> float:
-        """A whole step, if attention and exchange are as fast as the chip and nothing waits for anything else."""
+        """Time of a whole step if attention and exchange run at peak, with no waits in between."""
         return self.estimated + self.attention + self.exchange
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a check found."""
+    """All results of a check."""
 
     model: str
     topology: Topology
@@ -58,12 +58,12 @@ class Report:
 
     @property
     def resident_code(self) -> int:
-        """Instructions of all programs compiled; each stays in HBM once it is loaded."""
+        """Bytes of the instructions of all compiled programs; each stays in HBM once it is loaded."""
         return sum(program.code for program in self.programs)
 
     @property
     def needed(self) -> int:
-        """Most HBM that a device needs at any time."""
+        """Maximum HBM that a device needs at any time."""
         return self.resident_code + max((program.running for program in self.programs), default=0)
 
     @property
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def problem(self) -> str | None:
-        """Why this cannot be served, in one line, and what would help; None if it can."""
+        """The reason why this cannot be served, in one line, with a remedy; None if it can."""
         would_fit = "" if self.remedy is None else f". Would fit: {self.remedy}"
         if self.failures:
             failure = self.failures[0]
@@ -88,16 +88,16 @@ class Report:
 
     @property
     def context(self) -> int:
-        """Tokens of each row: those asked for, or what each has where the pages are shared evenly among all rows."""
+        """Tokens of each row: as asked for, or each row's equal share of the pages."""
         if self.row_context is not None:
             return min(self.row_context, self.deployment.max_context)
         tokens = self.deployment.kv_tokens
-        if tokens is None:  # a row takes as much however long it is
+        if tokens is None:  # a row takes the same memory at any length
             return self.deployment.max_context
         return max(min(self.deployment.max_context, tokens // self.deployment.max_rows), 1)
 
     def work(self, program: ProgramFigures) -> Work | None:
-        """What a full step of the program computes; None where it computes no tokens."""
+        """The work of a full step of the program; None if it computes no tokens."""
         if not program.tokens:
             return None
         if program.tokens == program.rows:
@@ -105,7 +105,7 @@ class Report:
         return Work.prefill(program.tokens)
 
     def bounds(self, program: ProgramFigures, work: Work, *, states: bool = True) -> Roofline:
-        """The least time of a step. `states`: with what recurrent states take."""
+        """The minimum time of a step. `states`: include the traffic of recurrent states."""
         deployment, collectives = self.deployment, program.collectives
         sent = None
         if collectives is not None:
@@ -121,14 +121,14 @@ class Report:
             exchanged=sent,
         )
 
-    def share(self, program: ProgramFigures) -> Share | None:
-        """The compiler's estimate beside the least time of the same work; None where there is no estimate."""
+    def share(self, program: ProgramFigures) -> StepTime | None:
+        """The compiler's estimate and the minimum time of the same work; None if there is no estimate."""
         work = self.work(program)
         if work is None or program.estimate is None:
             return None
         without = self.bounds(program, Work(work.tokens, work.rows, 0, 0), states=False)
         whole = self.bounds(program, work)
-        return Share(
+        return StepTime(
             estimated=program.estimate.cycles / self.topology.chip.clock,
             layers=program.estimate.layer_cycles / self.topology.chip.clock,
             least=max(without.compute, without.memory),
@@ -138,7 +138,7 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """What costs time at every step and means nothing; what the programs' own code warned of."""
+        """Costs of every step that could be avoided, and warnings of the programs' own code."""
         clock = self.topology.chip.clock
         found = [
             text
@@ -189,7 +189,7 @@ class Report:
 
 
 def heading(model: str, topology: Topology, tp: int, deployment: Deployment, compiler: str) -> list[str]:
-    """What is checked."""
+    """The lines that describe what is checked."""
     config = deployment.config
     nodes = "1 node" if topology.nodes == 1 else f"{topology.nodes} nodes"
     return [
@@ -295,7 +295,7 @@ def _rooflines(report: Report) -> list[str]:
 
 
 def _links(report: Report) -> str:
-    """Over what devices exchange."""
+    """The links over which devices exchange, with their speed."""
     box, speed = report.deployment.box, in_units(report.exchange_bandwidth, "B/s")
     if math.prod(box) == 1 < report.tp:
         return f"{speed} between the devices of a chip"
@@ -305,7 +305,7 @@ def _links(report: Report) -> str:
 
 
 def _estimates(report: Report) -> list[str]:
-    """The compiler's cycles beside the least time, and the operations that take most of them."""
+    """The compiler's estimates with the minimum times, and the operations with the most cycles."""
     shares = [(program, share) for program in report.programs if (share := report.share(program)) is not None]
     if not shares:
         return []

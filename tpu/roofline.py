@@ -1,7 +1,7 @@
-"""The least time that a step can take on a chip, counted from the model's shapes and not from the compiled program.
+"""The minimum time of a step on a chip, computed from the model's shapes and not from the compiled program.
 
-A step is bound by its products (peak FLOPs), by the bytes that it reads from HBM, or by what devices exchange. No
-program reaches any of the three; the largest says what to wait for. After Williams et al. 2009.
+A step is bound by its products (peak FLOPs), by the bytes that it reads from HBM, or by the exchange between devices.
+No program reaches any of the three limits; the largest shows what the step waits for. After Williams et al. 2009.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOGIT_BYTES = 4
 
 
 class Bound(StrEnum):
-    """What a step waits for."""
+    """The resource that limits a step."""
 
     COMPUTE = "FLOPs"
     MEMORY = "HBM"
@@ -29,11 +29,11 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one step does in a tensor-parallel group.
+    """The work of one step in a tensor-parallel group.
 
-    - `tokens`: all of the step; `rows`: sequences, of which logits are computed.
-    - `keys_seen`: over all tokens, the keys that attention compares each with.
-    - `keys_read`: over all sequences, the keys that must be read from HBM.
+    - `tokens`: of the whole step; `rows`: sequences, of which logits are computed.
+    - `keys_seen`: sum over all tokens of the keys that each attends to.
+    - `keys_read`: sum over all sequences of the keys read from HBM.
     """
 
     tokens: int
@@ -43,7 +43,7 @@ class Work:
 
     @classmethod
     def decode(cls, rows: int, context: int) -> Work:
-        """One token of each row, all of which hold `context` tokens."""
+        """One token of each row, all of which have `context` tokens."""
         return cls(rows, rows, rows * context, rows * context)
 
     @classmethod
@@ -52,7 +52,7 @@ class Work:
         return cls(tokens, 1, tokens * (tokens + 1) // 2, tokens)
 
     def within(self, window: int | None) -> Work:
-        """The same step as layers see it that have a window (None: they have none), all rows being alike."""
+        """The same step for layers with a window (None for full attention), with equal rows."""
         if window is None or self.rows == 0:
             return self
         context, queries = self.keys_read // self.rows, self.tokens // self.rows
@@ -62,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one device can do: FLOPs per second, and bytes per second from HBM and to its neighbours."""
+    """Peaks of one device: FLOPs per second, and bytes per second from HBM and to its neighbours."""
 
     flops: float
     hbm_bandwidth: float
@@ -71,7 +71,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Of one device: `flops`, `hbm_bytes`, `exchanged_bytes`, and the seconds that each takes at its peak."""
+    """`flops`, `hbm_bytes` and `exchanged_bytes` of one device, and the seconds that each takes at its peak."""
 
     flops: float
     hbm_bytes: float
@@ -82,7 +82,7 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Exchanges of a layer wait for its products, so that they come on top of these."""
+        """Minimum seconds of a step. The exchanges of a layer wait for its products, so their time is added."""
         return max(self.compute, self.memory) + self.exchange
 
     @property
@@ -102,11 +102,10 @@ def roofline(
     state_bytes_per_row: int = 0,
     exchanged: float | None = None,
 ) -> Roofline:
-    """The bounds of a step.
+    """Computes the bounds of a step.
 
-    **Arguments:** `weight_bytes`, `kv_bytes_per_token`, `state_bytes_per_row`: those that one device holds (of all
-    layers); recurrent states are read and written once for each row. `exchanged`: bytes that one device sends, as
-    compiled; None where that is not known.
+    **Arguments:** `weight_bytes`, `kv_bytes_per_token`, `state_bytes_per_row`: of one device, over all layers;
+    recurrent states are read and written once per row. `exchanged`: bytes that one device sends, as compiled, if known.
     """
     flops = step_flops(config, work) / tp
     hbm = _hbm_bytes(config, work, tp, weight_bytes, kv_bytes_per_token) + 2 * state_bytes_per_row * work.rows
@@ -122,8 +121,8 @@ def roofline(
 
 
 def step_flops(config: ModelConfig, work: Work) -> float:
-    """Of the whole group: two for each weight and token, and for each number of a query and a key that are multiplied.
-    Those of recurrent states are few beside these, and left out."""
+    """FLOPs of the whole group: two for each weight and token, and for each number of a query and a key. Those of
+    recurrent states are comparatively few, and left out."""
     attention = 2.0 * sum(
         attention.products_per_key * work.within(attention.window).keys_seen for attention in config.attention
     )
@@ -133,26 +132,26 @@ def step_flops(config: ModelConfig, work: Work) -> float:
 
 
 def matrix_weights_of_layers(config: ModelConfig) -> int:
-    """Weights of all layers, of which a token is multiplied by all but those of experts that it did not choose."""
+    """Weights of all layers; a token is multiplied by all except those of experts that it did not choose."""
     manifest = manifest_of(config)
     return sum(manifest.matrix_weights(layer) for layer in range(config.num_layers))
 
 
 def _experts(config: ModelConfig) -> Iterator[tuple[int, ExpertsConfig]]:
-    """Of each layer with experts, the numbers in their matrices, and what they are."""
+    """For each layer with experts, the number of their weights, and their config."""
     for number, layer in enumerate(config.layers):
         if isinstance(layer.feed_forward, ExpertsConfig):
             yield manifest_of(config).expert_weights(number), layer.feed_forward
 
 
 def _table_weights(config: ModelConfig) -> int:
-    """Numbers in the embeddings, and in the head."""
+    """Weights of the embeddings, and of the head."""
     return math.prod(manifest_of(config).specs[ParameterName(Part.HEAD)].shape)
 
 
 def _hbm_bytes(config: ModelConfig, work: Work, tp: int, weight_bytes: int, kv_bytes_per_token: int) -> float:
-    """Weights once, but of the embeddings only the rows looked up, and of experts those that are expected to be chosen;
-    keys and values read and written; logits written and read once."""
+    """Bytes read and written: weights once, but only the looked-up rows of embeddings and the experts expected to be
+    chosen; keys and values; logits written and read once."""
     unread = sum(weights * (1 - experts.share_read(work.tokens)) for weights, experts in _experts(config))
     if not config.tie_word_embeddings:
         unread += _table_weights(config)
@@ -172,8 +171,8 @@ def _bytes_per_weight(config: ModelConfig, weight_bytes: int, tp: int) -> float:
 
 
 def _exchanged_bytes(config: ModelConfig, work: Work, tp: int) -> float:
-    """What one device sends: two sums a layer over the hidden states and one for the embeddings, in bfloat16 and as
-    rings do them, and three numbers of each row of logits (see `jax_runner.readers`)."""
+    """Bytes that one device sends: two sums per layer over the hidden states and one for the embeddings, in bfloat16
+    with ring algorithms, and three numbers per row of logits (see `jax_runner.readers`)."""
     if tp == 1:
         return 0.0
     sums = (2 * config.num_layers + 1) * 2 * (tp - 1) / tp * work.tokens * config.hidden_size * 2

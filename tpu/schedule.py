@@ -1,8 +1,8 @@
 """Reads the TPU compiler's own schedule of a kernel: instruction bundles, loops, spills.
 
-The compiler's last text dump has one line per bundle, which issues in one cycle or more, under as many `>` as loops are
-around it. A loop's own bundles are those at its depth; those of loops within it are theirs. The compiler moves a loop's
-last steps in between the bundles of a loop within it.
+The compiler's last text dump has one line per bundle, which issues in one cycle or more, with one `>` for each
+enclosing loop. A loop's own bundles are those at its depth; those of inner loops belong to these. The compiler moves a
+loop's last steps between the bundles of an inner loop.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*: ((?:> ?)*
 
 @dataclass
 class Loop:
-    """A loop of the schedule, or at depth 0 the whole of it."""
+    """A loop of the schedule, or at depth 0 the whole schedule."""
 
     depth: int
     bundles: list[str] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """Which of the bundles are the first of a region: of a branch, of what follows one, or follows a loop within."""
+    """Indices of the first bundle of each region: of a branch, or of what follows a branch or an inner loop."""
 
     def regions(self) -> list[list[str]]:
         """The loop's own bundles by region."""
@@ -36,7 +36,7 @@ class Loop:
         return [self.bundles[first:last] for first, last in zip(self.starts, ends, strict=True)]
 
     def count(self, operation: str) -> int:
-        """How often an operation occurs in the loop's own bundles."""
+        """Number of occurrences of an operation in the loop's own bundles."""
         return sum(bundle.count(operation) for bundle in self.bundles)
 
     @property
@@ -45,16 +45,16 @@ class Loop:
 
     @property
     def vector_spills(self) -> int:
-        """Stores of vector registers that the compiler ran out of."""
+        """Stores of spilled vector registers."""
         return sum(len(re.findall(r"= vst \[vmem:\[#allocation\d+_spill\]", bundle)) for bundle in self.bundles)
 
     def walk(self) -> list[Loop]:
-        """The loop and all loops within."""
+        """The loop and all inner loops."""
         return [self, *(found for loop in self.loops for found in loop.walk())]
 
 
 def read_schedule(folder: Path, kernel: str) -> Loop:
-    """The schedule of a kernel, by its name, as it was dumped last.
+    """The schedule of a kernel, by its name, as dumped last.
 
     **Raises:** `FileNotFoundError` if the compiler wrote none.
     """
@@ -71,7 +71,7 @@ def read_schedule(folder: Path, kernel: str) -> Loop:
         if match is None:
             continue
         tag, marks, bundle = match.groups()
-        if not bundle.startswith("}"):  # An empty bundle has no marks: it is where the one before it is.
+        if not bundle.startswith("}"):  # an empty bundle has no marks: its depth is the previous one's
             depth = marks.count(">")
         if tag == "LB" or depth >= len(latest):
             inner = Loop(depth)

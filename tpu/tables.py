@@ -1,4 +1,4 @@
-"""Figures for people: units, and tables whose columns line up."""
+"""Formats figures with units, and tables with aligned columns."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ _DECIMAL = ("", "k", "M", "G", "T", "P")
 
 
 def in_bytes(size: float) -> str:
-    """`1.50 GiB`."""
+    """As `1.50 GiB`."""
     return _scaled(size, 1024, _BINARY)
 
 
 def in_units(number: float, unit: str) -> str:
-    """`1.50 TFLOP`."""
+    """As `1.50 TFLOP`."""
     return _scaled(number, 1000, [prefix + unit for prefix in _DECIMAL])
 
 
 def in_seconds(seconds: float) -> str:
-    """`1.50 ms`."""
+    """As `1.50 ms`."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.2f} {unit}"
@@ -27,7 +27,7 @@ def in_seconds(seconds: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, indented; the first column is text, the others are figures and stand to the right."""
+    """Lines of a table, indented; the first column is text, the others are right-aligned figures."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     found = []

@@ -1,4 +1,4 @@
-"""TPU generations and slices: what a chip has, and the names that slices go by."""
+"""TPU generations and slices: properties of chips, and names of slices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 class Generation(StrEnum):
-    """Named as libtpu's topologies are."""
+    """Named like libtpu's topologies."""
 
     V4 = "v4"
     V5E = "v5e"
@@ -25,23 +25,21 @@ class Generation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What one chip has. JAX sees `devices` devices in it, which share everything below but `vmem` and `hbm`.
+    """Properties of one chip. JAX sees `devices` devices in it, which share everything below except `vmem` and `hbm`.
 
-    Peaks, bandwidths and capacities are those of Google's pages on each generation
+    Peaks, bandwidths and capacities are from Google's pages on each generation
     (https://docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x), in units of 1000.
 
     - `cores`: TensorCores. Both cores of v4 and v5p chips are one device to JAX ("megacore"); those of tpu7x are two.
-    - `hbm`: bytes of one device that programs may use, as libtpu 0.0.51 says when a program takes more. It is less than
-      what the pages say.
+    - `hbm`: bytes of one device that programs may use, as libtpu 0.0.51 reports. It is less than on Google's pages.
     - `hbm_bandwidth`: bytes per second.
-    - `bf16_flops`, `int8_ops`: peaks per second. Where the pages have none for int8 it is that of bfloat16.
-    - `clock`: cycles per second of a core, by which the compiler's estimates of cycles are seconds. v4 to v6e: JAX's
-      peaks over the products that a core's matrix units make in a cycle; tpu7x the same, rounded.
+    - `bf16_flops`, `int8_ops`: peaks per second. If the pages have none for int8, it is that of bfloat16.
+    - `clock`: cycles per second of a core, to convert the compiler's estimates. v4 to v6e: JAX's peaks over the
+      products of a core's matrix units per cycle; tpu7x the same, rounded.
     - `vmem`: bytes of one core's vector memory (`jax.experimental.pallas.tpu.get_tpu_info`).
-    - `ici_bandwidth`: bytes per second that a chip sends to its neighbours over all links, half of what pages give for
-      both directions.
+    - `ici_bandwidth`: bytes per second that a chip sends over all links, half of the pages' figure for both directions.
     - `chips_per_node`: of a slice over several nodes.
-    - `one_node`: shapes of the slices that one node may have.
+    - `one_node`: shapes of slices on a single node.
     - `counts_cores`: names like v5p-8 count cores; others chips.
     - `pci_id`: device number on the PCI bus.
     """
@@ -190,7 +188,7 @@ _EXAMPLES = "v6e:2x2, v6e-4, v5litepod-16, v5p-8, tpu7x:2x2x1"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A slice: chips of one generation in a grid of `shape`, joined by ICI."""
+    """A slice: chips of one generation in a grid of `shape`, connected by ICI."""
 
     chip: Chip
     shape: tuple[int, ...]
@@ -201,19 +199,19 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """What `jax.device_count()` says there."""
+        """`jax.device_count()` on the slice."""
         return self.chips * self.chip.devices
 
     @property
     def ici_bandwidth(self) -> float:
-        """Bytes per second that the chip with the fewest neighbours sends: of a 2x2 each has two, not four."""
+        """Bytes per second that the chip with the fewest neighbours sends: in a 2x2, each has two, not four."""
         return self._link_bandwidth * max(self._links(self.shape), 1)
 
     def exchange_bandwidth(self, box: tuple[int, ...]) -> float:
-        """Bytes per second that each device sends, as rings do it, in a group that spans `box` chips of the slice.
+        """Bytes per second that each device sends, with ring algorithms, in a group of `box` chips of the slice.
 
-        Of the two devices of a tpu7x chip only one sends to the next chip; the other's hop is within the chip, over a
-        connection that is six times as fast as a link (https://docs.cloud.google.com/tpu/docs/tpu7x).
+        Only one of the two devices of a tpu7x chip sends to the next chip; the other's hop is within the chip, over a
+        connection six times as fast as a link (https://docs.cloud.google.com/tpu/docs/tpu7x).
         """
         between = self._link_bandwidth * max(self._links(box), 1)
         if self.chip.devices == 1:
@@ -226,20 +224,20 @@ class Topology:
         return self.chip.ici_bandwidth / (2 * self.chip.dimensions)
 
     def _links(self, box: tuple[int, ...]) -> int:
-        """Of the chip of a box with the fewest neighbours in it."""
+        """Links of the chip with the fewest neighbours in a box."""
         axes = zip(box, self.shape, strict=True)
         return sum(0 if size == 1 else 2 if size == whole and self._is_ring(whole) else 1 for size, whole in axes)
 
     def _is_ring(self, size: int) -> bool:
-        """Whether an axis is closed, so that the last chip is the first one's neighbour: that of a whole pod in two
-        dimensions; in three all axes of a slice of whole cubes of 4x4x4, and none of any other."""
+        """Whether an axis is a ring, so that the last chip is the first one's neighbour: in two dimensions that of a
+        whole pod; in three all axes of a slice of whole cubes of 4x4x4, and no others."""
         if self.chip.dimensions == 2:
             return size == 16
         return all(axis % 4 == 0 for axis in self.shape)
 
     @property
     def nodes(self) -> int:
-        """TPU VMs that the slice has; a slice that one node can have is taken for one of those."""
+        """TPU VMs of the slice; a shape that fits on one node is assumed to be on one."""
         if self.shape in self.chip.one_node:
             return 1
         return max(self.chips // self.chip.chips_per_node, 1)
@@ -250,20 +248,20 @@ class Topology:
 
     @property
     def configuration(self) -> dict[str, str]:
-        """What libtpu must be told, beside the name, to describe the slice as it is. Without this it has the two cores
-        of a v4 chip as devices, each with half of the memory; those of a v5p are one device as it is."""
+        """Options that libtpu needs in addition to the name. Without them, it treats the two cores of a v4 chip as
+        devices, each with half of the memory; those of a v5p are one device anyway."""
         return {"chip_config_name": "megacore"} if self.chip.generation is Generation.V4 else {}
 
     def __str__(self) -> str:
-        """libtpu's name."""
+        """The name in libtpu."""
         return f"{self.chip.generation}:{self.shape_name}"
 
 
 def parse_topology(name: str) -> Topology:
-    """The slice that a name means: chip and grid (`v6e:2x2`), or an accelerator type of Google Cloud's, which counts
-    chips (`v6e-4`, `v5litepod-16`) or, for v4 and v5p, cores (`v5p-8`).
+    """Parses a slice's name: chip and grid (`v6e:2x2`), or a Google Cloud accelerator type, which counts chips
+    (`v6e-4`, `v5litepod-16`) or, for v4 and v5p, cores (`v5p-8`).
 
-    **Raises:** `ConfigError` saying what is known.
+    **Raises:** `ConfigError` with the known names.
     """
     found = _NAME.fullmatch(name.strip().lower().removeprefix("tpu-"))
     if found is None or found["chip"] not in _ALIASES:
@@ -289,7 +287,7 @@ def _of_grid(name: str, chip: Chip, shape: tuple[int, ...]) -> Topology:
 
 
 def _of_count(name: str, chip: Chip, count: int) -> Topology:
-    """Google Cloud's own grids: as square as a power of two can be, the last axes longest."""
+    """Google Cloud's own grids: as square as a power of two allows, with the last axes longest."""
     chips = count // chip.cores if chip.counts_cores else count
     least = math.prod(chip.one_node[0])
     if chips < least or chips & (chips - 1) or (chip.counts_cores and count % chip.cores):
@@ -307,7 +305,7 @@ def _of_count(name: str, chip: Chip, count: int) -> Topology:
 
 
 def _near_cube(chips: int) -> tuple[int, ...]:
-    """`(2, 2, 1)`, then each doubling goes to the last of the shortest axes."""
+    """Starts at `(2, 2, 1)` and doubles the last of the shortest axes."""
     shape = [2, 2, 1]
     while math.prod(shape) < chips:
         axis = max(axis for axis in range(3) if shape[axis] == min(shape))

@@ -1,4 +1,4 @@
-"""`python -m tpu.tune`: chooses the sizes of the attention kernels' blocks for a model, on a TPU or without one."""
+"""`python -m tpu.tune`: chooses block sizes of the attention kernels for a model, on a TPU or without one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _STORAGE = {KVCacheDtype.FLOAT8_E4M3: "float8_e4m3fn", KVCacheDtype.INT8: "int8"}
 
 
-class By(StrEnum):
-    """How sizes are compared; `AUTO` is on the device where there is a TPU."""
+class CompareBy(StrEnum):
+    """How sizes are compared; `AUTO` is on the device if there is a TPU."""
 
     AUTO = "auto"
     DEVICE = "device"
@@ -39,8 +39,8 @@ class By(StrEnum):
 
 
 _NEAR = 0.01
-"""Choices that wait for memory cost the same but for so much: of these fewest instructions leave most room for what the
-estimate leaves out."""
+"""Choices that wait for memory are compared as equal within this share of their cost; the one with the fewest
+instructions leaves most room for costs that the estimate excludes."""
 
 
 @click.command()
@@ -77,9 +77,9 @@ estimate leaves out."""
 )
 @click.option(
     "--by",
-    default=By.AUTO.value,
+    default=CompareBy.AUTO.value,
     show_default=True,
-    type=click.Choice([way.value for way in By]),
+    type=click.Choice([way.value for way in CompareBy]),
     help="device: time on this machine's TPU; schedule: the compiler's schedule for --chip; auto: device if there is "
     "a TPU",
 )
@@ -106,14 +106,14 @@ def tune(
     output: Path | None,
 ) -> int:
     """Tune attention block sizes for a model. --tp and --page-size may be repeated."""
-    on_device = By(by) is By.DEVICE or (By(by) is By.AUTO and has_tpu())
+    on_device = CompareBy(by) is CompareBy.DEVICE or (CompareBy(by) is CompareBy.AUTO and has_tpu())
     if on_device and chip is not None:
         raise click.UsageError("--chip is only for --by schedule: --by device tunes for this machine's chip")
     if not on_device and chip is None:
         raise click.UsageError("--by schedule needs --chip")
     storage = _STORAGE.get(KVCacheDtype(kv_cache_dtype), dtype)
     every = _heads(_model_config(model), sizes, page_sizes, storage)
-    # Here, as it imports JAX.
+    # Imported here, because it imports JAX.
     from sglang_jax.kernels.ragged_paged_attention.pallas.table import TABLE, read_table, write_table
 
     path = output or TABLE
@@ -128,7 +128,7 @@ def tune(
 
 
 def _try_to_write(path: Path) -> None:
-    """Raises `ConfigError` where a table could not be written: before all the timing."""
+    """Raises `ConfigError` if the table cannot be written, before all the timing."""
     new = not path.exists()
     try:
         path.open("a").close()
@@ -145,9 +145,9 @@ def _model_config(model: str) -> ModelConfig:
 
 
 def _heads(config: ModelConfig, sizes: Sequence[int], page_sizes: Sequence[int], storage: str) -> tuple[Heads, ...]:
-    """Attention of one device for each number of devices, page size and kind of layer.
+    """Attention heads of one device for each number of devices, page size and kind of layer.
 
-    **Raises:** `ConfigError` for a page size that is no power of two, or a model that cannot be spread so.
+    **Raises:** `ConfigError` if a page size is not a power of two, or the model cannot be sharded over the devices.
     """
     from tpu.tuning import Heads
 
@@ -170,8 +170,8 @@ def _on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
 
 
 def _best_of_each(compared: Iterator[Comparison], unit: str) -> Iterator[Entry]:
-    """The cheapest choice of each shape and phase, once all of it are compared: of those next to it the one of fewest
-    instructions, and one that spills only if all do. Shows them.
+    """Yields and prints the cheapest choice of each shape and phase, once all its choices are compared: among those of
+    nearly the same cost, the one with the fewest instructions; one that spills only if all do.
 
     **Raises:** `ConfigError` if none compiles.
     """

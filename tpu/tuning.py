@@ -1,6 +1,6 @@
-"""Compares sizes of the attention kernels' blocks: by the compiler's schedule, or by time on a device.
+"""Compares block sizes of the attention kernels by the compiler's schedule, or by time on a device.
 
-Imports JAX: for the schedule, in a process of its own (`tpu.worker`).
+Imports JAX; comparisons by schedule run in a separate process (`tpu.worker`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PREFILL_STEPS = (
     Step("chunks on prefixes", (512,) * 4, (2560,) * 4),
     Step("chunks of all lengths", (300, 20, 90, 500, 114), (300, 1020, 90, 1500, 3114)),
 )
-"""What sizes are compared by: lengths of ordinary traffic, some of them just beyond a block of keys."""
+"""Steps by which sizes are compared: lengths of ordinary traffic, some of them just above a block of keys."""
 
 _COLUMNS_OF_TOKENS = 4096
 _KEYS = {Phase.DECODE: (256, 512, 1024, 2048, 4096), Phase.PREFILL: (256, 512, 1024)}
@@ -59,7 +59,7 @@ _RUNS, _CALLS = 5, 20
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention of one device, without its chip."""
+    """Attention heads of one device, without the chip."""
 
     heads: int
     kv_heads: int
@@ -73,11 +73,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one choice of sizes costs: cycles of the schedule, or seconds on a device; None if it does not compile.
+    """The cost of one choice of sizes: cycles of the schedule, or seconds on a device; None if it does not compile.
 
-    `spills`: the loop of decode stores registers that ran out, by the schedule. Decode waits for memory in any case: it
-    has nothing of fewer cycles that more traffic within the chip pays for. `instructions`: cycles without waiting for
-    copies, by the schedule.
+    `spills`: decode's loop spills registers, by the schedule. Decode waits for memory anyway, so saved cycles are not
+    worth the additional traffic within the chip. `instructions`: cycles without waits for copies, by the schedule.
     """
 
     entry: Entry
@@ -87,7 +86,7 @@ class Comparison:
 
 
 def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps: Path) -> Iterator[Comparison]:
-    """Each choice for each phase of each shape. `dumps` is where libtpu was told to write schedules."""
+    """Compares the choices for each phase of each shape. `dumps`: the folder to which libtpu writes schedules."""
     chip = CHIPS[generation]
     topology = Topology(chip, chip.one_node[0])
     try:
@@ -120,7 +119,7 @@ def compare_by_schedule(generation: Generation, every: tuple[Heads, ...], dumps:
 def compare_on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
     """As `compare_by_schedule`, by the median time of a call on the first device.
 
-    **Raises:** `ConfigError` if that is no TPU that the kernels know.
+    **Raises:** `ConfigError` if it is not a TPU that the kernels support.
     """
     device = jax.devices()[0]
     if device.platform != "tpu":
@@ -135,7 +134,7 @@ def compare_on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
 
 
 def choices(generation: Generation, every: tuple[Heads, ...], source: Source) -> Iterator[Entry]:
-    """Sizes to be compared: powers of two, of at least a page and 128 keys."""
+    """Sizes to compare: powers of two, of at least a page and 128 keys."""
     for heads, phase in product(every, Phase):
         shape = heads.on(Chip(generation.value))
         for queries, keys in product(_QUERIES[phase], _KEYS[phase]):
@@ -147,7 +146,7 @@ Make = Callable[[tuple[int, ...], Any], Any]
 
 
 class KernelCall:
-    """One kernel with one choice of sizes, on a step of the most rows and tokens that sizes are compared by."""
+    """One kernel with one choice of sizes, for steps up to the largest one by which sizes are compared."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -156,7 +155,7 @@ class KernelCall:
         self._tokens = max(step.tokens for step in self.steps)
 
     def run(self, queries: Any, kv_pages: Any, page_table: Any, kv_lens: Any, query_starts: Any, num: Any) -> Any:
-        """The kernel."""
+        """Calls the kernel."""
         entry = self.entry
         static: dict[str, Any] = {
             "scale": entry.shape.head_dim**-0.5,
@@ -172,7 +171,7 @@ class KernelCall:
         )
 
     def arguments(self, values: Make, pages: Make, integers: Make) -> tuple[Any, ...]:
-        """Of `run`, made by shape and type."""
+        """Arguments of `run`, created by shape and dtype."""
         shape = self.entry.shape
         tokens, heads = self._tokens, shape.heads
         decode = self.entry.phase is Phase.DECODE
@@ -189,7 +188,7 @@ class KernelCall:
 
     @property
     def columns(self) -> int:
-        """Of the page table."""
+        """Columns of the page table."""
         return _COLUMNS_OF_TOKENS // self.entry.shape.page_size
 
     @property
@@ -198,12 +197,12 @@ class KernelCall:
 
     @property
     def num_pages(self) -> int:
-        """Those of the longest step, none twice."""
+        """Pages of the longest step without shared ones."""
         page_size = self.entry.shape.page_size
         return 1 + max(sum(-(-length // page_size) for length in step.kv_lens) for step in self.steps)
 
     def cost(self, dumps: Path, step: Step) -> Cost:
-        """By the schedule that was dumped last."""
+        """The cost of a step by the schedule dumped last."""
         entry = self.entry
         heads, page_size = entry.shape.heads, entry.shape.page_size
         if entry.phase is Phase.DECODE:
@@ -214,7 +213,7 @@ class KernelCall:
         return prefill_cost(schedule, step, heads, entry.queries, entry.pages, page_size)
 
     def cycles(self, cost: Cost, chip: ChipFigures) -> float:
-        """Of a step; those of decode wait for their copies."""
+        """Cycles of a step, for decode with waits for copies."""
         shape = self.entry.shape
         if self.entry.phase is Phase.PREFILL:
             return cost.cycles
@@ -224,14 +223,14 @@ class KernelCall:
 
     @property
     def decode_sizes(self) -> Sizes:
-        """What follows from the entry."""
+        """The kernel's sizes for this entry."""
         shape = self.entry.shape
         blocks = DecodeBlocks(self.entry.queries, self.entry.pages)
         page_bytes = shape.page_size * shape.bytes_per_key
         return sizes_of(blocks, shape.page_size, page_bytes, self._padded_columns, VMEM_LIMITS[shape.chip])
 
     def arrays(self, step: Step) -> tuple[jax.Array, ...]:
-        """Of `run`: random numbers in pages in random order."""
+        """Arguments of `run`: random numbers in pages in random order."""
         rng = np.random.default_rng(0)
         shape = self.entry.shape
 
@@ -254,7 +253,7 @@ class KernelCall:
 
 
 def _seconds(call: KernelCall, step: Step) -> float:
-    """The median of some runs of some calls each."""
+    """The median time of a call over several runs."""
     run = jax.jit(call.run)
     arrays = call.arrays(step)
     jax.block_until_ready(run(*arrays))

@@ -1,4 +1,4 @@
-"""The process that compiles: libtpu as a compiler alone, on a machine without a TPU (or beside one that is in use)."""
+"""The process that compiles: libtpu only as a compiler, on a machine without a TPU (or with one that is in use)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 class _DiedError(ConfigError):
-    """The child ended before it was done."""
+    """The child process died."""
 
 
 Work = Callable[..., None]
-"""What a child does: given a folder of its own, how to send messages, and what it is asked."""
+"""The work of a child, with its own folder, a function that sends messages, and further arguments."""
 
 _INSTALL = (
     f"{how_to_install('tpu')}, or, to leave JAX on this machine as it is, "
     "pip install --no-deps --target FOLDER libtpu==0.0.51 and PYTHONPATH=FOLDER"
 )
-_LAST_WORDS = 12
+_LOG_LINES = 12
 _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 _VARIABLES = {
-    # JAX runs on the CPU, and libtpu is asked for topologies alone.
+    # JAX runs on the CPU; libtpu is only used for topologies.
     "JAX_PLATFORMS": "cpu",
     # libtpu does not look for a TPU VM's metadata or for other users of a chip.
     "TPU_SKIP_MDS_QUERY": "1",
@@ -46,22 +46,21 @@ _VARIABLES = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""What libtpu must find before it is loaded to compile without a chip."""
+"""Environment for libtpu to compile without a chip; set before it is loaded."""
 
 
 def require_compiler() -> None:
-    """Raises `ConfigError` with the remedy where jax or libtpu is missing."""
+    """Raises `ConfigError` with the remedy if jax or libtpu is missing."""
     missing = [name for name in ("jax", "flax", "libtpu") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"compiling for TPU needs {' and '.join(missing)}, not installed here: {_INSTALL}")
 
 
 def compile_in_child(request: Request) -> Iterator[Message]:
-    """What the compiling process says of a deployment's programs, as it says it. A compiler that dies is the failure of
-    the program that it was at.
+    """Yields the compiling process's messages as they arrive. If it dies, the program being compiled has failed.
 
-    **Raises:** `ConfigError` if libtpu or jax is missing, or if the process died before the first program, with its
-    last words.
+    **Raises:** `ConfigError` if libtpu or jax is missing, or with the last log lines if it died before the first
+    program.
     """
     left: list[str] = []
     start = time.monotonic()
@@ -80,9 +79,9 @@ def compile_in_child(request: Request) -> Iterator[Message]:
 
 
 def estimate_in_child(generation: Generation, every: tuple[Heads, ...]) -> Iterator[Comparison]:
-    """What the compiler's schedule says of sizes of blocks: see `tpu.tuning.compare_by_schedule`.
+    """Yields the cost of block sizes by the compiler's schedule: see `tpu.tuning.compare_by_schedule`.
 
-    **Raises:** as `compile_in_child`, and `ConfigError` for a chip that libtpu does not know.
+    **Raises:** as `compile_in_child`, and `ConfigError` for a chip that libtpu does not support.
     """
     for message in _in_child(_estimate_kernels, generation, every):
         if isinstance(message, Refusal):
@@ -110,13 +109,13 @@ def _in_child(work: Work, *arguments: Any) -> Iterator[Any]:
                 child.terminate()
                 child.join()
         if child.exitcode:
-            raise _DiedError(f"the compiling process ended with status {child.exitcode}:\n{_last_words(log)}")
+            raise _DiedError(f"the compiling process ended with status {child.exitcode}:\n{_log_tail(log)}")
 
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Processes that start here do not say that torch is missing: transformers says so at each import, and this process
-    has said it."""
+    """Keeps child processes from reporting at each import of transformers that torch is missing, as this process has
+    done."""
     before = os.environ.get(_NO_ADVICE)
     os.environ[_NO_ADVICE] = "1"
     try:
@@ -129,7 +128,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def prepare_compiler(folder: Path) -> Path:
-    """Makes this process one that compiles; JAX must not have been imported yet. Returns where texts are written."""
+    """Prepares this process for compiling, before JAX is imported. Returns the folder for texts of programs."""
     dumps = folder / "dumps"
     dumps.mkdir()
     os.environ.update(_VARIABLES, XLA_FLAGS=f"--xla_dump_to={dumps} --xla_dump_hlo_as_text")
@@ -144,7 +143,7 @@ def _receive(receiver: Connection) -> Any:
 
 
 def _run(work: Work, arguments: tuple[Any, ...], folder: Path, log: Path, sender: Connection) -> None:
-    """The child: sends messages and ends. What libraries write on stderr goes to `log`."""
+    """Runs in the child: sends messages and ends. Output of libraries on stderr goes to `log`."""
     with log.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     try:
@@ -172,6 +171,6 @@ def _estimate_kernels(
         send(comparison)
 
 
-def _last_words(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
-    return "\n".join(lines[-_LAST_WORDS:])
+    return "\n".join(lines[-_LOG_LINES:])

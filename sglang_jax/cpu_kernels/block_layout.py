@@ -1,4 +1,4 @@
-"""How a matrix in blocks lies in memory for the kernel of its products (`block_product`); needs no compiler."""
+"""The memory layout of a matrix in blocks for the kernel of its products (`block_product`); needs no compiler."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ OUTPUTS = 4
 """Rows of the matrix in a tile."""
 
 TILES = 8
-"""Tiles in an item of work."""
+"""Tiles in a work item."""
 
 LARGEST = 64
-"""Rows of a call at most."""
+"""Maximum rows of activations per call."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBlocks:
-    """A matrix, its outputs in tiles of 4.
+    """A matrix, with its outputs in tiles of 4.
 
-    - of four bits: levels, 16-bit words `[outputs / 4, blocks, 32]`, of which output j of a tile has bits `4j` to
-      `4j + 3`; float16 `[outputs / 4, blocks, 8]`: four scales, four least weights.
-    - of eight: int8 `[outputs / 4, blocks, 4, 32]`; scales, float16 `[outputs / 4, blocks, 4]`.
+    - of four bits: quantised values, 16-bit words `[outputs / 4, blocks, 32]`, of which output j of a tile has bits
+      `4j` to `4j + 3`; float16 `[outputs / 4, blocks, 8]`: four scales, four minimums.
+    - of eight bits: int8 `[outputs / 4, blocks, 4, 32]`; scales, float16 `[outputs / 4, blocks, 4]`.
     """
 
     levels: Array
@@ -33,17 +33,17 @@ class PackedBlocks:
 
 
 def scratch_floats(inputs: int) -> int:
-    """float32 words that each thread works in: scales of a tile, its widened weights, sums of two tiles."""
+    """float32 words of scratch of each thread: scales of a tile, its widened weights, sums of two tiles."""
     return inputs // BLOCK * 2 * OUTPUTS + inputs * OUTPUTS // 2 + 2 * LARGEST * OUTPUTS
 
 
 def pack(blocks: Stored) -> PackedBlocks:
-    """Blocks of a multiple of 4 outputs."""
+    """Converts blocks of a multiple of 4 outputs."""
     return {Q4: _pack_four_bits, Q8: _pack_eight_bits}[blocks.encoding](blocks)
 
 
 def random_blocks(encoding: Encoding, outputs: int, inputs: int) -> Stored:
-    """Any values, with ordinary scales: what a kernel is tried on."""
+    """Random values with ordinary scales, to test kernels."""
     random, shape = np.random.default_rng(0), (outputs, inputs // BLOCK)
     values = random.integers(0, 256, (*shape, BLOCK * encoding.bits // 8), dtype=np.uint8)
     levels = 2**encoding.bits
@@ -59,14 +59,14 @@ def _pack_four_bits(blocks: Stored) -> PackedBlocks:
     outputs, count, half = values.shape
     tiles = values.reshape(-1, OUTPUTS, count, half)
     words = np.empty((outputs // OUTPUTS, count, 2 * half, 2), np.uint8)
-    for byte in range(2):  # of the words, the lower first: two outputs each
+    for byte in range(2):  # of the words, lower byte first: two outputs each
         first, second = tiles[:, 2 * byte], tiles[:, 2 * byte + 1]
         words[:, :, :half, byte] = first & 15 | second << 4
         words[:, :, half:, byte] = first >> 4 | second & 0xF0
     of_blocks = np.stack((blocks.arrays[Role.SCALES], blocks.arrays[Role.OFFSETS]))
     scales = of_blocks.reshape(2, -1, OUTPUTS, count).transpose(1, 3, 0, 2)
     in_order: Array = np.ascontiguousarray(scales)
-    # As int16, which every release of torch has, to the same bits.
+    # As int16 with the same bits, because older versions of torch have no uint16.
     levels = words.reshape(*words.shape[:2], -1).view(np.int16)
     return PackedBlocks(levels, in_order.reshape(*in_order.shape[:2], -1))
 

@@ -1,4 +1,4 @@
-"""Products of rows with a matrix whose weights are levels in blocks (see `block_tiles`)."""
+"""Products of rows with a matrix of quantised values in blocks (see `block_tiles`)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from sglang_jax.cpu_kernels.language import elements, exponential, floats, load,
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
 FIELDS = "qqqqqqqqqqq"
-"""Addresses of x, levels, scales, bias (0 for none), output and scratch; slots of that; rows, outputs, inputs;
-activation of a gated product.
+"""Addresses of x, quantised values, scales, bias (0 for none), output and scratch; slots of scratch; rows, outputs,
+inputs; activation of a gated product.
 
-An item is `TILES` tiles. The matrix of a gated product is gate and up, one after the other along the outputs, each with
-`outputs` of them."""
+An item is `TILES` tiles. The matrix of a gated product is gate, then up, each with `outputs` outputs.
+"""
 
 SILU, GELU_TANH = 1, 2
 """Activations of gated products."""
 
-# What follows is part of the kernel: it is copied into it, so that formats are constants there.
+# The functions below are inlined into the kernel, so that formats are constants there.
 _part: Callable[[Any], Any] = njit(inline="always")
 
 
 def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width: int = 2) -> CompiledKernel:
-    """For levels of `bits` bits, 4 or 8, and outputs of `width` bytes: 2 of bfloat16, 4 of float32. A gated product is
-    `activation(gate) * up`, each rounded once."""
+    """Builds the kernel for values of `bits` bits, 4 or 8, and outputs of `width` bytes: 2 for bfloat16, 4 for float32.
+    A gated product is `activation(gate) * up`, each rounded once."""
     numbers = {4: 2 * OUTPUTS, 8: OUTPUTS}[bits]
     level_bytes = OUTPUTS * BLOCK * bits // 8
     halves = 2 if gated else 1
@@ -42,7 +42,7 @@ def build_block_product(compiler: KernelCompiler, bits: int, gated: bool, width:
             return
         rows, outputs, inputs = work[FIRST_FIELD + 7], work[FIRST_FIELD + 8], work[FIRST_FIELD + 9]
         blocks, tiles = inputs // BLOCK, outputs // OUTPUTS
-        # As `scratch_floats` has it.
+        # The size of `scratch_floats`.
         scratch = work[FIRST_FIELD + 5] + slot * 4 * (
             blocks * 2 * OUTPUTS + inputs * OUTPUTS // 2 + 2 * LARGEST * OUTPUTS
         )
@@ -87,7 +87,7 @@ def _total(sums, bias, row, i, output):
 
 @_part
 def _activated(x, activation):
-    """x times its logistic, or, for tanh's approximation of GELU, that of a polynomial of x."""
+    """x times its logistic, or, for the tanh approximation of GELU, that of a polynomial of x."""
     inner = x
     if activation == GELU_TANH:
         inner = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)

@@ -1,13 +1,11 @@
-"""The products of rows of bfloat16 with a tile of a matrix whose weights are levels in blocks: four outputs at a time.
+"""Products of rows of bfloat16 with a tile of a matrix of quantised values in blocks: four outputs at a time.
 
-A weight is `scale * level + least`, with a scale and a least weight of its block of 32. It is widened in registers and
-rounded to bfloat16, to the bits that the widened matrix has in memory. Pairs of products are added in float32
-(`vdpbf16ps`), a block of a tile after the other, whatever number of rows is multiplied at once. So a row has the same
-result, bit for bit, in any batch.
+A weight is `scale * level + least`, with a scale and a minimum for its block of 32. It is widened in registers and
+rounded to bfloat16, to the same bits as in the widened matrix in memory. Pairs of products are added in float32
+(`vdpbf16ps`), one block of a tile after the other, so a row has the same result, bit for bit, in any batch.
 
-Of levels of 4 bits, the 16 weights that a block can have are made first, and looked up by `vpermw`, which reads five
-bits of each 16-bit word and no more. Words hold the levels of the tile's four outputs, so that three shifts bring each
-to the lowest place.
+For 4 bits, the 16 possible weights of a block are computed first, and looked up by `vpermw`, which reads only five bits
+of each 16-bit word. Words hold values of all four outputs: three shifts move each to the lowest bits.
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ from sglang_jax.cpu_kernels.vectors import (
 )
 
 MOST_ROWS = 6
-"""Rows of activations that are multiplied at once: as many sums as registers hold beside the weights."""
+"""Rows of activations that are multiplied at once: as many sums as fit into registers with the weights."""
 
 FEW_ROWS = 4
-"""So many are multiplied by weights that are widened on the way; for more a tile is widened first, and once."""
+"""Up to this many rows are multiplied by weights widened in registers; for more, a tile is widened first, once."""
 
 _AHEAD = 4608
-"""Bytes of levels that are asked for ahead of their use: processors alone do not fetch early enough."""
+"""Bytes of quantised values that are prefetched: the processor's own prefetch is too late."""
 
 
 @intrinsic
@@ -64,12 +62,12 @@ def widen_halves(typing, source, target, count):
 
 @intrinsic(prefer_literal=True)
 def multiply_tile(typing, bits, rows, x, stride, levels, scales, blocks, sums):
-    """Writes to float32 `sums [rows, 4]` the products of `rows` rows of bfloat16 with a tile.
+    """Writes the products of `rows` rows of bfloat16 with a tile to float32 `sums [rows, 4]`.
 
-    **Arguments:** `bits` (4, 8, or 16 for widened weights) and `rows`, both constants; addresses: of `x`, whose rows
-    lie `stride` bytes apart; of `levels [blocks]`, of 4 bits uint16 `[32]`, of which output j has bits `4j` to
-    `4j + 3`, of 8 bits int8 `[4, 32]`, of 16 bfloat16 `[4, 32]`; of float32 `scales [blocks, 8]`, four scales and four
-    least weights, of 8 bits `[blocks, 4]`.
+    **Arguments:** `bits` (4, 8, or 16 for widened weights) and `rows`, both constants; addresses: of `x`, with rows
+    `stride` bytes apart; of `levels [blocks]`: 4 bits as uint16 `[32]`, of which output j has bits `4j` to `4j + 3`, 8
+    bits as int8 `[4, 32]`, 16 bits as bfloat16 `[4, 32]`; of float32 `scales [blocks, 8]`, four scales and four
+    minimums, for 8 bits `[blocks, 4]`.
     """
     if not (isinstance(bits, types.IntegerLiteral) and isinstance(rows, types.IntegerLiteral)):
         return None
@@ -121,7 +119,7 @@ def widen_tile(typing, bits, levels, scales, blocks, target):
 
 
 def _four_bits(builder, levels, scales, block):
-    """Of each output the 32 weights of a block, as words."""
+    """The 32 weights of a block for each output, as words."""
     found = load_vector(builder, WORDS, builder.add(levels, builder.mul(block, I64(2 * BLOCK))))
     own = builder.add(scales, builder.mul(block, I64(4 * 2 * OUTPUTS)))
     every_level = ir.Constant(FLOATS, [float(level) for level in range(16)])
@@ -137,7 +135,7 @@ def _four_bits(builder, levels, scales, block):
 
 
 def _eight_bits(builder, levels, scales, block):
-    """Of each output the 32 weights of a block, as words."""
+    """The 32 weights of a block for each output, as words."""
     halves = ir.VectorType(I8, 16)
     for output in range(OUTPUTS):
         place = builder.add(builder.mul(block, I64(OUTPUTS)), I64(output))
@@ -151,7 +149,7 @@ def _eight_bits(builder, levels, scales, block):
 
 
 def _widened(builder, weights, scales, block):
-    """Of each output the 32 weights of a block, as words."""
+    """The 32 weights of a block for each output, as words."""
     for output in range(OUTPUTS):
         place = builder.add(builder.mul(block, I64(OUTPUTS)), I64(output))
         yield load_vector(builder, WORDS, builder.add(weights, builder.mul(place, I64(2 * BLOCK))))
@@ -161,7 +159,7 @@ _WEIGHTS = {4: _four_bits, 8: _eight_bits, 16: _widened}
 
 
 def _sums(builder, totals):
-    """The sum of each of four vectors of 16, added in one fixed order: a vector of four."""
+    """The sum of each of four vectors of 16, added in a fixed order: a vector of four."""
     parts = totals
     while parts[0].type.count > OUTPUTS:
         half = parts[0].type.count // 2
@@ -175,7 +173,7 @@ def _sums(builder, totals):
 
 
 def _prefetch(builder, bits, levels, block):
-    """Asks for the levels of a block that is multiplied later; nothing need be there."""
+    """Prefetches the values of a block that is multiplied later; the address need not be valid."""
     if bits == 16:
         return
     size = OUTPUTS * BLOCK * bits // 8

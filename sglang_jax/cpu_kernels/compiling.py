@@ -1,4 +1,4 @@
-"""Compiles kernels for this processor by numba, and keeps the machine code in a folder."""
+"""Compiles kernels for this processor with numba, and caches the machine code in a folder."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import numba
 logger = logging.getLogger(__name__)
 
 _FAST_ARITHMETIC = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums in any order and products fused with them, but NaN and infinity as they are."""
+"""Sums may be reordered and fused with products, but NaN and infinity are preserved."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCompiler:
-    """**Arguments:** `folder`: where machine code is kept from start to start; None keeps none."""
+    """**Arguments:** `folder`: where machine code is cached between starts; None for no cache."""
 
     folder: Path | None
 
     @classmethod
     def keeping(cls, folder: Path, *packages: Path) -> KernelCompiler:
-        """Keeps machine code below `folder`, apart for every version of the kernels, which are those of this package
-        and of `packages`, folders; keeps none, which the log says, where no file can be written."""
+        """Caches machine code in a subfolder of `folder` for each version of the kernels in this package and in the
+        folders `packages`. If no file can be written there, nothing is cached, which is logged."""
         below = folder / f"cpu-kernels-{version_of_kernels(*packages)}"
         try:
             below.mkdir(parents=True, exist_ok=True)
@@ -57,14 +57,14 @@ class KernelCompiler:
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """Machine code at `address`, which lives as long as `owner`."""
+    """Machine code at `address`, valid as long as `owner` exists."""
 
     address: int
     owner: object
 
 
 def version_of_kernels(*packages: Path) -> str:
-    """Of every file of this package and of `packages`: numba itself looks at the file alone that a kernel stands in."""
+    """A hash of all files of this package and of `packages`: numba itself checks only a kernel's own file."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, *packages):
         for file in sorted(folder.glob("*.py")):

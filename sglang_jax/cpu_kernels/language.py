@@ -1,7 +1,6 @@
-"""What CPU kernels are written in beside numba's own Python: raw memory, bfloat16, an exponential that vectorises, and
-counters that threads share.
+"""Additions to numba's Python for CPU kernels: raw memory, bfloat16, a vectorised exponential, and shared counters.
 
-Each is a few instructions that LLVM inlines. Numba knows no bfloat16; here a pointer to uint16 is one to bfloat16 bits.
+Each is a few instructions that LLVM inlines. Numba has no bfloat16; here, a pointer to uint16 points to bfloat16 bits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _pointer_to(pointee: types.Type, *arguments: types.Type):
 
 @intrinsic(prefer_literal=True)
 def elements(typing, address, width):
-    """A pointer to what lies at `address`: bfloat16 if `width` is 2 bytes, float32 if it is 4; a constant."""
+    """A pointer to the elements at `address`: bfloat16 if `width`, a constant, is 2 bytes, float32 if it is 4."""
     if not isinstance(width, types.IntegerLiteral):
         return None
     pointee = {BFLOAT16_BYTES: types.uint16, FLOAT32_BYTES: types.float32}[width.literal_value]
@@ -53,7 +52,7 @@ def long_integers(typing, address):
 
 @intrinsic
 def load(typing, pointer, index):
-    """The element at `index`: float32 of bfloat16 and float32, int64 of integers."""
+    """The element at `index`: float32 for bfloat16 and float32, int64 for integers."""
     pointee = pointer.dtype
     result = types.int64 if isinstance(pointee, types.Integer) and pointee.signed else types.float32
 
@@ -68,7 +67,7 @@ def load(typing, pointer, index):
 
 @intrinsic
 def store(typing, pointer, index, value):
-    """Writes a float32, rounded to the nearest where the element is bfloat16, to even of two as near."""
+    """Writes a float32, rounded to the nearest for bfloat16, ties to even."""
     pointee = pointer.dtype
 
     def generate(context, builder, signature, values):
@@ -91,11 +90,11 @@ def _to_bfloat16(builder, value):
 
 @intrinsic
 def exponential(typing, x):
-    """e^x of a float32 to about one unit in the last place; for x beyond ±87 that of ±87, for NaN NaN.
+    """e^x of a float32 to about one unit in the last place; beyond ±87 that of ±87, for NaN NaN.
 
-    After Cody and Waite (1980): x is a whole number of ln 2 and a rest within half of one, whose power is a polynomial
-    with the coefficients of Cephes (Moshier 1989). Numba lets LLVM reorder sums and products of every kernel; it takes
-    fused operations as they stand.
+    After Cody and Waite (1980): x is a multiple of ln 2 plus a remainder of at most half of it, whose power is a
+    polynomial with the coefficients of Cephes (Moshier 1989). Numba lets LLVM reorder sums and products in all kernels,
+    but not fused operations.
     """
 
     def generate(context, builder, signature, values):
@@ -123,7 +122,7 @@ _EXPONENTIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e
 
 @intrinsic
 def float_field(typing, work, index):
-    """The word `index` of a kernel's arguments read as a float64, in float32."""
+    """The word `index` of a kernel's arguments, a float64, as float32."""
 
     def generate(context, builder, signature, values):
         word = builder.load(builder.gep(values[0], [values[1]]))
@@ -134,7 +133,7 @@ def float_field(typing, work, index):
 
 @intrinsic
 def take(typing, work, index):
-    """What the word `index` of a kernel's arguments holds, which is one more for whoever asks next, in any thread."""
+    """Increments the word `index` of a kernel's arguments atomically; returns its previous value."""
 
     def generate(context, builder, signature, values):
         return builder.atomic_rmw("add", builder.gep(values[0], [values[1]]), _I64(1), "monotonic")
@@ -144,8 +143,7 @@ def take(typing, work, index):
 
 @intrinsic
 def add(typing, work, index, value):
-    """What the word `index` held before `value` is added to it. All threads see such sums, and what each wrote before
-    its own, in one order."""
+    """Adds `value` to the word `index` atomically, in one order for all threads; returns its previous value."""
 
     def generate(context, builder, signature, values):
         return builder.atomic_rmw("add", builder.gep(values[0], [values[1]]), values[2], "seq_cst")

@@ -1,4 +1,4 @@
-"""Vectors of 512 bits in kernels: what generators of LLVM's code for bfloat16 share, and what a processor must have."""
+"""Vectors of 512 bits in kernels: shared generators of LLVM code for bfloat16, and the instructions that they need."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 
 NEEDED = ("avx512bw", "avx512bf16")
-"""What a processor must have, as LLVM calls it."""
+"""Required features of the processor, by LLVM's names."""
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -31,21 +31,20 @@ BFLOATS = ir.VectorType(_BFloat(), 32)
 
 
 def supported() -> bool:
-    """Whether the processor that numba compiles for runs kernels with these vectors. LLVM ends the process when it is
-    asked for instructions that it cannot have."""
+    """Whether the processor has these instructions, without which LLVM would end the process."""
     named: str | None = config.CPU_FEATURES
     features = get_host_cpu_features() if named is None else named
     return all(f"+{needed}" in features.split(",") for needed in NEEDED)
 
 
 def round_to_bfloat16(builder, low, high):
-    """Sixteen float32 and sixteen more as words of bfloat16, rounded to the nearest, to even of two as near."""
+    """Sixteen float32 and sixteen more as words of bfloat16, rounded to the nearest, ties to even."""
     function = llvm_function(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BFLOATS, [FLOATS, FLOATS])
     return builder.bitcast(builder.call(function, [high, low]), WORDS)
 
 
 def add_products(builder, total, weights, activations):
-    """Each float32 of `total` plus the products of two neighbours."""
+    """Adds to each float32 of `total` the products of two adjacent values."""
     function = llvm_function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, BFLOATS, BFLOATS])
     pairs = [builder.bitcast(each, BFLOATS) for each in (weights, activations)]
     return builder.call(function, [total, *pairs])
@@ -62,7 +61,7 @@ def splat(builder, value):
 
 
 def load_vector(builder, kind, address):
-    """Of any alignment."""
+    """Loads a vector from an address of any alignment."""
     found = builder.load(builder.inttoptr(address, kind.as_pointer()))
     found.align = 1 if isinstance(kind, ir.VectorType) else None
     return found

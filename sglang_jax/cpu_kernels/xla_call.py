@@ -1,8 +1,8 @@
-"""Lets XLA's CPU backend call the kernel of products with matrices in blocks, from within its programs.
+"""Lets XLA's CPU backend call the kernel of products with matrices in blocks from its programs.
 
-XLA calls a C function with the address of a call frame: see `xla/ffi/api/c_api.h`, which jaxlib brings. Here numba
-compiles that function. It reads the frame by the offsets of that header, and hands the buffers to the kernel. Further
-threads are those of XLA's own pool, on which its other operations run.
+XLA calls a C function with the address of a call frame: see `xla/ffi/api/c_api.h` in jaxlib. Here numba compiles that
+function. It reads the frame by the offsets of that header, and passes the buffers to the kernel. Additional threads are
+those of XLA's own pool, which also run its other operations.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sglang_jax.cpu_kernels.language import add, integers, long_integers
 from sglang_jax.cpu_kernels.work import ELEMENTS_WORTH_SHARING, FIRST_FIELD, ITEMS
 
 VERSION = (0, 3)
-"""Of the header whose offsets these are, that of jaxlib 0.10.2; they are the same in 0.4, that of jaxlib 0.11.1. XLA
-asks for it before the first call, and refuses the function if it does not support it."""
+"""Version of the header with these offsets, in jaxlib 0.10.2; they are the same in 0.4, of jaxlib 0.11.1. XLA asks for
+it before the first call, and refuses the function if it does not support it."""
 
-# What follows is in words of 8 bytes. Of XLA_FFI_CallFrame:
+# All offsets are in words of 8 bytes. Of XLA_FFI_CallFrame:
 _EXTENSION, _API, _CONTEXT, _ARGUMENTS, _RESULTS = 1, 2, 3, 9, 14
 # Of XLA_FFI_Buffer:
 _DATA, _SIZES = 3, 5
@@ -33,20 +33,20 @@ _DESTROY_ERROR, _SCHEDULE = 8, 17
 # Of XLA_FFI_Extension_Base, and of XLA_FFI_Metadata_Extension, the one of type 1:
 _EXTENSION_TYPE, _METADATA, _IS_METADATA = 1, 3, 1
 
-# What the threads of a call share: the kernel's arguments, and then:
+# Words shared by the threads of a call: the kernel's arguments, and then:
 _GATE = FIRST_FIELD + 11
-"""How many threads came to help. More than `_CLOSED` once no more may."""
+"""Number of threads that came to help; at least `_CLOSED` once no more may."""
 _FINISHED = _GATE + 1
-"""How many of them are done."""
+"""Number of these threads that are done."""
 _HOLDERS = _FINISHED + 1
-"""Threads that have yet to look here, with the one that was called: the last frees it."""
+"""Threads that still hold the words, including the one that XLA called: the last frees them."""
 _SCHEDULED = _HOLDERS + 1
-"""Arguments of XLA's function that hands a task to its pool, and of that which destroys an error."""
+"""Arguments of XLA's functions that schedule a task in its pool and that destroy an error."""
 _WORDS = _SCHEDULED + 5
 
 _CLOSED = 1 << 32
 _SPINS = 200
-"""Before a thread that waits gives up its core for a moment."""
+"""Spins before a waiting thread yields its core."""
 
 _allocate = types.ExternalFunction("malloc", types.int64(types.int64))
 _free = types.ExternalFunction("free", types.void(types.int64))
@@ -58,7 +58,7 @@ _I64 = ir.IntType(64)
 
 @intrinsic
 def _call(typing, function, argument):
-    """Calls the C function at an address with one word: the word that it returns, if it returns one."""
+    """Calls the C function at an address with one word; returns its result, undefined for void functions."""
 
     def generate(context, builder, signature, values):
         kind = ir.FunctionType(_I64, [_I64]).as_pointer()
@@ -68,14 +68,14 @@ def _call(typing, function, argument):
 
 
 def build_xla_call(kernel: CompiledKernel, bits: int) -> CompiledKernel:
-    """The function that XLA calls for a kernel of `build_block_product`, not gated, for levels of `bits` bits.
+    """Builds the function that XLA calls for a kernel of `build_block_product` without gate, for values of `bits` bits.
 
-    Operands: `x [rows, inputs]`, levels, scales. Results: what the kernel writes, `[rows, outputs]`, and scratch
-    `[threads, floats]` (see `block_layout`). It is compiled at each start, since it has addresses in it.
+    Operands: `x [rows, inputs]`, quantised values, scales. Results: the kernel's output, `[rows, outputs]`, and scratch
+    `[threads, floats]` (see `block_layout`). It is compiled at each start, because it contains addresses.
     """
     address = kernel.address
     levels_read = 16 // OUTPUTS if bits == 4 else 1
-    """Weights of an element of `levels`."""
+    """Weights per element of the quantised values."""
 
     def help_out(shared):
         words = long_integers(shared)
@@ -118,7 +118,7 @@ def build_xla_call(kernel: CompiledKernel, bits: int) -> CompiledKernel:
 
 @_part
 def _describe(metadata):
-    """Answers what XLA asks before it calls: the version of the header, and that nothing else is special."""
+    """Answers XLA's query before the first call: the header's version, and no special properties."""
     words, numbers = long_integers(metadata), integers(metadata)
     words[1] = 24  # bytes of XLA_FFI_Api_Version
     words[2] = 0
@@ -129,7 +129,7 @@ def _describe(metadata):
 
 @_part
 def _fill(words, arguments, results, levels_read):
-    """Writes the kernel's arguments; how many threads the work is worth."""
+    """Writes the kernel's arguments; returns the number of threads worth using."""
     x, output, scratch = long_integers(arguments[0]), long_integers(results[0]), long_integers(results[1])
     rows, inputs = long_integers(x[_SIZES])[0], long_integers(x[_SIZES])[1]
     outputs, slots = long_integers(output[_SIZES])[1], long_integers(scratch[_SIZES])[0]
@@ -151,7 +151,7 @@ def _fill(words, arguments, results, levels_read):
 
 @_part
 def _scheduled(words, api, context, task, argument):
-    """Whether XLA's pool takes a task; without a pool it does not."""
+    """Schedules a task in XLA's pool; returns False if there is no pool."""
     words[_SCHEDULED] = 40  # bytes of XLA_FFI_ThreadPool_Schedule_Args
     words[_SCHEDULED + 1] = 0
     words[_SCHEDULED + 2] = context

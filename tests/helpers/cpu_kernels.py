@@ -12,7 +12,7 @@ from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.cpu_prompts import CpuPrompts
 from torch_backend.attention.interface import HeadForm
 from torch_backend.cpu_kernels.block_matrix import BlockProducts
-from torch_backend.cpu_kernels.compiling import compiler_keeping
+from torch_backend.cpu_kernels.compiling import caching_compiler
 from torch_backend.cpu_kernels.operations import CpuOperations
 
 
@@ -33,4 +33,4 @@ def block_products() -> BlockProducts:
 
 
 def _compiler() -> KernelCompiler:
-    return compiler_keeping(EngineConfig().cache_folder())
+    return caching_compiler(EngineConfig().cache_folder())

@@ -20,7 +20,7 @@ class EqualRanks:
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x] * self.size, dim=-1)
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         return value
 
     def on_host(self) -> EqualRanks:

@@ -45,7 +45,7 @@ class ThreadRank:
         self.barrier.wait(60)
         return found
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         raise NotImplementedError
 
     def on_host(self) -> ThreadRank:

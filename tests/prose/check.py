@@ -27,6 +27,7 @@ SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reaso
 READ_WHOLE = (
     "sglang_jax/batch",
     "sglang_jax/config",
+    "sglang_jax/cpu_kernels",
     "sglang_jax/engine",
     "sglang_jax/grammar",
     "sglang_jax/jax_runner",
@@ -36,7 +37,8 @@ READ_WHOLE = (
     "sglang_jax/runner",
     "sglang_jax/sampling",
     "sglang_jax/scheduler",
-    "torch_backend/models",
+    "torch_backend",
+    "tpu",
 )
 """Packages whose docstrings and comments are all checked. The others follow as they are rewritten."""
 

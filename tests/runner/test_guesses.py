@@ -86,8 +86,8 @@ def by_torch(texts: list[list[int]], hints: list[list[int]], stale: int) -> list
     numbers = torch.arange(1, MOST + 1).repeat(len(texts))
     rows = torch.arange(len(texts))
     owners, longest = rows.repeat_interleave(MOST), max(map(len, texts)) + 1
-    guesses = torch_drafts.Guesses(torch.arange(len(numbers)), numbers, owners, rows, longest)
-    return known.guess(guesses).view(len(texts), MOST).tolist()
+    guesses = torch_drafts.DraftSequences(torch.arange(len(numbers)), numbers, owners, rows, longest)
+    return known.propose(guesses).view(len(texts), MOST).tolist()
 
 
 Guesser = Callable[[list[list[int]], list[list[int]], int], list[list[int]]]

@@ -31,11 +31,11 @@ from torch_backend.attention.native import NativeAttention
 from torch_backend.building import _block_matrices
 from torch_backend.cpu_kernels.block_matrix import BlockMatrix, BlockProducts
 from torch_backend.kernel_choice import Kernels
-from torch_backend.layers import by_rows
+from torch_backend.layers import matrix_by_size
 from torch_backend.layers.blocks import BlockMatrices
-from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
-from torch_backend.layers.layout import Packed
+from torch_backend.layers.layout import PackedLayout
 from torch_backend.layers.matrix import FewOrMany
+from torch_backend.layers.matrix_by_size import MatrixBySize, MatrixShape, Product, set_limits
 from torch_backend.models import Transformer
 from torch_backend.native_operations import NativeOperations
 from torch_backend.native_sampler import NativeSampler
@@ -142,7 +142,7 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(tied: bool, tmp_path: 
     assert weight_bytes(blocks.model) - plain == sum(each.weight.numel() for each in kept) * 20 // 32
     assert bytes_in_blocks(blocks.model) == weight_bytes(blocks.model) - plain
     form = load_weights(blocks.model, checkpoint.reader, checkpoint.config)
-    assert isinstance(form, Packed)
+    assert isinstance(form, PackedLayout)
     limited = form.products
     assert len(limited) == len(kept)
     tokens = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, (4, 12)).astype(np.int32)
@@ -199,19 +199,21 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("few", "many", "expected"), [((1, 1), (20, 0), 16), ((1, 0), (2, 0), 64), ((5, 0), (4, 0), 0)]
+    ("small_batch", "large_batch", "expected"), [((1, 1), (20, 0), 16), ((1, 0), (2, 0), 64), ((5, 0), (4, 0), 0)]
 )
 def test_the_quicker_form_serves(
-    few: tuple[float, float], many: tuple[float, float], expected: int, monkeypatch: pytest.MonkeyPatch
+    small_batch: tuple[float, float], large_batch: tuple[float, float], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, form = Clock(), Form(outputs=1024, inputs=2**12, bits=4, gated=False)
-    monkeypatch.setattr(by_rows.time, "thread_time", lambda: clock.now)
-    products = [ByRows(form, clock.product(*few), clock.product(*many), torch.bfloat16) for _ in range(5)]
+    clock, form = Clock(), MatrixShape(outputs=1024, inputs=2**12, bits=4, gated=False)
+    monkeypatch.setattr(matrix_by_size.time, "thread_time", lambda: clock.now)
+    products = [
+        MatrixBySize(form, clock.product(*small_batch), clock.product(*large_batch), torch.bfloat16) for _ in range(5)
+    ]
     threads = torch.get_num_threads()
     assert set_limits(products) == {form: expected}
     assert torch.get_num_threads() == threads
     for rows in (1, expected, expected + 1, 65):
-        served = few if rows <= expected else many
+        served = small_batch if rows <= expected else large_batch
         assert all(float(each.multiply(torch.ones(rows, 1)).sum()) == rows * served[0] for each in products)
 
 

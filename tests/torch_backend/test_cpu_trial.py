@@ -20,7 +20,7 @@ from torch_backend.attention.cpu import CpuAttention
 from torch_backend.attention.interface import AttentionOptions, HeadForm
 from torch_backend.batch import ForwardBatch
 from torch_backend.cpu_kernels import team
-from torch_backend.cpu_kernels.compiling import compiler_keeping
+from torch_backend.cpu_kernels.compiling import caching_compiler
 from torch_backend.cpu_kernels.operations import CpuOperations
 from torch_backend.cpu_kernels.rms_norm import build_rms_norm
 from torch_backend.cpu_kernels.team import Launcher
@@ -92,16 +92,16 @@ def test_a_change_of_any_file_of_the_kernels_compiles_them_anew(
     folder: Path, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Path.read_bytes
-    assert compiler_keeping(folder).folder in {path.parent.parent for path in files(folder)}
+    assert caching_compiler(folder).folder in {path.parent.parent for path in files(folder)}
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == file else b""))
-    assert compiler_keeping(folder).folder not in {path.parent.parent for path in files(folder)}
+    assert caching_compiler(folder).folder not in {path.parent.parent for path in files(folder)}
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     with caplog.at_level(logging.INFO, logger="sglang_jax"):
-        compiler = compiler_keeping(in_the_way)
+        compiler = caching_compiler(in_the_way)
     assert compiler.folder is None
     (message,) = caplog.messages
     assert message.startswith("CPU kernels are compiled again at each start: ")
@@ -172,7 +172,7 @@ def test_large_work_is_shared_by_torch_s_threads(folder: Path) -> None:
         slot = take(work, SLOT_COUNTER)
         store(marks, slot, load(marks, slot) + np.float32(1))
 
-    launcher = Launcher(compiler_keeping(folder)(mark), "q")
+    launcher = Launcher(caching_compiler(folder)(mark), "q")
     marks = torch.zeros(4096)
     alone, together = [1.0] + [0.0] * 4095, [1.0] * launcher.slots + [0.0] * (4096 - launcher.slots)
     assert launcher.slots == torch.get_num_threads()

@@ -7,7 +7,7 @@ import torch
 
 from sglang_jax.runner.page_tables import TableLayout
 from torch_backend.batch import ForwardBatch
-from torch_backend.draft_model import Drafter, ToGuess
+from torch_backend.draft_model import Drafter, DraftRequest
 from torch_backend.drafts import DraftedTokens, KnownTokens
 from torch_backend.step import RowTensors
 
@@ -40,7 +40,7 @@ def test_nothing_is_written_behind_windows() -> None:
     layout = TableLayout(tuple((first, first + COLUMNS) for first in (0, COLUMNS, 2 * COLUMNS)), draft=(1, 2))
     drafter = Drafter(model, (None, WINDOW), rows, layout, PAGE_SIZE, torch.from_numpy)
     zero = np.zeros(1, np.int32)
-    drafter.guess(ToGuess(zero, zero + 2, zero, zero + 14), lambda logits, *_: torch.zeros(len(logits)).int())
+    drafter.propose(DraftRequest(zero, zero + 2, zero, zero + 14), lambda logits, *_: torch.zeros(len(logits)).int())
     pages = rows.page_table[0].view(3, COLUMNS).tolist()
     seen = []
     for positions, (full, window) in model.written:

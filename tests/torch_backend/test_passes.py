@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from torch_backend.compilation.graph import Program, move, weight_of
 from torch_backend.compilation.markers import attention, sum_of_ranks
-from torch_backend.compilation.passes.collectives import fuse_all_reduces, meet_other_ranks
+from torch_backend.compilation.passes.collectives import fuse_all_reduces, insert_collectives
 from torch_backend.compilation.passes.linears import fuse_gated_activations, merge_linears
 from torch_backend.compilation.passes.no_ops import remove_no_ops
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
@@ -133,7 +133,7 @@ def summed(form: Function) -> list[str]:
         X.clone(),
         weights={"a": torch.zeros(HIDDEN, HIDDEN), "b": torch.zeros(HIDDEN, HIDDEN)} | W,
     )
-    passes = (meet_other_ranks, fuse_norms, fuse_sums_with_norms, fuse_all_reduces)
+    passes = (insert_collectives, fuse_norms, fuse_sums_with_norms, fuse_all_reduces)
     for rewrite in (remove_no_ops, *passes):
         rewrite(program)
         remove_no_ops(program)

@@ -69,7 +69,7 @@ def test_a_bias_is_added_before_numbers_are_rounded(dtype: torch.dtype) -> None:
 def test_each_matrix_has_the_quickest_product_that_works_and_the_log_names_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scaled_products._tell.cache_clear()
+    scaled_products._log_product.cache_clear()
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(scaled_products, "float8_works", lambda device: True)
     monkeypatch.setattr(scaled_products, "kernel_works", lambda *_: True)
@@ -111,7 +111,7 @@ def test_each_matrix_has_the_quickest_product_that_works_and_the_log_names_it_on
     assert product_for(rounded, (32, 64), GPU, bfloat16) is _kernel
     monkeypatch.setattr(scaled_products, "kernel_works", lambda *_: False)
     assert product_for(rounded, (32, 64), GPU, bfloat16) is multiply_widened
-    scaled_products._tell.cache_clear()
+    scaled_products._log_product.cache_clear()
 
 
 def _kernel(

@@ -81,7 +81,7 @@ def yes(said: bool) -> bool:
 
 
 def sums(size: int = 2, multicast: int = 0) -> SymmetricSums:
-    return SymmetricSums.meet("group", size, CPU, yes, StandIn(Met(multicast)))
+    return SymmetricSums.connect("group", size, CPU, yes, StandIn(Met(multicast)))
 
 
 @pytest.mark.parametrize(
@@ -141,15 +141,15 @@ def test_the_operators_have_the_signatures_that_are_called() -> None:
 @pytest.mark.parametrize("call", ["empty", "rendezvous"])
 def test_where_one_rank_cannot_no_rank_does(call: str) -> None:
     with pytest.raises(NoSymmetricMemoryError, match=rf"^{call} is not to be had$"):
-        SymmetricSums.meet("group", 2, CPU, yes, StandIn(fails_at=call))
+        SymmetricSums.connect("group", 2, CPU, yes, StandIn(fails_at=call))
     answers = iter([True, False] if call == "rendezvous" else [False])
     with pytest.raises(NoSymmetricMemoryError, match="another rank cannot"):
-        SymmetricSums.meet("group", 2, CPU, lambda _: next(answers), StandIn())
+        SymmetricSums.connect("group", 2, CPU, lambda _: next(answers), StandIn())
 
 
 def test_the_switch_adds_up_only_where_all_ranks_reach_it() -> None:
     answers = iter([True, True, False])
-    found = SymmetricSums.meet("group", 2, CPU, lambda _: next(answers), StandIn(Met(4096)))
+    found = SymmetricSums.connect("group", 2, CPU, lambda _: next(answers), StandIn(Met(4096)))
     assert not found.multicast
 
 
@@ -158,7 +158,7 @@ class Alone:
 
     rank, size = 0, 2
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         return value
 
 
@@ -214,8 +214,8 @@ def _rank(rank: int, scratch: str) -> None:
     world = torch.distributed.group.WORLD
     assert world is not None
     plain, library = DistributedTensorParallel(world, world), StandIn()
-    agree: Callable[[bool], bool] = lambda said: plain.least(int(said)) == 1  # noqa: E731
-    parallel = DistributedTensorParallel(world, world, SymmetricSums.meet("group", 2, CPU, agree, library))
+    agree: Callable[[bool], bool] = lambda said: plain.minimum(int(said)) == 1  # noqa: E731
+    parallel = DistributedTensorParallel(world, world, SymmetricSums.connect("group", 2, CPU, agree, library))
     found = {}
     for name in SHAPES:
         found[name] = parallel.all_reduce(_numbers(rank, name)).clone()

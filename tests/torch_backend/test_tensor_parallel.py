@@ -79,7 +79,7 @@ class OneOf:
 
     all_gather_last = all_reduce
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         return value
 
     def on_host(self) -> OneOf:

@@ -22,9 +22,9 @@ from sglang_jax.checkpoint.reader import Array, Index, PlainReader
 from sglang_jax.config import ALWAYS_RUN, CompilePass, chosen_passes
 from sglang_jax.errors import CheckpointError, ConfigError
 from torch_backend.compilation import twin
+from torch_backend.compilation.expected_matches import ExpectedMatches
 from torch_backend.compilation.graph import Program, calls
 from torch_backend.compilation.hf_model import config_of, eager_model, empty_model
-from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PASSES, GraphPass, PassManager
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
 from torch_backend.compilation.step import add_rms_norm
@@ -118,7 +118,7 @@ def rewritten(family: str, manager: PassManager, **values: Any) -> Program:
     config = twin_config({"model_type": family, **values})
     model = empty_model(config, torch.float32)
     program = trace(model)
-    manager.run(program, Implied.by(model, program, config.num_hidden_layers))
+    manager.run(program, ExpectedMatches.of_model(model, program, config.num_hidden_layers))
     return program
 
 

@@ -19,10 +19,10 @@ from sglang_jax.checkpoint.foreign_config import foreign_model_config, under_usu
 from sglang_jax.config import CompilePass, chosen_passes
 from sglang_jax.errors import ConfigError
 from torch_backend.compilation import twin
+from torch_backend.compilation.expected_matches import ExpectedMatches
 from torch_backend.compilation.hf_model import config_of, eager_model, empty_model
-from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PASSES, PassManager
-from torch_backend.compilation.part_of_rank import take_part
+from torch_backend.compilation.rank_shard import shard_model
 from torch_backend.compilation.step import all_gather
 from torch_backend.compilation.trace import trace
 from torch_backend.compilation.traced_model import TracedTransformer
@@ -103,9 +103,9 @@ def test_sums_over_ranks_are_counted(family: str, fused: int, apart: int) -> Non
     config = twin_config({"model_type": family} | changes, 2)
     described = described_by(config)
     model = empty_model(config, torch.float32)
-    part = take_part(model, described, ModelShard.of(described, 1, 2))
+    part = shard_model(model, described, ModelShard.of(described, 1, 2))
     program = trace(model)
-    counts = ALL.run(program, Implied.by(model, program, config.num_hidden_layers, part.marks))
+    counts = ALL.run(program, ExpectedMatches.of_model(model, program, config.num_hidden_layers, part.marks))
     by_name = {each.name: (each.expected, each.found) for each in counts}
     assert by_name[CompilePass.COLLECTIVES] == (5, 5)
     assert by_name[CompilePass.ALL_REDUCE_ADD_NORM] == (fused, fused)
@@ -135,4 +135,4 @@ def test_models_that_cannot_be_spread_are_refused(family: str, size: int, values
     config = config_of({"model_type": family} | tiny | values)
     described = described_by(config)
     with pytest.raises(ConfigError, match=f"model_impl transformers cannot serve {family}: .*{reason}"):
-        take_part(empty_model(config, torch.float32), described, ModelShard.of(described, 0, size))
+        shard_model(empty_model(config, torch.float32), described, ModelShard.of(described, 0, size))

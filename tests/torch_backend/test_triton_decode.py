@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch_backend.attention.triton import TritonAttention
 from torch_backend.batch import ForwardBatch
 from torch_backend.kernels import decode_attention
-from torch_backend.kernels.attention_tiles import TRITON_TYPES, widened
+from torch_backend.kernels.attention_tiles import TRITON_TYPES, widen
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.decode_attention import decode_tile, plan_decode, splits_bound
 
@@ -80,7 +80,7 @@ def test_types(chip: Chip, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> 
 @triton.jit
 def _widen(codes, out, COMPUTE: tl.constexpr):
     lanes = tl.arange(0, 256)
-    tl.store(out + lanes, widened(tl.load(codes + lanes), COMPUTE))
+    tl.store(out + lanes, widen(tl.load(codes + lanes), COMPUTE))
 
 
 @pytest.mark.parametrize("compute", TOLERANCE, ids=str)

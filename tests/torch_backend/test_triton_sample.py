@@ -23,7 +23,7 @@ from sglang_jax.sampling.reference import kept_tokens
 from torch_backend.kernels import sample_filters, sample_survey
 from torch_backend.kernels.sample import _gumbel_noise, greedy, keep
 from torch_backend.kernels.sample import sample as triton_sample
-from torch_backend.kernels.sample_filters import Kept
+from torch_backend.kernels.sample_filters import KeptTokens
 
 assert helpers.triton_interpreter
 
@@ -58,7 +58,7 @@ def columns(rows: list[Row]) -> dict[str, torch.Tensor]:
     }
 
 
-def kept_of(rows: list[Row]) -> Kept:
+def kept_of(rows: list[Row]) -> KeptTokens:
     return keep(torch.tensor(np.stack([row.logits for row in rows])), **columns(rows))
 
 
@@ -286,7 +286,7 @@ def test_however_many_tokens_fit_into_the_buffer_the_same_are_kept(
 ) -> None:
     """Rows of several kinds in one launch: one goes on with a second round, another searches the row itself."""
     monkeypatch.setattr(sample_filters, "_CAPACITY", capacity)
-    monkeypatch.setattr(sample_survey, "_LEAST_PART", 5000 // parts)
+    monkeypatch.setattr(sample_survey, "_MIN_PART", 5000 // parts)
     assert sample_survey.parts_of(5000) == parts
     filters = [(2500, 1.0), (-1, 0.3), (-1, 0.999), (40, 0.9), (3000, 0.5)]
     kinds = ("normal", "flat", "masked", "wide", "normal")

@@ -10,14 +10,14 @@ from helpers.small_configs import small_config
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.config import Dtype, EngineConfig, KVCacheDtype, WeightQuantization
 from sglang_jax.runner.quantization import encodings_by_option, kept_encodings
-from tpu.alternatives import Asked, shortage_in, what_would_fit, what_would_help
+from tpu.alternatives import Setup, shortage_in, suggest_fitting, suggest_remedies
 from tpu.shapes import load_shape
 from tpu.topologies import GIB, parse_topology
 
 
-def asked(topology: str, tp: int, model: ModelConfig | None = None, **options: object) -> Asked:
+def asked(topology: str, tp: int, model: ModelConfig | None = None, **options: object) -> Setup:
     given = EngineConfig(model_path="any", tp_size=tp, page_size=64, **{"mem_fraction_static": 0.9, **options})
-    return Asked(model or load_shape("qwen3-32b"), parse_topology(topology), given)
+    return Setup(model or load_shape("qwen3-32b"), parse_topology(topology), given)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def asked(topology: str, tp: int, model: ModelConfig | None = None, **options: o
     ],
 )
 def test_the_next_step_up_that_leaves_room(topology: str, tp: int, expected: str) -> None:
-    assert what_would_fit(asked(topology, tp)) == expected
+    assert suggest_fitting(asked(topology, tp)) == expected
 
 
 def test_weights_count_in_their_own_dtype() -> None:
     """Of float32 four devices would have 30.5 GiB each."""
-    found = what_would_fit(asked("v6e:1x1", 1, dtype=Dtype.FLOAT32))
+    found = suggest_fitting(asked("v6e:1x1", 1, dtype=Dtype.FLOAT32))
     assert found == "--tp 8 --topology v6e:2x4 (15.3 GiB of weights on each device)"
 
 
@@ -44,9 +44,9 @@ def test_smaller_keys_and_values_where_these_have_no_room() -> None:
     llama = load_shape("llama-3.1-8b")
     many = {"max_total_tokens": 196_608}
     larger = "--tp 2 --topology v6e:2x2 (7.5 GiB of weights on each device)"
-    assert what_would_fit(asked("v6e-1", 1, llama, **many)) == f"--kv-cache-dtype fp8_e4m3 or {larger}"
+    assert suggest_fitting(asked("v6e-1", 1, llama, **many)) == f"--kv-cache-dtype fp8_e4m3 or {larger}"
     narrow = many | {"kv_cache_dtype": KVCacheDtype.INT8}
-    assert what_would_fit(asked("v6e-1", 1, llama, **narrow)) == larger
+    assert suggest_fitting(asked("v6e-1", 1, llama, **narrow)) == larger
 
 
 def test_latent_vectors_have_no_8_bits() -> None:
@@ -54,7 +54,7 @@ def test_latent_vectors_have_no_8_bits() -> None:
     model = load_shape("deepseek-v2-lite")
     of_two = asked("v6e:2x2", 2, model, max_total_tokens=600_000)
     assert of_two.kv_token(2) == of_two.kv_token(4) == 27 * 640 * 2
-    assert what_would_fit(of_two) == "--tp 4 (7.4 GiB of weights on each device)"
+    assert suggest_fitting(of_two) == "--tp 4 (7.4 GiB of weights on each device)"
 
 
 def test_what_every_device_has_counts_on_each() -> None:
@@ -62,7 +62,7 @@ def test_what_every_device_has_counts_on_each() -> None:
     model = load_shape("deepseek-v3")
     encodings = kept_encodings(model, encodings_by_option(model, WeightQuantization.FLOAT8_E4M3))
     wanted = replace(asked("v6e:4x4", 16, model), encodings=encodings)
-    assert what_would_fit(wanted) == "--tp 32 --topology v6e:4x8 (21.2 GiB of weights on each device)"
+    assert suggest_fitting(wanted) == "--tp 32 --topology v6e:4x8 (21.2 GiB of weights on each device)"
     latents, routers = 61 * (7168 + 4) * (1536 + 512 + 64), 58 * 4 * 7168 * 256
     scales = 4 * 7168 * (58 * 256 + 58 + 3 + 61)
     assert 2 * wanted.weights(64) - wanted.weights(32) == latents + routers + scales
@@ -75,7 +75,7 @@ def test_what_every_device_has_counts_on_each() -> None:
 def test_larger_slices_have_googles_names(start: str, expected: str) -> None:
     topology = parse_topology(start)
     model = small_config(num_heads=256, num_kv_heads=256, intermediate_size=1024)
-    found = what_would_fit(asked(start, topology.devices, model))
+    found = suggest_fitting(asked(start, topology.devices, model))
     assert found is not None
     assert f"--topology {expected} " in found
 
@@ -88,7 +88,7 @@ def test_larger_slices_have_googles_names(start: str, expected: str) -> None:
     ],
 )
 def test_room_beside_weights_and_pages(shortage: int, expected: str) -> None:
-    assert what_would_help(asked("v6e-1", 1, load_shape("llama-3.1-8b")), shortage) == expected
+    assert suggest_remedies(asked("v6e-1", 1, load_shape("llama-3.1-8b")), shortage) == expected
 
 
 def test_what_the_compiler_lacks_is_read() -> None:
@@ -100,4 +100,4 @@ def test_what_the_compiler_lacks_is_read() -> None:
 def test_nothing_fits_a_model_that_cannot_be_spread() -> None:
     """Five heads, so that more devices than one are five, which no slice has."""
     model = small_config(num_heads=5, num_kv_heads=1, hidden_size=80, intermediate_size=96)
-    assert what_would_fit(asked("v6e:2x2", 1, model, kv_cache_dtype=KVCacheDtype.INT8)) is None
+    assert suggest_fitting(asked("v6e:2x2", 1, model, kv_cache_dtype=KVCacheDtype.INT8)) is None

@@ -23,7 +23,7 @@ from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.models import StateDtypes, build_model
 from sglang_jax.runner.quantization import encodings_by_option, kept_encodings
 from sglang_jax.runner.sizing import Memory, choose_sizes
-from tpu.alternatives import Asked
+from tpu.alternatives import Setup
 from tpu.topologies import parse_topology
 
 SHAPES = Path(tpu.__file__).parent / "shapes"
@@ -135,7 +135,7 @@ def test_weights_and_pages_by_hand(name: str, layers: int, tp: int, fp8: bool) -
     if fp8:
         options = options.model_copy(update={"quantization": WeightQuantization.FLOAT8_E4M3})
     encodings = kept_encodings(config, encodings_by_option(config, options.quantization))
-    asked = Asked(config, parse_topology("tpu7x:2x2x4"), options, encodings)
+    asked = Setup(config, parse_topology("tpu7x:2x2x4"), options, encodings)
     # Without norms and corrections.
     assert 0 <= hand.weights() - asked.weights(tp) < 1e-3 * hand.weights()
     assert 64 * asked.kv_token(tp) == group.page

@@ -12,7 +12,7 @@ import pytest
 from sglang_jax.cli.main import run
 from tpu import check as command
 from tpu import worker
-from tpu.figures import Deployment, Kept, Message, ProgramFailure, ProgramFigures, Request
+from tpu.figures import CacheEntries, Deployment, Message, ProgramFailure, ProgramFigures, Request
 from tpu.shapes import load_shape
 
 _DEPLOYMENT = Deployment(
@@ -123,17 +123,17 @@ def test_what_would_help_a_step_without_room_is_told(
     ("kept", "status", "told"),
     [
         (
-            Kept(12, 3),
+            CacheEntries(12, 3),
             0,
             "12 compiled programs are in somewhere, 3 of them new\n"
             "Start the server with --compilation-cache-dir somewhere --page-size 64 --max-total-tokens 6400 and "
             "the options given here\n",
         ),
-        (Kept(0, 0), 1, "No compiled program was written to somewhere\n"),
+        (CacheEntries(0, 0), 1, "No compiled program was written to somewhere\n"),
     ],
 )
 def test_programs_written_are_counted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept: Kept, status: int, told: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept: CacheEntries, status: int, told: str
 ) -> None:
     def compiles(request: Request) -> Iterator[Message]:
         assert request.options.max_total_tokens == 6463

@@ -17,8 +17,7 @@ from torch_backend.kv_pages import KVPages
 
 
 class CpuAttention:
-    """`AttentionImplementation` for a CPU, to be used by one thread at a time. A decode row's result does not depend on
-    the other rows.
+    """`AttentionImplementation` for a CPU, for use by one thread at a time. A decode row's result is batch-invariant.
 
     **Arguments:** `dtype`, bfloat16 or float32, of queries and pages; `forms` of all layers' heads; `prompts`, with
     kernels for these, computes sequences of several tokens instead of torch operations.

@@ -49,7 +49,7 @@ class CpuPrompts:
         batch: ForwardBatch,
         items: torch.Tensor,
     ) -> None:
-        """Writes the tokens of the sequences that `items` (see `items_of`) name, and no others. All are contiguous
+        """Writes the tokens of the sequences in `items` (see `items_of`), and no others. All are contiguous
         bfloat16."""
         _, kv_heads, page_size, head_dim = kv.keys.shape
         launcher = self._launchers[HeadForm(head_dim, queries.shape[1] // kv_heads)]

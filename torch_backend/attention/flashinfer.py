@@ -106,8 +106,7 @@ class FlashInferStep:
         self._parts: dict[_Form, list[_Part]] = {}
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        """See `StepAttention`. Raises `ValueError` for sinks, which FlashInfer's kernels do not support on every
-        chip."""
+        """See `StepAttention`. Raises `ValueError` for sinks, which FlashInfer does not support on every chip."""
         if options.sinks is not None:
             raise ValueError("attention_backend flashinfer does not support attention sinks: choose triton")
         _, heads, head_dim = queries.shape
@@ -139,8 +138,7 @@ class FlashInferStep:
         return parts
 
     def _pages(self, rows: Sequence[int], form: _Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The start of each row's pages in the list of all pages, this list, and the number of keys in each row's last
-        page.
+        """The start of each row in the list of all pages, this list, and the number of keys in each row's last page.
 
         Pages before all keys that a row's queries see may belong to other rows, and are left out. Queries are the last
         tokens, so this does not change their distances to their keys.

@@ -15,8 +15,8 @@ from torch_backend.kv_pages import LARGEST_INT8
 def integer_scores(
     queries: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, key_mean: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
-    """Scaled scores of stored keys, before any cap and mask: equal to `q @ key_mean + (q @ (key - key_mean))`, except
-    for rounding queries and keys to 8 bits.
+    """Scaled scores of stored keys, before any cap and mask: `q @ key_mean + (q @ (key - key_mean))`, up to the
+    rounding to 8 bits.
 
     **Arguments:** `queries` `[n, ..., q, d]`; `levels` float32 `[n, 1 or more, k, d]`, integers up to 127; `scales`
     float32 `[n, 1, k]`; `key_mean` float32 `[n, d]`.

@@ -13,8 +13,7 @@ from torch_backend.kv_pages import KVPages
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Projections from cached latent vectors, each followed by a rotated key for all heads, to keys and values of
-    heads.
+    """Projections from cached latent vectors, each followed by a rotated key for all heads, to keys and values.
 
     - `key_up` `[heads, key_dim, latent]`, `value_up` `[heads, value_dim, latent]`.
     - `expands_from`: see `LatentAttentionConfig`.
@@ -71,6 +70,6 @@ class AttentionImplementation(Protocol):
     """Prepares once per step what all its layers share."""
 
     def prepare(self, batch: ForwardBatch) -> StepAttention:
-        """Returns the attention of a step. In a captured step this runs inside the capture, and may not read values of
-        tensors on the host."""
+        """Returns the attention of a step. In a captured step this is captured too, and may not read tensors on the
+        host."""
         ...

@@ -1,8 +1,7 @@
 """Attention over latent vectors in two equivalent forms: see `sglang_jax/layers/latent_attention.py`.
 
-Absorbed: queries are multiplied by the key projection, and attend to latent vectors. Expanded: keys and values of heads
-are computed from one tile of latent vectors at a time, and added to a softmax in progress (FlashAttention, Dao et al.
-2022).
+Absorbed: queries are multiplied by the key projection, and attend to latent vectors. Expanded: keys and values are
+computed from one tile of latent vectors at a time, for a softmax in progress (FlashAttention, Dao et al. 2022).
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ _QUERIES_PER_BLOCK = 256
 """Together they bound the scores in memory, `[heads, queries, keys]` in float32."""
 
 
-def absorbed(queries: torch.Tensor, heads: LatentHeads, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def attend_absorbed(
+    queries: torch.Tensor, heads: LatentHeads, attend: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """`[T, heads, key_dim + rotary_dim]` → `[T, heads, value_dim]`, with an `attend` that uses latent vectors as keys
     and values of one kv head."""
     key_dim, latent = heads.key_up.shape[1:]

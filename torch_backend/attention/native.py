@@ -16,15 +16,14 @@ from torch.nn import functional
 
 from torch_backend.attention.integer_scores import integer_scores
 from torch_backend.attention.interface import AttentionOptions
-from torch_backend.attention.latent import ExpandedPlan, absorbed
+from torch_backend.attention.latent import ExpandedPlan, attend_absorbed
 from torch_backend.attention.page_gather import PageGather
 from torch_backend.attention.page_groups import SequenceGroup, group_sequences
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages
 
 _QUERIES_PER_BLOCK = 512
-"""Queries of a prefill chunk per block: a mask is `[block, keys]`, and the keys after a block's last query are left
-out."""
+"""Queries of a prefill chunk per block: a mask is `[block, keys]`, without the keys after a block's last query."""
 
 _EXPLICIT_QUERIES_PER_BLOCK = 64
 """The same if scores are materialised, `[heads, block, keys]`."""
@@ -119,7 +118,11 @@ class _Plan:
     def attend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         """Queries of the group `[tokens, heads, head_dim]` → outputs, contiguous."""
         attend = partial(self._attend, kv=kv, options=options)
-        return attend(queries) if options.latents is None else absorbed(queries, options.latents, attend).contiguous()
+        return (
+            attend(queries)
+            if options.latents is None
+            else attend_absorbed(queries, options.latents, attend).contiguous()
+        )
 
     def _attend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         keys, values = self._gather(kv)

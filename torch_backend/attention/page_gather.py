@@ -66,8 +66,7 @@ class PageGather:
 
 
 class _Buffer:
-    """One buffer in three shapes: `rows`, a page of a head each; `slots`, a token of a head each; `seen`, the used
-    tokens."""
+    """One buffer in three shapes: `rows`, a head's page each; `slots`, a head's token each; `seen`, the used tokens."""
 
     def __init__(self, shape: tuple[int, int, int, int], row: int, longest: int, pages: torch.Tensor) -> None:
         dtype = torch.uint8 if pages.dtype == torch.float8_e4m3fn else pages.dtype
@@ -80,7 +79,7 @@ class _Buffer:
 def _unused_rows(
     group: SequenceGroup, kv_heads: int, slots: int, window: int | None, device: torch.device
 ) -> torch.Tensor | None:
-    """Gathered slots within the longest sequence that are after the end of their own, or before all keys that its
+    """Gathered slots within the longest sequence after the end of their own sequence, or before all keys that its
     queries see. They are cleared, because they may hold NaN, which a mask would not remove from a sum."""
     windowed = window is not None and group.longest - group.count >= window
     if group.shortest == group.longest and not windowed:

@@ -11,10 +11,10 @@ import torch
 
 from torch_backend.batch import ForwardBatch
 
-_LEAST_SHARE = 0.6
+_MIN_SHARE = 0.6
 """A decode sequence joins a longer one if it has at least this share of its keys..."""
 
-_LEAST_LENGTH = 128
+_MIN_LENGTH = 128
 """...or if the longer one has at most this many: another group would cost more than the padding."""
 
 _TOKENS_TOGETHER = 4096
@@ -71,7 +71,7 @@ def _by_length(sequences: list[int], lens: list[int]) -> Iterator[list[int]]:
     rest = sequences
     while rest:
         longest = max(lens[sequence] for sequence in rest)
-        least = 0 if longest <= _LEAST_LENGTH else longest * _LEAST_SHARE
+        least = 0 if longest <= _MIN_LENGTH else longest * _MIN_SHARE
         yield [sequence for sequence in rest if lens[sequence] >= least]
         rest = [sequence for sequence in rest if lens[sequence] < least]
 

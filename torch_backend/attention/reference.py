@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from torch_backend.attention.interface import AttentionOptions
-from torch_backend.attention.latent import absorbed
+from torch_backend.attention.latent import attend_absorbed
 from torch_backend.batch import ForwardBatch
 from torch_backend.kv_pages import KVPages, TokenScales
 
@@ -30,7 +30,7 @@ class ReferenceStep:
         """See `StepAttention`."""
         if options.latents is None:
             return self._attend(queries, kv, options)
-        return absorbed(queries, options.latents, partial(self._attend, kv=kv, options=options)).contiguous()
+        return attend_absorbed(queries, options.latents, partial(self._attend, kv=kv, options=options)).contiguous()
 
     def _attend(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
         batch = self._batch

@@ -1,1 +1,1 @@
-"""Models that nobody has written for this backend: traced out of transformers, rewritten, and run like our own."""
+"""Models without an implementation in this backend: traced from transformers, rewritten, and run like the others."""

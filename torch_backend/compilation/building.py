@@ -1,4 +1,4 @@
-"""From a checkpoint that transformers knows to a model that the runner takes as any other."""
+"""Builds a model for the runner from a checkpoint of a transformers model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import EngineConfig
 from torch_backend.attention.interface import AttentionImplementation
+from torch_backend.compilation.expected_matches import ExpectedMatches
 from torch_backend.compilation.hf_model import config_of, empty_model
-from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PassManager
-from torch_backend.compilation.part_of_rank import take_part
+from torch_backend.compilation.rank_shard import shard_model
 from torch_backend.compilation.trace import trace
 from torch_backend.compilation.traced_model import ReadWeight, TracedTransformer, check_sites
 from torch_backend.compilation.twin import check_twin
@@ -32,11 +32,11 @@ def build_traced(
     attention: AttentionImplementation,
     parallel: TensorParallel = SINGLE,
 ) -> tuple[TracedTransformer, ReadWeight]:
-    """A model without values, or a rank's part of it, and what makes them, for its `load`. All ranks call it at once.
+    """Returns a model, or a rank's shard, without values, and the function that reads them, for its `load`. All ranks
+    must call it.
 
-    **Raises:** `ConfigError` where the model cannot be traced or is not what its config says, where it cannot be
-    divided among so many ranks, where a pass finds too little, and where the tiny twin differs from transformers;
-    `CheckpointError` for tensors that do not fit.
+    **Raises:** `ConfigError` if the model cannot be traced, differs from its config, or cannot be sharded; if a pass
+    finds too few places; or if the tiny twin differs from transformers. `CheckpointError` for tensors that do not fit.
     """
     assert checkpoint.foreign is not None
     manager = PassManager(config.passes)
@@ -52,11 +52,11 @@ def build_traced(
         weights = RandomWeights.of(empty, config.random_seed)
     else:
         weights = CheckpointWeights.of(empty, checkpoint.reader)
-    part = take_part(empty, checkpoint.config, shard)
+    part = shard_model(empty, checkpoint.config, shard)
     weights = replace(weights, cuts=part.cuts)
     check_twin(values, manager, None if dump is None else dump / "twin", parallel.on_host())
     program = trace(empty)
-    manager.run(program, Implied.by(empty, program, checkpoint.config.num_layers, part.marks), dump)
+    manager.run(program, ExpectedMatches.of_model(empty, program, checkpoint.config.num_layers, part.marks), dump)
     check_sites(program, checkpoint.config, shard)
     model = TracedTransformer(
         program, checkpoint.config, device=device, operations=operations, attention=attention, parallel=parallel

@@ -1,5 +1,4 @@
-"""Graphs for people to read: as text, a line for each operation, and as SVG, with a curve for each value that is used
-further down than the next line."""
+"""Writes graphs for people: as text, a line per operation, and as SVG, with curves to uses further down."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _ATEN = "#ffffff"
 
 
 def write_graphs(program: Program, folder: Path, stage: str) -> None:
-    """`STAGE.body.txt`, `.svg`, and the same of the head."""
+    """Writes `STAGE.body.txt`, `.svg`, and the same of the head."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, graph in (("body", program.body), ("head", program.head)):
         (folder / f"{stage}.{part}.txt").write_text(as_text(graph), encoding="utf-8")
@@ -27,7 +26,7 @@ def write_graphs(program: Program, folder: Path, stage: str) -> None:
 
 
 def as_text(graph: fx.Graph) -> str:
-    """A line for each node: its name, what it gives, what it computes of which."""
+    """A line for each node: its name, shape, operation and arguments."""
     return "".join(f"{_line(node)}\n" for node in graph.nodes)
 
 
@@ -55,7 +54,7 @@ def _shape(node: fx.Node) -> str:
 
 
 def as_svg(graph: fx.Graph) -> str:
-    """Nodes from top to bottom as they run. Green: this backend's operations; white: ATen's; grey: weights."""
+    """Nodes from top to bottom in execution order. Green: this backend's operations; white: ATen's; grey: weights."""
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
     lines = [_line(node) for node in nodes]

@@ -1,4 +1,4 @@
-"""Graphs of ATen operations as passes see them: nodes, their shapes, and the weights that they read."""
+"""Graphs of ATen operations as passes use them: nodes, their shapes, and the weights that they read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a node that reads a weight gives: `parts` of the checkpoint one after the other along the first axis, plus
-    `offset`, in `dtype`."""
+    """The weight that a node reads: `parts` of the checkpoint, concatenated by rows, plus `offset`, in `dtype`."""
 
     parts: tuple[str, ...]
     shape: tuple[int, ...]
@@ -33,7 +32,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """Attention of one layer in the graph: how many heads there are, and what is computed. `sinks`: a weight's name."""
+    """Attention of one layer in the graph. `sinks`: a weight's name."""
 
     heads: int
     kv_heads: int
@@ -48,8 +47,8 @@ class Program:
 
     - `body`: `step`, `tokens [1, T]`, `positions [1, T]` → hidden states `[1, T, hidden]`.
     - `head`: `step`, hidden states `[1, m, hidden]` → logits `[1, m, vocab]`.
-    - `constants`: buffers and other tensors that are no weights of the checkpoint, by name.
-    - `sites`: of each layer, once the pass that pages attention has run.
+    - `constants`: buffers and other tensors that are not weights of the checkpoint, by name.
+    - `sites`: by layer, set by the pass that pages attention.
     """
 
     model_type: str
@@ -65,29 +64,29 @@ class Program:
 
 
 WEIGHT = "weight"
-"""Under which a node's `meta` has its `Weight`."""
+"""Key of a node's `Weight` in its `meta`."""
 
 CONSTANT = "constant"
-"""The same for the name of one of `Program.constants`."""
+"""Key of the name of one of `Program.constants` in a node's `meta`."""
 
 VALUE = "val"
-"""Under which tracing leaves a fake tensor that has the node's shape and type."""
+"""Key under which tracing stores a fake tensor of the node's shape and dtype."""
 
 
 def weight_of(node: object) -> Weight | None:
-    """The weight that a node reads; None for any other."""
+    """The weight that a node reads; None for any other node."""
     return node.meta.get(WEIGHT) if isinstance(node, fx.Node) else None
 
 
 def known_weight(node: object) -> Weight:
-    """The same of a node that is known to read one."""
+    """The weight of a node that must read one."""
     found = weight_of(node)
     assert found is not None, f"{node} reads no weight"
     return found
 
 
 def read_weight(graph: fx.Graph, weight: Weight) -> fx.Node:
-    """A node that reads `weight`: the one that does already, or a new one before all that computes."""
+    """Returns a node that reads `weight`: an existing one, or a new one before all computation."""
     last: fx.Node | None = None
     node: fx.Node
     for node in graph.nodes:
@@ -103,8 +102,8 @@ def read_weight(graph: fx.Graph, weight: Weight) -> fx.Node:
     return node
 
 
-def merged(weights: list[Weight]) -> Weight:
-    """One after the other along the first axis."""
+def concatenate(weights: list[Weight]) -> Weight:
+    """Concatenates weights along the first axis."""
     first = weights[0]
     rows = sum(weight.shape[0] for weight in weights)
     parts = tuple(part for weight in weights for part in weight.parts)
@@ -112,13 +111,13 @@ def merged(weights: list[Weight]) -> Weight:
 
 
 def value(node: fx.Node) -> torch.Tensor:
-    """Shape and type of what a node gives."""
+    """A tensor with the shape and dtype of a node's result."""
     found: torch.Tensor = node.meta[VALUE]
     return found
 
 
 def move(graph: fx.Graph, device: torch.device) -> None:
-    """Lets a graph make its tensors on `device`: it was traced on the CPU, which code that makes some has named."""
+    """Makes a graph create its tensors on `device`, instead of the CPU, on which it was traced."""
 
     def moved(arg: Any) -> Any:
         return device if isinstance(arg, torch.device) else arg
@@ -130,25 +129,25 @@ def move(graph: fx.Graph, device: torch.device) -> None:
 
 
 def step_of(graph: fx.Graph) -> fx.Node:
-    """The node that stands for the step."""
+    """The placeholder of the step."""
     first: fx.Node = next(iter(graph.nodes))
     return first
 
 
 def calls(graph: fx.Graph, *targets: object) -> Iterator[fx.Node]:
-    """Nodes that call one of `targets`, as they are when this begins."""
+    """Nodes that call one of `targets`, at the time of the call."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in targets:
             yield node
 
 
 def args(node: fx.Node) -> tuple[Any, ...]:
-    """What a node is called with: its operators know of what types."""
+    """A node's arguments, untyped: their types depend on the operator."""
     return node.args
 
 
 def source(node: fx.Node) -> fx.Node:
-    """The first of these, where it is a node."""
+    """A node's first argument, which must be a node."""
     found = node.args[0]
     assert isinstance(found, fx.Node), f"{node.format_node()} reads no tensor first"
     return found
@@ -163,38 +162,38 @@ CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.defa
 
 
 def before_casts(node: fx.Node) -> fx.Node:
-    """What was cast, maybe several times."""
+    """The node before one or several casts."""
     while is_call(node, *CASTS):
         node = source(node)
     return node
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """The node's one user; None if it has none or several, which a pattern must not swallow."""
+    """The node's only user; None if it has none or several, so that a pattern does not remove a value in use."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def call(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-    """A new call of a function, of the shape and type that `like` has."""
+    """Creates a call of a function with the shape and dtype of `like`."""
     node = graph.call_function(target, args)
     node.meta[VALUE] = like.meta[VALUE]
     return node
 
 
-def put_in_place(node: fx.Node, by: fx.Node) -> None:
-    """Lets all that used `node` use `by`, and takes `node` out."""
+def replace_node(node: fx.Node, by: fx.Node) -> None:
+    """Replaces all uses of `node` by `by`, and erases `node`."""
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
 
 
 def same_shape(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes give tensors of one shape, whatever the number of tokens."""
+    """Whether the results of two nodes have the same shape for any number of tokens."""
     mine, its = value(node).shape, value(other).shape
     return [str(size) for size in mine] == [str(size) for size in its]
 
 
 def uncast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """What was cast from `dtype` to a wider type; the node itself if it is of `dtype`, or was never cast from it."""
+    """The node before casts from `dtype` to a wider dtype; the node itself if there are none."""
     found = node
     while is_call(found, *CASTS) and value(found).dtype != dtype:
         found = source(found)
@@ -202,7 +201,7 @@ def uncast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def factors(node: object, target: object = aten.mul.Tensor) -> tuple[fx.Node, fx.Node] | None:
-    """Both operands of a product (or of another operation of two tensors); None if it is none."""
+    """Both operands of a product (or of another operation of two tensors); None for any other node."""
     if is_call(node, target) and not node.kwargs and len(args(node)) == 2:
         first, second = args(node)
         if isinstance(first, fx.Node) and isinstance(second, fx.Node):
@@ -211,32 +210,32 @@ def factors(node: object, target: object = aten.mul.Tensor) -> tuple[fx.Node, fx
 
 
 RESHAPES = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten._unsafe_view.default)
-"""The same numbers in the same order, in another shape."""
+"""Operations that change only the shape."""
 
 
 def before_reshapes(node: fx.Node) -> fx.Node:
-    """What was brought into another shape, maybe several times."""
+    """The node before one or several reshapes."""
     while is_call(node, *RESHAPES):
         node = source(node)
     return node
 
 
 def flattened_heads(graph: fx.Graph, heads: fx.Node) -> fx.Node:
-    """A new node: `[1, T, heads, head_dim]` → `[1, T, heads * head_dim]`."""
+    """Creates a node that reshapes `[1, T, heads, head_dim]` to `[1, T, heads * head_dim]`."""
     node = graph.call_function(aten.flatten.using_ints, (heads, 2, 3))
     node.meta[VALUE] = value(heads).flatten(2, 3)
     return node
 
 
 def side_by_side(graph: fx.Graph, parts: list[fx.Node]) -> fx.Node:
-    """A new node: tensors one after the other along their last axis."""
+    """Creates a node that concatenates tensors along their last axis."""
     node = graph.call_function(aten.cat.default, (parts, -1))
     node.meta[VALUE] = torch.cat([value(part) for part in parts], -1)
     return node
 
 
 def parts_of(node: object) -> list[fx.Node] | None:
-    """What `side_by_side` put together, here or in the model's own code; None for another node."""
+    """The tensors that `side_by_side`, or the model's own code, concatenates; None for another node."""
     if not is_call(node, aten.cat.default):
         return None
     tensors, *axis = args(node)

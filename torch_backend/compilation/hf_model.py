@@ -1,4 +1,4 @@
-"""A model of transformers as it is before it has weights, with attention that can be traced."""
+"""Creates models of transformers without weights, with attention that can be traced."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from torch_backend.compilation.markers import attention
 from torch_backend.compilation.refusal import refused
 
 _TRACED = "sglang_jax_traced"
-"""Of attention, as transformers' configs name it. It makes no masks for a name that it has no mask function for."""
+"""Name of the traced attention in transformers' configs, which create no masks for a name without a mask function."""
 
 _EAGER = "eager"
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 _SAYS_NOTHING_NEW = frozenset({"position_ids", "position_embeddings", "cache_position"})
-"""Tensors that models hand to attention beside queries, keys and values, and that causal attention needs not."""
+"""Further tensors that models pass to attention, and that causal attention does not need."""
 
 
 def config_of(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """transformers' config of a config.json's values."""
+    """Creates transformers' config from a config.json's values."""
     values = dict(values)
     config: PreTrainedConfig = AutoConfig.for_model(values.pop("model_type"), **values)
     return config
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A `...ForCausalLM` whose parameters hold anything and whose buffers are right; attention is to be traced.
+    """Creates a `...ForCausalLM` with undefined parameters and correct buffers, whose attention is to be traced.
 
     **Raises:** `ConfigError` for a config whose model cannot be served.
     """
@@ -48,7 +48,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def eager_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The same, computed by transformers alone, to compare with."""
+    """Creates the same model with transformers' own attention, for comparison."""
     _refuse(config)
     return _for_inference(_from_config(config, dtype, _EAGER))
 
@@ -75,14 +75,14 @@ def _refuse(config: PreTrainedConfig) -> None:
 
 
 def _from_config(config: PreTrainedConfig, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
-    # A copy: the config that a model is made of is told the implementation, for all models that share it.
+    # A copy: the implementation is written into the config, for all models that share it.
     factory: Any = AutoModelForCausalLM
     try:
         model: PreTrainedModel = factory.from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation=implementation, trust_remote_code=False
         )
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        if error.args == (_TRACED,):  # it looks up a class of its own for each implementation
+        if error.args == (_TRACED,):  # it looks up a class for each implementation
             reason = "its attention does not use transformers' attention interface"
         else:
             reason = f"transformers cannot build it: {cut(' '.join(str(error).split()))}"

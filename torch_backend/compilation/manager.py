@@ -1,4 +1,4 @@
-"""Runs passes over a traced model in their order, and holds each to what the model lets expect of it."""
+"""Runs passes over a traced model in order, and checks that each finds as many places as the model implies."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from sglang_jax.config import CompilePass
 from sglang_jax.errors import ConfigError
 from torch_backend.compilation.drawing import write_graphs
+from torch_backend.compilation.expected_matches import ExpectedMatches
 from torch_backend.compilation.graph import Program
-from torch_backend.compilation.implied import Implied
-from torch_backend.compilation.passes.collectives import fuse_all_reduces, meet_other_ranks
+from torch_backend.compilation.passes.collectives import fuse_all_reduces, insert_collectives
 from torch_backend.compilation.passes.linears import fuse_gated_activations, merge_linears
 from torch_backend.compilation.passes.no_ops import remove_no_ops
 from torch_backend.compilation.passes.norms import fuse_norms, fuse_sums_with_norms
@@ -25,7 +25,7 @@ from torch_backend.compilation.passes.rope import fuse_head_norms, fuse_rope
 logger = logging.getLogger(__name__)
 
 Rewrite = Callable[[Program], int]
-"""Rewrites a program in place and tells how many places it found. A second run finds none."""
+"""Rewrites a program in place and returns how many places it found. A second run finds none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class GraphPass:
 PASSES = (
     GraphPass(CompilePass.NO_OPS, remove_no_ops),
     GraphPass(CompilePass.PAGED_ATTENTION, page_attention),
-    GraphPass(CompilePass.COLLECTIVES, meet_other_ranks),
+    GraphPass(CompilePass.COLLECTIVES, insert_collectives),
     GraphPass(CompilePass.NORM, fuse_norms),
     GraphPass(CompilePass.ROPE, fuse_rope),
     GraphPass(CompilePass.HEAD_NORM, fuse_head_norms),
@@ -48,13 +48,13 @@ PASSES = (
     GraphPass(CompilePass.ADD_NORM, fuse_sums_with_norms),
     GraphPass(CompilePass.ALL_REDUCE_ADD_NORM, fuse_all_reduces),
 )
-"""In the order in which they run: each finds what those before it leave. Those that write to their inputs are last:
-they ask who reads them behind, and none may move there."""
+"""In the order in which they run: each matches the results of those before it. Passes whose operations overwrite their
+inputs are last, because they check that no later operation reads these, and no operation may move afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassCount:
-    """What a pass found, and the fewest that it was expected to."""
+    """How many places a pass found, and the minimum expected."""
 
     name: CompilePass
     expected: int
@@ -62,17 +62,17 @@ class PassCount:
 
 
 class PassManager:
-    """Passes in their order, of which `chosen` run. Each is held to its count where all before it run too.
+    """Passes in order, of which `chosen` run. A pass is held to its minimum only if all passes before it run too.
 
-    Between them no-ops are taken out, where that pass is chosen, so that each sees what the others left.
+    No-ops are removed between passes, if that pass is chosen, so that each sees a clean graph.
     """
 
     def __init__(self, chosen: Collection[CompilePass], passes: Sequence[GraphPass] = PASSES) -> None:
         self._passes = [each for each in passes if each.name in chosen]
         self._cleans = CompilePass.NO_OPS in chosen
 
-    def run(self, program: Program, implied: Implied, dump: Path | None = None) -> tuple[PassCount, ...]:
-        """Rewrites `program`; its graphs before and after each pass go to the folder `dump`.
+    def run(self, program: Program, expected: ExpectedMatches, dump: Path | None = None) -> tuple[PassCount, ...]:
+        """Rewrites `program`; its graphs before and after each pass are written to the folder `dump`.
 
         **Raises:** `ConfigError` naming a pass that finds fewer places than the model implies.
         """
@@ -85,11 +85,11 @@ class PassManager:
                 remove_no_ops(program)
             for graph in program.graphs:
                 graph.lint()
-            counts.append(PassCount(each.name, implied.of[each.name] if self._complete(number) else 0, found))
+            counts.append(PassCount(each.name, expected.minimum[each.name] if self._complete(number) else 0, found))
             if dump is not None:
                 write_graphs(program, dump, f"{number:02d}-{each.name.value}")
-        told = ", ".join(f"{each.name.value} {each.found}" for each in counts)
-        logger.info("Passes %s over %s: %s", self.uuid()[:8], program.model_type, told)
+        summary = ", ".join(f"{each.name.value} {each.found}" for each in counts)
+        logger.info("Passes %s over %s: %s", self.uuid()[:8], program.model_type, summary)
         few = [each for each in counts if each.found < each.expected]
         if few:
             raise ConfigError(
@@ -101,11 +101,11 @@ class PassManager:
         return tuple(counts)
 
     def _complete(self, number: int) -> bool:
-        """Whether all passes up to this one run: what one finds depends on what those before it leave."""
+        """Whether all passes up to this one run: a pass matches the results of those before it."""
         return [each.name for each in self._passes[:number]] == list(CompilePass)[:number]
 
     def uuid(self) -> str:
-        """A key of the passes that run: of their names and of the source of this package's rewritings."""
+        """A key of the passes that run: of their names and the source of this package's rewritings."""
         names = "\n".join(each.name.value for each in self._passes)
         return hashlib.sha256(f"{names}\n{self._cleans}\n{_sources(tuple(self._passes))}".encode()).hexdigest()
 

@@ -1,5 +1,5 @@
-"""Operators that stand in a traced graph for what is done elsewhere: attention over pages, what ranks do together,
-and the hidden states at which the graph is cut in two. They are traced and replaced, and never run."""
+"""Marker operators of a traced graph: attention over pages, collectives, and the hidden states at which the graph is
+split. They are traced and replaced, and never run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def attention(
     window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """Causal attention of one layer. Query `[1, T, heads, head_dim]`, key and value `[1, T, kv_heads, head_dim]` → as
+    """Causal attention of one layer. Query `[1, T, heads, head_dim]`, key and value `[1, T, kv_heads, head_dim]` → like
     the query. The other arguments are those of `AttentionOptions`."""
     raise NotImplementedError("attention of a traced graph is replaced before the graph runs")
 
@@ -38,7 +38,7 @@ def _(
 
 @torch.library.custom_op("sglang_jax::hidden_states", mutates_args=())
 def hidden_states(x: torch.Tensor) -> torch.Tensor:
-    """What a model's body gives its head: `[1, T, hidden]`."""
+    """The hidden states between a model's body and its head: `[1, T, hidden]`."""
     raise NotImplementedError("the graph is cut here before it runs")
 
 
@@ -49,7 +49,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("sglang_jax::sum_of_ranks", mutates_args=())
 def sum_of_ranks(x: torch.Tensor) -> torch.Tensor:
-    """The sum of what all ranks have of `x`."""
+    """The sum of every rank's `x`."""
     raise NotImplementedError("sums of a traced graph are replaced before the graph runs")
 
 
@@ -60,7 +60,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("sglang_jax::side_by_side_of_ranks", mutates_args=())
 def side_by_side_of_ranks(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """What all ranks have of `x [..., n]`, one after the other: `[..., ranks * n]`."""
+    """Every rank's `x [..., n]`, concatenated: `[..., ranks * n]`."""
     raise NotImplementedError("what ranks put together is replaced before the graph runs")
 
 

@@ -1,4 +1,4 @@
-"""Why a model cannot be served by way of transformers."""
+"""The error for models that cannot be served through transformers."""
 
 from __future__ import annotations
 

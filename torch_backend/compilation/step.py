@@ -1,4 +1,4 @@
-"""What a rewritten graph calls beside ATen: the backend's own operations on a step."""
+"""The backend's own operations that a rewritten graph calls in addition to ATen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_backend.rotary import NoRotation
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """What attention of a layer is: the size of a head, the number of its cache group, and what is computed."""
+    """Attention of a layer: the size of a head, the index of its cache group, and its options."""
 
     head_dim: int
     group: int
@@ -25,13 +25,13 @@ class LayerForm:
 
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""A linear layer `[..., inputs]` → `[..., outputs]`, with what is fused into it."""
+"""A linear layer `[..., inputs]` → `[..., outputs]`, with fused operations."""
 
 
 @dataclass(slots=True)
 class GraphStep:
-    """A step of the engine, as the calls of a graph see it. `attention` and `write_slots`: of each cache group;
-    `products`: the model's linear layers. A step of the head has no more but the ranks."""
+    """A step of the engine, as an argument of a graph's calls. `attention` and `write_slots`: by cache group;
+    `products`: the model's linear layers. A step of the head has only operations, products and ranks."""
 
     operations: Operations
     products: Sequence[Product]
@@ -62,7 +62,7 @@ class GraphStep:
         return cls(operations, products, layers, prepared, slots, memory, batch.positions, parallel)
 
     def no_rotation(self, head_dim: int) -> Rotation:
-        """Tables that leave heads as they are; made once for all layers."""
+        """Tables that do not rotate heads; created once for all layers."""
         found = self.unrotated.get(head_dim)
         if found is None:
             assert self.positions is not None
@@ -79,9 +79,8 @@ def attend(
     key_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """Norms and rotates queries and keys where asked to, writes keys and values to the layer's pages, and attends.
-
-    `qkv` `[1, T, (heads + 2 * kv_heads) * head_dim]` → `[1, T, heads, head_dim]`."""
+    """Applies norms and rotation to queries and keys if given, writes keys and values to the layer's pages, and
+    attends: `qkv` `[1, T, (heads + 2 * kv_heads) * head_dim]` → `[1, T, heads, head_dim]`."""
     form = step.layers[layer]
     pages = step.memory[layer].pages
     assert pages is not None
@@ -94,12 +93,12 @@ def attend(
 
 
 def multiply(step: GraphStep, number: int, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer by its number."""
+    """Computes the linear layer with this index."""
     return step.products[number](x)
 
 
 def rotation(cosines: torch.Tensor, sines: torch.Tensor) -> Rotation:
-    """Tables `[1, T, head_dim / 2]` as the operation that rotates takes them."""
+    """Converts tables `[1, T, head_dim / 2]` to a `Rotation`."""
     return Rotation(cosines[0].float(), sines[0].float())
 
 
@@ -111,7 +110,7 @@ def rms_norm(step: GraphStep, x: torch.Tensor, weight: torch.Tensor, eps: float)
 def add_rms_norm(
     step: GraphStep, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Operations.add_rms_norm`: what it is given may be overwritten. `x`, `residual` `[..., hidden]`."""
+    """See `Operations.add_rms_norm`: may overwrite its inputs. `x`, `residual` `[..., hidden]`."""
     rows = (-1, x.shape[-1])
     normed, total = step.operations.add_rms_norm(x.reshape(rows), residual.reshape(rows), weight, eps)
     return normed.view(x.shape), total.view(x.shape)
@@ -123,7 +122,7 @@ def all_reduce(step: GraphStep, x: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather(step: GraphStep, x: torch.Tensor) -> torch.Tensor:
-    """Every rank's `x [..., n]` in the order of ranks: `[..., size * n]`."""
+    """Concatenates every rank's `x [..., n]` in the order of ranks: `[..., size * n]`."""
     return step.parallel.all_gather_last(x)
 
 

@@ -1,4 +1,4 @@
-"""From a model of transformers to graphs of ATen operations."""
+"""Traces a model of transformers to graphs of ATen operations."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from torch_backend.compilation.refusal import refused
 logger = logging.getLogger(__name__)
 
 _TRACED_TOKENS = 9973
-"""A prime that no size of a model equals. Only shapes are computed, so that it costs nothing."""
+"""A prime that differs from all sizes of models. Only shapes are computed, so a large one costs nothing."""
 
 _TRIED_TOKENS = (2, 3, 8, 16, 64, 100, 256, 4096)
-"""Numbers of tokens that no condition of the trace may exclude. What one token does is for the twin to show."""
+"""Numbers of tokens that no condition of the trace may exclude. The twin checks single tokens."""
 
 _DEPENDS_ON_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
 def trace(model: PreTrainedModel) -> Program:
-    """The graphs of a model, for any number of tokens.
+    """Returns the graphs of a model, for any number of tokens.
 
-    **Raises:** `ConfigError` naming the reason and the place where a model's code cannot be traced.
+    **Raises:** `ConfigError` naming the reason and the place if a model's code cannot be traced.
     """
     begin = time.perf_counter()
     kind = model.config.model_type
@@ -69,7 +69,7 @@ def trace(model: PreTrainedModel) -> Program:
     except _DEPENDS_ON_DATA as error:
         raise refused(kind, f"its computation depends on data: {_first_line(error)}{_place(error)}") from error
     except ConfigError:
-        raise  # what attention refused while it was traced
+        raise  # attention refused it while it was traced
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, LookupError) as error:
         raise refused(kind, f"its code cannot be traced: {_first_line(error)}{_place(error)}") from error
     finally:
@@ -87,7 +87,7 @@ def trace(model: PreTrainedModel) -> Program:
 
 
 def _mark(module: torch.nn.Module, args: Any, output: Any) -> Any:
-    """Marks the hidden states that a model's body gives its head."""
+    """Marks the hidden states between a model's body and its head."""
     output["last_hidden_state"] = hidden_states(output["last_hidden_state"])
     return output
 
@@ -97,7 +97,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where in a model's own code an error came from."""
+    """The place in the model's own code where an error came from."""
     found, traceback = "", error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
@@ -109,7 +109,7 @@ def _place(error: BaseException) -> str:
 
 
 def _check_guards(shapes: ShapeEnv, kind: str) -> None:
-    """Refuses a trace that is right for some numbers of tokens only."""
+    """Refuses a trace that is only correct for some numbers of tokens."""
     for guard in shapes.guards:
         for count in _TRIED_TOKENS:
             found = guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, count))
@@ -126,7 +126,7 @@ def _cut(
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> Program:
-    """The trace as two graphs, before and behind the hidden states, with weights in the place of inputs."""
+    """Splits the trace into two graphs, before and after the hidden states, with weights instead of inputs."""
     constants: dict[str, torch.Tensor] = dict(buffers)
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     names = dict(zip(placeholders[2:], [*parameters, *buffers], strict=True))
@@ -168,7 +168,7 @@ def _copy(
     parameters: Mapping[str, torch.Tensor],
     constants: dict[str, torch.Tensor],
 ) -> fx.Node:
-    """A node in one of the two graphs: weights and constants become nodes that read them."""
+    """Copies a node into one of the two graphs: inputs for weights and constants become nodes that read them."""
     if node in names:
         name = names[node]
         new = graph.create_node("get_attr", name.replace(".", "_"))
@@ -189,7 +189,7 @@ def _copy(
 
 
 def _needed(end: fx.Node, stop: fx.Node | None) -> set[fx.Node]:
-    """What a node is computed from, itself included; not further than `stop`."""
+    """The node and all nodes from which it is computed, not beyond `stop`."""
     found: set[fx.Node] = set()
     waiting = [end]
     while waiting:
@@ -213,7 +213,7 @@ def _depends_on(node: fx.Node) -> set[fx.Node]:
 
 
 def _refuse_mutation(program: Program) -> None:
-    """Passes move and merge what has no effect but its result."""
+    """Refuses operations with effects other than their result, because passes move and merge operations."""
     for graph in program.graphs:
         for node in graph.nodes:
             if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:

@@ -1,4 +1,4 @@
-"""A rewritten graph with its weights: what the engine runs in the place of a `Transformer`."""
+"""A rewritten graph with its weights, which the engine runs instead of a `Transformer`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from torch_backend.operations import Operations
 from torch_backend.parallel import SINGLE, TensorParallel
 
 ReadWeight = Callable[[Weight], torch.Tensor]
-"""Makes the value of a weight, of its shape and type, on the host."""
+"""Creates the value of a weight, with its shape and dtype, on the host."""
 
 
 class TracedTransformer:
-    """Built without values; `load` gives them, and only then it runs. Of several ranks each has its part.
+    """Built without values; `load` must be called before it runs. Each of several ranks has its shard.
 
-    **Arguments:** `config`: what the engine has pages for, which the graph's `sites` agree with.
+    **Arguments:** `config`: the model's config, which the graph's `sites` must agree with.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TracedTransformer:
         self._head: Callable[..., torch.Tensor] | None = None
 
     def __call__(self, batch: ForwardBatch, kv: Sequence[LayerMemory]) -> torch.Tensor:
-        """Hidden states `[T, hidden]`. Writes the step's keys and values into `kv`."""
+        """Returns hidden states `[T, hidden]`. Writes the step's keys and values into `kv`."""
         assert self._body is not None, "the model is loaded"
         step = GraphStep.of(
             batch, self._groups, self._operations, self._attention, self._layers, kv, self._products, self._parallel
@@ -77,7 +77,7 @@ class TracedTransformer:
         return self._body(step, batch.tokens.long()[None], batch.positions.long()[None])[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[m, vocab]` of hidden states `[m, hidden]`."""
+        """Returns float32 `[m, vocab]` for hidden states `[m, hidden]`."""
         assert self._head is not None, "the model is loaded"
         step = GraphStep(self._operations, self._products, parallel=self._parallel)
         return self._head(step, hidden[None])[0].float()
@@ -88,17 +88,15 @@ class TracedTransformer:
         return tuple(number for number, site in sorted(self.program.sites.items()) if site.sinks is not None)
 
     def weight_bytes(self) -> int:
-        """Bytes that weights take once they are loaded; known before."""
+        """Bytes of the weights once they are loaded; known before."""
         plain, matrices = self._uses()
-        # Of tied embeddings rows are looked up in the plain form, whatever the product reads.
+        # Lookups read rows of tied embeddings in the plain form, whatever form the product reads.
         again = matrices if self._packs() else matrices - plain
         return sum(weight.nbytes for weight in (*plain, *again))
 
     def load(self, read: ReadWeight, *, pack: bool = True) -> None:
-        """Gives every weight its value: `read` makes it, on the host. On a CPU matrices are then packed, where torch
-        can do it, unless `pack` is false. At any time one matrix is held twice.
-
-        The graphs are not to be rewritten any more."""
+        """Loads every weight, created by `read` on the host. On a CPU where torch can, matrices are then packed, unless
+        `pack` is false. At most one matrix is in memory twice. The graphs must not be rewritten afterwards."""
         self._layers = tuple(self._form(number, read) for number in range(self.config.num_layers))
         loaded: dict[Weight, torch.Tensor] = {}
 
@@ -125,7 +123,7 @@ class TracedTransformer:
         return LayerForm(site.head_dim, group, options)
 
     def _uses(self) -> tuple[set[Weight], set[Weight]]:
-        """The weights that are read as they are, and those of linear layers."""
+        """The weights that are read in their plain form, and those of linear layers."""
         plain: set[Weight] = set()
         matrices: set[Weight] = set()
         for graph in self.program.graphs:
@@ -140,7 +138,7 @@ class TracedTransformer:
         return plain, matrices
 
     def _callable(self, graph: fx.Graph, value: ReadWeight, packs: bool) -> Callable[..., torch.Tensor]:
-        """The graph as a function, its linear layers bound to their matrices."""
+        """The graph as a function, with its linear layers bound to their matrices."""
         move(graph, self.device)
         for node in calls(graph, aten.linear.default):
             if _is_linear(node):
@@ -193,7 +191,7 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def check_sites(program: Program, config: ModelConfig, shard: ModelShard) -> None:
-    """Compares what the graph attends to with what the engine has pages for on this rank.
+    """Checks that the graph's attention agrees with the config's layers on this rank.
 
     **Raises:** `ConfigError` naming the first layer in which they differ.
     """
@@ -207,7 +205,7 @@ def check_sites(program: Program, config: ModelConfig, shard: ModelShard) -> Non
                 f"attention is computed in layers {sorted(program.sites)}, but the config has {config.num_layers}",
             )
         window = site.options.window
-        # A window that no sequence outgrows changes nothing.
+        # A window that no sequence exceeds has no effect.
         sees = None if window is None or window >= config.longest_context else window
         found = (site.heads, site.kv_heads, site.head_dim, sees)
         heads, kv_heads = len(shard.heads(attention.num_heads)), len(shard.kv_heads(attention.num_kv_heads))

@@ -1,7 +1,7 @@
-"""A tiny random model of a config's form, rewritten and compared with transformers' own computation of it.
+"""The twin: a tiny random model with a config's structure, rewritten and compared with transformers' own results.
 
-So a start proves on this machine, with this release of transformers and of torch, that a model's rewritten graph
-computes what transformers does: over pages, in chunks, token by token, and in steps that mix both.
+With it, each start verifies on this machine, with its versions of transformers and torch, that a model's rewritten
+graph computes what transformers does: over pages, in chunks, token by token, and in steps that mix both.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from sglang_jax.checkpoint.foreign_config import foreign_model_config, under_usu
 from sglang_jax.errors import ConfigError
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch, GroupPages
+from torch_backend.compilation.expected_matches import ExpectedMatches
 from torch_backend.compilation.hf_model import config_of, eager_model, empty_model
-from torch_backend.compilation.implied import Implied
 from torch_backend.compilation.manager import PassManager
-from torch_backend.compilation.part_of_rank import take_part
+from torch_backend.compilation.rank_shard import shard_model
 from torch_backend.compilation.trace import trace
 from torch_backend.compilation.traced_model import TracedTransformer, check_sites
 from torch_backend.compilation.weights import RandomWeights
@@ -38,7 +38,7 @@ from torch_backend.parallel import SINGLE, TensorParallel
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-4
-"""Of logits in float32, as a share of the largest (or of 1)."""
+"""Limit for logits in float32, relative to the largest (or to 1)."""
 
 _HEAD_DIM = 16
 _VOCABULARY = 128
@@ -47,16 +47,16 @@ _WINDOW = 6
 _PAGE = 4
 _COLUMNS = 8
 _STEPS: Sequence[Mapping[int, int]] = ({0: 9}, {0: 1, 1: 10}, {0: 1, 1: 1}, {1: 1, 0: 7}, {1: 5, 0: 3}, {0: 1})
-"""Tokens of each of two sequences in each step, the first ones of which decode."""
+"""Tokens of each of two sequences by step; sequences that decode are first."""
 
 
 def check_twin(
     values: Mapping[str, Any], manager: PassManager, dump: Path | None = None, parallel: TensorParallel = SINGLE
 ) -> None:
-    """Compares the twin of the config with such values, spread over the ranks of `parallel`, which sums on the host.
-    Its graphs go to the folder `dump`.
+    """Compares the twin of a config of `values`, sharded over the ranks of `parallel`, whose sums are on the host, with
+    transformers. Its graphs are written to the folder `dump`.
 
-    **Raises:** `ConfigError` if the two differ, or if the twin cannot be made, traced or rewritten.
+    **Raises:** `ConfigError` if the two differ, or if the twin cannot be created, traced or rewritten.
     """
     begin = time.perf_counter()
     config = twin_config(values, parallel.size)
@@ -81,14 +81,14 @@ def check_twin(
 
 
 def twin_config(values: Mapping[str, Any], ranks: int = 1) -> PreTrainedConfig:
-    """The config with few and small heads, a small vocabulary and window, and the fewest layers that have one of each
-    kind; all else is the model's. It can be spread over `ranks` if the model can."""
+    """The config with few small heads, a small vocabulary and window, and the fewest layers that include each kind; all
+    else is the model's. It can be sharded over `ranks` if the model can."""
     whole = config_of(values)
     names = whole.attribute_map
     had = under_usual_names(whole.to_dict(), names)
     had_kv_heads = had.get("num_key_value_heads") or had["num_attention_heads"]
     group = had["num_attention_heads"] // had_kv_heads
-    kv_heads = min(had_kv_heads, 2 * ranks)  # of one alone it does not show which queries read which keys
+    kv_heads = min(had_kv_heads, 2 * ranks)  # a single one would not show which queries read which keys
     head_dim = had["hidden_size"] // had["num_attention_heads"] if _has_lists(had.get("rope_parameters")) else _HEAD_DIM
     layers = _layers_of_each_kind(had)
     tiny: dict[str, Any] = {
@@ -113,7 +113,7 @@ def twin_config(values: Mapping[str, Any], ranks: int = 1) -> PreTrainedConfig:
 
 
 def _has_lists(rope: object) -> bool:
-    """Whether rotary frequencies are given one by one, for heads of one size."""
+    """Whether rotary frequencies are listed one by one, for heads of one size."""
     return isinstance(rope, dict) and any(isinstance(each, list) for each in rope.values())
 
 
@@ -135,14 +135,14 @@ def _rewritten(
     dump: Path | None,
     parallel: TensorParallel = SINGLE,
 ) -> TracedTransformer:
-    """The same model, or a rank's part of it, by way of the passes."""
+    """The twin, or a rank's shard of it, rewritten by the passes."""
     known = under_usual_names(config.to_dict(), config.attribute_map)
     described = foreign_model_config(JsonFields(known, Path("config.json")), (), "float32")
     model = empty_model(config, torch.float32)
     shard = ModelShard.of(described, parallel.rank, parallel.size)
-    part = take_part(model, described, shard)
+    part = shard_model(model, described, shard)
     program = trace(model)
-    manager.run(program, Implied.by(model, program, described.num_layers, part.marks), dump)
+    manager.run(program, ExpectedMatches.of_model(model, program, described.num_layers, part.marks), dump)
     check_sites(program, described, shard)
     twin = TracedTransformer(
         program,
@@ -157,14 +157,14 @@ def _rewritten(
 
 
 def _compare(eager: PreTrainedModel, twin: TracedTransformer) -> float:
-    """The largest difference of two models' logits over `_STEPS`, as a share of the largest logit."""
+    """The largest difference of two models' logits over `_STEPS`, relative to the largest logit."""
     counts = [sum(step.get(row, 0) for step in _STEPS) for row in range(2)]
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(1, _VOCABULARY, (count,), generator=generator) for count in counts]
     with torch.inference_mode():
         expected = [eager(input_ids=text[None], use_cache=False).logits[0] for text in texts]
         memory = [_empty_pages(twin, number) for number in range(twin.config.num_layers)]
-        # Pages in no order, so that none is right by chance.
+        # Pages in random order, so that no page number is correct by chance.
         table = 1 + torch.randperm(2 * _COLUMNS, generator=generator).int().view(2, _COLUMNS)
         done, worst = [0, 0], 0.0
         for step in _STEPS:
@@ -177,7 +177,7 @@ def _compare(eager: PreTrainedModel, twin: TracedTransformer) -> float:
 
 
 def _empty_pages(twin: TracedTransformer, layer: int) -> LayerMemory:
-    """Pages of a layer in which what was never written shows."""
+    """Pages of a layer full of NaN, which shows reads of slots that were never written."""
     attention = twin.config.layers[layer].kv_attention
     assert attention is not None
     kv_heads = len(twin.shard.kv_heads(attention.num_kv_heads))

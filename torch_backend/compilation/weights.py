@@ -1,4 +1,4 @@
-"""Weights of a traced model by the names that transformers has for them: out of a checkpoint, or random."""
+"""Weights of a traced model by transformers' names, from a checkpoint or random."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sglang_jax.checkpoint.tied_head import head_differs
 from sglang_jax.errors import CheckpointError, cut
 from torch_backend.compilation.graph import Weight
 
-_MOST_TOLD = 6
+_MAX_NAMED = 6
 
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Of any model: tensors that older releases of transformers saved, and that are computed now."""
+"""Names in any model of tensors that older versions of transformers saved, and that are computed now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a rank reads: a part of the whole model's parameter of that name."""
+    """A rank's slice of the whole model's parameter `name`."""
 
     name: str
     index: Index
@@ -35,8 +35,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """Reads weights by transformers' names. `names`: what each is called in the checkpoint; `cuts`: what a rank reads
-    of those that it does not read whole, by the names in its model."""
+    """Reads weights by transformers' names. `names`: their names in the checkpoint; `cuts`: slices of the parameters
+    that a rank does not read whole, by their names in its model."""
 
     reader: TensorReader
     names: dict[str, str]
@@ -44,9 +44,9 @@ class CheckpointWeights:
 
     @classmethod
     def of(cls, model: PreTrainedModel, reader: TensorReader) -> CheckpointWeights:
-        """Finds every parameter of the model, with or without the prefix that its body has, and reads saved buffers.
+        """Finds every parameter of the model, with or without the prefix of its body, and reads saved buffers.
 
-        **Raises:** `CheckpointError` naming tensors that are missing, misshapen, or that the model does not have.
+        **Raises:** `CheckpointError` naming tensors that are missing, misshapen, or not in the model.
         """
         there = _under_present_names(model, reader.names())
         prefix = f"{model.base_model_prefix}."
@@ -62,18 +62,20 @@ class CheckpointWeights:
                     f"{found} is {reader.shape(found)} in the checkpoint, but {tuple(parameter.shape)} in the model"
                 )
         if missing:
-            raise CheckpointError(f"the checkpoint lacks tensors of the model: {_told(missing)}")
+            raise CheckpointError(f"the checkpoint lacks tensors of the model: {_list_names(missing)}")
         further = _further_names(model)
         extra = {old for new, old in there.items() if new not in further} - set(names.values())
         ignored = [re.compile(each) for each in (*_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()))]
         extra = {name for name in extra if not any(pattern.search(name) for pattern in ignored)}
         if extra:
-            raise CheckpointError(f"the checkpoint has tensors that the model does not have: {_told(sorted(extra))}")
+            raise CheckpointError(
+                f"the checkpoint has tensors that the model does not have: {_list_names(sorted(extra))}"
+            )
         _read_buffers(model, reader, there)
         return cls(reader, names)
 
     def read(self, weight: Weight) -> torch.Tensor:
-        """The weight on the host, of its type."""
+        """Returns the weight on the host, in its dtype."""
         value = torch.empty(weight.shape, dtype=weight.dtype)
         target = value.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if weight.dtype == torch.bfloat16 else None
         array = value.numpy() if target is None else target
@@ -89,7 +91,7 @@ class CheckpointWeights:
 
 
 def has_own_head(model: PreTrainedModel, reader: TensorReader) -> bool:
-    """Whether the checkpoint has another matrix where the model ties one to another: transformers unties them then."""
+    """Whether the checkpoint has different matrices for tied weights of the model; transformers then unties them."""
     there, prefix = _under_present_names(model, reader.names()), f"{model.base_model_prefix}."
 
     def called(name: str) -> str:
@@ -99,15 +101,14 @@ def has_own_head(model: PreTrainedModel, reader: TensorReader) -> bool:
 
 
 def _tied(model: PreTrainedModel) -> dict[str, str]:
-    """Names of parameters that are others, and of those."""
+    """Names of tied parameters, and the names of the parameters that they share."""
     tied: dict[str, str] = model.all_tied_weights_keys
     return tied
 
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Values of which none is special: norms about 1, biases that show, activations near 1. A tensor is a function of
-    seed, name and shape."""
+    """Random values: norms near 1, noticeable biases, activations near 1. A function of seed, name and shape."""
 
     shapes: dict[str, tuple[int, ...]]
     seed: int = 0
@@ -118,7 +119,7 @@ class RandomWeights:
         return cls({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, seed)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A parameter in float32."""
+        """Returns a parameter in float32."""
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), self.seed))
         noise = torch.randn(self.shapes[name], generator=generator)
         if noise.dim() > 1:
@@ -133,14 +134,14 @@ class RandomWeights:
 
 
 def _under_present_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Names as this release of transformers has them, to those that the checkpoint has. Tensors that it would merge or
-    split while loading keep theirs, and are then told as missing."""
+    """Maps this transformers version's names to the checkpoint's. Tensors that transformers would merge or split while
+    loading keep theirs, and are then reported as missing."""
     renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
     return {apply_renamings(name, renamings): name for name in sorted(names)}
 
 
 def _read_buffers(model: PreTrainedModel, reader: TensorReader, there: Mapping[str, str]) -> None:
-    """Gives buffers that transformers saves with a model, and so may have been learnt, the checkpoint's values."""
+    """Loads buffers that transformers saves with a model, because they may have been trained."""
     prefix, saved = f"{model.base_model_prefix}.", model.state_dict().keys()
     for name, buffer in model.named_buffers():
         found = there.get(name) or there.get(name.removeprefix(prefix))
@@ -154,14 +155,14 @@ def _read_buffers(model: PreTrainedModel, reader: TensorReader, there: Mapping[s
 
 
 def _further_names(model: PreTrainedModel) -> set[str]:
-    """Names under which files may have what is there already: tied parameters, and buffers."""
+    """Additional names that the checkpoint may contain: tied parameters, and buffers."""
     prefix = f"{model.base_model_prefix}."
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     every |= {name for name, _ in model.named_buffers()}
     return every | {name.removeprefix(prefix) for name in every}
 
 
-def _told(names: Sequence[str] | Iterable[str]) -> str:
+def _list_names(names: Sequence[str] | Iterable[str]) -> str:
     names = list(names)
-    more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
-    return cut(", ".join(names[:_MOST_TOLD])) + more
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return cut(", ".join(names[:_MAX_NAMED])) + more

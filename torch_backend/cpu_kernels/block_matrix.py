@@ -30,8 +30,8 @@ class BlockProducts:
         self._found: dict[tuple[Encoding, bool], bool] = {}
 
     def work(self, encoding: Encoding, *, gated: bool) -> bool:
-        """Whether products of an encoding, or gated ones, can be compiled here and are correct: tested once on small
-        ones; a failure is logged."""
+        """Whether products of an encoding, or gated ones, compile here and are correct: tested once; a failure is
+        logged."""
         key = encoding, gated
         if key not in self._found:
             try:
@@ -111,8 +111,8 @@ class BlockProducts:
 
 
 class BlockMatrix:
-    """A matrix `[outputs, inputs]` of quantised values, with the bias of its product; multiplies at most `LARGEST` rows
-    of bfloat16.
+    """A matrix `[outputs, inputs]` of quantised values, with the bias of its product, for at most `LARGEST` rows of
+    bfloat16.
 
     Weights are rounded to bfloat16 in registers, to the same bits as in the widened matrix; sums are float32, in an
     order that does not depend on the number of rows.

@@ -7,6 +7,6 @@ from pathlib import Path
 from sglang_jax.cpu_kernels.compiling import KernelCompiler
 
 
-def compiler_keeping(folder: Path) -> KernelCompiler:
+def caching_compiler(folder: Path) -> KernelCompiler:
     """A compiler that caches machine code in `folder`: see `KernelCompiler.keeping`."""
     return KernelCompiler.keeping(folder, Path(__file__).parent)

@@ -18,9 +18,9 @@ from sglang_jax.cpu_kernels.language import elements, exponential, float_field, 
 from sglang_jax.cpu_kernels.work import FIRST_FIELD, ITEM_COUNTER, ITEMS, SLOT_COUNTER
 
 FIELDS = "qqqqqqqqqqqqqdd"
-"""Addresses of queries, key pages, value pages, output, page table, lengths, sinks (0 for none) and scratch; slots of
-scratch; columns of the page table, kv heads, page size, window (0 for none); scale, soft cap (0 for none). An item is a
-kv head of a row."""
+"""Addresses of queries, key pages, value pages, output, page table, lengths, sinks (or 0) and scratch; slots of
+scratch; columns of the page table, kv heads, page size, window (or 0); scale, soft cap (or 0). An item is a kv head of
+a row."""
 
 _BLOCK = 256
 """Keys whose scores are in memory at once."""
@@ -63,13 +63,13 @@ def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, 
             for i in range(group * head_dim):
                 store(queries, i, load(source, i) * scale)
                 store(sums, i, np.float32(0))
-            _begin(largest, weights, work[FIRST_FIELD + 6], kv_head, group)
+            _start_softmax(largest, weights, work[FIRST_FIELD + 6], kv_head, group)
             first = max(length - window, 0) if window > 0 else 0
             while first < length:
                 count = min(_BLOCK, length - first)
                 done = 0
                 while done < count:
-                    place, run = _run(pages, first + done, count - done, kv_heads, kv_head, page_size)
+                    place, run = _find_run(pages, first + done, count - done, kv_heads, kv_head, page_size)
                     keys = elements(work[FIRST_FIELD + 1] + place * head_bytes, width)
                     _score(scores, done, queries, keys, run, group, head_dim)
                     done += run
@@ -77,7 +77,7 @@ def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, 
                     _weigh(scores, query, count, soft_cap, largest, weights, sums, head_dim)
                 done = 0
                 while done < count:
-                    place, run = _run(pages, first + done, count - done, kv_heads, kv_head, page_size)
+                    place, run = _find_run(pages, first + done, count - done, kv_heads, kv_head, page_size)
                     values = elements(work[FIRST_FIELD + 2] + place * head_bytes, width)
                     _add(sums, scores, done, values, run, group, head_dim)
                     done += run
@@ -92,7 +92,7 @@ def build_decode_attention(compiler: KernelCompiler, width: int, head_dim: int, 
 
 
 @_part
-def _begin(largest, weights, sinks, kv_head, group):
+def _start_softmax(largest, weights, sinks, kv_head, group):
     """Initialises the softmax; a sink is a key without a value."""
     for query in range(group):
         if sinks != 0:
@@ -104,9 +104,8 @@ def _begin(largest, weights, sinks, kv_head, group):
 
 
 @_part
-def _run(pages, key, most, kv_heads, kv_head, page_size):
-    """The offset of a key in the pages, in heads, and the number of keys that follow it contiguously, at most
-    `most`."""
+def _find_run(pages, key, most, kv_heads, kv_head, page_size):
+    """A key's offset in the pages, in heads, and the number of contiguous keys from it on, at most `most`."""
     offset = key % page_size
     place = (load(pages, key // page_size) * kv_heads + kv_head) * page_size + offset
     return place, min(page_size - offset, most)

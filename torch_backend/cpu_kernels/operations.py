@@ -16,8 +16,7 @@ from torch_backend.parallel import TensorParallel
 
 
 class CpuOperations:
-    """Implements `torch_backend.operations.Operations` on a CPU, with one call of compiled code each; to be used by one
-    thread at a time.
+    """Implements `torch_backend.operations.Operations` with compiled CPU kernels, for use by one thread at a time.
 
     **Arguments:** `dtype`, bfloat16 or float32, of activations, weights and pages; `head_dims` of all layers, even.
     """

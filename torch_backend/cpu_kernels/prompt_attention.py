@@ -4,7 +4,7 @@ sums and an online softmax (Milakov and Gimelshein 2018; Dao 2023), on the CPU's
 An item is some tokens of a sequence with all query heads of a kv head, for which keys and values are laid out once.
 Blocks of keys start at multiples of `KEYS` in any chunk, blocks that no query of an item sees are skipped, and rows are
 independent: a query has the same result, bit for bit, in any chunk and batch. Weights are rounded to bfloat16 before
-they are multiplied and summed.
+products and sums.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ from torch_backend.cpu_kernels.prompt_tiles import (
 
 FIELDS = "qqqqqqqqqqqqqqqdd"
 """Addresses of queries, key pages, value pages, output, page table, lengths, starts of sequences among the queries,
-sinks (0 for none), items and scratch; slots of scratch; columns of the page table, kv heads, page size, window (0 for
-none); scale, soft cap (0 for none).
+sinks (or 0), items and scratch; slots of scratch; columns of the page table, kv heads, page size, window (or 0); scale,
+soft cap (or 0).
 
-Items are int32 `[items, 4]`: a sequence, a kv head, its first token and the one past its last, counted within the
-sequence.
+Items are int32 `[items, 4]`: a sequence, a kv head, its first token in the sequence and the one past its last.
 """
 
 KEYS = 64
 """Keys whose scores are in memory at once."""
 
-MOST_ROWS = 192
+MAX_ROWS = 192
 """Queries of an item: tokens times heads."""
 
 # The functions below are inlined into the kernel, so that sizes are constants there.
@@ -57,7 +56,7 @@ def supported_head_dim(head_dim: int) -> bool:
 
 def tokens_of_item(group: int) -> int:
     """Maximum tokens of an item, for a kv head with `group` query heads."""
-    return max(1, MOST_ROWS // group)
+    return max(1, MAX_ROWS // group)
 
 
 def _rows_of_item(group: int) -> int:
@@ -181,8 +180,8 @@ def build_prompt_attention(compiler: KernelCompiler, head_dim: int, group: int) 
 
 @_part
 def _stage(target, source, pages, block, low, high, lines, own_lines, page_size, head_bytes):
-    """Copies keys `low` to `high` of a block from pages of `lines` keys. The others, which no query sees and which may
-    belong to other rows, are set to 0."""
+    """Copies keys `low` to `high` of a block from pages of `lines` keys; others become 0: no query sees them, and they
+    may belong to other rows."""
     clear_bytes(target, low * head_bytes)
     clear_bytes(target + high * head_bytes, (KEYS - high) * head_bytes)
     key = low

@@ -1,5 +1,4 @@
-"""Building blocks of attention of prompts: products of six rows with pairs of bfloat16 in float32 (`vdpbf16ps`), and
-the layout of keys and values for them.
+"""Attention of prompts: products of six rows with pairs of bfloat16 in float32 (`vdpbf16ps`), and the layouts for them.
 
 A product takes two adjacent values of a row at once. So keys are stored as `[head_dim / 2, KEYS]` pairs of adjacent
 values of a head, and values as `[KEYS / 2, head_dim]` pairs of adjacent keys.
@@ -82,8 +81,7 @@ def multiply_rows(typing, vectors, adds, pairs, rows, stride, columns, column_st
 
 @intrinsic
 def pair_keys(typing, source, stride, target, target_stride, pairs):
-    """Transposes sixteen keys of bfloat16 at `source`, `stride` bytes apart, to columns of `pairs` pairs, a multiple of
-    16."""
+    """Transposes sixteen keys of bfloat16, `stride` bytes apart, to columns of `pairs` pairs, a multiple of 16."""
 
     def generate(context, builder, signature, values):
         source, stride, target, target_stride, pairs = values
@@ -136,8 +134,7 @@ def pair_values(typing, first, second, target, count):
 
 @intrinsic(prefer_literal=True)
 def largest_of(typing, address, vectors):
-    """The largest of `16 * vectors` float32, a constant; if one is NaN, any of them. Numba's `max` would compare one by
-    one."""
+    """The largest of `16 * vectors` float32, a constant; undefined with NaN. Numba's `max` compares one by one."""
     if not isinstance(vectors, types.IntegerLiteral):
         return None
 

@@ -17,8 +17,8 @@ ROWS = 4
 
 
 def build_rms_norm(compiler: KernelCompiler, width: int) -> CompiledKernel:
-    """Builds the kernel for elements of `width` bytes. It writes `x + residual` to residual, and the norm of that, or
-    of x, to output."""
+    """Builds the kernel for elements of `width` bytes. It writes `x + residual` to residual if there is one, and the
+    norm of the sum, or of x, to output."""
 
     def kernel(work):
         address, residual_address = work[FIRST_FIELD], work[FIRST_FIELD + 1]

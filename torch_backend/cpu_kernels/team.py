@@ -42,8 +42,7 @@ class Launcher:
         """Maximum threads that work at once."""
 
     def __call__(self, elements: int, items: int, *fields: int | float) -> None:
-        """Runs all `items`, and returns when they are done; `elements`: approximate number of values that this
-        reads."""
+        """Returns when all `items` are done; `elements`: approximate number of values that this reads."""
         self._pack(self._arguments, 0, 0, 0, items, *fields)
         if elements < ELEMENTS_WORTH_SHARING:
             self._run_holding_lock(self._pointer)
@@ -57,8 +56,8 @@ class Launcher:
 def openmp_parallel() -> ctypes._FuncPointer | None:
     """`GOMP_parallel` of torch's OpenMP library, which calls a function in each thread of the team.
 
-    A separate team is no alternative: with more threads than cores, torch's threads sleep between operations. None if
-    torch uses another library; kernels then run on one thread, which is logged once.
+    A separate team would not do: with more threads than cores, torch's threads sleep between operations. None if torch
+    uses another library; kernels then run on one thread, which is logged once.
     """
     if torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
         name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"

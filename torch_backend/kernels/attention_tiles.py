@@ -1,8 +1,8 @@
-"""What decode and extend attention have in common: a block of queries over a run of a sequence's keys.
+"""Common parts of decode and extend attention: a block of queries over a run of a sequence's keys.
 
-The recurrence is that of FlashAttention (Dao et al. 2022; Dao 2023): tiles of keys one after the other, the largest
-score and the sum of exponentials kept beside the weighted sum of values. Exponentials are powers of two, with the
-logarithm's base folded into the scale of the scores.
+The recurrence is that of FlashAttention (Dao et al. 2022; Dao 2023): tiles of keys one after the other, with the
+largest score and the sum of exponentials in addition to the weighted sum of values. Exponentials are powers of two,
+with the logarithm's base folded into the scale of the scores.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ _FIRST_CAPABILITY_WITH_FLOAT8 = 89
 
 
 def compute_type(queries: torch.dtype, pages: torch.dtype) -> torch.dtype:
-    """The type that queries, keys and softmax weights are multiplied in, for queries and pages of given types.
+    """The dtype in which queries, keys and softmax weights are multiplied, for given dtypes of queries and pages.
 
-    float8 is widened to float16 even beside bfloat16 queries: that is exact, one instruction for two numbers instead
-    of four, and leaves the softmax weights three more bits. Queries must then stay below 65504.
+    float8 is widened to float16 even with bfloat16 queries: this is exact, one instruction for two numbers instead of
+    four, and leaves the softmax weights three more bits. Queries must then stay below 65504.
     """
     if pages == torch.float8_e4m3fn and queries == torch.bfloat16:
         return torch.float16
     return queries
 
 
-def knows_float8(chip: Chip) -> bool:
+def has_float8(chip: Chip) -> bool:
     """Whether the chip has an instruction that widens float8."""
     return chip.capability >= _FIRST_CAPABILITY_WITH_FLOAT8
 
 
 def readable(pages: torch.Tensor, chip: Chip) -> torch.Tensor:
-    """`pages`, as bytes where they are float8 and the chip has no instruction that widens those."""
-    if pages.dtype == torch.float8_e4m3fn and not knows_float8(chip):
+    """`pages`, as bytes if they are float8 and the chip has no instruction to widen it."""
+    if pages.dtype == torch.float8_e4m3fn and not has_float8(chip):
         return pages.view(torch.uint8)
     return pages
 
 
 def check_options(queries: torch.Tensor, keys: torch.Tensor, options: AttentionOptions) -> None:
-    """Raises `ValueError` for what the kernels would get wrong without a word."""
+    """Raises `ValueError` for options with which the kernels would return wrong results."""
     heads, kv_heads = queries.shape[1], keys.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot be divided among {kv_heads} kv heads")
@@ -85,25 +85,25 @@ def attend(
     KEYS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Takes the keys `first : last` of one sequence into a softmax in progress.
+    """Adds the keys `first : last` of one sequence to a softmax in progress.
 
     **Arguments:**
-    - `queries` `[M, WIDTH]` of type `COMPUTE`, 0 from `HEAD_DIM` on; `positions` int32 `[M]`.
+    - `queries` `[M, WIDTH]` of dtype `COMPUTE`, 0 from `HEAD_DIM` on; `positions` int32 `[M]`.
     - `largest`, `total` float32 `[M]`, `weighted` float32 `[M, WIDTH]`: of the keys so far. They start as -inf, 0, 0.
     - `first`: a multiple of `KEYS`.
-    - `pages`: the sequence's row of the page table. `keys`, `values`: of one kv head in page 0; `page_stride` elements
-      lie between pages.
-    - `key_scales`, `value_scales`: float32, a number for each token of int8 pages; None of others. Those of the kv head
-      begin at `scales_at` in page 0. With `key_scales` queries are int8 as well.
-    - `score_scale`: of products of queries and keys, in units of log2(e); with a `soft_cap` it is over that cap. With
-      `key_scales` it is `[M]`, and `bias` `[M]` is added to scores under a cap.
-    - `EDGES`: some query may not see some key of a tile, or a tile is not whole. Without, nothing is masked.
+    - `pages`: the sequence's row of the page table. `keys`, `values`: of one kv head in page 0; pages are `page_stride`
+      elements apart.
+    - `key_scales`, `value_scales`: float32, a scale for each token of int8 pages, else None. Those of the kv head start
+      at `scales_at` in page 0. With `key_scales`, queries are int8 too.
+    - `score_scale`: of products of queries and keys, in units of log2(e), or divided by the `soft_cap` if there is one.
+      With `key_scales` it is `[M]`, and `bias` `[M]` is added to scores before the cap.
+    - `EDGES`: some query may not see some key of a tile, or a tile is not full. Without it, nothing is masked.
 
     **Returns:** `largest`, `total` and `weighted` after these keys.
     """
     lanes = tl.arange(0, KEYS)
     dims = tl.arange(0, WIDTH)
-    # Pages before all that the queries see may be anybody's.
+    # Pages before all keys that the queries see may belong to other rows.
     oldest = first if window is None else tl.min(positions, 0) - window + 1
     page = _load_pages(pages, first, last, PAGE_SIZE, KEYS)
     for start in range(first, last, KEYS):
@@ -111,8 +111,8 @@ def attend(
         slots = page.to(tl.int64) * page_stride + (places % PAGE_SIZE) * HEAD_DIM
         if key_scales is not None:
             tokens = scales_at + page.to(tl.int64) * (page_stride // HEAD_DIM) + places % PAGE_SIZE
-        # The next tile's page numbers are read one tile ahead. Were they read in the same turn, the compiler would
-        # give half of its pipeline to them and keep as many tiles fewer under way.
+        # Page numbers are read one tile ahead. If they were read in the same iteration, the compiler would give half of
+        # its pipeline to them, and have as many fewer tiles in flight.
         page = _load_pages(pages, start + KEYS, last, PAGE_SIZE, KEYS)
         offsets = slots[:, None] + dims[None, :]
         key_tile = _load_tile(keys + offsets, places, dims, last, oldest, window, EDGES, HEAD_DIM, WIDTH)
@@ -120,7 +120,7 @@ def attend(
             by_token = _load_scales(key_scales, tokens, places, last, oldest, window, EDGES)
             scores = tl.dot(queries, tl.trans(key_tile)).to(tl.float32) * by_token[None, :]
         else:
-            scores = tl.dot(queries, tl.trans(widened(key_tile, COMPUTE)), input_precision="ieee")
+            scores = tl.dot(queries, tl.trans(widen(key_tile, COMPUTE)), input_precision="ieee")
         if soft_cap is not None:
             if key_scales is not None:
                 scores = tanh(scores * score_scale[:, None] + bias[:, None]) * (soft_cap * LOG2_E)
@@ -132,14 +132,14 @@ def attend(
                 visible = visible & (positions[:, None] - places[None, :] < window)
             scores = tl.where(visible, scores, float("-inf"))
 
-        # The scale is positive, so that it can be multiplied in behind the maximum: one fused operation per score.
+        # The scale is positive, so it can be multiplied in after the maximum: one fused operation per score.
         if soft_cap is not None:
             new_largest = tl.maximum(largest, tl.max(scores, 1))
         else:
             new_largest = tl.maximum(largest, tl.max(scores, 1) * score_scale)
         base = new_largest
         if EDGES:
-            # A query that has seen no key yet: infinities must not be subtracted from each other.
+            # For a query that has seen no key yet: infinities must not be subtracted from each other.
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         if soft_cap is not None:
             weights = tl.exp2(scores - base[:, None])
@@ -153,7 +153,7 @@ def attend(
         value_tile = _load_tile(values + offsets, places, dims, last, oldest, window, EDGES, HEAD_DIM, WIDTH)
         if value_scales is not None:
             weights *= _load_scales(value_scales, tokens, places, last, oldest, window, EDGES)[None, :]
-        weighted = tl.dot(weights.to(COMPUTE), widened(value_tile, COMPUTE), weighted, input_precision="ieee")
+        weighted = tl.dot(weights.to(COMPUTE), widen(value_tile, COMPUTE), weighted, input_precision="ieee")
         largest = new_largest
     return largest, total, weighted
 
@@ -162,8 +162,8 @@ def attend(
 def _load_tile(
     at, places, dims, last, oldest, window, EDGES: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Keys or values `[KEYS, WIDTH]`. What lies behind the last key or before the oldest may be NaN, and NaN times a
-    weight of 0 is NaN: it is not read."""
+    """Loads keys or values `[KEYS, WIDTH]`; none after the last key or before the oldest, which may be NaN: NaN times a
+    weight of 0 is NaN."""
     if EDGES:
         held = (places < last)[:, None] & (dims < HEAD_DIM)[None, :]
         if window is not None:
@@ -177,7 +177,7 @@ def _load_tile(
 
 @triton.jit
 def _load_scales(scales, tokens, places, last, oldest, window, EDGES: tl.constexpr):
-    """Of a tile's keys or values, 0 for those that nobody sees: what lies there may be NaN."""
+    """Loads scales of a tile's keys or values; 0 for those that no query sees, which may be NaN."""
     if EDGES:
         held = places < last
         if window is not None:
@@ -189,7 +189,7 @@ def _load_scales(scales, tokens, places, last, oldest, window, EDGES: tl.constex
 
 @triton.jit
 def scale_of_products(scale, key_scale, soft_cap, kv_head):
-    """What `attend` multiplies products of queries and stored keys by."""
+    """The factor by which `attend` multiplies products of queries and stored keys."""
     if key_scale is not None:
         scale = scale * tl.load(key_scale + kv_head)
     if soft_cap is not None:
@@ -200,8 +200,8 @@ def scale_of_products(scale, key_scale, soft_cap, kv_head):
 
 @triton.jit
 def with_bias(largest, bias, soft_cap):
-    """`largest` of `attend` as scores are, whose common part `bias` (None: they have none) was left out: it changes no
-    softmax but one with sinks. A cap is of whole scores, which have it already."""
+    """Adds the scores' common part `bias` (None for none), which `attend` leaves out without a cap, to its `largest`.
+    Only a softmax with sinks depends on it; a cap applies to whole scores, which include it."""
     if bias is None or soft_cap is not None:
         return largest
     else:
@@ -210,7 +210,7 @@ def with_bias(largest, bias, soft_cap):
 
 @triton.jit
 def _load_pages(pages, start, last, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Pages of the keys `start : start + KEYS`, of those before `last` at least: one number if they lie in one page."""
+    """Pages of the keys `start : start + KEYS`, at least of those before `last`; a scalar if one page has them all."""
     if PAGE_SIZE >= KEYS:
         return tl.load(pages + start // PAGE_SIZE, mask=start < last, other=0)
     else:
@@ -219,11 +219,11 @@ def _load_pages(pages, start, last, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr)
 
 
 @triton.jit
-def merged(largest, total, weighted, next_largest, next_total, next_weighted):
-    """The sums of `attend` over two runs of keys as those over both. Products are fused by name: kernels that merge the
-    same runs round alike, whatever their compiler would have fused."""
+def merge_sums(largest, total, weighted, next_largest, next_total, next_weighted):
+    """Merges the sums of `attend` over two runs of keys. Products are fused explicitly, so that kernels that merge the
+    same runs round the same way, whatever the compiler would fuse."""
     together = tl.maximum(largest, next_largest)
-    # A query that sees no key of either: infinities must not be subtracted from each other.
+    # For a query that sees no key of either: infinities must not be subtracted from each other.
     base = tl.where(together == float("-inf"), 0.0, together)
     keep, take = tl.exp2(largest - base), tl.exp2(next_largest - base)
     total = tl.fma(total, keep, next_total * take)
@@ -233,18 +233,18 @@ def merged(largest, total, weighted, next_largest, next_total, next_weighted):
 
 @triton.jit
 def with_sinks(largest, total, weighted, sinks):
-    """Lets `sinks` `[M]`, scores in units of log2(e) without a value, join the sum: `total`, `weighted` of `attend`."""
+    """Adds `sinks` `[M]`, scores in units of log2(e) without a value, to `total` and `weighted` of `attend`."""
     new_largest = tl.maximum(largest, sinks)
     shrink = tl.exp2(largest - new_largest)
     return total * shrink + tl.exp2(sinks - new_largest), weighted * shrink[:, None]
 
 
 @triton.jit
-def widened(stored, COMPUTE: tl.constexpr):
+def widen(stored, COMPUTE: tl.constexpr):
     """Stored keys or values as `COMPUTE`, exactly; bytes are those of float8 (e4m3)."""
     if stored.dtype == tl.uint8:
-        # The same bits are a float16 whose exponent is biased by 15 instead of 7: smaller by a factor of 2^8. Holds
-        # for subnormal numbers too; NaN, which no key is, would become 480.
+        # The same bits as float16 have an exponent bias of 15 instead of 7: smaller by a factor of 2^8. This holds for
+        # subnormal numbers too; NaN, which no key is, would become 480.
         bits = stored.to(tl.uint16)
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         return (half * 256.0).to(COMPUTE)
@@ -256,5 +256,5 @@ def widened(stored, COMPUTE: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Absolute error about 1e-7: what counts for scores. The exponential's overflow and underflow give 1 and -1."""
+    """tanh with an absolute error of about 1e-7, enough for scores. Overflow and underflow give 1 and -1."""
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)

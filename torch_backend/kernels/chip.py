@@ -1,4 +1,4 @@
-"""The GPU that kernels are shaped for."""
+"""The GPU for which kernels are configured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DEPENDENT_FROM_CAPABILITY, _DEPENDENT_FROM_TRITON = 90, (3, 7)
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What launchers need to know of a GPU, and what stands for it where there is none.
+    """Properties of a GPU that launchers use; tests without a GPU pass their own.
 
     - `capability`: CUDA's compute capability, 90 for 9.0.
     - `processors`: streaming multiprocessors, over which a launch spreads its programs.
@@ -32,6 +32,6 @@ class Chip:
 
 
 def can_launch_dependents(capability: int) -> bool:
-    """Whether a chip of that capability and the installed Triton know programmatic dependent launches."""
+    """Whether a chip of that capability and the installed Triton support programmatic dependent launches."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return capability >= _DEPENDENT_FROM_CAPABILITY and version >= _DEPENDENT_FROM_TRITON

@@ -1,18 +1,16 @@
-"""Attention of decode rows: one query each, over keys that are read once and at the speed of the memory.
+"""Attention of decode rows: one query each, over keys that are read once, at memory bandwidth.
 
-A row's keys are cut into splits that are attended independently and merged at the end (Flash-Decoding, Dao et al.
-2023). Two kernels:
+A row's keys are cut into splits, attended independently and merged at the end (Flash-Decoding, Dao et al. 2023):
 
-- `plan_splits`, once a step for all layers of one window: how many splits each row has, and whose the i-th is.
-- `decode_splits`: as many programs as the chip runs at a time go through all splits of all kv heads in turn, so that
-  short rows leave no idle programs behind and the launch is the same whatever the lengths. One program attends with
-  all query heads of a kv head, which reads keys and values once. The program that finishes a row's last split, of all
-  splits of that kv head, merges them; a counter tells it that it is the last.
+- `plan_splits`, once per step for all layers of one window, counts each row's splits, and finds each split's row.
+- `decode_splits`: as many programs as the chip runs at a time process the splits of all kv heads in turn, so that short
+  rows cause no idle programs and the launch does not depend on the lengths. One program attends with all query heads of
+  a kv head, which reads keys and values once. The program that finishes the last split of a row and kv head, by an
+  atomic counter, merges all of them.
 
-Where the splits lie follows from the row's own length, the window and the number of kv heads alone, and they are merged
-in their own order, whichever was finished last. A row's result is therefore the same, bit for bit, whatever other rows
-are in the batch and whatever chip shares out the work. Lengths are read on the device: the launches can be captured in
-a CUDA graph.
+A row's splits depend only on its own length, the window and the number of kv heads, and are merged in their own order,
+no matter which is finished last. So a row's result is the same, bit for bit, for any batch and any chip. Lengths are
+read on the device: the launches can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ from torch_backend.kv_pages import KVPages
 
 _SPLIT = tl.constexpr(256)
 """Keys of a split, or a multiple of this. At 128 dimensions in bfloat16 they are 128 KiB, which one multiprocessor of
-an H100 reads in 5 us: enough to pay for a program's way to its work, and little enough to share out evenly."""
+an H100 reads in 5 us: enough to amortise a program's start of a split, and small enough to balance the load."""
 
 _ALIGNMENT = tl.constexpr(64)
 """Splits start at multiples of this, which is a multiple of every tile."""
 
 _SPLITS_OF_ALL_HEADS = 256
-"""About as many splits a single sequence has at most, over all its kv heads: enough to fill a chip alone."""
+"""Approximate maximum of a single sequence's splits over all its kv heads: enough to fill a chip."""
 
 _LARGEST_SPLITS = 128
 _SMALLEST_DOT = 16
@@ -58,18 +56,18 @@ _MERGED_AT_ONCE = tl.constexpr(8)
 """Splits whose sums are read at a time when they are merged."""
 
 _SHARED_OF_PROCESSOR = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
-"""Bytes of shared memory of a multiprocessor, which its programs divide among themselves."""
+"""Bytes of shared memory of a multiprocessor, which its programs share."""
 
-_LEAST_SHARED_OF_PROCESSOR = 100 * 1024
+_MIN_SHARED_OF_PROCESSOR = 100 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """How one program goes through a split.
+    """How one program processes a split.
 
-    - `keys`: of a tile; a power of two that divides 64.
-    - `warps`, `stages`: as Triton means them.
-    - `programs`: that a multiprocessor holds at a time.
+    - `keys`: keys of a tile; a power of two that divides 64.
+    - `warps`, `stages`: Triton's.
+    - `programs`: concurrent programs on a multiprocessor.
     """
 
     keys: int
@@ -79,13 +77,13 @@ class DecodeTile:
 
 
 def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip, values: torch.dtype | None = None) -> DecodeTile:
-    """The tile for a head size and a type of pages, or one of keys and another of values.
+    """The tile for a head size and a dtype of pages, or one of keys and another of values.
 
-    To keep an H100's memory busy, some 40 KiB must be under way on each multiprocessor at any time (its bandwidth times
-    the latency). A program has `stages - 1` tiles under way; `programs` is what registers and shared memory allow, by
-    the compiler's figures: at 128 dimensions in bfloat16 71,680 bytes of shared memory and 80 registers for each of
-    256 threads. Float8 has half the bytes to a tile, and its widening is shared among warps that split values by their
-    dimensions: with four of them a kilobyte takes a third fewer instructions than with eight.
+    To keep an H100's memory busy, some 40 KiB must be in flight on each multiprocessor at any time (its bandwidth times
+    the latency). A program has `stages - 1` tiles in flight; `programs` is limited by registers and shared memory, by
+    the compiler's figures: at 128 dimensions in bfloat16, 71,680 bytes of shared memory and 80 registers for each of
+    256 threads. A float8 tile has half the bytes, and warps that split values by their dimensions share its widening:
+    with four warps, a kilobyte takes a third fewer instructions than with eight.
     """
     values = values or pages
     if values == torch.float32:
@@ -97,24 +95,24 @@ def decode_tile(head_dim: int, pages: torch.dtype, chip: Chip, values: torch.dty
     else:
         keys, warps, stages, most = 64, 4 if values.itemsize == 1 else 8, 3, 3
     width = triton.next_power_of_2(head_dim)
-    # Tiles under way, and by the compiler's figures what queries, sums and the driver take.
+    # Tiles in flight, and by the compiler's figures the memory for queries, sums and the driver.
     shared = (stages - 1) * keys * width * (pages.itemsize + values.itemsize) + 24 * width + 4096
-    programs = _SHARED_OF_PROCESSOR.get(chip.capability, _LEAST_SHARED_OF_PROCESSOR) // shared
+    programs = _SHARED_OF_PROCESSOR.get(chip.capability, _MIN_SHARED_OF_PROCESSOR) // shared
     return DecodeTile(keys, warps, stages, max(min(most, programs), 1))
 
 
 def splits_bound(kv_heads: int) -> int:
-    """Splits that a row has at most: a power of two, the more the fewer heads there are to share out."""
+    """Maximum splits of a row: a power of two, larger for fewer heads."""
     return min(_LARGEST_SPLITS, 1 << max(3, (_SPLITS_OF_ALL_HEADS // kv_heads - 1).bit_length()))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The splits of a step's decode rows, for layers of one window and number of kv heads.
+    """The splits of a step's decode rows, for layers with one window and number of kv heads.
 
-    - `items`: one for each split.
-    - `finished`: int32 `[R, kv_heads]`, 0 between two layers: in a layer, how many splits have been attended.
-    - `row_bound`: splits of one row at most. `items.owners` has room for that many of each row.
+    - `items`: one per split.
+    - `finished`: int32 `[R, kv_heads]`, the splits attended so far in a layer; 0 between layers.
+    - `row_bound`: maximum splits of one row. `items.owners` has room for this many of each row.
     """
 
     items: WorkItems
@@ -126,7 +124,7 @@ class DecodePlan:
 def plan_decode(kv_lens: torch.Tensor, num_decode: int, longest: int, kv_heads: int, window: int | None) -> DecodePlan:
     """Cuts the keys of the first `num_decode` rows into splits.
 
-    **Arguments:** `kv_lens` int32 `[R]`; `longest`: no row is longer.
+    **Arguments:** `kv_lens` int32 `[R]`; `longest`: maximum length of a row.
     """
     row_bound = splits_bound(kv_heads)
     splits = min(row_bound, triton.cdiv(min(longest, (window or longest) + _ALIGNMENT.value), _SPLIT.value))
@@ -149,13 +147,13 @@ def plan_decode(kv_lens: torch.Tensor, num_decode: int, longest: int, kv_heads: 
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """What splits hand over to the one that merges them: about 1/64 of the bytes of the keys and values that were read.
+    """Results of splits before they are merged: about 1/64 of the bytes of the keys and values read.
 
     - `weighted`: float32 `[bound, heads, head_dim]`, the weighted sum of values.
     - `sums`: float32 `[2, bound, heads]`: the largest score in units of log2(e), and the sum of exponentials.
 
     The bound holds for any lengths of the captured rows: 512 bytes for each row, split and head of 128 dimensions, so
-    134 MB for 256 rows of 8k tokens or more and 32 heads. All layers of a step use the same.
+    134 MB for 256 rows of 8k tokens or more and 32 heads. All layers of a step share them.
     """
 
     weighted: torch.Tensor
@@ -163,13 +161,13 @@ class Partials:
 
     @classmethod
     def allocate(cls, plan: DecodePlan, queries: torch.Tensor) -> Partials:
-        """Room for all splits of `plan` and for `queries` `[T, heads, head_dim]`."""
+        """Allocates room for all splits of `plan` with `queries` `[T, heads, head_dim]`."""
         bound, heads = plan.items.owners.shape[0], queries.shape[1]
         weighted = torch.empty(bound, heads, queries.shape[2], dtype=torch.float32, device=queries.device)
         return cls(weighted, torch.empty(2, bound, heads, dtype=torch.float32, device=queries.device))
 
     def fits(self, plan: DecodePlan, queries: torch.Tensor) -> bool:
-        """Whether `allocate` would make the same."""
+        """Whether `allocate` would return the same shape."""
         return self.weighted.shape == (plan.items.owners.shape[0], *queries.shape[1:])
 
 
@@ -184,12 +182,12 @@ def decode_attention(
     output: torch.Tensor,
     chip: Chip,
 ) -> None:
-    """Attention of the rows that `plan` was made for; writes as many first tokens of `output`.
+    """Computes attention of the rows of `plan`; writes the first tokens of `output`, one for each row.
 
     **Arguments:** `queries`, `output` `[T, heads, head_dim]`, contiguous; `page_table` int32 `[R, P]`; `kv_lens` int32
-    `[R]`: row i has token i, which is the last of its keys; without keys its output is 0.
+    `[R]`: row i has token i, the last of its keys; without keys its output is 0.
 
-    **Raises:** `ValueError` for options or shapes that the kernels do not know.
+    **Raises:** `ValueError` for options or shapes that the kernels do not support.
     """
     check_options(queries, kv.keys, options)
     if options.window != plan.window:
@@ -245,7 +243,7 @@ def decode_attention(
 
 @triton.jit
 def split_keys(kv_lens, window, ROW_BOUND: tl.constexpr):
-    """The first key that is looked at, the keys of a split, and the number of splits, of rows of given lengths."""
+    """The first visible key, the keys of a split, and the number of splits, for rows of given lengths."""
     first = kv_lens * 0
     if window is not None:
         first = tl.maximum(kv_lens - window, 0) // _ALIGNMENT * _ALIGNMENT
@@ -266,8 +264,7 @@ def plan_splits(
     ROW_BOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each row counts the splits of all rows before it: `[R + 1]` starts and `[bound]` owners. None is
-    finished yet."""
+    """One program per row counts the splits before it: `[R + 1]` starts, `[bound]` owners. Resets `finished`."""
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     for start in range(0, KV_HEADS, BLOCK):
@@ -323,13 +320,13 @@ def decode_splits(
 ):
     """Attends with the `GROUP` queries of one kv head over one split after the other.
 
-    Heads change fastest over programs: those that run side by side read keys that lie side by side.
+    Heads change fastest over programs: concurrent programs read adjacent keys.
     """
     lanes = tl.arange(0, GROUP_WIDTH)
     dims = tl.arange(0, WIDTH)
     wanted = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     after_previous(DEPENDENT)
-    # Nothing that all turns share is computed ahead: held through a split's tiles, it would spill.
+    # LICM is off: loop invariants would be held through a split's tiles, and spill.
     for item in tl.range(tl.program_id(0), tl.load(starts + rows) * KV_HEADS, tl.num_programs(0), disable_licm=True):
         place = item // KV_HEADS
         kv_head = item % KV_HEADS
@@ -392,7 +389,8 @@ def decode_splits(
             tl.store(partial_weighted + entries[:, None] * HEAD_DIM + dims[None, :], weighted, mask=wanted)
             tl.store(partial_sums + entries, largest, mask=lanes < GROUP)
             tl.store(partial_sums + sums_stride + entries, total, mask=lanes < GROUP)
-            # One thread counts for all, once all have stored; whoever counts last sees what the others had stored.
+            # One thread counts for the program, after all of its threads have stored; the last program sees the others'
+            # stores.
             tl.debug_barrier()
             done = finished + row * KV_HEADS + kv_head
             if tl.atomic_add(done, 1, sem="acq_rel") == count - 1:
@@ -439,10 +437,11 @@ def merge_splits(
 ):
     """Merges the splits `first : first + count` of the heads of `kv_head`, in order.
 
-    They are read past the first level of caches, which may hold what lay there in the layer before.
+    They are read past the L1 cache, which may hold the previous layer's.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    # Zero, which the compiler does not know: it would compute all places ahead, and hold them through a split's tiles.
+    # Zero, unknown to the compiler, which would otherwise compute all offsets ahead and hold them through a split's
+    # tiles.
     zero = first >> 31
     splits = tl.arange(0, ROW_BOUND) + zero
     group = tl.arange(0, HEADS_MERGED) + zero
@@ -459,7 +458,7 @@ def merge_splits(
         sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0) * LOG2_E
         base = tl.maximum(base, sink)
     else:
-        # Heads that there are not: infinities must not be subtracted from each other.
+        # For lanes without a head: infinities must not be subtracted from each other.
         base = tl.where(group < GROUP, base, 0.0)
     total = tl.sum(totals * tl.exp2(largest - base[None, :]), 0)
     if sinks is not None:
@@ -470,7 +469,7 @@ def merge_splits(
     wanted = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     values = partial_weighted + before * HEAD_DIM + inside
     for start in tl.range(0, count, _MERGED_AT_ONCE):
-        # Written out, so that all of these are read before the first is needed.
+        # Unrolled, so that all of these are read before the first is needed.
         for split in tl.static_range(_MERGED_AT_ONCE):
             there = start + split < count
             behind = (start + split) * HEADS
@@ -486,7 +485,7 @@ def merge_splits(
 
 @triton.jit
 def zero_padding(starts, output, rows, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows without a split get zeros. Programs share them out from the last one on, which has the fewest splits."""
+    """Writes zeros for rows without a split, starting with the last programs, which have the fewest splits."""
     lanes = tl.arange(0, WIDTH)
     for row in tl.range(tl.num_programs(0) - 1 - tl.program_id(0), rows, tl.num_programs(0)):
         if tl.load(starts + row + 1) == tl.load(starts + row):

@@ -1,9 +1,8 @@
 """Programmatic dependent launch: the programs of a kernel start while those of the kernel before it still end.
 
-A kernel that is launched so must call `after_previous` before it writes anything, and before it reads anything but
-weights, which no kernel writes. Then nothing but its start overlaps: whoever waits for a kernel waits for all that came
-before it, since that kernel ended after waiting itself. Kernels launched in the plain way, cuBLAS's for example, wait
-for the whole kernel before them.
+A kernel launched this way must call `after_previous` before it writes, and before it reads anything except weights,
+which no kernel writes. Then only its start overlaps: waiting for a kernel means waiting for all before it, because that
+kernel itself waited before it ended. Kernels launched the plain way, like cuBLAS's, wait for the whole previous one.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def after_previous(DEPENDENT: tl.constexpr):
-    """Lets the next kernel's programs start, and waits for the end of the kernels before this one and for what they
-    wrote. Nothing unless the launch is `DEPENDENT`."""
+    """If `DEPENDENT`: starts the next kernel's programs, and waits for the end and the writes of those before."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,21 +1,20 @@
 """Attention of prefill chunks: each query over the cached prefix and its chunk, both read through the page table.
 
 The tokens of a sequence are cut into blocks; one program attends with one block and all query heads of one kv head, as
-many rows of a matrix product (tokens times heads). Beside one head at a time this reads nothing more or less, but a
-block has fewer tokens: short chunks fill it, and less is computed above the diagonal only to be masked.
+rows of a matrix product (tokens times heads). Compared to one head at a time, this reads as much, but a block has fewer
+tokens: short chunks fill it, and less is computed above the diagonal only to be masked.
 
-The keys of a sequence are cut into splits at fixed positions. Each split is attended by itself, and the splits of a
-query are merged in order. Who does so changes no bit:
+The keys of a sequence are cut into splits at fixed positions. Each split is attended separately, and the splits of a
+query are merged in order. Two ways to do so give the same bits:
 
-- `extend_blocks`: one program for a block goes through its splits. Within a split it takes the keys that all queries
-  of the block see without a mask, then the rest with one. Keys in front of the window are not looked at.
-- `extend_splits` and `merge_extended`, where blocks are too few for the chip, as of a short chunk on a long prefix:
-  every split of a block has a program of its own, and what they found is merged.
+- `extend_blocks`: one program processes all splits of a block. Within a split it first takes the keys that all queries
+  of the block see, without a mask, then the rest with one. Keys before the window are skipped.
+- `extend_splits` and `merge_extended`, if there are too few blocks for the chip, as in a short chunk after a long
+  prefix: each split of a block is one work item, and the results are merged.
 
-Launches are as large as the number of tokens allows, and no length is read on the host. Tiles and splits of keys lie at
-fixed positions of a sequence, and a tile or split of which a query sees nothing leaves its sums as they are, bit for
-bit. A query's result is therefore the same however its sequence is cut into chunks, and whatever other sequences are in
-the step.
+Launch sizes depend on the number of tokens, and no length is read on the host. Tiles and splits of keys are at fixed
+positions of a sequence, and a tile or split of which a query sees no key leaves its sums unchanged, bit for bit. So a
+query's result does not depend on how its sequence is cut into chunks, or on other sequences in the step.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _MERGED_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Softmaxes in progress, of which layers of a step use the same one after the other.
+    """Softmaxes in progress, which the layers of a step use one after the other.
 
-    - `weighted`: float32 `[n, width]`, the weighted sum of values; `width` is the head size as a power of two.
+    - `weighted`: float32 `[n, width]`, the weighted sum of values; `width`: the head size rounded up to a power of two.
     - `others`: float32 `[2, n]`: the largest score in units of log2(e), and the sum of exponentials.
 
-    n is the rows of all blocks, where a program keeps here what it has of its block between two splits. Where splits
-    have programs of their own it is those of every split, at most 256 MiB.
+    n is the rows of all blocks, whose programs keep their sums here between two splits; or the rows of every split, at
+    most 256 MiB, if splits are separate work items.
     """
 
     weighted: torch.Tensor
@@ -51,13 +50,13 @@ class Sums:
 
     @classmethod
     def allocate(cls, plan: ExtendPlan, device: torch.device) -> Sums:
-        """Room for what `plan` makes; none where no sequence has a second split."""
+        """Allocates room for the sums of `plan`; empty if no sequence has a second split."""
         shape = cls._shape(plan)
         weighted = torch.empty(shape, dtype=torch.float32, device=device)
         return cls(weighted, torch.empty(2, shape[0], dtype=torch.float32, device=device))
 
     def fits(self, plan: ExtendPlan) -> bool:
-        """Whether `allocate` would make the same."""
+        """Whether `allocate` would return the same shape."""
         return self.weighted.shape == self._shape(plan)
 
     @staticmethod
@@ -67,7 +66,7 @@ class Sums:
 
 
 def form_of(queries: torch.Tensor, kv: KVPages, options: AttentionOptions, chip: Chip) -> ExtendForm:
-    """Of a layer with `queries` `[T, heads, head_dim]`."""
+    """The form of a layer with `queries` `[T, heads, head_dim]`."""
     _, heads, head_dim = queries.shape
     kv_heads = kv.keys.shape[1]
     tile = extend_tile(head_dim, kv.keys.dtype, chip, kv.values.dtype)
@@ -87,13 +86,13 @@ def extend_attention(
     output: torch.Tensor,
     chip: Chip,
 ) -> None:
-    """Attention of the tokens of all sequences from `num_decode` on; writes those tokens of `output`.
+    """Computes attention of the tokens of all sequences from `num_decode` on; writes those tokens of `output`.
 
     **Arguments:** `queries`, `output` `[T, heads, head_dim]`, contiguous; `page_table` int32 `[R, P]`; `kv_lens` int32
-    `[R]`; `query_starts` int32 `[R + 1]`: the tokens of a sequence are the last ones of its keys. Those of a sequence
-    of length 0 are padding, whose output is 0.
+    `[R]`; `query_starts` int32 `[R + 1]`: the tokens of a sequence are the last ones of its keys. Tokens of a sequence
+    of length 0 are padding, with output 0.
 
-    **Raises:** `ValueError` for options or shapes that the kernels do not know, or that `plan` was not made for.
+    **Raises:** `ValueError` for options or shapes that the kernels do not support, or that differ from those of `plan`.
     """
     check_options(queries, kv.keys, options)
     form, tile = form_of(queries, kv, options, chip), plan.form.tile
@@ -115,7 +114,7 @@ def extend_attention(
     items = plan.blocks if plan.splits is None else plan.splits
     by_token = kv.token_scales
     attended = (
-        # Converted here and not in the kernel, where it would keep them in registers instead of shared memory.
+        # Converted here, because the kernel would keep converted queries in registers instead of shared memory.
         queries.to(compute),
         readable(kv.keys, chip),
         readable(kv.values, chip),

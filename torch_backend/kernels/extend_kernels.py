@@ -1,18 +1,18 @@
-"""The kernels of `extend_attention`: what a program does with one block of queries, and how its splits are merged."""
+"""The kernels of `extend_attention`: attention of one block of queries, and the merge of its splits."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from torch_backend.kernels.attention_tiles import LOG2_E, attend, merged, scale_of_products, with_bias, with_sinks
+from torch_backend.kernels.attention_tiles import LOG2_E, attend, merge_sums, scale_of_products, with_bias, with_sinks
 from torch_backend.kernels.extend_plan import splits_of_row
 from torch_backend.kernels.integers import queries_as_integers
 
 
 @triton.jit
 def place_of_block(row, block, query_starts, kv_lens, TOKENS: tl.constexpr):
-    """Of the block's first query the place among all tokens and the position, and how many queries there are."""
+    """The index of the block's first query among all tokens, its position, and the number of queries."""
     query_start = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - query_start
     start = block * TOKENS
@@ -21,7 +21,7 @@ def place_of_block(row, block, query_starts, kv_lens, TOKENS: tl.constexpr):
 
 @triton.jit
 def first_key(first_position, window, KEYS: tl.constexpr):
-    """The start of the first tile that a block looks at whose first query stands at `first_position`."""
+    """The start of the first tile that a block sees whose first query is at `first_position`."""
     if window is None:
         return first_position * 0
     else:
@@ -54,7 +54,7 @@ def attend_split(
     SPLIT: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """The sums of one split alone, or without a `SPLIT` of all keys, for a block of `held` queries: see `attend`."""
+    """The sums of one split, or without a `SPLIT` of all keys, for a block of `held` queries: see `attend`."""
     start = first_key(first_position, window, KEYS)
     end = first_position + held
     if SPLIT is not None:
@@ -121,8 +121,8 @@ def attend_split(
 
 
 @triton.jit
-def finished(largest, total, weighted, heads, kv_head, sinks, value_scale):
-    """The output, of the sums of all splits; 0 for queries that see no key, which are padding."""
+def final_output(largest, total, weighted, heads, kv_head, sinks, value_scale):
+    """The output from the sums of all splits; 0 for padding, whose queries see no key."""
     if sinks is not None:
         total, weighted = with_sinks(largest, total, weighted, tl.load(sinks + heads) * LOG2_E)
     result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -178,7 +178,7 @@ def extend_blocks(
         return
     kv_head = tl.program_id(1)
     item_row = tl.load(owners + place)
-    # The last blocks of a sequence have most keys: they come first, so that no long program is left over at the end.
+    # The last blocks of a sequence see the most keys and come first, so that no long program is left at the end.
     block = tl.load(starts + item_row + 1) - 1 - place
     row = item_row + num_decode
     first_query, first_position, held = place_of_block(row, block, query_starts, kv_lens, TOKENS)
@@ -197,9 +197,9 @@ def extend_blocks(
     first_split, splits = 0, 1
     if SPLIT is not None:
         first_split = first_key(first_position, window, KEYS) // SPLIT
-        # Padding sees no key, and gets its zeros.
+        # Padding sees no key, and gets zeros.
         splits = tl.maximum(tl.cdiv(first_position + held, SPLIT), first_split + 1)
-    # Nothing that all turns share is computed ahead: held through a split's tiles, it would spill.
+    # LICM is off: loop invariants would be held through a split's tiles, and spill.
     for split in tl.range(first_split, splits, disable_licm=True):
         score_scale = scale_of_products(scale, key_scale, soft_cap, kv_head)
         bias = None
@@ -234,16 +234,16 @@ def extend_blocks(
         if sinks is not None:
             largest = with_bias(largest, bias, soft_cap)
         if SPLIT is not None:
-            # What earlier splits gave waits in memory: registers hold one softmax in progress, not two. A block's place
-            # there is whole, so that it is found by one address and its padding needs no mask.
+            # Sums of earlier splits are kept in memory, because registers hold only one softmax in progress. A block's
+            # place there has its full size, so that one address suffices and padding needs no mask.
             block_place = (place.to(tl.int64) * KV_HEADS + kv_head) * ROWS
             kept, kept_weighted = sums + block_place, sums_weighted + block_place * WIDTH
             inside = lanes[:, None] * WIDTH + dims[None, :]
             if split > first_split:
-                # Other threads may have written what this one reads. Before they write anew, below, there are barriers
-                # of the compiler's: it brings what is read here through shared memory to the layout of products.
+                # Other threads may have written what this one reads. Before they write again, below, there are barriers
+                # by the compiler, which moves these reads through shared memory to the layout of products.
                 tl.debug_barrier()
-                largest, total, weighted = merged(
+                largest, total, weighted = merge_sums(
                     tl.load(kept + lanes),
                     tl.load(kept + sums_stride + lanes),
                     tl.load(kept_weighted + inside),
@@ -256,7 +256,7 @@ def extend_blocks(
                 tl.store(kept + sums_stride + lanes, total)
                 tl.store(kept_weighted + inside, weighted)
         if split == splits - 1:
-            result = finished(largest, total, weighted, heads, kv_head, sinks, value_scale)
+            result = final_output(largest, total, weighted, heads, kv_head, sinks, value_scale)
             tl.store(output + asked, result.to(output.dtype.element_ty), mask=wanted)
 
 
@@ -300,7 +300,7 @@ def extend_splits(
     SPLIT: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """As `extend_blocks`, one split of a block after the other; blocks that have one alone are finished here."""
+    """As `extend_blocks`, one split of a block after the other; blocks with only one split are completed here."""
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, WIDTH)
     tokens = lanes // GROUP
@@ -317,7 +317,7 @@ def extend_splits(
         first_query, first_position, held = place_of_block(row, block, query_starts, kv_lens, TOKENS)
         first_split = first_key(first_position, window, KEYS) // SPLIT
         splits = tl.cdiv(first_position + held, SPLIT)
-        # A sequence's early blocks may end before its last split, and late ones see nothing of the first.
+        # A sequence's early blocks may end before its last split, and late ones may not see its first.
         if (split >= first_split) & (split < splits):
             heads = kv_head * GROUP + lanes % GROUP
             places = (first_query + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
@@ -359,7 +359,7 @@ def extend_splits(
             if sinks is not None:
                 largest = with_bias(largest, bias, soft_cap)
             if splits - first_split == 1:
-                result = finished(largest, total, weighted, heads, kv_head, sinks, value_scale)
+                result = final_output(largest, total, weighted, heads, kv_head, sinks, value_scale)
                 tl.store(output + asked, result.to(output.dtype.element_ty), mask=wanted)
             else:
                 block_place = item.to(tl.int64) * ROWS
@@ -425,7 +425,7 @@ def merge_extended(
     weighted = tl.zeros([MERGED, WIDTH], tl.float32)
     for split in range(first_split, splits):
         entries = ((before + split).to(tl.int64) * KV_HEADS + kv_head) * ROWS + lanes
-        largest, total, weighted = merged(
+        largest, total, weighted = merge_sums(
             largest,
             total,
             weighted,
@@ -433,7 +433,7 @@ def merge_extended(
             tl.load(sums + sums_stride + entries, mask=here, other=0.0),
             tl.load(sums_weighted + entries[:, None] * WIDTH + dims[None, :], mask=wanted, other=0.0),
         )
-    result = finished(largest, total, weighted, heads, kv_head, sinks, value_scale)
+    result = final_output(largest, total, weighted, heads, kv_head, sinks, value_scale)
     places = (first_query + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
     at = output + places[:, None] * HEAD_DIM + dims[None, :]
     tl.store(at, result.to(output.dtype.element_ty), mask=wanted)

@@ -1,4 +1,4 @@
-"""How the work of prefill chunks is cut up: tokens of a sequence into blocks, the keys of a block into splits."""
+"""Partitions the work of prefill chunks: tokens of a sequence into blocks, the keys of a block into splits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SPLIT = 2048
 takes about as long as one of the 32 tiles of a split (an estimate); shorter splits would keep more programs busy."""
 
 _LARGEST_SPLIT_HEAD = 128
-"""Beyond it a block's sums fill the registers: none are left for those of another split. Such heads are not split."""
+"""Larger heads are not split: a block's sums fill the registers, with no room for those of another split."""
 
-_MOST_PARTIAL_BYTES = 256 * 2**20
+_MAX_PARTIAL_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendTile:
-    """How one program goes through its keys.
+    """How one program processes its keys.
 
-    - `rows`: of its queries, tokens times heads of a kv head; a power of two.
-    - `keys`: of a tile, a power of two.
-    - `warps`, `stages`: as Triton means them.
+    - `rows`: rows of queries, tokens times heads of a kv head; a power of two.
+    - `keys`: keys of a tile, a power of two.
+    - `warps`, `stages`: Triton's.
     """
 
     rows: int
@@ -36,17 +36,17 @@ class ExtendTile:
     stages: int
 
     def tokens(self, group: int) -> int:
-        """Tokens of a block where `group` query heads share a kv head."""
+        """Tokens of a block if `group` query heads share a kv head."""
         return self.rows // group
 
 
 def extend_tile(head_dim: int, pages: torch.dtype, chip: Chip, values: torch.dtype | None = None) -> ExtendTile:
-    """The tile for a head size and a type of pages, or one of keys and another of values: the largest that the compiler
-    fits into registers.
+    """The largest tile that fits into registers, for a head size and a dtype of pages, or of keys and another of
+    values.
 
-    128 rows and 8 warps are two warp groups of Hopper's matrix unit. What limits the rest are registers: at 128
-    dimensions a thread holds 64 accumulators and 32 scores. Matrix units other than those of Hopper and the data-centre
-    Blackwells want queries, keys and values in registers too, and float8 is widened there on all.
+    128 rows and 8 warps are two warp groups of Hopper's matrix unit. Registers limit the rest: at 128 dimensions a
+    thread holds 64 accumulators and 32 scores. Matrix units other than those of Hopper and the data-centre Blackwells
+    need queries, keys and values in registers too; float8 is widened in registers on all.
     """
     values = values or pages
     if values == torch.float32:
@@ -59,14 +59,14 @@ def extend_tile(head_dim: int, pages: torch.dtype, chip: Chip, values: torch.dty
             rows = 32
         return ExtendTile(rows=rows, keys=32, warps=8, stages=3 if widens else 2)
     wide = (reads_shared or head_dim <= 64) and values != torch.int8
-    # Compiled for these chips, 128 rows of int8 queries spill, with whatever keys and stages.
+    # Compiled for these chips, 128 rows of int8 queries spill, with any number of keys and stages.
     rows = 64 if pages == torch.int8 and chip.capability in (89, 120) else 128
     return ExtendTile(rows=rows, keys=64 if wide else 32, warps=8, stages=3)
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendForm:
-    """What the cutting of a layer's work depends on.
+    """Properties of a layer on which the partition depends.
 
     - `kv_heads`, `group`, `head_dim`: its heads. `window`: as in `AttentionOptions`.
     - `tile`: of its programs.
@@ -80,18 +80,18 @@ class ExtendForm:
 
     @property
     def tokens(self) -> int:
-        """Of a block."""
+        """Tokens of a block."""
         return self.tile.tokens(self.group)
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendPlan:
-    """The work of a step's sequences behind the decode rows, for layers of one form.
+    """The work of a step's sequences after the decode rows, for layers of one form.
 
     - `blocks`: an item for each block of tokens.
-    - `splits`: an item for each split of each block, block by block, where blocks are so few that programs share their
-      keys out; else None: one program goes through all splits of a block.
-    - `split`: keys of a split; None where every sequence fits into one, or heads are too large to be split.
+    - `splits`: an item for each split of each block, block by block, if there are so few blocks that programs share
+      their keys; else None: one program processes all splits of a block.
+    - `split`: keys of a split; None if every sequence fits into one, or heads are too large to be split.
     """
 
     form: ExtendForm
@@ -111,11 +111,11 @@ def plan_extend(
 ) -> ExtendPlan:
     """Cuts the sequences from `num_decode` on into blocks, and their keys into splits.
 
-    **Arguments:** `query_starts` int32 `[R + 1]`, `kv_lens` int32 `[R]`; `num_tokens`: of all sequences; `longest`: no
-    sequence is longer.
+    **Arguments:** `query_starts` int32 `[R + 1]`, `kv_lens` int32 `[R]`; `num_tokens`: of all; `longest`: maximum
+    length.
     """
     rows = query_starts.shape[0] - 1 - num_decode
-    # Every block is full but the last one of each sequence.
+    # Every block is full except the last one of each sequence.
     bound = (num_tokens - num_decode) // form.tokens + rows
     split = SPLIT if longest > SPLIT and form.head_dim <= _LARGEST_SPLIT_HEAD else None
     most = 1 if split is None else _most_splits(longest, num_tokens, form.window)
@@ -142,21 +142,21 @@ def plan_extend(
 
 
 def _most_splits(longest: int, num_tokens: int, window: int | None) -> int:
-    """That the tokens of one sequence see together."""
+    """Maximum number of splits that the tokens of one sequence see."""
     most = -(-longest // SPLIT)
     return most if window is None else min(most, -(-(num_tokens + window) // SPLIT) + 1)
 
 
 def _pays(blocks: int, splits: int, form: ExtendForm, chip: Chip) -> bool:
-    """Blocks leave half of the chip idle or more, and what splits hand over fits. It changes no bit of a result."""
+    """Whether blocks use at most half of the chip, and the splits' sums fit. Results are the same bits either way."""
     programs = blocks * form.kv_heads
     handed_over = 4 * programs * splits * form.tile.rows * triton.next_power_of_2(form.head_dim)
-    return 2 * programs <= chip.processors and handed_over <= _MOST_PARTIAL_BYTES
+    return 2 * programs <= chip.processors and handed_over <= _MAX_PARTIAL_BYTES
 
 
 @triton.jit
 def splits_of_row(kv_len, count, window, SPLIT: tl.constexpr):
-    """The first split that any of the last `count` tokens of a sequence sees, and how many there are from it on."""
+    """The first split that any of the last `count` tokens of a sequence sees, and the number of splits from it on."""
     first = kv_len * 0
     if window is not None:
         first = tl.maximum(kv_len - count - window + 1, 0) // SPLIT
@@ -165,7 +165,7 @@ def splits_of_row(kv_len, count, window, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "num_decode"], do_not_specialize_on_alignment=["query_starts"])
 def plan_blocks(starts, owners, query_starts, rows, num_decode, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for each sequence counts the blocks of all before it: `[rows + 1]` starts and `[bound]` owners."""
+    """One program per sequence counts the blocks before it: `[rows + 1]` starts and `[bound]` owners."""
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     ends = query_starts + num_decode + 1
@@ -192,7 +192,7 @@ def plan_block_splits(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The same of splits: each block has as many as its sequence."""
+    """As `plan_blocks` for splits: each block has as many as its sequence."""
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     ends = query_starts + num_decode + 1

@@ -1,5 +1,5 @@
 """The gated activations of feed-forward layers (Shazeer 2020, "GLU variants improve transformer"): one kernel, compiled
-for SiLU and for GELU (Hendrycks and Gimpel 2016) by tanh's approximation."""
+for SiLU and for GELU (Hendrycks and Gimpel 2016) by the tanh approximation."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _gated_kernel(gate_up, out, intermediate, ACTIVATION: tl.constexpr, BLOCK: t
     up = tl.load(start + intermediate + lanes, mask=inside, other=0.0).to(tl.float32)
     exponent = -gate
     if ACTIVATION == _GELU_TANH:
-        # (1 + tanh(z)) / 2 is the sigmoid of 2 z, of which nothing cancels; 1.5957691 is twice the root of 2 / pi.
+        # (1 + tanh(z)) / 2 is the sigmoid of 2 z, without cancellation; 1.5957691 is twice the root of 2 / pi.
         exponent = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     activated = gate / (1.0 + tl.exp(exponent)) * up
     tl.store(out + row * intermediate + lanes, activated.to(out.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: torch.Tensor, dependent: bool = False) -> torch.Tensor:
-    """`silu(gate) * up` of a contiguous `[T, 2 * intermediate]`, gate first: `[T, intermediate]`, in its type.
+    """`silu(gate) * up` of a contiguous `[T, 2 * intermediate]`, gate first: `[T, intermediate]`, in its dtype.
 
     **Arguments:** `dependent`: the kernel starts while the one before it ends (`kernels.dependent_launch`).
     """
@@ -40,7 +40,7 @@ def silu_mul(gate_up: torch.Tensor, dependent: bool = False) -> torch.Tensor:
 
 
 def gelu_mul(gate_up: torch.Tensor, dependent: bool = False) -> torch.Tensor:
-    """`gelu(gate) * up` of a contiguous `[T, 2 * intermediate]`, gate first: `[T, intermediate]`, in its type."""
+    """`gelu(gate) * up` of a contiguous `[T, 2 * intermediate]`, gate first: `[T, intermediate]`, in its dtype."""
     return _gated(gate_up, Activation.GELU_TANH, dependent)
 
 

@@ -1,6 +1,6 @@
-"""Products of int8 with int8: inputs are rounded by a scale of each token, sums are whole numbers.
+"""Products of int8 with int8: inputs are rounded with a scale per token, and sums are integers.
 
-Sums are exact, whoever adds them up in whatever order: a row's result is the same, bit for bit, for any number of rows.
+Integer sums are exact in any order: a row's result is the same, bit for bit, for any number of rows.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import triton.language as tl
 
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.dependent_launch import after_previous
-from torch_backend.kernels.integers import levels, scale_of
+from torch_backend.kernels.integers import quantise, scale_of
 from torch_backend.kernels.scaled_product import add_and_scale, multiply_and_scale
 
-_MOST_ROWS = 64
-"""Of the kernel. More are for torch's product, which on a GPU takes 17 and more."""
+_MAX_ROWS = 64
+"""Maximum rows of the kernel. For more, torch's product is used, which needs at least 17 on a GPU."""
 
 _MULTIPLE = 32
-"""Of the rows of torch's product: cuBLAS has been seen to refuse odd numbers of them."""
+"""Divisor of the rows of torch's product: cuBLAS has been seen to refuse odd numbers of rows."""
 
 _LARGEST_BLOCK = 8192
-"""Numbers of a token that a program has at a time: 32 for each thread."""
+"""Values of a token that a program has at a time: 32 for each thread."""
 
 
 def integer_product(
     x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, chip: Chip
 ) -> torch.Tensor:
-    """`x [T, inputs]`, rounded to int8, times int8 `values [outputs, inputs]`: `[T, outputs]` in the type of x. Both
-    are contiguous; torch's product on a GPU wants sides of values that are multiples of 8. Sums are multiplied by the
-    scale of a token and by `scales`, float32 `[outputs]`; `bias [outputs]` is added and the number rounded once. A
-    token with a number that is not finite gives NaN."""
+    """Multiplies `x [T, inputs]`, rounded to int8, by int8 `values [outputs, inputs]`: `[T, outputs]` in the dtype of
+    x. Both are contiguous; torch's product on a GPU needs sides of values that are multiples of 8. Sums are multiplied
+    by the scale of a token and by `scales`, float32 `[outputs]`; `bias [outputs]` is added and the result rounded once.
+    A token with a value that is not finite gives NaN."""
     rows = len(x)
     out = torch.empty((rows, len(values)), dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    if rows <= _MOST_ROWS:
+    if rows <= _MAX_ROWS:
         rounded, of_tokens = round_tokens(x, rows, chip.dependent_launches)
         multiply_and_scale(rounded, of_tokens, values, scales, bias, out, chip)
     else:
@@ -46,9 +46,9 @@ def integer_product(
 
 
 def round_tokens(x: torch.Tensor, room: int, dependent: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """A contiguous `x [T, inputs]` as int8 `[room, inputs]`, what is behind T being anything, and the scale of each
-    token, float32 `[T]`: its largest number over 127. To nearest, ties to even. A token of zeros has scale 0; one with
-    a number that is not finite has zeros and NaN.
+    """Rounds a contiguous `x [T, inputs]` to int8 `[room, inputs]`, undefined after row T, with a scale per token,
+    float32 `[T]`: its largest magnitude over 127. Rounds to nearest, ties to even. A token of zeros has scale 0; one
+    with a value that is not finite has zeros and scale NaN.
 
     **Arguments:** `dependent`: the kernel starts while the one before it ends (`kernels.dependent_launch`).
     """
@@ -71,7 +71,7 @@ def round_tokens(x: torch.Tensor, room: int, dependent: bool = False) -> tuple[t
 
 @triton.jit
 def round_token(x, rounded, scales, inputs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """A program for each token, which it reads twice."""
+    """One program per token, which it reads twice."""
     row = tl.program_id(0).to(tl.int64)
     after_previous(DEPENDENT)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -86,4 +86,4 @@ def round_token(x, rounded, scales, inputs, BLOCK: tl.constexpr, DEPENDENT: tl.c
     for start in range(0, inputs, BLOCK):
         place = start + tl.arange(0, BLOCK)
         numbers = tl.load(x + row * inputs + place, mask=place < inputs, other=0.0).to(tl.float32)
-        tl.store(rounded + row * inputs + place, levels(numbers, scale), mask=place < inputs)
+        tl.store(rounded + row * inputs + place, quantise(numbers, scale), mask=place < inputs)

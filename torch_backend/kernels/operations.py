@@ -13,9 +13,9 @@ from torch_backend.parallel import TensorParallel
 
 
 class TritonOperations:
-    """Implements `torch_backend.operations.Operations` by one kernel launch for each call.
+    """Implements `torch_backend.operations.Operations` with one kernel launch per call.
 
-    Nothing here reads a tensor on the host, so that all of it can be captured in a CUDA graph.
+    No tensor is read on the host, so all of it can be captured in a CUDA graph.
 
     **Arguments:** `dependent`: kernels start while those before them end (`Chip.dependent_launches`).
     """
@@ -36,7 +36,7 @@ class TritonOperations:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: TensorParallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Operations`: the sum over ranks, and one launch behind it."""
+        """See `Operations`: an all-reduce, then one launch."""
         return self.add_rms_norm(parallel.all_reduce(x), residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""RMS norm of rows (Zhang and Sennrich 2019, "Root mean square layer normalization"), alone or after a sum."""
+"""RMS norm of rows (Zhang and Sennrich 2019, "Root mean square layer normalization"), optionally after a sum."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _add_rms_norm_kernel(x, residual, weight, hidden, eps, BLOCK: tl.constexpr, 
     after_previous(DEPENDENT)
     values = tl.load(x + row + lanes, mask=inside, other=0.0).to(tl.float32)
     values += tl.load(residual + row + lanes, mask=inside, other=0.0).to(tl.float32)
-    # Rounded before the norm, which then sees what the next layer will add to.
+    # Rounded before the norm: the next layer adds to the rounded sum.
     rounded = values.to(residual.dtype.element_ty)
     tl.store(residual + row + lanes, rounded, mask=inside)
     values = rounded.to(tl.float32)
@@ -41,7 +41,7 @@ def _add_rms_norm_kernel(x, residual, weight, hidden, eps, BLOCK: tl.constexpr, 
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dependent: bool = False) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis of a contiguous `[T, hidden]`, in the type of `x`.
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis of a contiguous `[T, hidden]`, in the dtype of `x`.
 
     **Arguments:** `dependent`: the kernel starts while the one before it ends (`kernels.dependent_launch`).
     """

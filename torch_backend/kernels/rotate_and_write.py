@@ -1,4 +1,4 @@
-"""Norms and rotates the heads of queries and keys, and writes keys and values into their pages: one pass over qkv."""
+"""Normalises and rotates queries and keys, and writes keys and values to their pages, in one pass over qkv."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 
 from torch_backend.kernels.dependent_launch import after_previous
 from torch_backend.kernels.float8 import encode_e4m3
-from torch_backend.kernels.integers import levels, scale_of
+from torch_backend.kernels.integers import quantise, scale_of
 from torch_backend.kv_pages import KVPages
 from torch_backend.operations import HeadNorms, Rotation
 
-# Values of a program, spread over its threads by eights.
+# Values of a program, eight consecutive ones per thread.
 _TILE = 1024
 _HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -48,7 +48,7 @@ def _rotate(first, second, cosines, sines, token, lanes, head_dim: tl.constexpr)
 def _write_integers(
     pages, scales, mean, slot, page_size, kv_heads, heads, lanes, first, second, head_dim: tl.constexpr, inside
 ):
-    """Stores heads of one token in its slot in int8, without `mean` (None: as they are), over a scale of each."""
+    """Stores heads of one token in its slot in int8, minus `mean` (None for no mean), with a scale for each head."""
     rows = ((slot // page_size) * kv_heads + heads) * page_size + slot % page_size
     if mean is not None:
         at = mean + heads[:, None] * head_dim + lanes[None, :]
@@ -58,13 +58,13 @@ def _write_integers(
     scale = scale_of(largest, tl.sum(first, 1) + tl.sum(second, 1))
     tl.store(scales + rows, scale, mask=heads < kv_heads)
     at = pages + rows[:, None] * head_dim + lanes[None, :]
-    tl.store(at, levels(first, scale[:, None]), mask=inside)
-    tl.store(at + head_dim // 2, levels(second, scale[:, None]), mask=inside)
+    tl.store(at, quantise(first, scale[:, None]), mask=inside)
+    tl.store(at + head_dim // 2, quantise(second, scale[:, None]), mask=inside)
 
 
 @triton.jit
 def _write_page(pages, scales, slot, page_size, kv_heads, heads, lanes, first, second, head_dim: tl.constexpr, inside):
-    """Stores heads of one token in its slot; float8 ones, which pages of bytes are, over their scale."""
+    """Stores heads of one token in its slot; pages of bytes hold float8, divided by the head's scale."""
     page = slot // page_size
     rows = (page * kv_heads + heads) * page_size + slot % page_size
     at = pages + rows[:, None] * head_dim + lanes[None, :]
@@ -103,7 +103,7 @@ def _rotate_and_write_kernel(
     HALF_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    # The second axis goes over blocks of query heads, then of key heads, then of value heads.
+    # The second axis is blocks of query heads, then of key heads, then of value heads.
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     query_blocks = tl.cdiv(heads, HEADS_BLOCK)
@@ -158,13 +158,12 @@ def rotate_and_write(
     write_slots: torch.Tensor,
     dependent: bool = False,
 ) -> torch.Tensor:
-    """Norms (where given) and rotates queries and keys, and stores keys and values in their slots.
+    """Normalises (with `norms`) and rotates queries and keys, and stores keys and values in their slots.
 
-    Results are rounded once, from float32; float8 ones saturate. int8 ones have a scale for each token and head, which
-    is written beside them.
+    Results are rounded once, from float32; float8 saturates. int8 is stored with a scale for each token and head.
 
-    **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`, contiguous: of each token all queries, all keys, all
-    values; `write_slots` int64 `[T]`; `dependent`: the kernel starts while the one before it ends
+    **Arguments:** `qkv` `[T, (heads + 2 * kv_heads) * head_dim]`, contiguous: all queries, all keys, all values of each
+    token; `write_slots` int64 `[T]`; `dependent`: the kernel starts while the one before it ends
     (`kernels.dependent_launch`).
 
     **Returns:** queries `[T, heads, head_dim]`, contiguous.

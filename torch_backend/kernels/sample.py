@@ -1,11 +1,11 @@
 """Samples one token for each row of logits: temperature, top-k, top-p, min-p and the Gumbel-max trick, without a sort.
 
-First the greedy token of each row is found and, for a row that samples, the largest distance to the row's maximum that
-the filters keep (`sample_filters`). Then programs that share a row sample among what is kept, and the best of what they
-chose is taken. What a row does not ask for is skipped on the device; nothing is read on the host, so that all of it can
-be captured in a CUDA graph.
+First, the greedy token of each row is found and, for a row that samples, the largest distance to its maximum that the
+filters keep (`sample_filters`). Then programs that share a row sample among the kept tokens, and the best of their
+candidates is taken. Work that a row does not need is skipped on the device; nothing is read on the host, so all of it
+can be captured in a CUDA graph.
 
-It samples what `sglang_jax.jax_runner.sampler` samples, except where rounding decides.
+It samples the same tokens as `sglang_jax.jax_runner.sampler`, except where rounding decides.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_backend.kernels.sample_filters import LEAST_TEMPERATURE, Kept, distances_of, greedy_tokens, kept_tokens
+from torch_backend.kernels.sample_filters import MIN_TEMPERATURE, KeptTokens, distances_of, greedy_tokens, kept_tokens
 from torch_backend.kernels.sample_survey import first_of_largest, part_of_row, parts_of
 
-# Tokens that a program looks at in one go.
+# Tokens of one iteration of a program.
 _BLOCK = 1024
 
 _PARITY = tl.constexpr(0x1BD11BDA)
@@ -55,7 +55,7 @@ def _threefry_2x32(key_low, key_high, left, right):
 def _gumbel_noise(key_low, key_high, position, tokens):
     """Standard Gumbel variates: a function of the request's seed, the position and the token."""
     bits = _threefry_2x32(key_low, key_high, position + tl.zeros_like(tokens), tokens)
-    # 23 bits and a half step: strictly inside (0, 1), so that both logarithms are finite.
+    # 23 bits plus a half: strictly inside (0, 1), so that both logarithms are finite.
     uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -tl.log(-tl.log(uniform))
 
@@ -71,7 +71,7 @@ def _sample_kernel(
     if kept >= 0.0:
         logits += row.to(tl.int64) * row_stride
         largest = tl.load(largest_logits + row)
-        temperature = tl.maximum(tl.load(temperatures + row), LEAST_TEMPERATURE)
+        temperature = tl.maximum(tl.load(temperatures + row), MIN_TEMPERATURE)
         key_low = tl.load(seeds + 2 * row).to(tl.uint32, bitcast=True)
         key_high = tl.load(seeds + 2 * row + 1).to(tl.uint32, bitcast=True)
         position = tl.load(positions + row).to(tl.uint32, bitcast=True)
@@ -104,9 +104,9 @@ def _best_kernel(kept_distances, scores, candidates, vocab, tokens, PARTS: tl.co
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each row, the first of equals: int32 `[n]`; -1 for an invalid row (see `sample`).
+    """The most likely token of each row, the first of equals: int32 `[n]`; -1 for an invalid row (see `sample`).
 
-    **Arguments:** `logits` float32 `[n, vocab]`, tokens side by side.
+    **Arguments:** `logits` float32 `[n, vocab]`, tokens adjacent in memory.
     """
     _check_logits(logits)
     return greedy_tokens(logits)
@@ -122,22 +122,21 @@ def sample(
     positions: torch.Tensor,
     cut: bool = True,
 ) -> torch.Tensor:
-    """One token for each row, int32 `[n]`: greedy where the temperature is 0, else by the Gumbel-max trick.
+    """Samples one token for each row, int32 `[n]`: greedily if the temperature is 0, else with the Gumbel-max trick.
 
-    Order: temperature, top-k, top-p (Holtzman et al. 2019), min-p, Gumbel-max. Each filter works on what the one before
-    it kept, renormalised. Tokens that tie with the least likely one kept are kept as well; of tokens that tie at the
-    end the lowest wins. The noise comes from Threefry-2x32 keyed by the seed, counted by (position, token), so that
-    a row's token is batch-invariant: it depends neither on the other rows nor on where in the batch it stands. A row
-    with a logit that is NaN or +infinity, or without a finite one, is invalid and gives -1; -infinity is a token that
-    cannot be sampled.
+    Order: temperature, top-k, top-p (Holtzman et al. 2019), min-p, Gumbel-max. Each filter renormalises the tokens that
+    the one before it kept. Tokens that tie with the least likely one kept are kept too; of tokens that tie at the end,
+    the lowest wins. The noise comes from Threefry-2x32 keyed by the seed, counted by (position, token), so that a row's
+    token is batch-invariant: it does not depend on other rows or its place in the batch. A row with a logit that is NaN
+    or +infinity, or without a finite one, is invalid and gives -1; -infinity is a token that cannot be sampled.
 
     **Arguments:**
 
-    - `logits`: float32 `[n, vocab]`, after biases and penalties; tokens side by side.
-    - `temperature`, `top_p`, `min_p`: float32 `[n]`; 1 and 0 leave the last two out.
-    - `top_k`: int32 `[n]`, at least 1; the vocabulary's size or more leaves it out.
+    - `logits`: float32 `[n, vocab]`, after biases and penalties; tokens adjacent in memory.
+    - `temperature`, `top_p`, `min_p`: float32 `[n]`; 1 and 0 disable the last two.
+    - `top_k`: int32 `[n]`, at least 1; the vocabulary's size or more disables it.
     - `seeds`: int32 or uint32 `[n, 2]`, low word first; `positions`: int32 `[n]`.
-    - `cut`: whether top-k or top-p may drop tokens of some row. Without, they are not looked at.
+    - `cut`: whether top-k or top-p may drop tokens of any row. If not, they are not read.
     """
     kept = keep(logits, temperature, top_k, top_p, min_p, cut)
     _check_rows("seeds", seeds, (logits.shape[0], 2))
@@ -161,8 +160,8 @@ def keep(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     cut: bool = True,
-) -> Kept:
-    """What the filters keep of each row; arguments as of `sample`."""
+) -> KeptTokens:
+    """Applies the filters to each row; for the arguments see `sample`."""
     _check_logits(logits)
     for name, values in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
         _check_rows(name, values, logits.shape[:1])

@@ -1,16 +1,15 @@
-"""How far from its likeliest token each row keeps tokens by top-k and top-p, without a sort and by many programs a row.
+"""Finds how far from the most likely token top-k and top-p keep tokens, with several programs per row and no sort.
 
-Distances of scaled logits to the largest are never negative, so their bits as integers have the order of their values,
-and a filter is a search for a least integer. Kernels one after the other:
+Distances of scaled logits to the largest are never negative, so their bits as integers have the same order as their
+values, and a filter is a search for the smallest integer. Consecutive kernels:
 
-1. Each program takes a part of a row, and adds up what lies within each of some distances that are half an octave
-   apart. What all parts have together tells between which two of these the answer lies.
-2. Where more tokens lie in between than a buffer takes, the same for distances between those two.
-3. The tokens in between are copied to the buffer. Where those of each part begin is known from the amounts.
-4. One program a row searches the buffer; or the row, if its logits are so alike that they did not fit.
+1. Each program counts, in its part of a row, the tokens within several limits that are half an octave apart, and sums
+   their probability. The totals of all parts show between which two limits the result lies.
+2. If more tokens lie in between than the buffer holds, the same is done with limits between those two.
+3. The tokens in between are copied to the buffer. Each part's offset follows from the counts.
+4. One program per row searches the buffer, or the whole row if too many logits are nearly equal to fit.
 
-Parts are added up as integers, probability in units of 2**-32 of the likeliest token's: every kernel that adds them up
-has the same.
+Parts are summed as integers, probability in units of 2**-32 of the most likely token's: the same in every kernel.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_backend.kernels.sample_survey import Survey, part_of_row, parts_of, surveyed
+from torch_backend.kernels.sample_survey import Survey, combine_survey, part_of_row, parts_of
 
-# Distances that a pass tries.
+# Limits that a pass tries.
 _LIMITS = 8
-# Tokens that a program looks at in one go.
+# Tokens of one iteration of a program.
 _BLOCK = 1024
 _SEARCH_BLOCK = 2048
-# Tokens of a row that the buffer takes.
+# Tokens of a row that the buffer holds.
 _CAPACITY = 16_384
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -36,8 +35,8 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 _FIRST_LIMIT = tl.constexpr(0x40000000)
 _HALF_OCTAVE = tl.constexpr(0x00400000)
 _UNITS = tl.constexpr(4294967296.0)
-LEAST_TEMPERATURE = tl.constexpr(1e-20)
-# Stands for a row that samples nothing, among distances, which are not negative.
+MIN_TEMPERATURE = tl.constexpr(1e-20)
+# Marks a row that does not sample; distances are never negative.
 NOT_SAMPLED = tl.constexpr(-1.0)
 
 
@@ -50,7 +49,7 @@ def distances_of(logits, tokens, end, largest, temperature):
 
 @triton.jit
 def _first_limits(LIMITS: tl.constexpr):
-    """Bits of the distances of the first round, in their order."""
+    """Bits of the first round's limits, ascending."""
     ways = tl.arange(0, LIMITS)
     return tl.where(ways < LIMITS - 1, _FIRST_LIMIT + ways * _HALF_OCTAVE, _INFINITY_BITS)
 
@@ -59,28 +58,28 @@ def _first_limits(LIMITS: tl.constexpr):
 def _second_limits(
     low, high, largest, least_logits, temperature, row, PARTS: tl.constexpr, LIMITS: tl.constexpr
 ):  # fmt: skip
-    """Bits of distances from `low` to `high`, then infinity. No finite distance is beyond the others."""
+    """Bits of limits from `low` to `high`, then infinity. All finite distances up to `high` are within the others."""
     least = tl.min(tl.load(least_logits + row * PARTS + tl.arange(0, PARTS)), 0)
     farthest = tl.div_rn(largest - least, temperature).to(tl.int32, bitcast=True)
     top = tl.maximum(tl.minimum(high, farthest), low)
     ways = tl.arange(0, LIMITS)
-    # Evenly by value near the likeliest token, and by bits elsewhere, which within an octave is the same.
+    # Evenly by value near the most likely token, by bits elsewhere, which is the same within an octave.
     by_value = (top.to(tl.float32, bitcast=True) * ((ways + 1).to(tl.float32) / (LIMITS - 1))).to(
         tl.int32, bitcast=True
     )
     by_bits = low + (ways + 1) * ((top - low) // (LIMITS - 1))
     limits = tl.where(ways < LIMITS - 2, tl.where(low == 0, by_value, by_bits), high)
-    # What lies within infinity is all there is, of which top-p wants a share.
+    # Infinity includes all tokens; top-p is a share of their probability.
     return tl.where(ways < LIMITS - 1, limits, _INFINITY_BITS)
 
 
 @triton.jit
 def _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS: tl.constexpr, LIMITS: tl.constexpr):
-    """Between which limits the answer lies, by what all parts have within each.
+    """Finds the limits between which the result lies, from the totals of all parts.
 
-    `(place, low, high, tokens, count, mass)`: the answer has the bits `low` at least and at most `high`, the limit at
-    `place`. From the tokens in between `count` are wanted, or `mass` of probability, in units. `tokens` have to be
-    looked at for it. Where both filters are asked for it is top-k's, and all nearer tokens have to be looked at too.
+    Returns `(place, low, high, tokens, count, mass)`: the result's bits are from `low` to `high`, the limit at `place`.
+    It is the distance that contains `count` of the tokens in between, or `mass` of their probability, in units.
+    `tokens` have to be searched. With both filters, the result is top-k's, and `tokens` includes all nearer ones.
     """
     ways = tl.arange(0, LIMITS)
     at = (row * PARTS + tl.arange(0, PARTS)[:, None]) * LIMITS + ways[None, :]
@@ -90,7 +89,7 @@ def _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS: tl.constex
     share = top_p.to(tl.float64) * tl.max(mass, 0).to(tl.float64)
     wanted = share.to(tl.int64)
     wanted += (wanted.to(tl.float64) < share).to(tl.int64)
-    # Within the last limit is enough.
+    # The last limit is always enough.
     place = tl.sum(tl.where(by_rank, count < top_k, mass < wanted).to(tl.int32), 0)
     below, here = ways == place - 1, ways == place
     low = tl.sum(tl.where(below, limits + 1, 0), 0)
@@ -101,11 +100,11 @@ def _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS: tl.constex
 
 
 @triton.jit
-def _narrowed(
+def _narrow(
     counts, masses, rows, row, largest, least_logits, temperature, top_k, top_p, vocab, PARTS: tl.constexpr,
     LIMITS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """`_bracket` of the last round that a row has had, behind the counts of that round."""
+    """Returns `_bracket` of the row's last round, preceded by that round's counts."""
     limits = _first_limits(LIMITS)
     place, low, high, tokens, count, mass = _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS, LIMITS)
     if tokens > CAPACITY:
@@ -125,9 +124,9 @@ def _amounts_kernel(
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    token, largest = combine_survey(best_logits, best_tokens, row, vocab, PARTS)
     if (temperature > 0.0) & (token >= 0) & ((top_k < vocab) | (top_p < 1.0)):
-        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+        temperature = tl.maximum(temperature, MIN_TEMPERATURE)
         logits += row.to(tl.int64) * row_stride
         at = (row * PARTS + part) * LIMITS
         limits = _first_limits(LIMITS)
@@ -141,9 +140,9 @@ def _finer_amounts_kernel(
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    token, largest = combine_survey(best_logits, best_tokens, row, vocab, PARTS)
     if (temperature > 0.0) & (token >= 0) & ((top_k < vocab) | (top_p < 1.0)):
-        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+        temperature = tl.maximum(temperature, MIN_TEMPERATURE)
         limits = _first_limits(LIMITS)
         _, low, high, tokens, _, _ = _bracket(counts, masses, row, limits, top_k, top_p, vocab, PARTS, LIMITS)
         if tokens > CAPACITY:
@@ -158,8 +157,8 @@ def _add_up(
     logits, vocab, part, largest, temperature, limits, counts, masses, PARTS: tl.constexpr, LIMITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores what a part has within each of the limits, tokens and probability."""
-    # Limits along the first axis: each distance is compared with all of them in registers.
+    """Stores the number of tokens and the probability of a part within each of the limits."""
+    # Limits are the first axis: each distance is compared with all of them in registers.
     reach = limits.to(tl.float32, bitcast=True)[:, None]
     lanes = tl.arange(0, BLOCK)[None, :]
     count = tl.zeros([LIMITS, BLOCK], tl.int32)
@@ -182,10 +181,10 @@ def _gather_kernel(
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    token, largest = combine_survey(best_logits, best_tokens, row, vocab, PARTS)
     if (temperature > 0.0) & (token >= 0) & ((top_k < vocab) | (top_p < 1.0)):
-        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
-        counts, place, low, high, tokens, _, _ = _narrowed(
+        temperature = tl.maximum(temperature, MIN_TEMPERATURE)
+        counts, place, low, high, tokens, _, _ = _narrow(
             counts, masses, tl.num_programs(0), row, largest, least_logits, temperature, top_k, top_p, vocab, PARTS,
             LIMITS, CAPACITY,
         )  # fmt: skip
@@ -215,13 +214,12 @@ def _least_distance(
     logits, length, largest, temperature, low, high, wanted, WEIGHTED: tl.constexpr, LIMITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The least distance of which there is enough, between those of the bits `low` and `high`: `wanted` tokens, or
-    where WEIGHTED as much probability. There is enough within `high`. `logits`: `length` of them, from anywhere.
+    """The smallest distance, between the bits `low` and `high`, that contains `wanted` tokens, or with WEIGHTED this
+    much probability; `high` contains enough. `logits`: `length` of them, in any order.
 
-    Each pass tries LIMITS distances and narrows the interval of the answer to one between two of them, then to the
-    distances that occur in it.
+    Each pass tries LIMITS distances and narrows the interval to one between two of them, then to distances that occur.
     """
-    # Tokens along the second axis, limits along the first: a pass compares each distance with all limits in registers.
+    # Tokens are the second axis, limits the first: a pass compares each distance with all limits in registers.
     lanes = tl.arange(0, BLOCK)[None, :]
     ways = tl.arange(0, LIMITS)[:, None]
     counted_from = low.to(tl.float32, bitcast=True)
@@ -252,7 +250,7 @@ def _least_distance(
 
 @triton.jit
 def _mass_within(logits, length, largest, temperature, kept, BLOCK: tl.constexpr):
-    """Probability within the distance `kept`, unscaled."""
+    """Probability within the distance `kept`, not normalised."""
     lanes = tl.arange(0, BLOCK)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
@@ -268,7 +266,7 @@ def _settle_kernel(
     PARTS: tl.constexpr, LIMITS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    token, largest = surveyed(best_logits, best_tokens, row, vocab, PARTS)
+    token, largest = combine_survey(best_logits, best_tokens, row, vocab, PARTS)
     tl.store(tokens + row, token)
     if RANDOM:
         temperature = tl.load(temperatures + row)
@@ -296,8 +294,8 @@ def _cut(
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     by_rank = top_k < vocab
     if by_rank | (top_p < 1.0):
-        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
-        _, _, low, high, length, count, mass = _narrowed(
+        temperature = tl.maximum(temperature, MIN_TEMPERATURE)
+        _, _, low, high, length, count, mass = _narrow(
             counts, masses, tl.num_programs(0), row, largest, least_logits, temperature, top_k, top_p, vocab, PARTS,
             LIMITS, CAPACITY,
         )  # fmt: skip
@@ -308,7 +306,7 @@ def _cut(
         wanted = mass.to(tl.float32) / _UNITS
         if by_rank:
             if top_p < 1.0:
-                # The buffer has nearer tokens as well, and they are counted.
+                # The buffer includes nearer tokens, which are counted too.
                 count, low = top_k, tl.zeros_like(low)
             kept = _least_distance(logits, length, largest, temperature, low, high, count, False, LIMITS, BLOCK)
             high = kept.to(tl.int32, bitcast=True)
@@ -320,14 +318,14 @@ def _cut(
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Of each of n rows:
+class KeptTokens:
+    """The tokens that the filters keep, for each of n rows.
 
-    - `greedy`: int32 `[n]`, its first likeliest token; -1 for a row with a logit that is NaN or +infinity, or without a
-      finite one.
-    - `largest`: float32 `[n]`, the logit of that.
-    - `distances`: float32 `[n]`: tokens are kept whose logit, over the temperature, lies at most so far below the
-      largest. -1 for a row that samples nothing: greedy or invalid.
+    - `greedy`: int32 `[n]`, the first most likely token; -1 for a row with a NaN or +infinity, or without a finite
+      logit.
+    - `largest`: float32 `[n]`, its logit.
+    - `distances`: float32 `[n]`: kept tokens have a logit, over the temperature, at most this far below the largest. -1
+      for a row that does not sample: greedy or invalid.
     """
 
     greedy: torch.Tensor
@@ -336,7 +334,7 @@ class Kept:
 
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """`Kept.greedy` of float32 `[n, vocab]`."""
+    """`KeptTokens.greedy` of float32 `[n, vocab]`."""
     rows, vocab = logits.shape
     tokens = logits.new_empty(rows, dtype=torch.int32)
     if rows:
@@ -356,11 +354,11 @@ def kept_tokens(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     cut: bool,
-) -> Kept:
-    """What the filters keep of each row. `cut`: whether top-k or top-p may drop tokens of some row."""
+) -> KeptTokens:
+    """Applies the filters to each row. `cut`: whether top-k or top-p may drop tokens of any row."""
     rows, vocab = logits.shape
     parts = parts_of(vocab)
-    kept = Kept(logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows), logits.new_empty(rows))
+    kept = KeptTokens(logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows), logits.new_empty(rows))
     if not rows:
         return kept
     survey = Survey.of(logits).tensors

@@ -1,4 +1,4 @@
-"""What sampling begins with: the greedy token of each row, by several programs a row."""
+"""First kernel of sampling: finds the greedy token of each row, with several programs per row."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Parts of a row, and tokens that one has at least where there are several.
-_MOST_PARTS = 16
-_LEAST_PART = 4096
-# Tokens that a program looks at in one go.
+# Maximum parts of a row, and minimum tokens of a part if there are several.
+_MAX_PARTS = 16
+_MIN_PART = 4096
+# Tokens of one iteration of a program.
 _BLOCK = 1024
 
 _ALIGNED = tl.constexpr(1024)
@@ -20,7 +20,7 @@ _INVALID_TOKEN = tl.constexpr(-1)
 
 @triton.jit
 def part_of_row(part, vocab, PARTS: tl.constexpr):
-    """The first token of one of PARTS parts, and the one behind its last."""
+    """The first token of one of PARTS parts, and the end of the part."""
     length = tl.cdiv(tl.cdiv(vocab, PARTS), _ALIGNED) * _ALIGNED
     first = tl.minimum(part * length, vocab)
     return first, tl.minimum(first + length, vocab)
@@ -28,7 +28,7 @@ def part_of_row(part, vocab, PARTS: tl.constexpr):
 
 @triton.jit
 def first_of_largest(values, tokens, vocab):
-    """The lowest token that has the largest value, and that value."""
+    """The lowest token with the largest value, and that value."""
     largest = tl.max(values, 0)
     return tl.min(tl.where(values == largest, tokens, vocab), 0), largest
 
@@ -37,8 +37,8 @@ def first_of_largest(values, tokens, vocab):
 def _survey_kernel(
     logits, row_stride, vocab, best_logits, best_tokens, least_logits, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of each part of a row: its first likeliest token, -1 if NaN or +infinity is among its logits; the logit of that;
-    and the least finite one, or infinity."""
+    """Finds, for each part of a row, its first most likely token, -1 if a logit is NaN or +infinity; its logit; and the
+    smallest finite logit, or infinity."""
     row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * row_stride
     lanes = tl.arange(0, BLOCK)
@@ -63,8 +63,8 @@ def _survey_kernel(
 
 
 @triton.jit
-def surveyed(best_logits, best_tokens, row, vocab, PARTS: tl.constexpr):
-    """What the survey's parts have together: the greedy token, -1 for an invalid row, and the logit of that."""
+def combine_survey(best_logits, best_tokens, row, vocab, PARTS: tl.constexpr):
+    """Combines the parts of a row: its greedy token, -1 for an invalid row, and its logit."""
     parts = row * PARTS + tl.arange(0, PARTS)
     tokens = tl.load(best_tokens + parts)
     token, largest = first_of_largest(tl.load(best_logits + parts), tokens, vocab)
@@ -97,5 +97,5 @@ class Survey:
 
 
 def parts_of(vocab: int) -> int:
-    """Programs that share a row, a power of two. However many rows there are, so that samples are batch-invariant."""
-    return min(_MOST_PARTS, int(triton.next_power_of_2(triton.cdiv(vocab, _LEAST_PART))))
+    """Programs that share a row, a power of two, for any number of rows, so that samples are batch-invariant."""
+    return min(_MAX_PARTS, int(triton.next_power_of_2(triton.cdiv(vocab, _MIN_PART))))

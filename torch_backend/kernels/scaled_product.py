@@ -1,11 +1,11 @@
-"""Products with matrices of 8 bits that have a scale of each row: values are widened in registers.
+"""Products with 8-bit matrices that have a scale per row: values are widened in registers.
 
-A program has a tile of the product. Outputs are the rows of what matrix units multiply, so that few tokens waste none
-of these units, and widened values go there from registers.
+A program computes a tile of the product. Outputs are the rows of the matrix units' product, so that few tokens waste
+none of these units, and widened values go there from registers.
 
-Few programs would leave a chip idle: then each sums up a split of the inputs, and a second kernel adds the splits' sums
-in their order. In a step of up to 64 rows, splits follow from the shape of the matrix alone. A row's result is then the
-same whatever other rows there are, as far as matrix units add in one order whatever the width of a tile.
+If few programs would leave the chip idle, each sums a split of the inputs, and a second kernel adds the splits' sums in
+order. In a step of up to 64 rows, splits depend only on the shape of the matrix. A row's result is then the same for
+any other rows, provided that matrix units add in one order for any width of a tile.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_backend.kernels.attention_tiles import TRITON_TYPES, knows_float8, readable, widened
+from torch_backend.kernels.attention_tiles import TRITON_TYPES, has_float8, readable, widen
 from torch_backend.kernels.chip import Chip
 from torch_backend.kernels.dependent_launch import after_previous
 
 _INPUTS = 128
-"""Of a tile: those of a row are a line of 128 bytes."""
+"""Inputs of a tile: those of a row are a line of 128 bytes."""
 
-_LEAST_OUTPUTS = 64
-"""Of a tile: what Hopper's matrix units take at least."""
+_MIN_OUTPUTS = 64
+"""Minimum outputs of a tile: the minimum of Hopper's matrix units."""
 
 _FEW_ROWS = 64
-"""Of a tile at most, where the memory sets the time."""
+"""Maximum rows of a tile for steps in which memory bandwidth sets the time."""
 
 _PROGRAMS = 256
-"""About as many fill a chip: two on each multiprocessor of an H100."""
+"""Approximate number of programs that fill a chip: two on each multiprocessor of an H100."""
 
-_LEAST_OF_SPLIT = 512
-"""Inputs: 32 KiB of values, enough to pay for a program's way to its work."""
+_MIN_SPLIT = 512
+"""Minimum inputs of a split: 32 KiB of values, enough to amortise the start of a program."""
 
 _SUMMED = 1024
 """Outputs of a row that a program of the second kernel adds up."""
 
-_MOST_ROWS, _MOST_ROWS_OF_BYTES = 1024, 256
-"""More rows take so long to multiply that widening all values first, which moves five bytes for each, costs less than
-the kernel's slower products. By arithmetic: for an H100 if the kernel gets half of the rate of cuBLAS; and for float8
-as bytes by its instructions for an A100."""
+_MAX_ROWS, _MAX_ROWS_OF_BYTES = 1024, 256
+"""Maximum rows for the kernel. With more, widening all values first, which moves five bytes for each, costs less than
+the kernel's slower products. By arithmetic: for an H100 if the kernel reaches half of cuBLAS's rate; for float8 as
+bytes, by its instructions for an A100."""
 
 _WIDE_SHARED = (80, 90, 100, 103)
 """Capabilities of chips whose programs may have over 160 KiB of shared memory; the others have 100."""
@@ -49,7 +49,7 @@ _WIDE_SHARED = (80, 90, 100, 103)
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """What a program computes at a time: `rows` of the input by `outputs`. `warps`, `stages`: as Triton means them."""
+    """The size of a program's work: `rows` of the input by `outputs`. `warps`, `stages`: Triton's."""
 
     rows: int
     outputs: int
@@ -58,31 +58,31 @@ class ProductTile:
 
 
 def product_tile(rows: int, chip: Chip) -> ProductTile:
-    """The tile for a number of rows. `stages - 1` tiles of 8 KiB of values are under way: of two or three programs on
-    a multiprocessor, about what keeps an H100's memory busy."""
+    """The tile for a number of rows. `stages - 1` tiles of 8 KiB of values are in flight: with two or three programs on
+    a multiprocessor, about enough to keep an H100's memory busy."""
     if rows <= 16:
-        return ProductTile(16, _LEAST_OUTPUTS, 4, 4)
+        return ProductTile(16, _MIN_OUTPUTS, 4, 4)
     if rows <= 32:
-        return ProductTile(32, _LEAST_OUTPUTS, 4, 4)
+        return ProductTile(32, _MIN_OUTPUTS, 4, 4)
     if rows <= _FEW_ROWS:
-        return ProductTile(_FEW_ROWS, _LEAST_OUTPUTS, 4, 3)
+        return ProductTile(_FEW_ROWS, _MIN_OUTPUTS, 4, 3)
     return ProductTile(128, 128, 8, 3 if chip.capability in _WIDE_SHARED else 2)
 
 
 def most_rows(values: torch.dtype, chip: Chip) -> int:
-    """Of a step, for which the kernel should be quicker than a product with values that are widened first."""
-    as_bytes = values == torch.float8_e4m3fn and not knows_float8(chip)
-    return _MOST_ROWS_OF_BYTES if as_bytes else _MOST_ROWS
+    """Maximum rows of a step for which the kernel should be faster than a product with values widened first."""
+    as_bytes = values == torch.float8_e4m3fn and not has_float8(chip)
+    return _MAX_ROWS_OF_BYTES if as_bytes else _MAX_ROWS
 
 
 def split_length(rows: int, outputs: int, inputs: int, tile: ProductTile) -> int:
-    """Inputs of a split, a multiple of those of a tile; the last split may be shorter. Whatever the chip."""
+    """Inputs of a split, a multiple of those of a tile; the last split may be shorter. Independent of the chip."""
     if rows <= _FEW_ROWS:
         programs, enough = triton.cdiv(outputs, tile.outputs), _PROGRAMS
-    else:  # of which a multiprocessor holds one at a time
+    else:  # a multiprocessor holds one of these at a time
         programs, enough = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs), _PROGRAMS // 2
     wanted = triton.next_power_of_2(triton.cdiv(enough, programs))
-    count = max(min(wanted, inputs // _LEAST_OF_SPLIT), 1)
+    count = max(min(wanted, inputs // _MIN_SPLIT), 1)
     length: int = triton.cdiv(triton.cdiv(inputs, count), _INPUTS) * _INPUTS
     return length
 
@@ -94,11 +94,11 @@ def scaled_product(
     bias: torch.Tensor | None,
     chip: Chip,
 ) -> torch.Tensor:
-    """`x [T, inputs]`, bfloat16 or float16, times `values [outputs, inputs]`, int8 or float8 (e4m3): `[T, outputs]`, in
-    the type of x. Sums are float32, multiplied by `scales`, float32 `[outputs]`; `bias [outputs]` is added and the
-    number rounded once. All are contiguous. A weight of float8 must be a number.
+    """Multiplies `x [T, inputs]`, bfloat16 or float16, by `values [outputs, inputs]`, int8 or float8 (e4m3): `[T,
+    outputs]`, in the dtype of x. Sums are float32, multiplied by `scales`, float32 `[outputs]`; `bias [outputs]` is
+    added and the result rounded once. All are contiguous. float8 values must not be NaN.
 
-    **Raises:** `ValueError` for other shapes and types.
+    **Raises:** `ValueError` for other shapes and dtypes.
     """
     rows, inputs = x.shape
     outputs = values.shape[0]
@@ -125,8 +125,8 @@ def multiply_and_scale(
     out: torch.Tensor,
     chip: Chip,
 ) -> None:
-    """Writes the product of `x [T, inputs]`, T above 0, and `values [outputs, inputs]` into `out [T, outputs]`. With
-    `of_tokens`, float32 `[T]`, x is int8 as well: sums are int32, and exact, and multiplied by these scales too."""
+    """Writes the product of `x [T, inputs]`, T > 0, and `values [outputs, inputs]` into `out [T, outputs]`. With
+    `of_tokens`, float32 `[T]`, x is int8 too: sums are int32, exact, and also multiplied by these scales."""
     (rows, inputs), outputs = x.shape, len(values)
     tile = product_tile(rows, chip)
     length = split_length(rows, outputs, inputs, tile)
@@ -167,7 +167,7 @@ def add_and_scale(
     out: torch.Tensor,
     dependent: bool,
 ) -> None:
-    """Writes the sum of `sums [splits, T, outputs]`, float32 or int32, times scales into `out [T, outputs]`."""
+    """Writes the sum of `sums [splits, T, outputs]`, float32 or int32, times the scales, into `out [T, outputs]`."""
     splits, rows, outputs = sums.shape
     add_splits[(rows, triton.cdiv(outputs, _SUMMED))](
         sums,
@@ -204,10 +204,10 @@ def multiply_tiles(
     COMPUTE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A tile of the product `[rows, outputs]`, or with `SPLIT` of the sums of a split, `[splits, rows, outputs]`. x is
-    of type `COMPUTE`, or with `of_tokens` int8.
+    """Computes a tile of the product `[rows, outputs]`, or with `SPLIT` of a split's sums, `[splits, rows, outputs]`. x
+    is of dtype `COMPUTE`, or int8 with `of_tokens`.
 
-    Tiles of rows change fastest over programs: those that run side by side read the same values.
+    Tiles of rows change fastest over programs: concurrent programs read the same values.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -228,7 +228,7 @@ def multiply_tiles(
             x + row_starts[None, :] + place[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0
         )
         if of_tokens is None:
-            sums = tl.dot(widened(stored, COMPUTE), tokens, sums)
+            sums = tl.dot(widen(stored, COMPUTE), tokens, sums)
         else:
             sums = tl.dot(stored, tokens, sums, out_dtype=tl.int32)
     wanted = (output < outputs)[:, None] & (row < rows)[None, :]
@@ -258,7 +258,7 @@ def add_splits(
     OUTPUTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Adds up the sums of splits in their order, for some outputs of a row, and scales them."""
+    """Adds up the splits' sums in order, for some outputs of a row, and scales them."""
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < outputs

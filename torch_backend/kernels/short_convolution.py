@@ -1,10 +1,10 @@
-"""Convolutions over the last few tokens of each channel by itself, with the inputs that are kept between steps.
+"""Depthwise convolutions over the last few tokens, with inputs that are kept between steps.
 
     out[t] = bias + sum over i < width of weight[i] x[t - width + 1 + i]
 
-where what lies before a sequence's first token of the step is in its slot. Decode rows read their slot, and leave it a
-token later, in one kernel; of chunks one kernel computes all tokens, and the next one leaves the last inputs, since the
-slot may be the one that the first reads.
+where the inputs before a sequence's first token of the step are in its slot. For decode rows, one kernel reads the slot
+and updates it. For chunks, one kernel computes all tokens, and the next one stores the last inputs, because it may
+overwrite the slot that the first reads.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TOKENS = 16
 def convolve_one_token(
     x, weight, bias, pool, out, begin, fresh, own, runs, stride, channels, WIDTH: tl.constexpr, LANES: tl.constexpr
 ):
-    """One program for each row and some channels. A row with drafts has a sequence for each of its tokens, `runs` of
-    them one after the other, and the program of the first computes them all: the last one first, as what the row begins
-    with may lie where its first token leaves what it has."""
+    """One program per row and some channels. A row with drafts has a sequence for each of its tokens, `runs`
+    consecutive ones; the program of the first computes them all, in reverse order, because the first token may
+    overwrite the slot with which the row starts."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = lanes < channels
@@ -61,7 +61,7 @@ def convolve_one_token(
                     of_step = inside & (place + token >= kept)
                     computed = tl.load(own_x - (kept - place) * stride, mask=of_step, other=0.0)
                     moved = tl.where(of_step, computed.to(pool.dtype.element_ty), moved)
-                # The slot may be the one that is read: no thread writes what another has yet to read.
+                # The slot may be the one that is read: no thread may write what another has yet to read.
                 tl.debug_barrier()
                 tl.store(new + (place - 1) * channels, moved, mask=inside)
             tl.debug_barrier()
@@ -87,7 +87,7 @@ def convolve_tokens(
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program for some of the tokens behind the decode rows, and some channels."""
+    """One program for some of the tokens after the decode rows, and some channels."""
     token = num_decode + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
     of_step, inside = token < tokens, lanes < channels
@@ -118,7 +118,7 @@ def convolve_tokens(
 def keep_last_inputs(
     x, pool, begin, fresh, own, query_starts, num_decode, stride, channels, WIDTH: tl.constexpr, LANES: tl.constexpr
 ):
-    """One program for each sequence behind the decode rows, and some channels."""
+    """One program for each sequence after the decode rows, and some channels."""
     row = num_decode + tl.program_id(0)
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = lanes < channels
@@ -134,7 +134,7 @@ def keep_last_inputs(
             since = length + place - kept
             computed = tl.load(x + (first + since) * stride + lanes, mask=inside & (since >= 0), other=0.0)
             older = tl.load(old + (place + length) * channels, mask=has_old & (since < 0), other=0.0)
-            # As above; what later places read lies behind what is written here.
+            # As above; later iterations read only behind what is written here.
             tl.debug_barrier()
             last = tl.where(since >= 0, computed.to(pool.dtype.element_ty), older)
             tl.store(new + place * channels, last, mask=inside)
@@ -148,8 +148,7 @@ def convolve_rows(
     rows: StateRows,
     out: torch.Tensor,
 ) -> None:
-    """The first `num_decode` tokens, which are each their sequence's only one: see `StepStates`. Writes their places of
-    `out`."""
+    """Computes the first `num_decode` tokens, one per sequence: see `StepStates`. Writes their part of `out`."""
     channels, width = _check(x, weight, pool)
     grid = rows.num_decode, triton.cdiv(channels, _CHANNELS)
     convolve_one_token[grid](
@@ -178,7 +177,7 @@ def convolve_chunks(
     rows: StateRows,
     out: torch.Tensor,
 ) -> None:
-    """The tokens behind those: see `StepStates`. Writes their places of `out`."""
+    """Computes the tokens after the decode rows: see `StepStates`. Writes their part of `out`."""
     channels, width = _check(x, weight, pool)
     decodes, parts = rows.num_decode, triton.cdiv(channels, _CHANNELS)
     convolve_tokens[triton.cdiv(len(x) - decodes, _TOKENS), parts](
@@ -217,7 +216,7 @@ def convolve_chunks(
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, pool: torch.Tensor) -> tuple[int, int]:
-    """Channels and width."""
+    """Returns the number of channels and the width. Raises `ValueError` for unsupported shapes."""
     channels, width = weight.shape
     if x.shape[1] != channels or x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(

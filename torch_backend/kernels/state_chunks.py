@@ -1,9 +1,8 @@
-"""Chunks of prompts through layers that keep a matrix for each head, by blocks of their tokens.
+"""Recurrent layers with a matrix per head: chunks of prompts, by blocks of their tokens.
 
-What one token does is in `state_rows`. In a block of tokens that begins with the matrix S, let c be the sums of the
-logs of decays up to each token, D[i, j] = exp(c[i] - c[j]) for j <= i, and 0 above. For a delta rule, what each token
-writes depends on what those before it wrote, a triangular system (Yang et al. 2024, "Gated Delta Networks"):
-
+`state_rows` has the formula for one token. In a block of tokens that starts with the matrix S, let c be the cumulative
+sums of the logs of decays, D[i, j] = exp(c[i] - c[j]) for j <= i, and 0 above. In a delta rule, each token's update
+depends on those of the tokens before it, a triangular system (Yang et al. 2024, "Gated Delta Networks"):
     A[i, j] = b[i] D[i, j] (k[i] . k[j])  for j < i
     V = (I + A)^-1 b (V - exp(c) K S)
 
@@ -12,11 +11,11 @@ Then, as in Mamba-2 (Dao and Gu 2024, "Transformers are SSMs", section 6), all o
     outputs = exp(c) Q S + (D * Q K^T) V
     S = exp(c[last]) S + (exp(c[last] - c) K)^T V
 
-The inverses and D * Q K^T depend on no state: one kernel takes those of all blocks at once. Another goes through the
-blocks of a sequence one by one, with some columns of S, which know nothing of the others, in registers. Products of
-float32 are three of TensorFloat-32 each, which loses next to nothing.
+The inverses and D * Q K^T do not depend on the state: one kernel computes those of all blocks at once. Another
+processes the blocks of a sequence one by one, with some columns of S, which are independent of the others, in
+registers. Products of float32 are three of TensorFloat-32 each, which loses next to nothing.
 
-The work is cut by the sequence's own tokens only, so that its result does not depend on what else is in the step.
+The partition depends only on the sequence's own tokens, so its result does not depend on the rest of the step.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from torch_backend.recurrent.rows import StateRows
 from torch_backend.recurrent.scan import ScanInputs
 
 _SMALLEST = 16
-"""The least side of a product on matrix units."""
+"""Minimum side of a product on matrix units."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTile:
-    """What a program computes at once: so many tokens, and columns of a head's matrix, with so many warps. `keys`: so
-    many of a head's numbers are multiplied at once, since more do not fit into registers."""
+    """The size of a program's work: `tokens` of a block, `values`: columns of a head's matrix, with `warps` warps.
+    `keys`: rows of the matrix that are multiplied at once, because more do not fit into registers."""
 
     tokens: int
     values: int
@@ -49,42 +48,42 @@ class ChunkTile:
 
     @classmethod
     def of(cls, inputs: ScanInputs) -> ChunkTile:
-        """The largest whose columns of a matrix, and what they are multiplied by, fit into registers."""
+        """The largest tile whose columns of a matrix, and the other factors, fit into registers."""
         values = min(32, max(_SMALLEST, triton.next_power_of_2(inputs.values.shape[2])))
         return cls(tokens=32 if inputs.keys.shape[2] <= 128 else 16, values=values, warps=4, keys=_SMALLEST)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockMatrices:
-    """Of each block and head what depends on no state, token by token: float32 `[T, heads, tile.tokens]`.
+class ChunkMatrices:
+    """Matrices of each block and head that do not depend on the state, by token: float32 `[T, heads, tile.tokens]`.
 
-    - `alike`: `D * Q K^T`.
+    - `scores`: `D * Q K^T`.
     - `inverses`: of a delta rule, `(I + A)^-1`.
     """
 
-    alike: torch.Tensor
+    scores: torch.Tensor
     inverses: torch.Tensor | None
 
     @classmethod
-    def allocate(cls, inputs: ScanInputs, tile: ChunkTile) -> BlockMatrices:
-        """Room for a layer's."""
+    def allocate(cls, inputs: ScanInputs, tile: ChunkTile) -> ChunkMatrices:
+        """Allocates the matrices of a layer."""
         shape = (*inputs.decays.shape, tile.tokens)
-        alike, *inverses = (
+        scores, *inverses = (
             torch.empty(shape, dtype=torch.float32, device=inputs.decays.device)
             for _ in range(1 if inputs.rates is None else 2)
         )
-        return cls(alike, inverses[0] if inverses else None)
+        return cls(scores, inverses[0] if inverses else None)
 
     def fits(self, inputs: ScanInputs, tile: ChunkTile) -> bool:
-        """It is as large as a layer's."""
-        same_size = self.alike.shape == (*inputs.decays.shape, tile.tokens)
+        """Whether they have the size for a layer."""
+        same_size = self.scores.shape == (*inputs.decays.shape, tile.tokens)
         return same_size and (self.inverses is None) == (inputs.rates is None)
 
 
 def plan_chunks(rows: StateRows, tokens: int, tile: ChunkTile) -> WorkItems:
-    """The blocks of the sequences behind the decode rows, of a step of so many tokens."""
+    """The blocks of the sequences after the decode rows, in a step of `tokens` tokens."""
     sequences = len(rows.own) - rows.num_decode
-    # Every block is full but the last one of each sequence.
+    # Every block is full except the last one of each sequence.
     blocks = WorkItems.allocate(sequences, (tokens - rows.num_decode) // tile.tokens + sequences, rows.own.device)
     plan_blocks[(sequences,)](
         blocks.starts,
@@ -101,7 +100,7 @@ def plan_chunks(rows: StateRows, tokens: int, tile: ChunkTile) -> WorkItems:
 
 @triton.jit
 def _decay_between(decay, BLOCK: tl.constexpr):
-    """Of the sums of a block's decays `[BLOCK]`: what is left of each token's at those from it on, later by earlier."""
+    """For cumulative logs of a block's decays `[BLOCK]`: tokens' remaining factors, `[later, earlier]`."""
     places = tl.arange(0, BLOCK)
     passed = decay[:, None] - decay[None, :]
     return tl.exp(tl.where(places[:, None] >= places[None, :], passed, float("-inf")))
@@ -113,7 +112,7 @@ def relate_tokens(
     keys,
     decays,
     rates,
-    alike,
+    scores,
     inverses,
     starts,
     owners,
@@ -130,7 +129,7 @@ def relate_tokens(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """One program for each block and head: what depends on no state."""
+    """One program per block and head computes the matrices that do not depend on the state."""
     item, head = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(starts + sequences):
         return
@@ -151,7 +150,7 @@ def relate_tokens(
         if rates is not None:
             of_keys = tl.dot(key, tl.trans(key), of_keys, input_precision="tf32x3")
     at = (token * HEADS + head)[:, None] * BLOCK + places[None, :]
-    tl.store(alike + at, between * of_queries, mask=inside[:, None])
+    tl.store(scores + at, between * of_queries, mask=inside[:, None])
     if rates is not None:
         rate = tl.load(rates + token * HEADS + head, mask=inside, other=0.0)
         below = places[:, None] > places[None, :]
@@ -161,10 +160,11 @@ def relate_tokens(
 
 @triton.jit
 def _inverse(system, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """Of the identity plus a matrix `[BLOCK, BLOCK]` that is 0 but below the diagonal.
+    """The inverse of the identity plus a strictly lower triangular matrix `[BLOCK, BLOCK]`.
 
-    The inverse of a triangular matrix from those of the two smaller ones on its diagonal, X and Y, and what is below,
-    B: there it is -Y B X. Of all pairs at once, from size 1 on."""
+    The inverse of a triangular matrix has on its diagonal the inverses X and Y of its two diagonal blocks, and -Y B X
+    below, where B is the block below. All pairs are computed at once, from size 1 on.
+    """
     places = tl.arange(0, BLOCK)
     line, column = places[:, None], places[None, :]
     inverse = tl.where(line == column, 1.0, tl.where(line // 2 == column // 2, -system, 0.0))
@@ -182,7 +182,7 @@ def scan_blocks(
     values,
     decays,
     rates,
-    alike,
+    scores,
     inverses,
     pool,
     outputs,
@@ -203,7 +203,7 @@ def scan_blocks(
     VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each sequence behind the decode rows, each head and some columns of its matrix."""
+    """One program per sequence after the decode rows, head, and some columns of its matrix."""
     columns, head = tl.program_id(0) * VALUES + tl.arange(0, VALUES), tl.program_id(1)
     row = num_decode + tl.program_id(2)
     places, lines = tl.arange(0, BLOCK), tl.arange(0, PART)
@@ -215,7 +215,7 @@ def scan_blocks(
     for part in tl.static_range(PARTS):
         of_part = (part * PART + lines < KEY_DIM)[:, None] & has_column[None, :]
         found = tl.load(old + part * PART * VALUE_DIM, mask=of_part & has_old, other=0.0)
-        # Triton knows no other way to add to a tuple.
+        # Triton supports no other way to append to a tuple.
         states = states + (found.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     last = tl.load(query_starts + row + 1)
     for first in range(tl.load(query_starts + row), last, BLOCK):
@@ -244,7 +244,7 @@ def scan_blocks(
             rate = tl.load(rates + token * HEADS + head, mask=inside, other=0.0)
             inverse = tl.load(inverses + of_block, mask=inside[:, None], other=0.0)
             value = tl.dot(inverse, rate[:, None] * (value - since * there), input_precision="tf32x3")
-        related = tl.load(alike + of_block, mask=inside[:, None], other=0.0)
+        related = tl.load(scores + of_block, mask=inside[:, None], other=0.0)
         output = tl.dot(related, value, since * output, input_precision="tf32x3")
         output_at = outputs + (token * HEADS + head)[:, None] * VALUE_DIM + columns[None, :]
         tl.store(output_at, output, mask=has_value)
@@ -271,16 +271,16 @@ def scan_chunks(
     rows: StateRows,
     outputs: torch.Tensor,
     blocks: WorkItems,
-    matrices: BlockMatrices,
+    matrices: ChunkMatrices,
     tile: ChunkTile,
 ) -> None:
-    """The tokens behind the decode rows: see `StepStates`. Writes their places of `outputs`.
+    """Computes the tokens after the decode rows: see `StepStates`. Writes their part of `outputs`.
 
-    **Arguments:** `blocks` as `plan_chunks` gives them; `matrices` are overwritten.
+    **Arguments:** `blocks` from `plan_chunks`; `matrices` are overwritten.
     """
     check_inputs(inputs, pool)
     if not matrices.fits(inputs, tile):
-        raise ValueError(f"matrices are {list(matrices.alike.shape)}, not of {list(inputs.decays.shape)} and {tile}")
+        raise ValueError(f"matrices are {list(matrices.scores.shape)}, not of {list(inputs.decays.shape)} and {tile}")
     _, heads, key_dim, value_dim = pool.shape
     part = min(tile.keys, max(_SMALLEST, triton.next_power_of_2(key_dim)))
     sequences = len(rows.own) - rows.num_decode
@@ -297,7 +297,7 @@ def scan_chunks(
         inputs.keys,
         inputs.decays,
         inputs.rates,
-        matrices.alike,
+        matrices.scores,
         matrices.inverses,
         blocks.starts,
         blocks.owners,
@@ -316,7 +316,7 @@ def scan_chunks(
         inputs.values,
         inputs.decays,
         inputs.rates,
-        matrices.alike,
+        matrices.scores,
         matrices.inverses,
         pool,
         outputs,

@@ -1,11 +1,11 @@
-"""One token of each decode row through layers that keep a matrix for each head.
+"""Recurrent layers with a matrix per head: one token of each decode row.
 
 For a head with the matrix S, query q, key k, value v, log of the decay g and, for a delta rule, a rate b:
 
     S = exp(g) S;  v = b (v - k S) for a delta rule;  S = S + k v;  the output is q S
 
 which is one token of a gated delta net (Yang et al. 2024, "Gated Delta Networks"), and without rates of Mamba-2 (Dao
-and Gu 2024, "Transformers are SSMs"). The time is that of reading and writing S once.
+and Gu 2024, "Transformers are SSMs"). It takes as long as reading and writing S once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_backend.recurrent.rows import StateRows
 from torch_backend.recurrent.scan import ScanInputs
 
 _VALUES = 32
-"""Columns of a matrix in one program; columns know nothing of each other."""
+"""Columns of a matrix in one program; columns are independent of each other."""
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def scan_one_token(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """One program for each row, each head and some columns of its matrix. A row with drafts has a sequence for each of
-    its tokens, `runs` of them one after the other, and the program of the first computes them all."""
+    """One program per row, head and some columns of its matrix. A row with drafts has a sequence for each of its
+    tokens, `runs` consecutive ones, and the program of the first computes them all."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lines, columns = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     has_line, has_column = lines < KEY_DIM, columns < VALUE_DIM
@@ -78,8 +78,8 @@ def scan_one_token(
 
 
 def scan_rows(inputs: ScanInputs, pool: torch.Tensor, rows: StateRows, outputs: torch.Tensor) -> None:
-    """The first `num_decode` tokens, which are each their sequence's only one: see `StepStates`. Writes their places of
-    `outputs`, zeros for padding."""
+    """Computes the first `num_decode` tokens, one per sequence: see `StepStates`. Writes their `outputs`, 0 for
+    padding."""
     check_inputs(inputs, pool)
     _, heads, key_dim, value_dim = pool.shape
     keys = triton.next_power_of_2(key_dim)
@@ -110,7 +110,7 @@ def scan_rows(inputs: ScanInputs, pool: torch.Tensor, rows: StateRows, outputs: 
 
 
 def check_inputs(inputs: ScanInputs, pool: torch.Tensor) -> None:
-    """**Raises:** `ValueError` for what the kernels do not read."""
+    """**Raises:** `ValueError` for inputs that the kernels do not support."""
     tokens, groups, _ = inputs.keys.shape
     _, heads, key_dim, value_dim = pool.shape
     wanted = {

@@ -1,4 +1,4 @@
-"""Work of unequal sequences cut into items, on the device: a launch of fixed size finds its share in two reads."""
+"""Work of unequal sequences cut into items, on the device: programs of a fixed-size launch find theirs in two reads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True)
 class WorkItems:
-    """Items of R sequences, those of one sequence side by side.
+    """Items of R sequences, those of one sequence consecutive.
 
     - `starts`: int32 `[R + 1]`; sequence s has the items `starts[s] : starts[s + 1]`, the last entry is their number.
-    - `owners`: int32 `[bound]`, the sequence of each item; anything behind the last item.
+    - `owners`: int32 `[bound]`, the sequence of each item; undefined after the last item.
     """
 
     starts: torch.Tensor
@@ -22,14 +22,14 @@ class WorkItems:
 
     @classmethod
     def allocate(cls, rows: int, bound: int, device: torch.device) -> WorkItems:
-        """Room for `bound` items, to be filled by a kernel of one program for each row that ends in `write_items`."""
+        """Room for `bound` items, to be filled by a kernel with one program per row that calls `write_items`."""
         starts = torch.empty(rows + 1, dtype=torch.int32, device=device)
         return cls(starts, torch.empty(max(bound, 1), dtype=torch.int32, device=device))
 
 
 @triton.jit
 def write_items(starts, owners, row, rows, before, count, BLOCK: tl.constexpr):
-    """Enters the `count` items of `row`, which come behind `before` items of the rows before it."""
+    """Writes the `count` items of `row`, after the `before` items of the rows before it."""
     tl.store(starts + row, before)
     if row == rows - 1:
         tl.store(starts + rows, before + count)

@@ -67,8 +67,7 @@ class Attention(Loadable):
         return self._options if self.sinks is None else replace(self._options, sinks=self.sinks)
 
     def _norms(self, qkv: torch.Tensor) -> HeadNorms | None:
-        """The norms of each head, for the operation that rotates. Norms over all heads, and of values, are computed
-        here, in place."""
+        """The norms of each head, for the operation that rotates. Other norms are applied here, in place."""
         value_norm, qk_norm = self.config.value_norm, self.config.qk_norm
         if value_norm is not None:
             head_dim = self.config.head_dim

@@ -10,7 +10,7 @@ from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 
 
-class InBlocks(Protocol):
+class BlockedMatrix(Protocol):
     """A matrix of quantised values in blocks, as a checkpoint stores it."""
 
     @property
@@ -34,6 +34,6 @@ class BlockMatrices(Protocol):
         """Whether products of an encoding, or gated ones, are supported here and correct; a failure is logged."""
         ...
 
-    def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> InBlocks:
+    def matrix(self, blocks: Stored, bias: torch.Tensor | None) -> BlockedMatrix:
         """Returns a matrix whose outputs are a multiple of 4; so is each half of them if it is gate and up."""
         ...

@@ -21,7 +21,7 @@ from torch_backend.layers.part import LayerStep, PartOptions
 from torch_backend.layers.scaled_products import VALUE_TYPES
 from torch_backend.operations import Operations
 
-_LEAST_SUM = 1e-20
+_MIN_SUM = 1e-20
 """Minimum of the sum by which scores are divided: sigmoids may all be 0."""
 
 _LARGEST_TILE = 64
@@ -30,15 +30,15 @@ _DOUBLED = (2, 8)
 than the average. 8 layers of 32 experts of 512 x 224 in float32, on 2 cores of an EPYC without AVX-512, then take 119
 ms instead of 145 at 4 rows, and 120 instead of 129 at 8; at 16 they would take 149 instead of 145."""
 
-_LEAST_CAPABILITY = 8
+_MIN_CAPABILITY = 8
 """Minimum capability of a GPU for `grouped_mm`: Ampere."""
 
 _EIGHT = 8
-"""Divisor of a row's bfloat16 values in its matrices: 16 bytes."""
+"""Rows of its bfloat16 matrices must be a multiple of this: 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpertChoice:
     """The experts that each token chose, int64 `[T, chosen]`, and the factors of their outputs, float32 `[T, chosen]`.
     Padding has the nonexistent expert `experts`, and scores of 0."""
 
@@ -53,8 +53,7 @@ class Choice:
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps rows `[M, hidden]` sorted by expert, their experts `[M]`, and the number of rows of each expert, to outputs `[M,
-hidden]`."""
+"""Maps rows `[M, hidden]` sorted by expert, their experts `[M]`, and rows per expert, to outputs `[M, hidden]`."""
 
 
 class Experts(Loadable):
@@ -82,8 +81,7 @@ class Experts(Loadable):
     def _stack(
         self, name: str, options: PartOptions, shape: tuple[int, ...], *parts: Part
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Declares the matrices `[experts, rows, columns]` of all experts, and a scale of each row if they have 8
-        bits."""
+        """Declares the matrices `[experts, rows, columns]` of all experts, and scales of rows if they have 8 bits."""
         encoding = options.encoding_of(*parts)
         if encoding is None or encoding.block is not None:
             return self.declare(name, shape, options.dtype, *parts), None
@@ -114,12 +112,12 @@ class Experts(Loadable):
     def _groups(self, device: torch.device) -> bool:
         """Whether torch's grouped product supports these matrices."""
         rows_fit = all(side % _EIGHT == 0 for side in self.down.shape[1:])
-        capable = torch.cuda.get_device_capability(device)[0] >= _LEAST_CAPABILITY
+        capable = torch.cuda.get_device_capability(device)[0] >= _MIN_CAPABILITY
         return self.dtype == torch.bfloat16 and rows_fit and capable
 
-    def _sorted(self, x: torch.Tensor, choice: Choice, multiply: Multiply) -> torch.Tensor:
-        """Returns float32 `[T, hidden]`; `multiply` computes rows sorted by expert. A token's sum is in the order of
-        its choice."""
+    def _sorted(self, x: torch.Tensor, choice: ExpertChoice, multiply: Multiply) -> torch.Tensor:
+        """Returns float32 `[T, hidden]`; `multiply` computes rows sorted by expert. Sums are in the order of
+        `choice`."""
         tokens, chosen = choice.experts.shape
         experts, order = choice.experts.reshape(-1).sort(stable=True)
         found = multiply(x[order // chosen], experts, choice.tokens_of(len(self.router)))
@@ -144,8 +142,8 @@ class Experts(Loadable):
         for expert, size in enumerate(sizes.tolist()):
             if not size:
                 continue
-            gate_up = widened(self.gate_up[expert], _of(self.gate_up_scales, expert), x.dtype)
-            down = widened(self.down[expert], _of(self.down_scales, expert), x.dtype)
+            gate_up = widen(self.gate_up[expert], _of(self.gate_up_scales, expert), x.dtype)
+            down = widen(self.down[expert], _of(self.down_scales, expert), x.dtype)
             gate_up_bias, down_bias = _of(self.gate_up_bias, expert), _of(self.down_bias, expert)
             for start in range(first, first + size, tile):
                 inner = self._gated(functional.linear(x[start : start + tile], gate_up, gate_up_bias))
@@ -157,21 +155,21 @@ class Experts(Loadable):
         """Uses torch's grouped product, which does not write the rows of padding at the end."""
         ends = sizes.cumsum(0, dtype=torch.int32)
         own = experts.clamp(max=len(self.router) - 1)
-        weights = widened(self.gate_up, self.gate_up_scales, x.dtype), widened(self.down, self.down_scales, x.dtype)
+        weights = widen(self.gate_up, self.gate_up_scales, x.dtype), widen(self.down, self.down_scales, x.dtype)
         gate_up = functional.grouped_mm(x, weights[0].transpose(1, 2), offs=ends)
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[own]
         found = functional.grouped_mm(self._gated(gate_up), weights[1].transpose(1, 2), offs=ends)
         return found if self.down_bias is None else found + self.down_bias[own]
 
-    def _by_all(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """Computes every token with every expert, and gives experts that it did not choose no weight."""
+    def _by_all(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
+        """Computes every token with every expert, and gives those that it did not choose weight 0."""
         experts, tokens = len(self.router), len(x)
-        gate_up = torch.einsum("th,eih->tei", x, widened(self.gate_up, self.gate_up_scales, x.dtype))
+        gate_up = torch.einsum("th,eih->tei", x, widen(self.gate_up, self.gate_up_scales, x.dtype))
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias
         inner = self._gated(gate_up.view(tokens * experts, -1)).view(tokens, experts, -1)
-        down = widened(self.down, self.down_scales, x.dtype)
+        down = widen(self.down, self.down_scales, x.dtype)
         outputs = torch.einsum("tei,eoi->teo", inner, down).float()
         if self.down_bias is not None:
             outputs = outputs + self.down_bias
@@ -220,9 +218,8 @@ def _of(array: torch.Tensor | None, expert: int) -> torch.Tensor | None:
     return None if array is None else array[expert]
 
 
-def widened(values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Returns matrices `[..., rows, columns]` in `dtype`, from 8-bit values with a scale of each row; without scales
-    they are returned as they are."""
+def widen(values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns matrices `[..., rows, columns]` in `dtype`; with `scales` of rows, from 8-bit values."""
     return values if scales is None else (values.float() * scales[..., None]).to(dtype)
 
 
@@ -234,7 +231,7 @@ def _tile_of(rows: float) -> int:
 
 def choose_experts(
     config: ExpertsConfig, logits: torch.Tensor, correction: torch.Tensor | None, padding: torch.Tensor
-) -> Choice:
+) -> ExpertChoice:
     """Chooses the experts of each token by the router's logits float32 `[T, experts]`.
 
     **Arguments:** `correction`: float32 `[experts]`, see `ExpertsConfig`; `padding`: bool `[T]`.
@@ -254,9 +251,11 @@ def choose_experts(
     if config.scores is ExpertScores.CHOSEN_SOFTMAX:
         chosen = chosen.softmax(-1)
     if config.renormalised:
-        chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
+        chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=_MIN_SUM)
     unused = padding[:, None]
-    return Choice(experts.masked_fill(unused, config.num_experts), (chosen * config.scale).masked_fill(unused, 0.0))
+    return ExpertChoice(
+        experts.masked_fill(unused, config.num_experts), (chosen * config.scale).masked_fill(unused, 0.0)
+    )
 
 
 def _highest(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
-from torch_backend.layers.by_rows import ByRows, Form, Product, set_limits
 from torch_backend.layers.matrix import FewOrMany, PlainMatrix
+from torch_backend.layers.matrix_by_size import MatrixBySize, MatrixShape, Product, set_limits
 from torch_backend.layers.packed import PackedMatrix
 
 logger = logging.getLogger(__name__)
@@ -24,28 +24,26 @@ class Layout(Protocol):
         ...
 
     def gated(self, gate_up: PlainMatrix, activation: Activation) -> Product:
-        """`x [T, inputs]` → `activation(gate(x)) * up(x)`, `[T, outputs / 2]`; the matrix is gate and up, in this
-        order."""
+        """`x [T, inputs]` → `activation(gate(x)) * up(x)`, `[T, outputs / 2]`; the matrix is gate, then up."""
         ...
 
 
-class Packed:
+class PackedLayout:
     """The layout of oneDNN's kernels. For matrices that are also kept in blocks, `measure` finds the numbers of rows
     for which blocks are faster; before this, packed matrices are used."""
 
     def __init__(self) -> None:
-        self.products: list[ByRows] = []
+        self.products: list[MatrixBySize] = []
 
     def product(self, matrix: PlainMatrix) -> Product:
         """See `Layout`."""
         packed = PackedMatrix(matrix.weight, matrix.bias).multiply
         if not isinstance(matrix, FewOrMany):
             return packed
-        return self._by_rows(matrix, matrix.take_blocks().multiply, packed, gated=False)
+        return self._by_size(matrix, matrix.take_blocks().multiply, packed, gated=False)
 
     def gated(self, gate_up: PlainMatrix, activation: Activation) -> Product:
-        """Two packed products, the second of which is fused with `activation(gate) * up`: no intermediate result is
-        written."""
+        """Two packed products; the second is fused with `activation(gate) * up`, without an intermediate result."""
         gate, up = gate_up.weight.chunk(2)
         gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
         first, second = PackedMatrix(gate, gate_bias), PackedMatrix(up, up_bias)
@@ -57,21 +55,20 @@ class Packed:
 
         if not isinstance(gate_up, FewOrMany):
             return multiply
-        few = partial(gate_up.take_blocks().multiply_gated, activation=activation)
-        return self._by_rows(gate_up, few, multiply, gated=True)
+        small_batch = partial(gate_up.take_blocks().multiply_gated, activation=activation)
+        return self._by_size(gate_up, small_batch, multiply, gated=True)
 
     def measure(self) -> None:
-        """Measures up to how many rows blocks are faster than packed matrices, and logs it. To be called on the thread
-        that runs the model."""
+        """Measures up to how many rows blocks are faster, and logs it. To be called on the model's thread."""
         if self.products:
             logger.info(
                 "Quantised matrices are used in steps with at most these numbers of rows: %s",
                 ", ".join(f"{form.outputs}x{form.inputs} {limit}" for form, limit in set_limits(self.products).items()),
             )
 
-    def _by_rows(self, matrix: FewOrMany, few: Product, many: Product, *, gated: bool) -> Product:
+    def _by_size(self, matrix: FewOrMany, small_batch: Product, large_batch: Product, *, gated: bool) -> Product:
         outputs, inputs = matrix.weight.shape
-        form = Form(outputs, inputs, matrix.encoding.bits, gated)
-        product = ByRows(form, few, many, matrix.weight.dtype)
+        form = MatrixShape(outputs, inputs, matrix.encoding.bits, gated)
+        product = MatrixBySize(form, small_batch, large_batch, matrix.weight.dtype)
         self.products.append(product)
         return product.multiply

@@ -9,9 +9,9 @@ from torch import nn
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
 from sglang_jax.architectures.tensor_names import Part
-from torch_backend.layers.by_rows import Product
 from torch_backend.layers.layout import Layout
 from torch_backend.layers.matrix import PlainMatrix, matrix_for
+from torch_backend.layers.matrix_by_size import Product
 from torch_backend.layers.part import PartOptions
 
 
@@ -36,7 +36,7 @@ class Linear(nn.Module):
         if isinstance(self.matrix, PlainMatrix):
             self._product = self._arranged(layout, self.matrix)
             if not keep_plain:
-                self.matrix.let_go()
+                self.matrix.release()
 
     def _arranged(self, layout: Layout, matrix: PlainMatrix) -> Product:
         return layout.product(matrix)

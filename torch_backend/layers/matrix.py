@@ -10,8 +10,8 @@ from torch.nn import functional
 from sglang_jax.architectures.tensor_names import Kind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
 from sglang_jax.checkpoint.reader import Role
-from torch_backend.layers.blocks import BlockMatrices, InBlocks
-from torch_backend.layers.parameter import Loadable, forget
+from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
+from torch_backend.layers.parameter import Loadable, drop_value
 from torch_backend.layers.part import PartOptions
 from torch_backend.layers.scaled_products import VALUE_TYPES, ScaledProduct, multiply_widened, product_for
 
@@ -34,9 +34,9 @@ class PlainMatrix(Loadable):
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
         return functional.linear(x, self.weight, self.bias)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Releases the weight after it was copied to another layout."""
-        self.weight = forget(self.weight)
+        self.weight = drop_value(self.weight)
 
 
 class ScaledMatrix(Loadable):
@@ -96,13 +96,13 @@ class FewOrMany(PlainMatrix):
         for role in encoding.roles[1:]:
             self.register_parameter(role.value, self.declare(role.value, blocks, torch.float16, *parts, role=role))
 
-    def take_blocks(self) -> InBlocks:
+    def take_blocks(self) -> BlockedMatrix:
         """Converts the loaded blocks to the form of the kernels, and releases the loaded arrays."""
         arrays = {role: self.get_parameter(role.value) for role in self.encoding.roles}
         blocks = Stored(self.encoding, {role: array.numpy() for role, array in arrays.items()})
         matrix = self._matrices.matrix(blocks, self.bias)
         for role, array in arrays.items():
-            self.register_parameter(role.value, forget(array))
+            self.register_parameter(role.value, drop_value(array))
         return matrix
 
 

@@ -30,8 +30,8 @@ class Norm(Loadable):
         return functional.layer_norm(x.float(), self.weight.shape, self.weight.float(), None, self.eps).to(x.dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds `x [T, hidden]` to the residual stream, or starts one with it; returns the normalised sum, and the sum.
-        The arguments may be overwritten."""
+        """Adds `x [T, hidden]` to the residual stream, or starts one; returns the norm and the sum. May overwrite
+        both."""
         if residual is None:
             return self(x), x
         if self._kind is NormKind.RMS:

@@ -16,13 +16,13 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
-def forget(value: nn.Parameter) -> nn.Parameter:
+def drop_value(value: nn.Parameter) -> nn.Parameter:
     """Replaces a weight whose value is kept elsewhere by its shape."""
     return parameter(tuple(value.shape), value.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class MadeOf:
+class ParameterSource:
     """The parts of the model, by the manifest's names, that are concatenated along a parameter's rows. `role`: which
     array of a stored matrix the parameter is; None for plain values."""
 
@@ -36,7 +36,7 @@ class Loadable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sources: dict[str, MadeOf] = {}
+        self.sources: dict[str, ParameterSource] = {}
 
     def declare(
         self,
@@ -48,5 +48,5 @@ class Loadable(nn.Module):
         role: Role | None = None,
     ) -> nn.Parameter:
         """Declares a parameter `name`, and returns it without a value."""
-        self.sources[name] = MadeOf(parts, kind, role)
+        self.sources[name] = ParameterSource(parts, kind, role)
         return parameter(shape, dtype)

@@ -76,6 +76,5 @@ class LayerPart(Protocol):
     """Attention, a recurrent layer, or a feed-forward layer."""
 
     def __call__(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks. Writes the layer's keys, values
-        or states into `memory`."""
+        """`[T, hidden]` → this rank's part of `[T, hidden]`, to be summed over ranks. Updates the layer's `memory`."""
         ...

@@ -22,7 +22,7 @@ ScaledProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 the dtype of x."""
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_LEAST_CAPABILITY = (8, 9)
+_MIN_CAPABILITY = (8, 9)
 """Minimum capability of a GPU that multiplies float8: Ada."""
 
 _CAPABILITY_WITHOUT_INTEGERS = (10, 0)
@@ -64,36 +64,34 @@ def multiply_float8(
 
 
 def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds to float8 `[T, inputs]`, with float32 scales `[T, 1]`: each token's largest magnitude over float8's
-    maximum."""
+    """Rounds to float8 `[T, inputs]`, with float32 scales `[T, 1]`: each token's largest magnitude over float8's."""
     wide = x.float()
     scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
     return (wide / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
 
 
 def product_for(encoding: Encoding, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> ScaledProduct:
-    """Chooses the fastest product of a matrix on a device, and logs it. On a GPU: 8 bits with 8 bits if the checkpoint
-    allows rounded inputs and the GPU supports it; else a kernel that widens values in registers. On a CPU, and for
-    float32, values are widened."""
+    """Chooses the fastest product of a matrix on a device, and logs it. On a GPU: 8 bits with 8 bits if checkpoint and
+    GPU allow; else a kernel that widens values in registers. On a CPU, and for float32, values are widened."""
     if device.type == "cuda" and dtype != torch.float32:
         rounds = encoding.activations is not ActivationScales.NONE
         if rounds and encoding.values is ValueType.FLOAT8_E4M3:
             fits = dtype == torch.bfloat16 and all(side % _MULTIPLE == 0 for side in shape)
             if fits and float8_works(device):
-                _tell(encoding.values, "as float8, by torch's scaled_mm; inputs are rounded to float8")
+                _log_product(encoding.values, "as float8, by torch's scaled_mm; inputs are rounded to float8")
                 return multiply_float8
         elif rounds and all(side % _MULTIPLE_OF_INTEGERS == 0 for side in shape) and integers_work(device, dtype):
-            _tell(encoding.values, "as int8, by a kernel or torch's _int_mm; inputs are rounded to int8")
+            _log_product(encoding.values, "as int8, by a kernel or torch's _int_mm; inputs are rounded to int8")
             return integer_product_on(device)
         if kernel_works(device, VALUE_TYPES[encoding.values], dtype):
-            _tell(encoding.values, "by a kernel that widens them in registers")
+            _log_product(encoding.values, "by a kernel that widens them in registers")
             return kernel_product_on(device)
-    _tell(encoding.values, f"after they are widened to {str(dtype).removeprefix('torch.')}, in each product")
+    _log_product(encoding.values, f"after they are widened to {str(dtype).removeprefix('torch.')}, in each product")
     return multiply_widened
 
 
 @functools.cache
-def _tell(values: ValueType, how: str) -> None:
+def _log_product(values: ValueType, how: str) -> None:
     logger.info("Matrices of %s are multiplied %s", values.value, how)
 
 
@@ -186,9 +184,8 @@ def _near(found: torch.Tensor, exact: torch.Tensor) -> bool:
 
 @functools.cache
 def float8_works(device: torch.device) -> bool:
-    """Whether a GPU's float8 products with scales of rows and columns are correct: tested on a small product; a failure
-    is logged."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    """Whether a GPU's float8 products with scales of rows are correct: tested on a small one; a failure is logged."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((17, 64), generator=generator).to(torch.bfloat16)

@@ -35,8 +35,7 @@ class ModelShard:
         return _part(count, self.rank, self.size)
 
     def kv_heads(self, count: int) -> range:
-        """The rank's kv heads, of `count` of a layer; with fewer kv heads than ranks, one, which neighbours hold
-        too."""
+        """The rank's kv heads, of `count` of a layer: one, shared with neighbours, if there are fewer than ranks."""
         if self.size <= count:
             return _part(count, self.rank, self.size)
         head = self.rank * count // self.size

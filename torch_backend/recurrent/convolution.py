@@ -12,8 +12,7 @@ def convolve(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes each token's output from its own input and those of the `width - 1` tokens before it.
 
-    Inputs are first rounded to the dtype of `tails`, in which they are kept, so a result does not depend on where
-    chunks start.
+    Inputs are first rounded to the dtype of `tails`, so a result does not depend on where chunks start.
 
     **Arguments:** `x` `[T, channels]`; `weight` `[channels, width]`, the tap of the token itself last; `bias`
     `[channels]`; `tails` `[R, width - 1, channels]`, the last inputs of each sequence before the step, oldest first.

@@ -11,8 +11,7 @@ from torch_backend.recurrent.scan import ScanInputs
 
 
 class StepStates(Protocol):
-    """The states of one step, for every layer. Slots from which no sequence starts may hold NaN; slot 0 is undefined
-    after the step."""
+    """The states of one step, for all layers. Unread slots may hold NaN; slot 0 is undefined afterwards."""
 
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor
@@ -29,8 +28,7 @@ class StepStates(Protocol):
     def scan(self, inputs: ScanInputs, pool: torch.Tensor) -> torch.Tensor:
         """See `recurrent.scan`; writes the matrices to the pool.
 
-        **Arguments:** `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16, to which they are rounded once
-        a step.
+        **Arguments:** `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16 (rounded once a step).
 
         **Returns:** float32 `[T, heads, value_dim]`.
         """

@@ -15,10 +15,9 @@ States = tuple[torch.Tensor, ...]
 class StateRows:
     """State slots of a step of T tokens in R sequences, whose tokens are those of its `ForwardBatch`.
 
-    - `begin`: int64 `[R]`, the slot with the state before a sequence's first token; `fresh`: bool `[R]`, the sequence
-      starts without a state and ignores the slot.
-    - `own`: int64 `[R]`, the slot for the state after its last token; slot 0 for padding. No other sequence of the step
-      starts from it.
+    - `begin`: int64 `[R]`, the slot with the state before a sequence's first token; `fresh`: bool `[R]`, there is no
+      state yet, whatever the slot holds.
+    - `own`: int64 `[R]`, the slot for the state after its last token; 0 for padding. No other sequence starts from it.
     - `sequences`, `offsets`: int64 `[T]`, the sequence of a token, and the number of its tokens in the step before this
       one. Not read in a decode step.
     - `query_starts`, `num_decode`: as in `ForwardBatch`.
@@ -66,13 +65,12 @@ class StateRows:
         return torch.zeros_like(self.drafts).index_add_(0, firsts, torch.ones_like(firsts))
 
     def of(self, sequences: torch.Tensor) -> StateRows:
-        """Selects sequences of a decode step, int64 `[n]`; drafts start from the states of the sequences before
-        them."""
+        """Selects sequences of a decode step, int64 `[n]`; drafts start from the sequences before them."""
         begin, fresh = self.begin[sequences], self.fresh[sequences]
         if self.drafts is not None and len(sequences):
-            goes_on = self.drafts[sequences] > 0
-            begin = torch.where(goes_on, self.own[sequences - 1], begin)
-            fresh = fresh & ~goes_on
+            continues = self.drafts[sequences] > 0
+            begin = torch.where(continues, self.own[sequences - 1], begin)
+            fresh = fresh & ~continues
         return replace(self, begin=begin, fresh=fresh, own=self.own[sequences], num_decode=len(sequences), drafts=None)
 
     def read(self, pool: torch.Tensor) -> torch.Tensor:

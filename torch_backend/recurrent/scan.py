@@ -98,8 +98,7 @@ def _block(inputs: ScanInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def reference_scan(inputs: ScanInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the T tokens of one sequence one by one, from the state `[heads, key_dim, value_dim]`: outputs and
-    state."""
+    """Computes T tokens of one sequence one by one from `[heads, key_dim, value_dim]`: outputs and state."""
     outputs = []
     for token in range(len(inputs.values)):
         found, states = _one_token(inputs.part(token, token + 1), state[None])

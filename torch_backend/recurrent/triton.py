@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_backend.kernels.short_convolution import convolve_chunks, convolve_rows
-from torch_backend.kernels.state_chunks import BlockMatrices, ChunkTile, plan_chunks, scan_chunks
+from torch_backend.kernels.state_chunks import ChunkMatrices, ChunkTile, plan_chunks, scan_chunks
 from torch_backend.kernels.state_rows import scan_rows
 from torch_backend.kernels.work_items import WorkItems
 from torch_backend.recurrent.rows import StateRows
@@ -31,7 +31,7 @@ class TritonStepStates:
     def __init__(self, rows: StateRows) -> None:
         self._rows = rows
         self._plans: dict[int, WorkItems] = {}
-        self._matrices: BlockMatrices | None = None
+        self._matrices: ChunkMatrices | None = None
 
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor
@@ -57,6 +57,6 @@ class TritonStepStates:
             self._plans[tile.tokens] = plan_chunks(rows, len(outputs), tile)
         # Layers run one after the other and share these buffers.
         if self._matrices is None or not self._matrices.fits(inputs, tile):
-            self._matrices = BlockMatrices.allocate(inputs, tile)
+            self._matrices = ChunkMatrices.allocate(inputs, tile)
         scan_chunks(inputs, pool, rows, outputs, self._plans[tile.tokens], self._matrices, tile)
         return outputs

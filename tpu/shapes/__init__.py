@@ -1,4 +1,4 @@
-"""Shapes of well-known models as their config.json gives them, so that they can be checked without the hub."""
+"""Shapes of well-known models from their config.json, so that they can be checked without the hub."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ SHAPES = tuple(sorted(file.stem for file in _FOLDER.glob("*.json")))
 
 
 def load_shape(name: str) -> ModelConfig:
-    """One of `SHAPES`."""
+    """Loads one of `SHAPES`."""
     file = _FOLDER / f"{name}.json"
     return model_config_from_hf(JsonFields.read(file), JsonFields({}, file))

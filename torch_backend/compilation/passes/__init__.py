@@ -1,1 +1,1 @@
-"""The passes, each a file. Their order is in `torch_backend.compilation.manager`."""
+"""The passes, one file each. Their order is in `torch_backend.compilation.manager`."""

@@ -1,5 +1,4 @@
-"""What a rank has a part of is summed or gathered over ranks, where it can by the operation that adds and norms the
-sum."""
+"""Replaces marks by sums and gathers over ranks, fused with the following addition and norm where possible."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from torch_backend.compilation.graph import (
     factors,
     is_call,
     only_user,
-    put_in_place,
+    replace_node,
     same_shape,
     source,
     step_of,
@@ -24,14 +23,14 @@ from torch_backend.compilation.markers import SIDE_BY_SIDE_OF_RANKS, SUM_OF_RANK
 from torch_backend.compilation.step import add_rms_norm, all_gather, all_reduce, all_reduce_add_rms_norm
 
 
-def meet_other_ranks(program: Program) -> int:
-    """Replaces every mark. Two parts that are added up at once are added before, so that there is one sum."""
+def insert_collectives(program: Program) -> int:
+    """Replaces every mark. Two partial results that are added to each other are added before one sum over ranks."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, SIDE_BY_SIDE_OF_RANKS):
             with graph.inserting_before(node):
                 new = call(graph, all_gather, (step_of(graph), source(node)), like=node)
-            put_in_place(node, new)
+            replace_node(node, new)
             found += 1
     return found + _sum_over_ranks(program.body)
 
@@ -42,10 +41,10 @@ def _sum_over_ranks(graph: fx.Graph) -> int:
         part = source(node)
         with graph.inserting_before(node):
             if only_user(part) is None or not is_call(part, aten.linear.default):
-                # Sums may be written into what is summed, which is of use elsewhere.
+                # all_reduce may overwrite its input, which is used elsewhere.
                 part = call(graph, aten.clone.default, (part,), like=part)
             new = call(graph, all_reduce, (step_of(graph), part), like=node)
-        put_in_place(node, new)
+        replace_node(node, new)
         found += 1
     for node in calls(graph, aten.add.Tensor):
         _sum_once(graph, node)
@@ -63,13 +62,13 @@ def _sum_once(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         both = call(graph, aten.add.Tensor, tuple(args(part)[1] for part in parts), like=node)
         new = call(graph, all_reduce, (step_of(graph), both), like=node)
-    put_in_place(node, new)
+    replace_node(node, new)
     for part in parts:
         graph.erase_node(part)
 
 
 def fuse_all_reduces(program: Program) -> int:
-    """A sum over ranks that `add_rms_norm` adds, and nobody else reads, becomes one operation with it."""
+    """Fuses a sum over ranks into the only `add_rms_norm` that reads it."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, add_rms_norm):
@@ -83,7 +82,7 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> bool:
         if is_call(reduced, all_reduce) and only_user(reduced) is not None:
             with graph.inserting_before(node):
                 new = call(graph, all_reduce_add_rms_norm, (step, args(reduced)[1], residual, weight, eps), like=node)
-            put_in_place(node, new)
+            replace_node(node, new)
             graph.erase_node(reduced)
             return True
     return False

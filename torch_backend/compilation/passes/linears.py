@@ -1,4 +1,4 @@
-"""Linear layers that read the same input become one, and gated activations the backend's own."""
+"""Merges linear layers that read the same input, and replaces gated activations by the backend's own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch_backend.compilation.graph import (
     aten,
     call,
     calls,
+    concatenate,
     factors,
     is_call,
     known_weight,
-    merged,
     only_user,
     parts_of,
-    put_in_place,
     read_weight,
+    replace_node,
     same_shape,
     side_by_side,
     step_of,
@@ -33,7 +33,7 @@ _ACTIVATIONS: dict[object, Callable[..., torch.Tensor]] = {aten.silu.default: si
 
 
 def fuse_gated_activations(program: Program) -> int:
-    """`silu(gate) * up`, and the same with GELU by tanh's approximation."""
+    """Fuses `silu(gate) * up`, and the same with GELU by the tanh approximation."""
     found, graph = 0, program.body
     for node in calls(graph, *_ACTIVATIONS):
         product = only_user(node)
@@ -47,7 +47,7 @@ def fuse_gated_activations(program: Program) -> int:
         with graph.inserting_before(product):
             both = side_by_side(graph, [gate, up])
             new = call(graph, _ACTIVATIONS[node.target], (step_of(graph), both), like=product)
-        put_in_place(product, new)
+        replace_node(product, new)
         found += 1
     return found
 
@@ -57,19 +57,19 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def merge_linears(program: Program) -> int:
-    """Outputs put side by side of linear layers that read one input, and that nobody else reads."""
+    """Merges linear layers that read one input, if their only use is the concatenation of their outputs."""
     found, graph = 0, program.body
     for node in calls(graph, aten.cat.default):
         parts = parts_of(node)
         if parts is None or len(parts) < 2 or not all(_is_mergeable(part, parts[0]) for part in parts):
             continue
         weights = [known_weight(args(part)[1]) for part in parts]
-        reads = [args(parts[0])[0], read_weight(graph, merged(weights))]
+        reads = [args(parts[0])[0], read_weight(graph, concatenate(weights))]
         if len(args(parts[0])) == 3:
-            reads.append(read_weight(graph, merged([known_weight(args(part)[2]) for part in parts])))
+            reads.append(read_weight(graph, concatenate([known_weight(args(part)[2]) for part in parts])))
         with graph.inserting_before(node):
             new = call(graph, aten.linear.default, tuple(reads), like=node)
-        put_in_place(node, new)
+        replace_node(node, new)
         found += 1
     return found
 

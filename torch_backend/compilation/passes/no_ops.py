@@ -1,5 +1,5 @@
-"""Takes out what changes nothing: casts to the type that is there, shapes that are there, full slices, transposes of
-transposes, products with 1, dropout, and what nobody uses. Numbers that are known are put where they are used."""
+"""Removes operations without effect: casts to the same dtype, reshapes to the same shape, full slices, transposes of
+transposes, products with 1, dropout, and unused results. Known numbers are inserted where they are used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_backend.compilation.graph import (
     aten,
     before_reshapes,
     is_call,
-    put_in_place,
+    replace_node,
     same_shape,
     value,
 )
@@ -27,19 +27,19 @@ from torch_backend.compilation.graph import (
 _END = 2**63 - 1
 _ARITHMETIC = (operator.floordiv, operator.mul, operator.add, operator.sub, operator.neg)
 _MODES = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast"})
-"""What code says to torch's autograd, which does not run here."""
+"""Functions that set modes of torch's autograd and autocast, which do not apply here."""
 
 
 def remove_no_ops(program: Program) -> int:
-    """Until nothing more is found."""
+    """Repeats until nothing more is found; returns the number of removed nodes."""
     total = 0
     for graph in program.graphs:
-        while found := _once(graph) + _unused(graph):
+        while found := _remove_once(graph) + _remove_unused(graph):
             total += found
     return total
 
 
-def _once(graph: fx.Graph) -> int:
+def _remove_once(graph: fx.Graph) -> int:
     found = 0
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -52,8 +52,8 @@ def _once(graph: fx.Graph) -> int:
             for user in list(node.users):
                 _put_number(user, node, number)
             graph.erase_node(node)
-        elif (same := _the_same(node)) is not None:
-            put_in_place(node, same)
+        elif (same := _unchanged_input(node)) is not None:
+            replace_node(node, same)
         else:
             continue
         found += 1
@@ -61,7 +61,7 @@ def _once(graph: fx.Graph) -> int:
 
 
 def _put_number(user: fx.Node, node: fx.Node, number: int) -> None:
-    """Lets `user` read a number in the place of a node."""
+    """Replaces a node by a number in the arguments of `user`."""
 
     def read(arg: fx.Node) -> Any:
         return number if arg is node else arg
@@ -69,8 +69,8 @@ def _put_number(user: fx.Node, node: fx.Node, number: int) -> None:
     user.args, user.kwargs = fx.map_arg(user.args, read), fx.map_arg(user.kwargs, read)
 
 
-def _unused(graph: fx.Graph) -> int:
-    """Nothing here has an effect but its result (`trace` refuses what has)."""
+def _remove_unused(graph: fx.Graph) -> int:
+    """Erases nodes without users: none has side effects (`trace` refuses those)."""
     found = 0
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
@@ -84,7 +84,7 @@ def _is_mode(node: fx.Node) -> bool:
 
 
 def _number(node: fx.Node) -> int | None:
-    """A size that no number of tokens changes, or what follows from such sizes."""
+    """A size that does not depend on the number of tokens, or a number computed from such sizes."""
     if is_call(node, aten.sym_size.int):
         size = value(args(node)[0]).shape[args(node)[1]]
         return size if isinstance(size, int) else None
@@ -94,8 +94,8 @@ def _number(node: fx.Node) -> int | None:
     return None
 
 
-def _the_same(node: fx.Node) -> fx.Node | None:
-    """What a node gives unchanged; None where it changes something."""
+def _unchanged_input(node: fx.Node) -> fx.Node | None:
+    """The node whose value `node` returns unchanged; None if it changes it."""
     if not (args(node) and isinstance(node.meta.get(VALUE), torch.Tensor)):
         return None
     if is_call(node, aten.cat.default):
@@ -155,7 +155,7 @@ _TESTS: tuple[tuple[tuple[object, ...], _Test], ...] = (
 
 
 def _whole(node: fx.Node) -> fx.Node | None:
-    """Of a concatenation: its one part that is not empty, or the tensor of which its parts are all the slices."""
+    """For a concatenation: its only part that is not empty, or the tensor whose slices it reassembles."""
     tensors, *rest = args(node)
     axis = rest[0] if rest else 0
     assert isinstance(tensors, (list, tuple))

@@ -1,4 +1,4 @@
-"""RMS norms, alone and behind a sum, become the backend's own."""
+"""Replaces RMS norms, also those after a sum, by the backend's own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch_backend.compilation.graph import (
     factors,
     is_call,
     only_user,
-    put_in_place,
     read_weight,
+    replace_node,
     same_shape,
     source,
     step_of,
@@ -34,7 +34,7 @@ from torch_backend.compilation.step import add_rms_norm, all_reduce_add_rms_norm
 
 
 def fuse_norms(program: Program) -> int:
-    """`weight * (x * rsqrt(mean(x ** 2) + eps))`, in whatever order of casts and factors, and `1 + weight` too."""
+    """Fuses `weight * (x * rsqrt(mean(x ** 2) + eps))` in any order of casts and factors, also with `1 + weight`."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, aten.rsqrt.default):
@@ -45,7 +45,7 @@ def fuse_norms(program: Program) -> int:
 
 
 def _fuse_norm(graph: fx.Graph, rsqrt: fx.Node) -> bool:
-    matched = _normalised(rsqrt)
+    matched = _match_normalisation(rsqrt)
     if matched is None:
         return False
     wide, eps, scaled = matched
@@ -67,18 +67,18 @@ def _fuse_norm(graph: fx.Graph, rsqrt: fx.Node) -> bool:
     with graph.inserting_before(end):
         read = read_weight(graph, weight)
         if is_call(x, aten.transpose.int) and set(args(x)[1:]) == {1, 2}:
-            # Norms of heads stand before the heads change places, whichever way the model has it.
+            # Norms of heads are applied before the transpose, in whichever order the model has them.
             heads: fx.Node = args(x)[0]
             normed = call(graph, rms_norm, (step_of(graph), heads, read, eps), like=heads)
             new = call(graph, aten.transpose.int, (normed, 1, 2), like=end)
         else:
             new = call(graph, rms_norm, (step_of(graph), x, read, eps), like=end)
-    put_in_place(end, new)
+    replace_node(end, new)
     return True
 
 
-def _normalised(rsqrt: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
-    """Of `x * rsqrt(mean(x ** 2) + eps)`: x, eps and the product."""
+def _match_normalisation(rsqrt: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
+    """For `x * rsqrt(mean(x ** 2) + eps)`: x, eps and the product."""
     total = args(rsqrt)[0]
     if not is_call(total, aten.add.Tensor) or only_user(rsqrt) is None:
         return None
@@ -88,7 +88,7 @@ def _normalised(rsqrt: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
     squares, axes, *keep = args(mean)
     if list(axes) not in ([-1], [value(mean).dim() - 1]) or keep != [True]:
         return None
-    x = _squared(squares)
+    x = _match_square(squares)
     scaled = only_user(rsqrt)
     operands = factors(scaled)
     if x is None or scaled is None or operands is None or set(operands) != {x, rsqrt}:
@@ -96,7 +96,7 @@ def _normalised(rsqrt: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
     return x, eps, scaled
 
 
-def _squared(node: object) -> fx.Node | None:
+def _match_square(node: object) -> fx.Node | None:
     if is_call(node, aten.pow.Tensor_Scalar) and args(node)[1] == 2:
         return source(node)
     if is_call(node, aten.square.default):
@@ -106,7 +106,7 @@ def _squared(node: object) -> fx.Node | None:
 
 
 def _scale(node: fx.Node) -> Weight | None:
-    """The weight that a norm multiplies by: as it is stored, or 1 more, which is then kept in float32."""
+    """The weight that a norm multiplies by: as stored, or plus 1, which is then kept in float32."""
     node = before_casts(node)
     if is_call(node, aten.add.Tensor) and args(node)[1] in (1, 1.0) and not node.kwargs:
         weight = weight_of(before_casts(args(node)[0]))
@@ -115,20 +115,19 @@ def _scale(node: fx.Node) -> Weight | None:
 
 
 def _fuse_whole_norm(graph: fx.Graph, node: fx.Node) -> bool:
-    """torch's own, over the last axis and with a weight."""
+    """Replaces torch's own norm over the last axis, with a weight."""
     x, shape, weight, eps = args(node) + (None,) * (4 - len(args(node)))
     read = weight_of(weight)
     if read is None or eps is None or not isinstance(x, fx.Node) or list(shape) != [value(x).shape[-1]]:
         return False
     with graph.inserting_before(node):
         new = call(graph, rms_norm, (step_of(graph), x, weight, eps), like=node)
-    put_in_place(node, new)
+    replace_node(node, new)
     return True
 
 
 def fuse_sums_with_norms(program: Program) -> int:
-    """The sum that a norm reads becomes one with it, where both summands are of no use behind the sum: the operation
-    writes into them."""
+    """Fuses a norm with the sum that it reads, if nothing reads the summands afterwards: they are overwritten."""
     found = 0
     for graph in program.graphs:
         for node in calls(graph, rms_norm):
@@ -142,7 +141,11 @@ def _fuse_sum(graph: fx.Graph, norm: fx.Node) -> bool:
     if summands is None or not isinstance(total, fx.Node):
         return False
     alike = all(same_shape(each, total) and value(each).dtype == value(total).dtype for each in summands)
-    if not alike or _owner(summands[0]) is _owner(summands[1]) or not all(_dies(each, total) for each in summands):
+    if (
+        not alike
+        or _owner(summands[0]) is _owner(summands[1])
+        or not all(_may_overwrite(each, total) for each in summands)
+    ):
         return False
     residual, x = summands
     with graph.inserting_before(total):
@@ -150,13 +153,13 @@ def _fuse_sum(graph: fx.Graph, norm: fx.Node) -> bool:
         both.meta[VALUE] = (value(norm), value(total))
         normed = call(graph, operator.getitem, (both, 0), like=norm)
         summed = call(graph, operator.getitem, (both, 1), like=total)
-    put_in_place(norm, normed)
-    put_in_place(total, summed)
+    replace_node(norm, normed)
+    replace_node(total, summed)
     return True
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node may give its input's memory, by what its operator says of itself."""
+    """Whether a node's result may share its input's memory, by its operator's schema."""
     if is_call(node, operator.getitem):
         return not is_call(node.args[0], add_rms_norm, all_reduce_add_rms_norm)
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -166,15 +169,15 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` may show."""
+    """The node whose memory `node` may share."""
     while _is_view(node):
         node = args(node)[0]
     return node
 
 
-def _dies(node: fx.Node, at: fx.Node) -> bool:
-    """Whether nobody reads the memory that `node` shows behind `at`, and it may be written to: it is neither an input
-    nor a weight, and no number of it stands for several."""
+def _may_overwrite(node: fx.Node, at: fx.Node) -> bool:
+    """Whether the memory of `node` may be overwritten at `at`: nothing reads it afterwards, it is neither an input nor
+    a weight, and it is not expanded, so that no number of it stands for several."""
     through = node
     while _is_view(through):
         if is_call(through, aten.expand.default):

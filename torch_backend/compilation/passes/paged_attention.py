@@ -1,4 +1,4 @@
-"""Attention becomes attention over pages, which writes the step's keys and values first."""
+"""Replaces attention by attention over pages, which first writes the step's keys and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_backend.compilation.graph import (
     call,
     calls,
     flattened_heads,
-    put_in_place,
+    replace_node,
     side_by_side,
     step_of,
     value,
@@ -24,9 +24,9 @@ from torch_backend.compilation.step import attend
 
 
 def page_attention(program: Program) -> int:
-    """Replaces every call of attention. What each computes goes to `Program.sites`.
+    """Replaces every call of attention, and stores its options in `Program.sites`.
 
-    **Raises:** `ConfigError` where a layer attends twice, or has sinks that are no weight.
+    **Raises:** `ConfigError` if a layer attends twice, or has sinks that are not a weight.
     """
     found, graph = 0, program.body
     for node in calls(graph, ATTENTION):
@@ -48,11 +48,11 @@ def page_attention(program: Program) -> int:
         with graph.inserting_before(node):
             qkv = side_by_side(graph, [flattened_heads(graph, each) for each in (query, key, values)])
             new = call(graph, attend, (step_of(graph), layer, qkv), like=node)
-        put_in_place(node, new)
+        replace_node(node, new)
         found += 1
     return found
 
 
 def _arguments(node: Any) -> Any:
-    """All eight; a trace leaves out those at the end that have their defaults."""
+    """All eight arguments; a trace omits trailing ones that have their defaults."""
     return tuple(args(node)) + (None,) * (8 - len(args(node)))

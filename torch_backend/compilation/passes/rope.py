@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and norms of their heads, move into the operation that writes pages."""
+"""Moves rotary embedding of queries and keys, and norms of their heads, into the operation that writes pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_backend.compilation.graph import (
     is_call,
     only_user,
     parts_of,
-    put_in_place,
+    replace_node,
     side_by_side,
     source,
     uncast,
@@ -29,14 +29,14 @@ from torch_backend.compilation.step import attend, rms_norm, rotation
 
 
 def fuse_rope(program: Program) -> int:
-    """Rotation of whole heads whose pairs are (i, i + head_dim / 2), of queries and keys by the same tables."""
+    """Fuses the rotation of whole heads with pairs (i, i + head_dim / 2), if queries and keys use the same tables."""
     found, graph = 0, program.body
     tables: dict[tuple[fx.Node, fx.Node], fx.Node | None] = {}
     for node in calls(graph, attend):
         parts = parts_of(args(node)[2])
         if parts is None or len(parts) != 3 or len(args(node)) > 3:
             continue
-        query, key = _rotated(parts[0]), _rotated(parts[1])
+        query, key = _match_rotation(parts[0]), _match_rotation(parts[1])
         if query is None or key is None or query[1:] != key[1:]:
             continue
         if query[1:] not in tables:
@@ -48,17 +48,17 @@ def fuse_rope(program: Program) -> int:
             flat = [flattened_heads(graph, query[0]), flattened_heads(graph, key[0]), parts[2]]
             given = (*args(node)[:2], side_by_side(graph, flat), rotated_by)
             new = call(graph, attend, given, like=node)
-        put_in_place(node, new)
+        replace_node(node, new)
         found += 1
     return found
 
 
-def _rotated(flat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """Of heads that were rotated: what they were, `[1, T, heads, head_dim]`, and the tables of cosines and sines."""
+def _match_rotation(flat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """For rotated heads: the heads before rotation, `[1, T, heads, head_dim]`, and the tables of cosines and sines."""
     if not is_call(flat, *RESHAPES):
         return None
     by_token = args(flat)[0]
-    turned = _across(by_token)
+    turned = _match_transpose(by_token)
     if turned is None or turned.op != "call_function":
         return None
     dtype = value(turned).dtype
@@ -68,28 +68,28 @@ def _rotated(flat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     if terms is None:
         return None
     for straight, crossed in (terms, terms[::-1]):
-        found = _of_terms(straight, crossed)
+        found = _match_rotated_sum(straight, crossed)
         if found is not None:
-            heads = _across(uncast(found[0], dtype))
+            heads = _match_transpose(uncast(found[0], dtype))
             return None if heads is None or value(heads).dtype != dtype else (heads, *found[1:])
     return None
 
 
-def _of_terms(straight: fx.Node, crossed: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """Of `x * cos + rotate_half(x) * sin`: x and the tables."""
+def _match_rotated_sum(straight: fx.Node, crossed: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """For `x * cos + rotate_half(x) * sin`: x and the tables."""
     first, second = factors(straight), factors(crossed)
     if first is None or second is None:
         return None
     for x, cosines in (first, first[::-1]):
         for half_turned, sines in (second, second[::-1]):
-            by = _of_every_head(cosines), _of_every_head(sines)
+            by = _match_head_table(cosines), _match_head_table(sines)
             if by[0] is not None and by[1] is not None and _is_half_turned(half_turned, x):
                 return x, by[0], by[1]
     return None
 
 
 def _is_half_turned(node: fx.Node, x: fx.Node) -> bool:
-    """`cat(-second half of x, first half of x)`."""
+    """Whether `node` is `cat(-second half of x, first half of x)`."""
     parts = parts_of(node)
     if parts is None or len(parts) != 2 or not is_call(parts[0], aten.neg.default):
         return False
@@ -105,14 +105,14 @@ def _is_half_turned(node: fx.Node, x: fx.Node) -> bool:
     return True
 
 
-def _across(node: object) -> fx.Node | None:
-    """`[1, heads, T, n]` of `[1, T, heads, n]`, or the other way round."""
+def _match_transpose(node: object) -> fx.Node | None:
+    """For the transposition of `[1, heads, T, n]` and `[1, T, heads, n]`, in either direction: its input."""
     if is_call(node, aten.transpose.int) and set(args(node)[1:]) == {1, 2}:
         return source(node)
     return None
 
 
-def _of_every_head(node: fx.Node) -> fx.Node | None:
+def _match_head_table(node: fx.Node) -> fx.Node | None:
     """A table `[1, T, head_dim]` that multiplies every head."""
     if is_call(node, aten.unsqueeze.default) and args(node)[1] == 1:
         return source(node)
@@ -120,8 +120,8 @@ def _of_every_head(node: fx.Node) -> fx.Node | None:
 
 
 def _tables(graph: fx.Graph, cosines: fx.Node, sines: fx.Node) -> fx.Node | None:
-    """A node that makes the backend's tables of these, once for all layers; None for tables whose halves differ."""
-    parts = _table(cosines, aten.cos.default), _table(sines, aten.sin.default)
+    """Creates the node that computes the backend's tables, once for all layers; None for tables whose halves differ."""
+    parts = _match_table(cosines, aten.cos.default), _match_table(sines, aten.sin.default)
     if parts[0] is None or parts[1] is None or parts[0][0] is not parts[1][0]:
         return None
     angles = parts[0][0]
@@ -140,8 +140,8 @@ def _tables(graph: fx.Graph, cosines: fx.Node, sines: fx.Node) -> fx.Node | None
     return node
 
 
-def _table(node: fx.Node, function: object) -> tuple[fx.Node, float] | None:
-    """Of `function(cat(angles, angles)) * factor`, cast or not: the angles and the factor."""
+def _match_table(node: fx.Node, function: object) -> tuple[fx.Node, float] | None:
+    """For `function(cat(angles, angles)) * factor`, cast or not: the angles and the factor."""
     factor = 1.0
     while is_call(node, *CASTS) or (is_call(node, aten.mul.Tensor) and isinstance(args(node)[1], (int, float))):
         if is_call(node, aten.mul.Tensor):
@@ -156,13 +156,13 @@ def _table(node: fx.Node, function: object) -> tuple[fx.Node, float] | None:
 
 
 def fuse_head_norms(program: Program) -> int:
-    """RMS norms of each head of queries and keys, both with one eps."""
+    """Fuses RMS norms of each head of queries and keys that have the same eps."""
     found, graph = 0, program.body
     for node in calls(graph, attend):
         parts = parts_of(args(node)[2])
         if parts is None or len(parts) != 3 or len(args(node)) > 4:
             continue
-        of_query, of_key = _normed(parts[0]), _normed(parts[1])
+        of_query, of_key = _match_norm(parts[0]), _match_norm(parts[1])
         if of_query is None or of_key is None or of_query[2] != of_key[2]:
             continue
         (query, query_weight, eps), (key, key_weight, _) = of_query, of_key
@@ -171,13 +171,13 @@ def fuse_head_norms(program: Program) -> int:
             rotated_by = args(node)[3] if len(args(node)) > 3 else None
             given = (*args(node)[:2], side_by_side(graph, flat), rotated_by, query_weight, key_weight, eps)
             new = call(graph, attend, given, like=node)
-        put_in_place(node, new)
+        replace_node(node, new)
         found += 1
     return found
 
 
-def _normed(flat: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """Of heads that were normed each by itself: what they were, the weight and eps."""
+def _match_norm(flat: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """For heads that are normalised one by one: the heads before the norm, the weight and eps."""
     if not is_call(flat, *RESHAPES) or not is_call(args(flat)[0], rms_norm) or only_user(args(flat)[0]) is None:
         return None
     _, heads, weight, eps = args(args(flat)[0])

@@ -1,7 +1,7 @@
-"""What a model's code lets expect of passes: how many places each must find at least.
+"""The minimum number of places that each pass must find in a model.
 
-This looks at modules and their names, and of the graph only at what depends on positions, never at patterns: a pass
-whose pattern no longer fits what transformers writes is then noticed, and not only slower.
+It follows from modules and their names, and from which nodes of the graph depend on positions, but not from patterns.
+So a pass whose pattern no longer fits transformers' code is an error, instead of silently slower.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _GATED = ("silu", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True, slots=True)
-class Implied:
-    """The fewest places of each pass."""
+class ExpectedMatches:
+    """The minimum number of places of each pass."""
 
-    of: dict[CompilePass, int]
+    minimum: dict[CompilePass, int]
 
     @classmethod
-    def by(cls, model: PreTrainedModel, program: Program, layers: int, marks: int = 0) -> Implied:
-        """Of a model with `layers` layers of attention, of which `marks` modules give a rank's part of something, and
-        its trace, before any pass."""
+    def of_model(cls, model: PreTrainedModel, program: Program, layers: int, marks: int = 0) -> ExpectedMatches:
+        """For a model with `layers` layers of attention and its trace before any pass; `marks`: modules with partial
+        results."""
         positional = _layers_with_positions(program)
         attentions = list(_attentions(model))
         inner = [_children(module) for module in model.modules()]
         gated = [each for each in inner if _has_linears(each, _GATE_UP) or "gate_up_proj" in each]
         plain = [each for each in model.modules() if _adds_what_blocks_give(each)]
         rotated = [each for each in attentions if _layer(each) in positional and _rotates_whole_heads(each)]
-        # Nothing stands between projections and pages, once rotations are part of writing them.
+        # Projections are directly followed by pages once writing pages includes the rotation.
         direct = rotated + [each for each in attentions if _layer(each) not in positional]
         merged = [each for each in direct if _has_linears(_children(each), _QKV) and not _normed_whole(each)]
         return cls(
@@ -65,14 +65,14 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has_linears(children: dict[str, nn.Module], names: tuple[str, ...]) -> bool:
-    """Whether all of them are there, and all with a bias or all without."""
+    """Whether all of them exist, and either all have a bias or none."""
     found = [children[name] for name in names if name in children]
     linears = [each for each in found if isinstance(each, nn.Linear)]
     return len(linears) == len(names) and len({each.bias is None for each in linears}) == 1
 
 
 def _attentions(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Modules that attend: they know the number of their layer and what they scale scores by."""
+    """Modules that compute attention: they have the index of their layer and a scale of scores."""
     for module in model.modules():
         if {"layer_idx", "scaling"} <= vars(module).keys():
             yield module
@@ -83,7 +83,7 @@ def _layer(attention: nn.Module) -> Any:
 
 
 def _layers_with_positions(program: Program) -> set[int]:
-    """Layers whose queries depend on positions other than by what attention gave before."""
+    """Layers whose queries depend on positions other than through earlier attention."""
     depends: dict[fx.Node, bool] = {}
     found = set()
     for node in program.body.nodes:
@@ -101,14 +101,13 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _is_pre_norm_layer(children: dict[str, nn.Module]) -> bool:
-    """Whether both its norms read a sum: of what attention gives, and of what the layer gives to the next norm."""
+    """Whether both its norms read a sum: of attention's output, and of the layer's output before the next norm."""
     names = ("input_layernorm", "post_attention_layernorm")
     return all(name in children and _is_rms_norm(children[name]) for name in names)
 
 
 def _adds_what_blocks_give(layer: nn.Module) -> bool:
-    """Whether the sums that its norms read are of the residual stream and of what a block gives, as it gives it: there
-    is no norm behind the block, and no factor."""
+    """Whether its norms read sums of the residual stream and a block's output, without a norm or factor in between."""
     children = _children(layer)
     norms = sum(_is_rms_norm(each) for each in children.values())
     return _is_pre_norm_layer(children) and norms == 2 and vars(layer).get("residual_multiplier", 1.0) == 1.0
@@ -126,7 +125,7 @@ def _normed_by_head(attention: nn.Module) -> bool:
 
 
 def _normed_whole(attention: nn.Module) -> bool:
-    """Whether norms stand between projections and heads, so that these are no one matrix."""
+    """Whether norms between projections and heads prevent merging the projections into one matrix."""
     return any(weight.numel() != _head_dim(attention) for weight in _head_norms(attention))
 
 
@@ -135,7 +134,7 @@ def _head_dim(attention: nn.Module) -> Any:
 
 
 def _rotates_whole_heads(attention: nn.Module) -> bool:
-    """Whether its file rotates pairs half a head apart, found by trying, and its config rotates all of a head."""
+    """Whether its module rotates pairs half a head apart, tested by a call, and its config rotates whole heads."""
     rotate = vars(sys.modules[type(attention).__module__]).get("rotate_half")
     if rotate is None:
         return False

@@ -1,9 +1,8 @@
-"""The part of a model of transformers that one rank of several holds, by transformers' own plan of tensor parallelism.
+"""The shard of a transformers model on one of several ranks, by transformers' own plan of tensor parallelism.
 
-Linear layers are made smaller before the model is traced: those that the plan calls `colwise` give the rank's heads or
-columns, those that it calls `rowwise` read them, and what these give is marked to be summed over ranks. Each rank has
-rows of the head, whose logits are marked to be put side by side. Of whatever else a model has, embeddings too, each
-rank holds all.
+Linear layers are made smaller before the model is traced: `colwise` ones compute the rank's heads or columns, `rowwise`
+ones read these, and their outputs are marked to be summed over ranks. Each rank has rows of the head, whose logits are
+marked to be concatenated. Everything else, embeddings too, is whole on each rank.
 """
 
 from __future__ import annotations
@@ -25,31 +24,30 @@ from torch_backend.layers.shard import ModelShard
 
 _COLUMNS, _ROWS = "colwise", "rowwise"
 _WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce")
-"""Styles of modules that give every rank the same: it may as well compute that by itself."""
+"""Styles of modules whose output is the same on every rank, which each can compute by itself."""
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
-"""Of which neighbouring ranks hold the same, where there are fewer kv heads than ranks."""
+"""Projections that neighbouring ranks share if there are fewer kv heads than ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
-    """What of each parameter the rank reads, by its name, where it is not all of it; and how many modules give a part
-    of what is summed or put side by side."""
+class RankShard:
+    """The slices of parameters that the rank does not read whole, by name, and the number of modules with marks."""
 
     cuts: dict[str, Cut]
     marks: int
 
 
-def take_part(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) -> RankPart:
-    """Makes an empty model that of a rank.
+def shard_model(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) -> RankShard:
+    """Reduces an empty model to a rank's shard.
 
-    **Raises:** `ConfigError` for a model without a plan, with a plan that needs more than `colwise` and `rowwise`, or
-    with a layer that cannot be divided.
+    **Raises:** `ConfigError` for a model without a plan of only `colwise` and `rowwise`, or with a layer that does not
+    divide.
     """
     cuts: dict[str, Cut] = {}
     marks = 0
     if shard.size == 1:
-        return RankPart(cuts, marks)
+        return RankShard(cuts, marks)
     for name, module, style in _planned(model):
         if style == _ROWS:
             marks += 1
@@ -62,11 +60,11 @@ def take_part(model: PreTrainedModel, config: ModelConfig, shard: ModelShard) ->
             continue
         rows = _outputs(model, name, module, config, shard)
         cuts |= _take_rows(model, name, module, rows)
-    return RankPart(cuts, marks + _take_head(model, shard, cuts))
+    return RankShard(cuts, marks + _take_head(model, shard, cuts))
 
 
 def _take_rows(model: PreTrainedModel, name: str, module: nn.Linear, rows: range) -> dict[str, Cut]:
-    """Makes a layer that of some of its outputs. A weight that was tied to another is one of its own then."""
+    """Reduces a layer to some of its outputs. A weight that was tied to another becomes separate."""
     found = {}
     known = {id(parameter): own for own, parameter in model.named_parameters()}
     for own, parameter in list(module.named_parameters()):
@@ -76,7 +74,7 @@ def _take_rows(model: PreTrainedModel, name: str, module: nn.Linear, rows: range
 
 
 def _take_head(model: PreTrainedModel, shard: ModelShard, cuts: dict[str, Cut]) -> int:
-    """How many heads are marked: one, or none where ranks do not divide its rows, so that each has all."""
+    """Shards the head and returns the number of marks: 1, or 0 if its rows do not divide, so that each rank has all."""
     untyped: Any = model
     head = untyped.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.out_features % shard.size:
@@ -88,7 +86,7 @@ def _take_head(model: PreTrainedModel, shard: ModelShard, cuts: dict[str, Cut]) 
 
 
 def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear, str]]:
-    """Linear layers that are spread, with their names and styles."""
+    """Linear layers that are sharded, with their names and styles."""
     kind, plan = model.config.model_type, model.config.base_model_tp_plan
     if not plan:
         raise refused(kind, "transformers has no plan of tensor parallelism for it: tp_size must be 1")

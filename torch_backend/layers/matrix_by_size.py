@@ -13,16 +13,15 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 ROWS_TRIED = (1, 8, 16, 32, 64)
 _BYTES_TRIED = 2**25
-"""Bytes of the larger form of matrices of one shape to measure: more than caches hold, so that they are read from
-memory as in a step."""
+"""Bytes of equal matrices to measure: more than caches hold, so that they are read from memory as in a step."""
 
 _TURNS = 2
 _GAIN = 0.95
-"""Maximum time of `few`, as a share of that of `many`, at which it is used."""
+"""Maximum time of `small_batch`, as a share of that of `large_batch`, at which it is used."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class MatrixShape:
     """The shape of products that are measured together. `gated`: the matrix is gate and up."""
 
     outputs: int
@@ -31,28 +30,28 @@ class Form:
     gated: bool
 
 
-class ByRows:
-    """A `Matrix`, or a gated product: `few` for at most `limit` rows, `many` for more."""
+class MatrixBySize:
+    """A `Matrix`, or a gated product: `small_batch` for at most `limit` rows, `large_batch` for more."""
 
-    def __init__(self, form: Form, few: Product, many: Product, dtype: torch.dtype) -> None:
+    def __init__(self, form: MatrixShape, small_batch: Product, large_batch: Product, dtype: torch.dtype) -> None:
         self.form = form
-        self.few, self.many = few, many
+        self.small_batch, self.large_batch = small_batch, large_batch
         self.dtype = dtype
         self.limit = 0
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the product by the form for this number of rows."""
-        return self.few(x) if len(x) <= self.limit else self.many(x)
+        return self.small_batch(x) if len(x) <= self.limit else self.large_batch(x)
 
 
-def set_limits(products: Iterable[ByRows]) -> dict[Form, int]:
+def set_limits(products: Iterable[MatrixBySize]) -> dict[MatrixShape, int]:
     """Measures which form is faster for each shape, sets the limits of the products, and returns them.
 
     The processor time of one thread is measured, on which other processes have little influence; with all threads on a
     loaded machine, a call would wait for threads that are not running. Several threads share the memory bandwidth,
     which favours the smaller form more than is measured here.
     """
-    by_form: dict[Form, list[ByRows]] = defaultdict(list)
+    by_form: dict[MatrixShape, list[MatrixBySize]] = defaultdict(list)
     for product in products:
         by_form[product.form].append(product)
     threads = torch.get_num_threads()
@@ -67,16 +66,18 @@ def set_limits(products: Iterable[ByRows]) -> dict[Form, int]:
     return limits
 
 
-def _limit(alike: list[ByRows]) -> int:
-    """The largest number of rows tried up to which `few` is faster by more than the error of measurement."""
+def _limit(alike: list[MatrixBySize]) -> int:
+    """The largest number of rows tried up to which `small_batch` is faster by more than the error of measurement."""
     form, dtype = alike[0].form, alike[0].dtype
     tried = alike[: max(1, _BYTES_TRIED // (form.outputs * form.inputs * dtype.itemsize))]
     limit = 0
     for rows in ROWS_TRIED:
         x = torch.ones((rows, form.inputs), dtype=dtype)
-        times = [(_seconds(each.few, x), _seconds(each.many, x)) for _ in range(_TURNS) for each in tried]
-        few, many = (sorted(of_form)[len(times) // 2] for of_form in zip(*times, strict=True))
-        if few > many * _GAIN:
+        times = [
+            (_seconds(each.small_batch, x), _seconds(each.large_batch, x)) for _ in range(_TURNS) for each in tried
+        ]
+        small_batch, large_batch = (sorted(of_form)[len(times) // 2] for of_form in zip(*times, strict=True))
+        if small_batch > large_batch * _GAIN:
             break
         limit = rows
     return limit
