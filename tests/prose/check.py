@@ -25,10 +25,13 @@ SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reaso
 """Keywords whose texts a user reads."""
 
 READ_WHOLE = (
+    "sglang_jax/cli",
     "sglang_jax/config",
     "sglang_jax/models",
+    "sglang_jax/replies",
     "sglang_jax/sampling",
     "sglang_jax/scheduler",
+    "sglang_jax/server",
     "torch_backend/models",
 )
 """Packages whose docstrings and comments are all checked. The others follow as they are rewritten."""
