@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-import sglang_jax.advice  # noqa: F401  # first: it is about what the others import
+import sglang_jax.advice  # noqa: F401  # first: it filters logs of later imports
 
 if TYPE_CHECKING:
     from sglang_jax.engine.engine import Engine
@@ -26,8 +26,8 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Imports what is asked for, once it is: programs begin in this package, and are to be interruptible before
-        seconds have gone into imports (`cli.program`)."""
+        """Imports public names when they are first used. Programs start in this package, and Ctrl-C must work before
+        slow imports (`cli.program`)."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         folder = {"Engine": "engine.engine", "SamplingParams": "sampling.params"}.get(name, "sampling.grammar")

@@ -1,4 +1,4 @@
-"""What this project is called where packages are installed, and its version: pyproject.toml says both."""
+"""The name and version of this project's distribution, from pyproject.toml."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from importlib.metadata import Distribution, entry_points
 from pathlib import Path
 
 BACKENDS = "sglang_jax.backends"
-"""The group of entry points by which backends are found; those of this project are what it is recognised by."""
+"""The group of entry points for backends. This project's own entries identify its distribution."""
 
 
 @cache
 def distribution() -> Distribution:
-    """What pip installed this package as. Raises `LookupError` where it was not installed."""
+    """Returns the distribution of this package. Raises `LookupError` if it is not installed."""
     for entry in entry_points(group=BACKENDS):
         if entry.value.startswith(f"{__package__}.") and entry.dist is not None:
             return entry.dist
@@ -20,11 +20,12 @@ def distribution() -> Distribution:
 
 
 def documentation(page: str) -> str:
-    """Where a page of the documentation is: in the clone that this package is imported from, or in the repository."""
+    """Returns the path of a documentation page: in the clone that this package is imported from, or in the
+    repository."""
     of_clone = Path(__file__).parents[1] / "docs" / page
     return str(of_clone) if of_clone.is_file() else f"docs/{page} in the repository"
 
 
 def version() -> str:
-    """As in `0.1.0`."""
+    """Returns the version, such as `0.1.0`."""
     return distribution().version

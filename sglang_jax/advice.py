@@ -1,6 +1,6 @@
-"""Leaves out of the log what a library says while it is imported and does not hold here. Imported before it is.
+"""Filters a misleading log line of a library's import. Must be imported before the library.
 
-transformers misses PyTorch, without which it runs no models. Here it reads tokenizers and configs alone.
+transformers warns that it cannot run models without PyTorch, but here it only reads tokenizers and configs.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""`python -m sglang_jax.bench_offline_throughput`: the name people know for `python -m sglang_jax bench offline`."""
+"""`python -m sglang_jax.bench_offline_throughput`: SGLang's name of `python -m sglang_jax bench offline`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m sglang_jax.bench_serving`: the name people know for `python -m sglang_jax bench serving`."""
+"""`python -m sglang_jax.bench_serving`: SGLang's name of `python -m sglang_jax bench serving`."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ _short.maxstring = _short.maxlong = SHOWN_LENGTH // 2
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: its repr, truncated. The cost does not depend on its size."""
+    """Returns a value for an error message: its repr, truncated. The cost does not depend on its size."""
     if isinstance(value, (str, list)) and len(value) > SHOWN_LENGTH:
         return f"{cut(_short.repr(value))} ({len(value)} long)"
     return repr(value) if isinstance(value, str) else cut(_short.repr(value))
 
 
 def cut(text: str) -> str:
-    """A client's name or text as an error message shows it, truncated."""
+    """Returns a client's name or text for an error message, truncated."""
     return text if len(text) <= SHOWN_LENGTH else text[:SHOWN_LENGTH] + "..."
 
 
@@ -146,7 +146,7 @@ class ReplicaLostError(EngineDeadError):
 
 
 def how_to_install(*extras: str) -> str:
-    """The command that installs extras of this project, from the clone: PyPI's `sglang-jax` is another
+    """Returns the command that installs extras of this project from the clone: PyPI's `sglang-jax` is another
     project."""
     return f"pip install -e '.[{','.join(extras)}]' in the clone of this project"
 

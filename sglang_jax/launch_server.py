@@ -1,4 +1,4 @@
-"""`python -m sglang_jax.launch_server`: the name people know for `python -m sglang_jax serve`."""
+"""`python -m sglang_jax.launch_server`: SGLang's name of `python -m sglang_jax serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How log lines are written: as text or as JSON, with the time zone, and with the request that they belong to."""
+"""Log lines, as text or JSON, with the time zone and the id of their request."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from datetime import datetime
 import msgspec
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""What the request at hand is called, where there is one: each has a context of its own."""
+"""The id of the current request, if any. Each request has a separate context."""
 
 
 REQUEST_ID_HEADER = "X-Request-Id"
-"""The header that carries it, from clients, to servers behind this one, and back."""
+"""The header with the id: from clients, to servers behind this one, and back."""
 
 OWN = ("sglang_jax", "torch_backend", "tpu")
 """Loggers of this project."""
 
 
 def configure(level: int | str, *, as_json: bool = False, process: str = "") -> None:
-    """Writes log lines of this process to standard error, unless somebody has set logging up already.
+    """Writes log lines of this process to standard error, unless logging is already configured.
 
-    Below INFO only this project's lines are written: numba alone has a hundred thousand for the kernels of a CPU.
+    Below INFO, only this project's lines are written: numba has a hundred thousand for the kernels of a CPU.
 
-    **Arguments:** `level`: the least that is written, by number or name; `process`: what the lines call this process,
-    where there are several of its kind.
+    **Arguments:** `level`: minimum level, by number or name; `process`: the name of this process in lines, if there are
+    several of its kind.
     """
     root = logging.getLogger()
     if root.handlers:
@@ -42,18 +42,18 @@ def configure(level: int | str, *, as_json: bool = False, process: str = "") -> 
 
 
 def own_level() -> int:
-    """The least level at which this project's lines are written: processes that this one starts write the same."""
+    """Returns the minimum level of this project's lines, for processes that this one starts."""
     return logging.getLogger(OWN[0]).getEffectiveLevel()
 
 
 def writes_json() -> bool:
-    """True if `configure` was told so: processes that this one starts do as it does."""
+    """Whether log lines are JSON, for processes that this one starts."""
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
 
 
 class OnceASecond(logging.Filter):
-    """Lets each warning pass once a second, with how many were kept back since the last time: clients cause some, and
-    are not to fill a disk. For one thread."""
+    """Passes each warning once per second, with the number suppressed since the last time, so that clients cannot fill
+    a disk. For one thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,8 @@ class OnceASecond(logging.Filter):
         self._kept_back: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter`. Messages are told apart before their arguments are filled in: there are few."""
+        """See `logging.Filter`. Messages are distinguished before their arguments are filled in, so there are only a
+        few."""
         if record.levelno != logging.WARNING:
             return True
         message, now = str(record.msg), time.monotonic()
@@ -81,18 +82,18 @@ class TextLines(logging.Formatter):
         super().__init__(f"[%(asctime)s] %(levelname)s {f'{process}: ' if process else ''}%(message)s")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        """ISO 8601."""
+        """Returns the time in ISO 8601."""
         return timestamp(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line, before the traceback if there is one."""
+        """Returns the line without a traceback."""
         request = REQUEST_ID.get()
         return super().formatMessage(record) + (f" [request {request}]" if request else "")
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: `time`, `level`, `logger`, `message`, and where there are such `process`, `request_id` and
-    `exception`. What a call of the logger has as `extra={"fields": {...}}` is in the object too."""
+    """One object per line: `time`, `level`, `logger`, `message`, and if known `process`, `request_id`, `exception` and
+    `stack`. Fields from `extra={"fields": {...}}` in a logging call are added."""
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class JsonLines(logging.Formatter):
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Returns the line."""
         line: dict[str, object] = {
             "time": timestamp(record),
             "level": record.levelname.lower(),
@@ -120,5 +121,5 @@ class JsonLines(logging.Formatter):
 
 
 def timestamp(record: logging.LogRecord) -> str:
-    """When it was logged, in the machine's zone: `2026-11-23T14:05:09.123+01:00`."""
+    """Returns the time of a record in the machine's time zone: `2026-11-23T14:05:09.123+01:00`."""
     return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")

@@ -27,7 +27,7 @@ ALIASES: Mapping[str, Sequence[str]] = {
     "mamba_ssm_dtype": ("mamba_ssm_cache_dtype",),
     "speculative_num_draft_tokens": ("num_speculative_tokens",),
 }
-"""Field of a configuration to further names for it that mean the same."""
+"""Fields of a configuration, and their aliases."""
 
 OTHER_ALIASES: Mapping[str, Sequence[str]] = {
     "backend": ("endpoint",),
@@ -37,13 +37,13 @@ OTHER_ALIASES: Mapping[str, Sequence[str]] = {
     "random_input_len": ("input_len", "random_input"),
     "random_output_len": ("output_len", "random_output"),
 }
-"""The same for fields of what is no engine: a benchmark's load and workload, `convert`."""
+"""The same for fields of other commands: a benchmark's load and workload, `convert`."""
 
 SHORT_FLAGS: Mapping[str, str] = {"tp_size": "-tp", "dp_size": "-dp", "quantization": "-q"}
-"""Field to a flag with one dash."""
+"""Fields, and their flags with one dash."""
 
 OTHER_SHORT_FLAGS: Mapping[str, str] = {"compilation_config": "-O", "pp": "-pp"}
-"""Option of other engines, refused here, to a flag with one dash."""
+"""Refused options of other engines, and their flags with one dash."""
 
 COMMANDS: Mapping[str, str] = {
     "complete": "generate",
@@ -53,15 +53,15 @@ COMMANDS: Mapping[str, str] = {
     "serve": "serving",
     "throughput": "offline",
 }
-"""Subcommand of other engines to its name here; `serve` is one of `bench`."""
+"""Subcommands of other engines, and their names here; `serve` is a subcommand of `bench`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherFlag:
-    """An option of other engines that is none of ours.
+    """An option of other engines that this one does not have.
 
     - `takes_value`: a value follows it on the command line.
-    - `note`: what holds instead; a sentence.
+    - `note`: what to use or expect instead, as a sentence.
     """
 
     note: str
@@ -105,7 +105,7 @@ NEEDLESS: Mapping[str, OtherFlag] = {
     "tokenizer_mode": OtherFlag("tokenizers are always of the fast kind", takes_value=True),
     "trust_remote_code": OtherFlag("code in a checkpoint is never run"),
 }
-"""Options for what is so anyway: accepted, with a line that says so."""
+"""Options that ask for this engine's behavior: accepted, with a note that they have no effect."""
 
 _ONE_MACHINE = "not implemented: use --tp-size, and --nnodes for several machines"
 _LORA = "not implemented: merge the adapter into the model's weights"
@@ -358,7 +358,7 @@ REFUSED: Mapping[str, OtherFlag] = {
     "uvicorn_log_level": OtherFlag("not available: --log-level applies to the whole server", takes_value=True),
     "warmups": OtherFlag("not available: --warmup says which programs are compiled at the start", takes_value=True),
 }
-"""Options for what this engine has not got."""
+"""Options for features that this engine does not have."""
 
 BENCHMARK_REFUSED: Mapping[str, OtherFlag] = {
     "metric_percentiles": OtherFlag("not available: mean, median, p90, p95 and p99 are printed", takes_value=True),
@@ -376,7 +376,7 @@ SAMPLING_FIELDS: Mapping[str, str] = {
     "no_stop_trim": "include_stop",
     "sampling_seed": "seed",
 }
-"""What other engines call fields of `SamplingParams`, to their names here."""
+"""Other engines' names of fields of `SamplingParams`, and their names here."""
 
 _GRAMMAR = "grammar={}_grammar(...)"
 SAMPLING_ELSEWHERE: Mapping[str, str] = {
@@ -396,11 +396,11 @@ SAMPLING_ELSEWHERE: Mapping[str, str] = {
     "structured_outputs": _GRAMMAR.format("json"),
     "top_logprobs": "generate(..., return_logprob=True, top_logprobs_num=...)",
 }
-"""Fields of other engines' sampling parameters that are no field of ours, and what there is instead."""
+"""Fields of other engines' sampling parameters that this engine does not have, and their alternatives."""
 
 
 def canonical(name: str) -> str:
-    """The field of an engine that `name` is another name of, or `name` itself."""
+    """Returns the engine's field for an alias, or `name` itself."""
     return _FIELD_OF.get(name, name)
 
 

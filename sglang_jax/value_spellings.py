@@ -1,4 +1,4 @@
-"""Values of other engines' options: further spellings of ours, and values that are refused with a reason.
+"""Values of other engines' options: aliases of this engine's values, and values that are refused with a reason.
 
 `docs/migration.md` shows the same tables; a test compares them.
 """
@@ -49,7 +49,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "ReasoningParser": {"qwen3_thinking": "deepseek_r1", "openai_gptoss": "gpt_oss"},
 }
-"""Enum to further spellings of its values, in lower case and with underscores, as the values are here."""
+"""Enums, and aliases of their values, in lower case and with underscores like the values."""
 
 _WEIGHTS = "not available: use --quantization int8 or fp8, or a checkpoint that is quantised so"
 _OTHER_WEIGHTS = "not implemented: use int8 or fp8, or a checkpoint that is quantised so"
@@ -122,16 +122,17 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
         _PARSERS,
     ),
 }
-"""Enum to values that other engines have for the option and this one has not, with what there is instead."""
+"""Enums, and values that only other engines have for the option, with their alternatives."""
 
 
 def value_named(enum: str, value: str) -> str:
-    """The value of the enum `enum` that `value` stands for: case does not count, nor whether it has dashes or
+    """Returns the value of the enum `enum` for one of its spellings, ignoring case and the difference of dashes and
     underscores."""
     plain = value.lower().replace("-", "_")
     return VALUES.get(enum, {}).get(plain, plain)
 
 
 def refused_value(enum: str, value: str) -> str | None:
-    """What became of a value of other engines that the enum `enum` has not got; None for one that nobody knows."""
+    """Returns the alternative to a value that only other engines have for the enum `enum`; None if the value is
+    unknown."""
     return REFUSED_VALUES.get(enum, {}).get(value.lower().replace("-", "_"))

@@ -143,7 +143,7 @@ async def _answer_with_engines(
         random_seed=config.random_seed,
         read_lines=min(READ_LINES, batch.lookahead),
         max_ahead=AHEAD_PER_LOOKAHEAD * batch.lookahead,
-        make_app=lambda client: create_app(create_context(client, config, Callers.within())),
+        make_app=lambda client: create_app(create_context(client, config, Callers.in_process())),
     )
     try:
         await driver.run(replicas)

@@ -1,1 +1,1 @@
-"""The command line: thin argument parsing over the packages below."""
+"""The command line: parses arguments and calls the packages below."""

@@ -38,7 +38,7 @@ def batch(batch: BatchConfig, ray: RayOptions, engine: EngineConfig, runner: str
     if ray != RayOptions():
         given = ", ".join(flag_name(name) for name in RayOptions.model_fields if name in ray.model_fields_set)
         raise click.UsageError(f"{given}: these options need --engine ray")
-    from sglang_jax.batch.run import run_batch  # here, so that --help and bad flags are answered at once
+    from sglang_jax.batch.run import run_batch  # imported late: --help must be fast
 
     return run_batch(batch, engine)
 

@@ -1,4 +1,4 @@
-"""`cache-report`: what lies in a server's prefix cache, as text or as a picture."""
+"""`cache-report`: the contents of a server's prefix cache, as text or as a picture."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sglang_jax.config import Environment
 from sglang_jax.errors import ConfigError
 
 SECONDS = 30.0
-"""How long a server may take to answer: it looks at its cache between two steps."""
+"""Timeout of the server's answer, which it creates between two steps."""
 
 SHOWN = 40
-"""Most nodes that the text shows."""
+"""Maximum nodes in the text."""
 
 WIDTH, ROW = 1200, 22
-"""Of the picture, in pixels: its width, and the height of one level of the tree."""
+"""Width of the picture, and height of one level of the tree, in pixels."""
 
 
 @click.command("cache-report", short_help="Show the contents of a server's prefix cache.")
@@ -61,7 +61,7 @@ def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """One replica's cache: a table of the pools, one of the tree, indented by its levels, and one of the sessions."""
+    """Returns one replica's cache as tables: the pools, the tree (indented by level), and the sessions."""
     head = f"Replica {report['replica']}: {report['num_nodes']} nodes, {report['num_namespaces']} namespaces, "
     lines = [head + f"pages of {report['page_size']} tokens", "", _pools(report["groups"]), "", *_tree(report)]
     if report["sessions"]:
@@ -104,12 +104,12 @@ def _session_line(session: dict[str, Any]) -> str:
 
 
 def _plain(text: str) -> str:
-    """What clients chose, for a terminal: without what moves its cursor or breaks the line."""
+    """Returns a client's text without characters that move the terminal's cursor or break the line."""
     return "".join([one if one.isprintable() else ascii(one)[1:-1] for one in text])
 
 
 def _children(nodes: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """By the id of the node above, 0 at the top: the most used first."""
+    """Returns nodes by the id of their parent, 0 for the roots; the most used ones first."""
     below: dict[int, list[dict[str, Any]]] = {}
     for node in nodes:
         below.setdefault(node["parent"], []).append(node)
@@ -119,7 +119,8 @@ def _children(nodes: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 def _walk(below: dict[int, list[dict[str, Any]]], parent: int, depth: int) -> list[tuple[dict[str, Any], int]]:
-    """Nodes with their depths, each before those below it. No recursion: conversations make long chains."""
+    """Returns nodes with their depths, parents before children. Not recursive, because conversations form long
+    chains."""
     order = []
     stack = [(node, depth) for node in reversed(below.get(parent, []))]
     while stack:
@@ -130,8 +131,8 @@ def _walk(below: dict[int, list[dict[str, Any]]], parent: int, depth: int) -> li
 
 
 def as_svg(reports: list[dict[str, Any]]) -> str:
-    """The trees one below the other: a node is as wide as the tokens at its end and below, redder the more it was hit,
-    framed where a request (black) or a session (blue) depends on it, pale where it holds nothing of some pool."""
+    """Draws the trees one below the other. A node's width is the tokens of its subtree, and its red the number of hits.
+    A frame shows that a request (black) or a session (blue) uses it. It is pale if it has no pages of some pool."""
     parts: list[str] = []
     top = 0
     for report in reports:
@@ -169,11 +170,11 @@ def _box(node: dict[str, Any], groups: list[dict[str, Any]], x: float, y: int, w
     opacity = 1.0 if all(node["pages"]) else 0.4
     held = ", ".join(f"{count} {group['name']}" for group, count in zip(groups, node["pages"], strict=True))
     users = f"{node['requests']} requests, {node['sessions']} sessions"
-    told = escape(f"{node['tokens']} tokens, {node['hits']} hits, {users}; {held}")
+    title = escape(f"{node['tokens']} tokens, {node['hits']} hits, {users}; {held}")
     green = round(200 - 150 * heat)
     label = str(node["tokens"]) if width > 30 else ""
     return (
-        f'<g><title>{told}</title><rect x="{x:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" '
+        f'<g><title>{title}</title><rect x="{x:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" '
         f'height="{ROW - 2}" fill="rgb(235,{green},80)" fill-opacity="{opacity}" stroke="{frame}"/>'
         f'<text x="{x + 3:.1f}" y="{y + 14}">{label}</text></g>'
     )

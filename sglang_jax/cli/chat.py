@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import readline  # noqa: F401  # gives input() the keys of a shell: earlier lines, moving within one
+import readline  # noqa: F401  # lets input() edit lines and recall earlier ones
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from sglang_jax.engine.types import GenerateOutput
 from sglang_jax.errors import RequestError
 
 FENCE = '"""'
-"""Begins and ends a message of several lines."""
+"""Starts and ends a message of several lines."""
 
 HELP = f"""\
   /reset          start a new conversation
@@ -33,7 +33,7 @@ Answer = Callable[[list[dict[str, object]]], Iterator[GenerateOutput]]
 
 
 class Step(Enum):
-    """What comes after a line."""
+    """Whether the conversation continues after a line."""
 
     NEXT = auto()
     LEAVE = auto()
@@ -41,7 +41,7 @@ class Step(Enum):
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far, in OpenAI's form.
+    """The messages so far, in OpenAI's format.
 
     - `answer`: streams the model's answer to messages.
     """
@@ -51,7 +51,7 @@ class Conversation:
     turns: list[dict[str, object]] = field(default_factory=list)
 
     def take(self, line: str) -> Step:
-        """Does what a line asks for: a command, or a message that is answered."""
+        """Executes a command, or answers a message."""
         command, _, argument = line.partition(" ")
         match command:
             case "":
@@ -76,8 +76,8 @@ class Conversation:
         click.echo(f"({what})", err=True)
 
     def _say(self, message: str) -> None:
-        """Prints the answer as it comes. A message that fails, or is stopped before there is an answer, leaves the
-        conversation as it was."""
+        """Prints the answer as it arrives. A message that fails, or is stopped before any answer, is removed from the
+        conversation."""
         self.turns.append({"role": "user", "content": message})
         text = ""
         try:
@@ -103,8 +103,7 @@ class Conversation:
 
 
 def lines_of_terminal() -> Iterator[str]:
-    """Messages and commands as they are typed, or as a file or pipe gives them, until there are no more. Ctrl-C drops
-    the line begun."""
+    """Yields messages and commands from the terminal, a file or a pipe until its end. Ctrl-C drops the current line."""
     shown = sys.stdin.isatty()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`check`: would a model run on a TPU slice?"""
+"""`check`: checks whether a model would run on a TPU slice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def check(arguments: tuple[str, ...]) -> int:
     """Check whether a model fits a TPU slice by compiling it ahead of time, without a TPU."""
-    from sglang_jax.cli.main import run  # here: it imports this module
+    from sglang_jax.cli.main import run  # circular import
 
-    # By its name: what is for TPUs uses this package, and not the other way round.
+    # By name, because this package must not depend on `tpu`.
     return run(import_module("tpu.check").check, "sglang-jax check", arguments)

@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint in a format that loads faster."""
+"""`convert`: writes a checkpoint in a format that loads faster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TargetFormat(StrEnum):
 
 
 class StoredDtype(StrEnum):
-    """What the backend that reads the converted weights computes in."""
+    """The dtype in which the backend that reads the converted weights computes."""
 
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
@@ -29,7 +29,7 @@ class StoredDtype(StrEnum):
 
 
 class ConvertConfig(BaseModel):
-    """What is converted to what, and where it goes."""
+    """The options of `convert`: checkpoint, formats and output."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,7 +55,7 @@ class ConvertConfig(BaseModel):
 def convert(config: ConvertConfig, model: str | None) -> int:
     """Write MODEL (as for --model-path) in another format: weights, config and tokenizer."""
     path = _the_model(config, model)
-    # Here, so that --help and bad flags are answered at once, and no other command imports a backend.
+    # Imported late: --help must be fast, and other commands must not import a backend.
     import jax.numpy as jnp
 
     from sglang_jax.architectures.tensor_names import Kind
@@ -95,7 +95,7 @@ def convert(config: ConvertConfig, model: str | None) -> int:
         if stored_config.is_file():
             own_head = not checkpoint.config.tie_word_embeddings
             if own_head and load_hf_config(checkpoint.source.path).tie_word_embeddings:
-                # The file has a head that its config ties away; so has what is written.
+                # The checkpoint has its own head although its config ties it. The output keeps the head.
                 untied = json.loads(stored_config.read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
                 (beside / CONFIG_FILE).write_text(json.dumps(untied, indent=2), encoding="utf-8")
             else:
@@ -130,7 +130,7 @@ def _the_model(config: ConvertConfig, model: str | None) -> str:
 
 
 def _dtype(wanted: StoredDtype, stored: str) -> StoredDtype:
-    """float16 widens to float32, which holds all its values."""
+    """Returns the dtype to write. float16 becomes float32, which has all its values."""
     if wanted is not StoredDtype.AUTO:
         return wanted
     return StoredDtype.BFLOAT16 if stored == StoredDtype.BFLOAT16.value else StoredDtype.FLOAT32

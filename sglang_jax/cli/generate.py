@@ -22,7 +22,7 @@ from sglang_jax.errors import ParameterError
 
 @dataclass(slots=True)
 class Timing:
-    """When the answer's first and last output came, and the last output itself."""
+    """Times of the answer's start and of its first and last output, in seconds; and the last output."""
 
     start: float
     first: float = 0.0
@@ -59,7 +59,7 @@ def generate(config: EngineConfig, prompt: str, system: str | None, raw: bool, *
 
 
 def prompt_ids(tokenizer: TextTokenizer, prompt: str, *, system: str | None, raw: bool) -> list[int]:
-    """The prompt's tokens. The chat template writes the special tokens itself, so none are added to its text."""
+    """Returns the prompt's tokens. The chat template writes special tokens itself, so no more are added to its text."""
     if raw:
         ids = tokenizer.encode(prompt)
         if not ids:
@@ -71,7 +71,7 @@ def prompt_ids(tokenizer: TextTokenizer, prompt: str, *, system: str | None, raw
 
 
 def stream_to_terminal(outputs: Iterable[GenerateOutput], timing: Timing) -> None:
-    """Prints text as it comes."""
+    """Prints text as it arrives, and records its times."""
     for output in outputs:
         timing.last = time.perf_counter()
         if timing.output is None:
@@ -81,8 +81,8 @@ def stream_to_terminal(outputs: Iterable[GenerateOutput], timing: Timing) -> Non
 
 
 def summary(timing: Timing, *, interrupted: bool) -> str:
-    """One line: tokens, tokens per second after the first output, time to first token, how it ended. Where no token was
-    asked for, the time to the end."""
+    """Returns one line: tokens, tokens per second after the first output, time to first token (to the end without
+    tokens), finish reason."""
     output = timing.output
     if output is None:
         return "no tokens, interrupted" if interrupted else "no tokens"

@@ -1,4 +1,4 @@
-"""The command `sglang-jax`, also `python -m sglang_jax`: its subcommands, and how errors are told."""
+"""The command `sglang-jax`, also `python -m sglang_jax`: its subcommands and error messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HELP = ("-h", "--help")
 
 
 class CommandGroup(click.Group):
-    """Commands, also by the names that they have in other engines."""
+    """Commands, also by their names in other engines."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, cmd_name) or super().get_command(ctx, COMMANDS.get(cmd_name, cmd_name))
@@ -54,7 +54,7 @@ def cli() -> None:
 
 
 def _tell_version(context: click.Context) -> None:
-    """Not click's own option: it wants the distribution's name."""
+    """Prints the version. click's own option is not used because it needs the distribution's name."""
     click.echo(f"sglang-jax, version {version()}")
     context.exit()
 
@@ -75,15 +75,15 @@ bench.add_command(bench_accuracy, "accuracy")
 bench.add_command(bench_offline, "offline")
 bench.add_command(bench_serving, "serving")
 for command in (cli, bench, *cli.commands.values(), *bench.commands.values()):
-    # click makes a command's help option once, with the names of the first context, whoever makes that.
+    # click creates a command's help option once, with the names of the first context.
     command.context_settings.setdefault("help_option_names", list(HELP))
     command.get_help_option(click.Context(command, help_option_names=list(HELP)))
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: what the user got wrong is one line on stderr and status 2."""
+    """Runs a command and returns its exit status. A user's mistake prints one line on stderr, and the status is 2."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal of another locale shows what it can of an answer
+        sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show all characters
     try:
         status = command.main(
             args=None if arguments is None else list(arguments),
@@ -108,7 +108,8 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
 
 
 def _unknown_option(error: click.NoSuchOption) -> str:
-    """The message, with suggestions that work, or what became of an option of other engines that is nearer."""
+    """Returns the error for an unknown option, with the nearest options, or the alternative to a nearer option of other
+    engines."""
     options = [] if error.ctx is None else [each for each in error.ctx.command.params if isinstance(each, click.Option)]
     field = _field_of(error.option_name)
     if SAMPLING_FIELDS.get(field, field) in _SAMPLING:

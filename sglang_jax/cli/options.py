@@ -1,6 +1,6 @@
-"""Command-line flags made from the fields of pydantic models, so that an option is declared once.
+"""Creates command-line flags from the fields of pydantic models, so that each option is declared once.
 
-`pydantic_settings.CliApp` does not replace this: docs/architecture.md says why.
+`pydantic_settings.CliApp` cannot replace this, see docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from sglang_jax.spellings import (
 from sglang_jax.value_spellings import refused_value
 
 HIDDEN_PREFIX = "hidden_"
-"""Starts the parameter names of hidden options. click stores values by parameter name: two options with one name would
-read each other's."""
+"""Prefix of hidden options' parameter names. click stores values by parameter name, so two options with the same name
+would share a value."""
 
 NOTES = f"{__name__}.notes"
-"""Where a command's context keeps what is to be said of options that change nothing."""
+"""The key in a command's context for notes on options without effect."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,26 +49,27 @@ Config = TypeVar("Config", bound=EngineConfig)
 
 
 def flag_name(field: str) -> str:
-    """`page_size` is set by `--page-size`."""
+    """Returns the flag of a field: `--page-size` for `page_size`."""
     return "--" + field.replace("_", "-")
 
 
 def option_by_all_names(field: str, **attributes: Any) -> Callable[[Command], Command]:
-    """A click option for a field of an engine in a command that builds none: `page_size` has `--block-size` too."""
+    """Returns a click option for an engine's field with all its aliases, for commands that do not build an engine's
+    config: `page_size` is also `--block-size`."""
     return click.option(flag_name(field), *_other_names(field, ALIASES, frozenset()), field, **attributes)
 
 
 def with_dashes(token: str) -> str:
-    """How click is to read an option's name: `--page_size` is `--page-size`."""
+    """Normalizes an option's name for click: `--page_size` is `--page-size`."""
     return token.replace("_", "-")
 
 
 def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Command]:
-    """Gives a click command one flag per field of `models`, and `--config FILE`. Where a model is an engine's, its
-    fields have their other names too (`sglang_jax.spellings`), but for those in `taken`: options of the command.
+    """Gives a click command one flag per field of `models`, and `--config FILE`. Fields of an engine's model also have
+    their aliases (`sglang_jax.spellings`), except those in `taken`, which are options of the command itself.
 
-    The command is called with each model built, under the keyword it has here. A flag wins over the file, the file
-    over the default. What a model refuses ends the command with a line naming the flag or key, the value and the limit.
+    The command is called with each model under its keyword here. Flags override the file, and the file overrides
+    defaults. An invalid value ends the command with a line that names the flag or key, the value and the limit.
     """
     owners = {field: keyword for keyword, model in models.items() for field in model.model_fields}
     aliases = {model: ALIASES if issubclass(model, EngineConfig) else OTHER_ALIASES for model in models.values()}
@@ -98,7 +99,7 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
                 for keyword, model in models.items():
                     built[keyword] = _build(model, given[keyword], config, from_file)
             finally:
-                _tell_notes(built.values())
+                _print_notes(built.values())
             return command(**built, **parameters)
 
         decorated: Command = run
@@ -121,7 +122,7 @@ def options_of(*taken: str, **models: type[BaseModel]) -> Callable[[Command], Co
 
 
 def _list_passes(command: Command) -> Command:
-    """Gives a command `--list-passes`."""
+    """Adds `--list-passes` to a command."""
 
     def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         if given:
@@ -141,20 +142,20 @@ def _list_passes(command: Command) -> Command:
 
 
 def one_model(positional: str | None, by_flag: str | None) -> str | None:
-    """The model that was given, if one was. Raises `UsageError` for two."""
+    """Returns the model, or None. Raises `UsageError` for two different ones."""
     if positional is not None and by_flag is not None and positional != by_flag:
         raise click.UsageError(f"two models are given: {positional} and --model-path {by_flag}")
     return positional if by_flag is None else by_flag
 
 
 def with_model(config: Config, model: str | None) -> Config:
-    """The options with the model that was given without a flag. Raises `UsageError` if another is named elsewhere."""
+    """Returns the options with the model of the positional argument. Raises `UsageError` if they name another one."""
     chosen = one_model(model, config.model_path if "model_path" in config.model_fields_set else None)
     return config if chosen is None else config.model_copy(update={"model_path": chosen})
 
 
 def _option(name: str, model: type[BaseModel], other_names: Sequence[str] = ()) -> Callable[[Command], Command]:
-    """A click option that is None unless it was given; pydantic holds the default and the limits."""
+    """Returns a click option that is None unless given: pydantic has the default and the limits."""
     field = model.model_fields[name]
     kind = _plain_type(field.annotation)
     names = (flag_name(name), *other_names, name)
@@ -165,20 +166,20 @@ def _option(name: str, model: type[BaseModel], other_names: Sequence[str] = ()) 
 
 
 class _FieldOption(click.Option):
-    """The option of a field, which messages call by its first name alone."""
+    """The option of a field. Messages use only its first name."""
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
         return f"'{self.opts[0]}'"
 
 
 def _other_names(field: str, aliases: Mapping[str, Sequence[str]], own: Set[str]) -> list[str]:
-    """Further flags of a field, but for those that the command has for something else."""
+    """Returns the other flags of a field, except those that the command uses for something else."""
     short = [SHORT_FLAGS[field]] if field in SHORT_FLAGS else []
     return short + [flag_name(alias) for alias in aliases.get(field, ()) if alias not in own]
 
 
 def _explained_options(own: Set[str]) -> Callable[[Command], Command]:
-    """Hidden options for what other engines have: some change nothing and say so, some are refused with the reason."""
+    """Adds hidden options of other engines: some have no effect and print a note, others are refused with a reason."""
 
     def decorate(command: Command) -> Command:
         for name, flag in NEEDLESS.items():
@@ -190,12 +191,12 @@ def _explained_options(own: Set[str]) -> Callable[[Command], Command]:
 
 
 def _pairs(model: type[BaseModel], aliases: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Fields of `model` with each of their other names."""
+    """Returns pairs of a field of `model` and an alias."""
     return [(field, alias) for field in model.model_fields for alias in aliases.get(field, ())]
 
 
 def refused_options(table: Mapping[str, OtherFlag]) -> Callable[[Command], Command]:
-    """Hidden options that are refused with a reason."""
+    """Adds hidden options that are refused with a reason."""
 
     def decorate(command: Command) -> Command:
         for name, flag in table.items():
@@ -225,13 +226,13 @@ def _hidden_option(
 
 
 def _note(name: str, flag: OtherFlag) -> None:
-    """Told once it is known how: see `_tell_notes`."""
+    """Keeps a note for `_print_notes`, because the log format is not known yet."""
     notes = click.get_current_context().meta.setdefault(NOTES, [])
     notes.append(f"{name} has no effect: {flag.note}")
 
 
-def _tell_notes(configs: Iterable[BaseModel]) -> None:
-    """As lines of the log where that is JSON: whatever reads it reads every line."""
+def _print_notes(configs: Iterable[BaseModel]) -> None:
+    """Prints the notes; as log lines if the log is JSON, because its reader parses every line."""
     notes: list[str] = click.get_current_context().meta.pop(NOTES, [])
     servers = [config for config in configs if isinstance(config, ServerConfig)]
     if notes and servers and servers[0].log_format is LogFormat.JSON:
@@ -248,7 +249,7 @@ def _refuse(name: str, flag: OtherFlag) -> None:
 
 
 class _ChoiceType(click.Choice[str]):
-    """The values of an enum, by any of their spellings."""
+    """The values of an enum, in any of their spellings."""
 
     def __init__(self, kind: type[Choice]) -> None:
         super().__init__([member.value for member in kind])
@@ -279,7 +280,7 @@ def _parameter_type(kind: Any) -> Any:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """`Annotated[int, ...] | None` is an int to the command line."""
+    """Returns the type for the command line: int for `Annotated[int, ...] | None`."""
     if typing.get_origin(annotation) is typing.Annotated:
         return _plain_type(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -290,16 +291,17 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def _default_text(field: FieldInfo) -> str:
-    """A default of None is told by the description: it depends on the model or the device."""
+    """Returns the help text of a default. The description explains a default of None, which depends on the model or the
+    device."""
     if field.default is PydanticUndefined or field.default is None or isinstance(field.default, bool):
         return ""
     return f"  [default: {field.default}]"
 
 
 def read_config_file(path: Path, known: list[str], field_of: Mapping[str, str]) -> dict[str, Any]:
-    """The file's values by field name. JSON is read as the YAML that it is.
+    """Returns the file's values by field name. JSON is a subset of YAML.
 
-    - `known`: the fields. `field_of`: further names of them.
+    - `known`: the fields; `field_of`: fields by their aliases.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -319,7 +321,7 @@ def read_config_file(path: Path, known: list[str], field_of: Mapping[str, str]) 
             if name in NEEDLESS:
                 _note(f"--config {path}: {name}", NEEDLESS[name])
                 continue
-            show = (lambda one: one.replace("_", "-")) if "-" in str(key) else str  # in the user's own style
+            show = (lambda one: one.replace("_", "-")) if "-" in str(key) else str  # in the user's style
             meant = did_you_mean(field, known, others=[*NEEDLESS, *REFUSED], show=show)
             raise click.UsageError(f"--config {path} has an unknown option {key!r}" + (f"; {meant}" if meant else ""))
         if field in values:
@@ -352,8 +354,8 @@ def _error_line(problem: Any, model: type[BaseModel], config: Path | None, from_
 
 
 def fields_as_flags(message: str, model: type[BaseModel]) -> str:
-    """An error that names fields of `model`, as one who gave flags reads it. A name within a path, a word or quotation
-    marks stays as it is, and so does one that may be a plain word (`device`)."""
+    """Replaces the names of fields of `model` in an error by their flags, except within paths, words or quotation
+    marks, and names that may be plain words (`device`)."""
     names = [re.escape(name) for name in model.model_fields if "_" in name]
     return re.sub(
         rf"(?<![\w/.'\"-])({'|'.join(names)})(?![\w/'\"(=-]|\.\w)", lambda match: flag_name(match[1]), message

@@ -1,5 +1,5 @@
-"""Where programs begin. What takes a second to import is imported here, once Ctrl-C ends the process without a trace of
-it."""
+"""Entry points of programs. Slow imports happen here, after Ctrl-C was set up to end the process without a
+traceback."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+"""Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
 
 
 def main(name: str = "sglang-jax") -> None:
-    """Entry point of the scripts `sglang-jax` and that with the distribution's name."""
+    """Entry point of the scripts `sglang-jax` and the one with the distribution's name."""
     with ended_by_interrupts():
         from sglang_jax.cli.main import cli, run
     sys.exit(run(cli, name))
@@ -24,9 +24,9 @@ def main(name: str = "sglang-jax") -> None:
 
 @contextmanager
 def ended_by_interrupts() -> Iterator[None]:
-    """Ctrl-C ends the process at once, with nothing closed. For what cannot be told to stop, and leaves nothing half
-    done that somebody would find: imports, and a core that loads in a thread, whose other processes end with this one.
-    Changes nothing where Ctrl-C does something else: in the background, or where somebody handles it."""
+    """Lets Ctrl-C end the process at once, without closing anything. For work that cannot be stopped and leaves no
+    partial results: imports, and loading a core in a thread, whose other processes end with this one. Does nothing if
+    Ctrl-C is ignored (in the background) or already handled."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

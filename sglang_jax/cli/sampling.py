@@ -1,4 +1,4 @@
-"""Options of sampling, for `generate` and `chat`."""
+"""Sampling options of `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ _OF_THE_MODEL = {field.name for field in dataclasses.fields(GenerationDefaults)}
 
 
 def _sampling_option(name: str, help_text: str, default: str | None) -> Callable[[Command], Command]:
-    """An option that is None unless it was given: what it is then may be up to the model."""
+    """Returns an option that is None unless given, because its default may depend on the model."""
     neutral = _DEFAULTS[name]
-    shown = default or (f"the model's, or {neutral}" if name in _OF_THE_MODEL else str(neutral))
+    default_text = default or (f"the model's, or {neutral}" if name in _OF_THE_MODEL else str(neutral))
     others = [flag_name(other) for other, ours in SAMPLING_FIELDS.items() if ours == name and other in _TYPED]
-    return click.option(flag_name(name), *others, name, type=type(neutral), help=f"{help_text}  [default: {shown}]")
+    return click.option(
+        flag_name(name), *others, name, type=type(neutral), help=f"{help_text}  [default: {default_text}]"
+    )
 
 
 _TYPED = ("max_tokens", "min_tokens")
-"""Names of other engines and routes that are taken as flags too."""
+"""Names of other engines and routes that are also accepted as flags."""
 
 _HELP = {
     "max_new_tokens": "maximum output tokens; 0: compute only the prompt",
@@ -42,8 +44,8 @@ _HELP = {
 
 
 def sampling_options(**defaults: str) -> Callable[[Command], Command]:
-    """Gives a click command the options of one request's sampling, as keyword arguments that are None where they were
-    not given. `defaults` are the command's own, in words."""
+    """Adds sampling options to a click command, as keyword arguments that are None unless given. `defaults`: texts of
+    the command's own defaults."""
     options = [
         *(_sampling_option(name, text, defaults.get(name)) for name, text in _HELP.items()),
         click.option("--stop", multiple=True, help="string that ends the output; may be repeated"),
@@ -60,7 +62,7 @@ def sampling_options(**defaults: str) -> Callable[[Command], Command]:
 
 
 def chosen_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that were given. Raises `BadParameter` for a value out of its range, before a model is loaded."""
+    """Returns the fields that were given. Raises `BadParameter` for a value out of range, before a model is loaded."""
     chosen = {name: value for name, value in given.items() if value is not None}
     try:
         SamplingParams(**chosen)

@@ -14,6 +14,6 @@ from sglang_jax.config import ServerConfig
 def serve(config: ServerConfig, model: str | None) -> int:
     """Serve MODEL (as for --model-path) over HTTP: OpenAI's routes and SGLang's native ones."""
     config = with_model(config, model)
-    from sglang_jax.server.serve import run  # here, so that --help and bad flags are answered at once
+    from sglang_jax.server.serve import run  # imported late: --help must be fast
 
     return run(config)

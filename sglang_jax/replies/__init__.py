@@ -1,2 +1,2 @@
-"""What a model's reply is made of: text, reasoning, and calls of tools. How families of models write them is a table
-(`families.py`); one machine reads them all (`parser.py`)."""
+"""Splits a model's reply into text, reasoning, and tool calls. A table has the formats of model families
+(`families.py`); one parser reads them all (`parser.py`)."""

@@ -1,5 +1,5 @@
-"""What a schema says of arguments that are written one by one: which are bare text, and which JSON. Who enforces calls
-and who reads them ask the same question here, so that both mean the same."""
+"""Decides by their schema which arguments of a call are bare text and which are JSON, in formats that write arguments
+one by one. Both the grammar and the parser of calls use it, so that they agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = frozenset({"string", "number", "integer", "boolean", "object", "array",
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "readOnly", "writeOnly"})
 _BARE = _NOTES | {"type", "enum", "const"}
 _DEEPEST = 20
-"""References, one behind the other, that are followed for what they say of types."""
+"""Maximum chained references that are followed to find a type."""
 
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
@@ -23,7 +23,8 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 class ArgumentSchemas:
     """The schemas of a tool's arguments.
 
-    **Arguments:** `parameters`: the schema of them all; `end`: what ends a bare value, which it cannot hold.
+    **Arguments:** `parameters`: the schema of all arguments; `end`: the marker after a bare value, which cannot contain
+    it.
     """
 
     def __init__(self, parameters: Mapping[str, Any] | None, end: str) -> None:
@@ -37,12 +38,13 @@ class ArgumentSchemas:
         self.named: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
 
     def of(self, name: str) -> Any:
-        """The schema of an argument; True where nothing is said."""
+        """Returns the schema of an argument; True for any value."""
         others = self.outer.get("additionalProperties")
         return self.named.get(name, others if isinstance(others, Mapping) else True)
 
     def bare(self, schema: Any) -> bool:
-        """A value is text without quotes: it is a string of any kind or one of several, or nothing is said of it."""
+        """Whether a value is written as text without quotes: any string, one of several strings, or a value without a
+        type."""
         found = self._resolved(schema)
         if found is True:
             return True
@@ -54,7 +56,7 @@ class ArgumentSchemas:
         return self.types(found) == {"string"} and not any(self._end in one for one in choices)
 
     def choices(self, schema: Any) -> Sequence[str] | None:
-        """The texts of which a bare value is one; None for any."""
+        """Returns the allowed texts of a bare value; None for any."""
         found = self._resolved(schema)
         if not isinstance(found, Mapping):
             return None
@@ -64,7 +66,7 @@ class ArgumentSchemas:
         return None if several is None else [one for one in several if isinstance(one, str)]
 
     def types(self, schema: Any) -> frozenset[str]:
-        """The types that a value may have: all where nothing is said."""
+        """Returns the types that a value may have: all of them if the schema has no type."""
         if schema is False:
             return frozenset()
         if not isinstance(schema, Mapping):
@@ -86,7 +88,8 @@ class ArgumentSchemas:
         return types & self._types_of_reference(reference) if isinstance(reference, str) else types
 
     def as_json(self, value: str, schema: Any) -> str:
-        """A value as the model wrote it, as JSON: what its schema lets it be, in JSON or Python, else a text."""
+        """Converts a value that the model wrote to JSON: a type of its schema if it is valid JSON or Python, otherwise
+        a string."""
         if not self.bare(schema):
             types, plain = self.types(schema), value.strip()
             word = _WORDS.get(plain.lower())
@@ -101,13 +104,13 @@ class ArgumentSchemas:
         return json.dumps(value, ensure_ascii=False)
 
     def standing_alone(self, schema: Any) -> Any:
-        """A schema in which references lead to where they did in the whole."""
+        """Returns the schema with all that its references need, so that it can be used without the whole."""
         if not isinstance(schema, Mapping) or not any("$ref" in one for _, one in _nodes(schema, "")):
             return schema
         return {**_moved(schema), "$defs": {"all": _moved(self._root)}}
 
     def endless(self) -> str:
-        """The JSON pointer of a schema that refers to itself and to nothing else; empty if there is none."""
+        """Returns the JSON pointer of a schema that only refers to itself, if any; otherwise an empty text."""
         fine: set[str] = set()
         for place, schema in _nodes(self._root, ""):
             seen: set[str] = set()
@@ -122,7 +125,7 @@ class ArgumentSchemas:
 
     def _types_of_reference(self, reference: str) -> frozenset[str]:
         if reference not in self._referred:
-            self._referred[reference] = _KINDS  # what refers to itself says nothing
+            self._referred[reference] = _KINDS  # a circular reference allows all types
             if self._depth < _DEEPEST:
                 self._depth += 1
                 self._referred[reference] = self.types(self._at(reference))
@@ -130,7 +133,7 @@ class ArgumentSchemas:
         return self._referred[reference]
 
     def _resolved(self, schema: Any) -> Any:
-        """What a schema that only refers to another refers to."""
+        """Follows the references of a schema that only refers to another one."""
         seen: set[str] = set()
         while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
             if not schema.keys() <= _NOTES | {"$ref", "$defs", "definitions", "type"} or schema["$ref"] in seen:
@@ -140,7 +143,7 @@ class ArgumentSchemas:
         return schema
 
     def _at(self, reference: str) -> Any:
-        """What a reference leads to; None if that is nothing."""
+        """Returns the target of a reference; None if it does not exist."""
         if not reference.startswith("#"):
             return None
         found: Any = self._root
@@ -156,7 +159,7 @@ class ArgumentSchemas:
 
 
 def _nodes(value: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """All objects of a schema, each with its JSON pointer."""
+    """Yields all objects of a schema, each with its JSON pointer."""
     if isinstance(value, Mapping):
         yield place, value
         for name, inner in value.items():
@@ -167,7 +170,7 @@ def _nodes(value: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _moved(value: Any) -> Any:
-    """A schema whose references lead below `#/$defs/all`."""
+    """Returns a schema whose references start with `#/$defs/all`."""
     if isinstance(value, list):
         return [_moved(one) for one in value]
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Reads one call of a tool, or a list of them, as its text grows."""
+"""Reads one tool call, or a list of them, as its text grows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_jax.replies.json_scan import MOST_DEPTH, JsonScanner, Member, Scan, 
 MOST_NAME_CHARACTERS = 128
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-"""The names that tools may have."""
+"""Valid names of tools."""
 
 _NAME_KEY = '"name"'
 _ARGUMENT_KEYS = ('"arguments"', '"parameters"')
@@ -26,7 +26,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class Reading(Enum):
-    """It may go on; the call is whole; it is no call."""
+    """The state of reading: more text is needed; the call is complete; or the text is not a call."""
 
     MORE = auto()
     DONE = auto()
@@ -35,17 +35,17 @@ class Reading(Enum):
 
 @dataclass(slots=True)
 class FoundCall:
-    """A call as far as it was read: `arguments` is the beginning of a JSON object's text."""
+    """A call as far as it was read. `arguments`: the text of a JSON object so far."""
 
     name: str
     arguments: str = ""
 
 
 class CallReader:
-    """Reads a call of one form, from behind its opening.
+    """Reads a call of one form, after its opening.
 
-    **Arguments:** `at`: where it begins in the text that `read` is given; `tools`: those that may be called;
-    `required`: see `ReplyLayout`.
+    **Arguments:** `at`: where it starts in the text for `read`; `tools`: those that may be called; `required`: see
+    `ReplyLayout`.
     """
 
     def __init__(self, form: CallForm, tools: Mapping[str, Tool], at: int, *, required: bool = False) -> None:
@@ -62,14 +62,14 @@ class CallReader:
 
     @property
     def reached(self) -> int:
-        """How far the text was read."""
+        """The position up to which the text was read."""
         return self.at if self._scanner is None else max(self.at, self._scanner.at)
 
     def read(self, text: str, *, final: bool, live: bool = False) -> Reading:
-        """Reads on. `at` is behind the call once it is whole.
+        """Continues reading. After a complete call, `at` is its end.
 
-        **Arguments:** `text`: the whole text so far; `final`: there will be no more; `live`: `found` is wanted as it
-        grows, and the text is known to be a call.
+        **Arguments:** `text`: all text so far; `final`: there will be no more; `live`: `found` is to grow with the
+        text, which is known to be a call.
         """
         while self._place < len(self._parts):
             reading = self._part(self._parts[self._place], text, final=final, live=live)
@@ -108,7 +108,7 @@ class CallReader:
         if part.text.startswith(text[at:]):
             if not final:
                 return Reading.MORE
-            if self._has_arguments():  # the reply was cut in what closes the call
+            if self._has_arguments():  # the reply was cut within the end of the call
                 self.at = len(text)
                 return Reading.DONE
         return Reading.DONE if part.optional or (part.ends and at == len(text)) else Reading.FAILED
@@ -156,7 +156,7 @@ class CallReader:
             self._grow(scanner, text)
         whole, end = len(scanner.objects), scanner.at
         if scan is Scan.MORE and final and scanner.ends and (not live or len(scanner.ends) == whole):
-            whole, end, scan = len(scanner.ends), scanner.ends[-1], Scan.DONE  # a list was cut behind a call
+            whole, end, scan = len(scanner.ends), scanner.ends[-1], Scan.DONE  # a list was cut after a complete call
             while end < len(text) and (text[end].isspace() or text[end] == ","):
                 end += 1
         if scan is not Scan.DONE:
@@ -174,8 +174,7 @@ class CallReader:
         return Reading.DONE if self.found else Reading.FAILED
 
     def _grow(self, scanner: JsonScanner, text: str) -> None:
-        """The calls of a text that is known to be right, as far as they are there. Those behind which another began
-        are whole, and not looked at again."""
+        """Updates `found` from a text that is known to be calls. Calls before the last one are complete and stay."""
         for number in range(max(len(self.found) - 1, 0), len(scanner.objects)):
             members = scanner.objects[number]
             name = json_value(_value(members, (_NAME_KEY,), text))
@@ -192,7 +191,7 @@ class CallReader:
         return Reading.DONE
 
     def _parameters(self, part: Parameters, text: str, *, live: bool) -> Reading:
-        """One after the other. Between two of them `at` is behind the first."""
+        """Reads arguments one by one. Between two of them, `at` is the end of the first."""
         call = self.found[-1]
         tool = self._tools[call.name]
         if self._schemas is None:
@@ -200,7 +199,7 @@ class CallReader:
         schemas = self._schemas
         while True:
             found = _SPACE.match(text, self.at)
-            assert found is not None  # it matches nothing, too
+            assert found is not None  # it matches empty text
             at = self.at = found.end()
             if not text.startswith(part.begin, at):
                 if part.begin.startswith(text[at:]):
@@ -219,7 +218,7 @@ class CallReader:
             begin = self._searched = max(self._searched, key_end.end())
             as_json = ""
             if live and (self._required or tool.strict) and not schemas.bare(schema):
-                # Its strings may hold what ends others.
+                # JSON strings may contain the marker that ends bare values.
                 scan = self._json_end(text, key_end.end())
                 if scan is Scan.MORE:
                     return Reading.MORE
@@ -231,7 +230,7 @@ class CallReader:
             ends = re.compile(re.escape(part.end) if live else f"{re.escape(part.end)}|\n{re.escape(part.begin)}")
             end = ends.search(text, begin)
             if end is None:
-                # The search goes on where it ended: values may be long.
+                # The next search continues here, because values may be long.
                 self._searched = max(begin, len(text) - len(part.end) - len(part.begin))
                 return Reading.MORE
             value = _without_ends(text[key_end.end() : end.start()])
@@ -241,7 +240,7 @@ class CallReader:
             self._searched, self._scanner, self._value_end = self.at, None, -1
 
     def _json_end(self, text: str, at: int) -> Scan:
-        """Reads on in a value that is JSON. Where it ends is `_value_end`, once that is known."""
+        """Continues reading a JSON value, and sets `_value_end` when it is complete."""
         if self._value_end < 0:
             self._scanner = self._scanner or JsonScanner(at, values=True, deepest=None)
             self._value_scan = self._scanner.scan(text)
@@ -251,7 +250,7 @@ class CallReader:
 
 
 def _value(members: Sequence[Member], keys: Sequence[str], text: str, at: int = -1) -> str:
-    """The text of a member's value, up to `at` where it has not ended; empty if it is not there."""
+    """Returns the text of a member's value, up to `at` if it is incomplete; empty if there is no such member."""
     for member in members:
         if member.key in keys and member.begin >= 0 and max(member.end, at) >= 0:
             return text[member.begin : member.end if member.end >= 0 else at]
@@ -259,5 +258,5 @@ def _value(members: Sequence[Member], keys: Sequence[str], text: str, at: int = 
 
 
 def _without_ends(value: str) -> str:
-    """Without the line end that stands on each side of a value."""
+    """Removes the line ends before and after a value."""
     return value.removeprefix("\n").removesuffix("\n")

@@ -1,5 +1,4 @@
-"""Calls of tools, and answers behind reasoning, as structural tags: so that what the model writes is what its parser
-reads."""
+"""Structural tags for tool calls, and for answers after reasoning, so that the model writes what the parser reads."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from sglang_jax.replies.forms import CallFamily, CallForm, Parameters, Reasoning
 from sglang_jax.sampling.grammar import Grammar, GrammarKind, tag_grammar
 
 Format = dict[str, Any]
-"""A `format` of XGrammar's structural tags. `field`, of a schema, is what its client calls it, for errors."""
+"""A `format` of XGrammar's structural tags. The `field` of a schema is the client's name for it, for errors."""
 
 _BLANK = " "
-"""What may stand between the parts of arguments, once: that is how models write them."""
+"""Allowed white space between parts of arguments, at most once, as models write it."""
 
 _ANY_TEXT: Format = {"type": "any_text"}
 
 
 class ReasoningStart(Enum):
-    """Where a reply is in its reasoning when it begins: it has started, is over, or the prompt does not say."""
+    """The state of the reasoning when a reply starts: already open, already closed, or not determined by the prompt."""
 
     OPEN = auto()
     CLOSED = auto()
@@ -41,11 +40,11 @@ def calls_format(
     answer: Format | None = None,
     text_begin: str = "",
 ) -> Format:
-    """The format of a reply that calls tools.
+    """Returns the format of a reply that may call tools.
 
-    **Arguments:** `form`: one of the family's, that is written; `required`: there is a call at least, and nothing but
-    calls; `parallel`: there may be several; `answer`: what a reply without a call is; None for any text; `text_begin`:
-    what an answer begins with.
+    **Arguments:** `form`: the family's form that is enforced; `required`: the reply has at least one call, and only
+    calls; `parallel`: there may be several; `answer`: the format of a reply without a call, None for any text;
+    `text_begin`: the marker before an answer.
 
     **Raises:** `ParameterError` for an answer that could be taken for a call.
     """
@@ -80,14 +79,14 @@ def calls_format(
             "tags": [around] if written.before else tags,
             "stop_after_first": not several,
         }
-    # A reply that begins as a call does is one.
+    # A reply that starts like a call is a call.
     text = {"type": "regex", "pattern": r"([^{\[\s](.|\n)*)?"} if not form.opening else _ANY_TEXT
     return {"type": "or", "elements": [calls, _sequence(_text(text_begin), text if answer is None else answer)]}
 
 
 def after_reasoning(answer: Format, form: ReasoningForm, start: ReasoningStart, *, text: bool) -> Format:
-    """The format of a reply that reasons first, if it is not over. `text`: the answer is text for the client, before
-    which some models write a marker."""
+    """Returns the format of an answer with the reasoning before it, unless that is over. `text`: the answer is text for
+    the client, before which some models write a marker."""
     if text:
         answer = _sequence(_text(form.answer), answer)
     if start is ReasoningStart.CLOSED:
@@ -99,7 +98,7 @@ def after_reasoning(answer: Format, form: ReasoningForm, start: ReasoningStart, 
 
 
 def grammar_format(grammar: Grammar) -> Format:
-    """What a grammar means, as a format."""
+    """Returns the format that is equivalent to a grammar."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return {"type": "json_schema", "json_schema": json.loads(grammar.text), "field": grammar.field}
@@ -118,7 +117,7 @@ def grammar_format(grammar: Grammar) -> Format:
 
 
 def grammar_of_format(found: Format, field: str) -> Grammar:
-    """The grammar of a format. Raises `ParameterError` if it is too long."""
+    """Returns the grammar of a format. Raises `ParameterError` if it is too long."""
     return tag_grammar({"type": "structural_tag", "format": found}, field)
 
 
@@ -140,8 +139,8 @@ def _call(form: CallForm, written: Written, tool: Tool, *, by_schema: bool) -> F
 
 
 def _schema(tool: Tool, *, by_schema: bool) -> Format:
-    """The schema of a tool's arguments, that are an object in any case. Where it does not say whether there may be
-    others, there are none: a tool knows what to do with those alone that it has."""
+    """Returns the schema of a tool's arguments, always an object. Unless the schema allows additional arguments, others
+    are refused: a tool can only use those that it declares."""
     if tool.parameters is None or not by_schema:
         return {"type": "object", "x-guidance": {"whitespace_pattern": _BLANK}}
     schema = _closed({"type": "object", **tool.parameters})
@@ -169,7 +168,7 @@ def _closed(schema: Mapping[str, Any]) -> Format:
 
 
 def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Format:
-    """Arguments one by one, in the order of their schema."""
+    """Returns the format of arguments one by one, in the order of their schema."""
     several = {"anyOf", "oneOf", "allOf", "patternProperties"} & schemas.outer.keys()
     if several and tool.strict:
         raise ParameterError(
@@ -195,7 +194,7 @@ def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Forma
 
 
 def _any_parameters(part: Parameters, schema: Any, tool: Tool, schemas: ArgumentSchemas) -> Format:
-    """Any arguments, each of this schema."""
+    """Returns the format of any arguments, each with this schema."""
     name: Format = {"type": "regex", "pattern": r"[^<>\s]([^<>\n]{0,62}[^<>\s])?"}
     value = _value(part, schema, tool, schemas, f"{tool.field}.additionalProperties")
     return {
@@ -207,7 +206,7 @@ def _any_parameters(part: Parameters, schema: Any, tool: Tool, schemas: Argument
 
 
 def _value(part: Parameters, schema: Any, tool: Tool, schemas: ArgumentSchemas, field: str) -> Format:
-    """An argument behind its name. A bare text ends where its end first comes, as it does for whoever reads it."""
+    """Returns the format of an argument after its name. Bare text ends at the first end marker, as in the parser."""
     begin = f"{part.named}\n"
     if not schemas.bare(schema):
         alone = schemas.standing_alone(_closed(schema) if isinstance(schema, dict) else schema)

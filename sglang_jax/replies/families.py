@@ -1,4 +1,4 @@
-"""The table: how families of models write calls of tools and reasoning."""
+"""The table of formats: how families of models write tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _QWEN3_CODER = CallFamily(
             ),
             written=Written("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", separator="\n"),
         ),
-        CallForm(  # models of the family forget the outer tag
+        CallForm(  # models of the family often omit the outer tag
             opening="<function=",
             parts=(
                 Name(),
@@ -167,7 +167,7 @@ _GPT_OSS = CallFamily(
         ),
         CallForm(opening="<|channel|>analysis to=", parts=_TO_TOOL),
         CallForm(opening="<|start|>assistant to=", parts=_TO_TOOL),
-        CallForm(opening="", parts=(Literal("to="), *_TO_TOOL), begins=("to=",)),  # the prompt ends with its role
+        CallForm(opening="", parts=(Literal("to="), *_TO_TOOL), begins=("to=",)),  # the prompt ends with the role
     ),
     silent=HARMONY.silent,
     starts_reply=True,
@@ -192,23 +192,23 @@ _SIGNS: tuple[tuple[ToolCallParser, tuple[str, ...]], ...] = (
     (ToolCallParser.LLAMA3, ("<|python_tag|>",)),
     (ToolCallParser.LLAMA3, ("<|start_header_id|>", '"parameters": ')),
 )
-"""What the chat templates of a family hold, the more telling first."""
+"""Texts that identify a family by its chat templates, the most specific first."""
 
 _KEY = "<arg_key>"
-"""What the calls of other models hold, that begin as Hermes' do."""
+"""A marker of other models' calls that start like those of Hermes."""
 
 _TOKENS = re.compile(r"<[|｜][^<>]*?[|｜]>|\[[A-Z_]+\]|</?\w+>")
-"""What may be a special token in the texts of the table."""
+"""Texts of the table that may be special tokens."""
 
 
 def family_of_template(template: str) -> ToolCallParser | None:
-    """The family by whose markers a chat template writes calls; None if it has none that are known."""
+    """Returns the family whose markers a chat template uses for calls; None if they are unknown."""
     known = next((family for family, signs in _SIGNS if all(sign in template for sign in signs)), None)
     return None if known is ToolCallParser.HERMES and _KEY in template else known
 
 
 def reasoning_of_template(template: str) -> ReasoningParser | None:
-    """How the model of a chat template reasons; None if the template does not tell."""
+    """Returns the reasoning format of a chat template; None if the template does not show it."""
     if all(sign in template for sign in ("<|channel|>", "<|message|>")):
         return ReasoningParser.GPT_OSS
     if "</think>" not in template:
@@ -217,7 +217,7 @@ def reasoning_of_template(template: str) -> ReasoningParser | None:
 
 
 def markers(forms: Iterable[CallForm], reasoning: ReasoningForm | None, silent: Iterable[str]) -> frozenset[str]:
-    """What may be special tokens in the texts of these rows of the table: readers of a reply need to see them."""
+    """Returns possible special tokens in these rows of the table, which the parser of a reply needs to see."""
     texts = [*silent]
     if reasoning is not None:
         texts += [reasoning.begin, reasoning.end, reasoning.then, reasoning.answer, *reasoning.silent]

@@ -1,7 +1,7 @@
-"""The words of the table of families: how calls of tools and reasoning are written.
+"""The vocabulary of the table of families: formats of tool calls and reasoning.
 
-A call is an opening, by which it is known, and parts that follow one another. What is read is a little more than what
-is enforced (`Written`): models put blanks elsewhere and change the order of keys.
+A call has an opening that identifies it, and a sequence of parts. The parser accepts a little more than the grammar
+enforces (`Written`), because models change white space and the order of keys.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """This text.
+    """A fixed text.
 
-    - `optional`: it may be missing, as what ends an output is no part of its text.
-    - `ends`: it may be missing where the output ends.
-    - `spaced`: white space may stand before it.
+    - `optional`: it may be missing, because a token that ends an output is not a part of its text.
+    - `ends`: it may be missing at the end of the output.
+    - `spaced`: white space may precede it.
     """
 
     text: str
@@ -28,7 +28,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """White space of any length, none too."""
+    """White space of any length, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class UpTo:
-    """What does not matter here, of `most` characters, and this text behind it."""
+    """At most `most` ignored characters, then this text."""
 
     text: str
     most: int = 64
@@ -46,7 +46,7 @@ class UpTo:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A JSON object: the arguments of the call whose name came before."""
+    """A JSON object: the arguments of the call whose name precedes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ Part = Literal | Space | Name | UpTo | Arguments | Calls | Parameters
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a call is enforced: `begin`, in which `{name}` stands for the tool's name, the arguments, `end`.
+    """The enforced format of a call: `begin`, with `{name}` for the tool's name; the arguments; `end`.
 
     - `separator`: between two calls.
-    - `before`, `after`: around all of them.
-    - `single`: a reply of this family has one call at most.
+    - `before`, `after`: around all calls.
+    - `single`: a reply has at most one call.
     """
 
     begin: str
@@ -87,12 +87,12 @@ class Written:
 class CallForm:
     """One way to write a call.
 
-    - `opening`: what it is known by. Empty: a call may be the whole reply, or stand behind another and a `separator`
-      of its family.
-    - `begins`: what a call without an opening begins with.
-    - `written`: None for what is read and never enforced.
-    - `sign`: text that a chat template, or a special token, has if this is the form that its model was taught, where a
-      family has several.
+    - `opening`: the text that identifies it. If empty, a call may be the whole reply, or follow another call and the
+      family's `separator`.
+    - `begins`: possible starts of a call without an opening.
+    - `written`: None for a form that is only read, never enforced.
+    - `sign`: if a family has several forms, the text in the chat template or special tokens of models that use this
+      one.
     """
 
     opening: str
@@ -104,13 +104,13 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """Reasoning stands between `begin` and `end`, before the answer.
+    """Reasoning between `begin` and `end`, before the answer.
 
-    - `first`: the model reasons first, whether its prompt says so or not.
+    - `first`: the model always reasons first, even if the prompt does not open the reasoning.
     - `anywhere`: it may also reason between two parts of its answer.
-    - `then`: what stands between the reasoning and the answer; `answer`: what an answer of text begins with.
-    - `silent`: further markers, which are nobody's text; `headers`: those of which only the ends are known.
-    - `stops`: what ends the reasoning where its end is forgotten, and is not a part of it.
+    - `then`: text between the reasoning and the answer; `answer`: the marker before a text answer.
+    - `silent`: further markers, which are not part of any text; `headers`: markers with variable text in them.
+    - `stops`: texts that end the reasoning if its `end` is missing, and that are not a part of it.
     """
 
     begin: str
@@ -126,13 +126,13 @@ class ReasoningForm:
 
 @dataclass(frozen=True, slots=True)
 class CallFamily:
-    """How a family of models writes calls.
+    """The formats of a family of models for calls.
 
-    - `separator`: may stand between calls whose opening is empty.
-    - `silent`: markers around calls, which are nobody's text.
-    - `starts_reply`: a call is the whole reply: no text stands before it.
-    - `reasoning`: belongs to the family, whatever else is asked for.
-    - `short_ids`: its chat template demands ids of nine letters and digits.
+    - `separator`: may be between calls whose opening is empty.
+    - `silent`: markers around calls, which are not part of any text.
+    - `starts_reply`: no text precedes a call.
+    - `reasoning`: the family's format of reasoning, if it always has the same.
+    - `short_ids`: its chat template requires ids of nine letters and digits.
     """
 
     forms: tuple[CallForm, ...]
@@ -143,7 +143,7 @@ class CallFamily:
     short_ids: bool = False
 
     def enforced(self, signs: str) -> CallForm:
-        """The form that a model writes whose chat template and special tokens, joined, are `signs`."""
+        """Returns the form to enforce for a model. `signs`: its chat template and special tokens, joined."""
         writable = [form for form in self.forms if form.written is not None]
         return next((form for form in writable if form.sign and form.sign in signs), writable[0])
 
@@ -152,9 +152,9 @@ class CallFamily:
 class Tool:
     """A function that a model may call.
 
-    - `parameters`: the JSON schema of its arguments; None where the client gave none.
-    - `strict`: its arguments follow the schema to the letter.
-    - `field`: where the client wrote the schema, for errors.
+    - `parameters`: the JSON schema of its arguments; None without one.
+    - `strict`: its arguments must follow the schema exactly.
+    - `field`: the place of the schema in the client's request, for errors.
     """
 
     name: str
@@ -165,14 +165,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ReplyLayout:
-    """What one reply may be made of.
+    """What one reply may contain.
 
-    - `tools`: those that may be called, by name; a call of another is text.
-    - `silent`: markers that are shown to nobody.
-    - `separate`: reasoning is told from the answer. Otherwise it is a part of the text, markers and all, and no call
-      is looked for in it.
-    - `most_calls`: what is called beyond is left out; None for all.
-    - `required`: a call is demanded, so that, where calls are enforced, the arguments of each follow their schema.
+    - `tools`: tools that may be called, by name; a call of another one is text.
+    - `silent`: markers that are not shown to clients.
+    - `separate`: reasoning is separated from the answer. Otherwise it is a part of the text, with its markers, and is
+      not searched for calls.
+    - `most_calls`: maximum calls, further ones are dropped; None for no limit.
+    - `required`: a call is required, so that, if calls are enforced, the arguments of each follow their schema.
     """
 
     reasoning: ReasoningForm | None = None

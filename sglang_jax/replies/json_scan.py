@@ -1,6 +1,6 @@
-"""Follows JSON as its text grows, for its structure alone: where it ends, and where the members of its objects lie.
+"""Scans the structure of JSON as its text grows: where it ends, and the positions of the members of its objects.
 
-What strings, numbers and names hold is looked at once the whole is there, by a parser of JSON.
+Strings, numbers and names are not validated here: a JSON parser reads them when the text is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class Scan(Enum):
-    """More may follow; it is whole; it is not JSON."""
+    """The state of a scan: more text is needed; the JSON is complete; or the text is not JSON."""
 
     MORE = auto()
     DONE = auto()
@@ -39,8 +39,8 @@ class _Expect(Enum):
 
 @dataclass(slots=True)
 class Member:
-    """A member of an object: its key as written, quotes included, and the places where its value begins and ends; -1
-    where that is not known yet."""
+    """A member of an object: its key with quotes, and the positions of its value's begin and end; -1 if not known
+    yet."""
 
     key: str
     begin: int = -1
@@ -48,9 +48,11 @@ class Member:
 
 
 class JsonScanner:
-    """One object, or with `lists` a list too, or with `values` whatever is JSON, from `at` on. `objects`: the members
-    of the object, or of each object of the list; `ends`: behind each of these that is whole. `deepest`: levels that it
-    may have; None for any number."""
+    """Scans one object from position `at`; with `lists`, also a list; with `values`, any JSON.
+
+    `objects`: the members of the object, or of each object of the list; `ends`: the end of each complete one.
+    `deepest`: maximum nesting; None for no limit.
+    """
 
     def __init__(self, at: int, *, lists: bool = False, values: bool = False, deepest: int | None = MOST_DEPTH) -> None:
         self.at = at
@@ -64,8 +66,8 @@ class JsonScanner:
         self._in_scalar = False
 
     def scan(self, text: str) -> Scan:
-        """Goes on to the end of `text`, which begins with what it was at the last call, or of the JSON, behind which
-        `at` then is."""
+        """Continues to the end of the JSON, which is then `at`, or of `text`, which starts with the text of the last
+        call."""
         while self.at < len(text):
             if self._string_from >= 0:
                 self._string(text)
@@ -85,7 +87,7 @@ class JsonScanner:
         return Scan.MORE
 
     def _string(self, text: str) -> None:
-        """Goes on to the end of a string."""
+        """Continues to the end of a string."""
         while True:
             self.at = _end(_PLAIN, text, self.at)
             if self.at == len(text) or (text[self.at] == "\\" and self.at + 1 == len(text)):
@@ -103,7 +105,7 @@ class JsonScanner:
             self._value_ended()
 
     def _character(self, char: str) -> bool:
-        """Takes what stands outside of strings, numbers and names; False if it cannot stand there."""
+        """Reads a character outside of strings, numbers and names; False if it is not valid there."""
         match self._expect, char:
             case ((_Expect.KEY | _Expect.KEY_OR_END), '"'):
                 self._string_from = self.at
@@ -160,19 +162,19 @@ class JsonScanner:
         self._expect = _Expect.COMMA_OR_END
 
     def _in_outer_object(self) -> bool:
-        """Whether what comes next belongs to the object itself, or to an object of the list."""
+        """Whether the position is directly within the object, or within an object of the list."""
         return self._stack == ["{"] or self._stack == ["[", "{"]
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     found = pattern.match(text, at)
-    assert found is not None  # it matches nothing, too
+    assert found is not None  # it matches empty text
     return found.end()
 
 
 def json_object(text: str) -> str | None:
-    """The text of a JSON object as a client can parse it, or None if it is none: line ends within strings, as models
-    write them, are escaped, and an object written as a string is that object."""
+    """Returns the text of a JSON object so that a client can parse it; None if it is not an object. Escapes line ends
+    within strings, which models write, and unpacks an object that is written as a string."""
     repaired = _repaired(text)
     value = json_value(repaired)
     if isinstance(value, str):
@@ -183,7 +185,7 @@ def json_object(text: str) -> str | None:
 
 
 def escape_surrogates(text: str) -> str:
-    """JSON whose strings hold no halves of characters, which no text can: they are escaped."""
+    """Escapes lone surrogates in the strings of JSON, because they cannot be encoded."""
     return _SURROGATE.sub(_escaped, text)
 
 
@@ -192,7 +194,7 @@ def _repaired(text: str) -> str:
 
 
 def json_value(text: str) -> object:
-    """What a JSON text says; `None` for what is none, and for null."""
+    """Returns the value of a JSON text; None for null and for invalid JSON."""
     try:
         value: object = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

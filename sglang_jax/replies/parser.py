@@ -1,7 +1,7 @@
-"""Takes a reply apart as its text grows: text, reasoning, calls of tools.
+"""Splits a reply into text, reasoning and tool calls as its text grows.
 
-What may yet become a marker or a call is held back, so that a stream never takes back what it has sent. What turns out
-to be no call is text, as it stands.
+Text that may become a marker or a call is held back, because a stream cannot take back what it has sent. Text that
+turns out not to be a call is returned unchanged.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from sglang_jax.replies.call_reader import CallReader, Reading
 from sglang_jax.replies.forms import CallForm, ReplyLayout
 
 _AT_ONCE = 4096
-"""Characters that are looked at together: what is held is copied with each call in it."""
+"""Characters that are parsed at once: the held text is copied for each call in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What is new of the answer's text."""
+    """The next part of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What is new of the reasoning."""
+    """The next part of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call, the `index`th of the reply."""
+    """The start of the reply's call number `index`."""
 
     index: int
     name: str
@@ -42,7 +42,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """What is new of the arguments of a call: a part of a JSON object's text."""
+    """The next part of a call's arguments, which are the text of a JSON object."""
 
     index: int
     text: str
@@ -68,8 +68,8 @@ class _Markers:
         self._longest = max(map(len, self._markers), default=0)
 
     def find(self, text: str, *, final: bool) -> tuple[int, str]:
-        """Where the first marker stands, and which; the longest of those at a place. Without one an empty text, and
-        how much of the front can be no part of one."""
+        """Returns the position of the first marker, and the longest one there. Without a marker, returns an empty text,
+        and the length of the front that cannot be part of one."""
         certain = len(text) if final else self._certain(text)
         found = self._any.search(text)
         if found is not None and found.start() < certain:
@@ -77,7 +77,7 @@ class _Markers:
         return certain, ""
 
     def _certain(self, text: str) -> int:
-        """Where the end of the text begins a marker that is not whole yet."""
+        """Returns the position where an incomplete marker starts at the end of the text, or the text's length."""
         for candidate in self._begin.finditer(text, max(0, len(text) - self._longest + 1)):
             tail = text[candidate.start() :]
             if any(len(marker) > len(tail) and marker.startswith(tail) for marker in self._markers):
@@ -86,7 +86,7 @@ class _Markers:
 
 
 def _block(forms: Sequence[CallForm]) -> tuple[str, str] | None:
-    """Between what enforced calls stand, if a call begins nowhere else."""
+    """Returns the markers around enforced calls, if calls start only between them."""
     for form in forms:
         written = form.written
         if written is not None and written.before and not written.before.startswith(form.opening):
@@ -95,14 +95,14 @@ def _block(forms: Sequence[CallForm]) -> tuple[str, str] | None:
 
 
 class ReplyParser:
-    """The machine. Pieces, joined by their kinds, are the same however the text is cut.
+    """The parser of one reply. However the text is split, the pieces are the same once joined by kind.
 
     **Arguments:**
 
-    - `layout`: what the reply may be made of.
-    - `in_reasoning`: it begins with reasoning whose beginning is in the prompt.
-    - `live`: a grammar enforces the calls, so that each is given as it grows. Otherwise it is given once it is whole,
-      as it may yet turn out to be none.
+    - `layout`: what the reply may contain.
+    - `in_reasoning`: the prompt has opened the reasoning with which the reply starts.
+    - `live`: a grammar enforces the calls, so that each is returned as it grows. Otherwise it is returned when it is
+      complete, because until then it may turn out not to be a call.
     """
 
     def __init__(self, layout: ReplyLayout, *, in_reasoning: bool = False, live: bool = False) -> None:
@@ -132,16 +132,16 @@ class ReplyParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls that were found so far."""
+        """Number of calls found so far."""
         return self._num_calls
 
     @property
     def cut(self) -> bool:
-        """The reply ended within a call that was given as it grew."""
+        """Whether the reply ended within a call that was returned as it grew."""
         return self._cut
 
     def push(self, text: str) -> list[Piece]:
-        """What more text makes certain."""
+        """Adds text, and returns the pieces that are now certain."""
         self._pieces = []
         for start in range(0, len(text), _AT_ONCE):
             self._held += text[start : start + _AT_ONCE]
@@ -149,7 +149,7 @@ class ReplyParser:
         return self._pieces
 
     def finish(self) -> list[Piece]:
-        """What was held back, at the end of the reply."""
+        """Ends the reply, and returns the text that was held back."""
         self._pieces = []
         self._run(final=True)
         return self._pieces
@@ -166,7 +166,7 @@ class ReplyParser:
                     going = self._call(final=final)
 
     def _text(self, *, final: bool) -> bool:
-        """Goes on to the next marker; whether there may be more to do."""
+        """Continues to the next marker. Returns whether there may be more to do."""
         if self._skip_space:
             self._held = self._held.lstrip()
             self._skip_space = not self._held
@@ -203,12 +203,13 @@ class ReplyParser:
         return True
 
     def _is_cut_marker(self) -> bool:
-        """Nothing but the beginning of a marker is held, behind a call."""
+        """Whether only the start of a marker is held, after a call."""
         place, _ = self._in_text.find(self._held, final=False)
         return self._num_calls > 0 and self._may_be_bare and not self._held[:place].strip()
 
     def _begin(self, *, final: bool) -> bool | None:
-        """What a reply may begin with alone: reasoning, or a call without an opening. None if it is neither."""
+        """Handles reasoning and calls without an opening, which are valid only at the start or after another call.
+        Returns whether there may be more to do; None if it is neither."""
         stripped = self._held.lstrip()
         reasoning = self._layout.reasoning
         if reasoning is not None and self._at_start and not reasoning.anywhere:
@@ -259,7 +260,7 @@ class ReplyParser:
                 self._add(Reasoning, text)
                 self._at_start = False
             space = before[len(text) :]
-            if marker == reasoning.begin:  # said again by a model whose prompt has said it
+            if marker == reasoning.begin:  # repeated by a model whose prompt already has it
                 self._held = space + rest[len(marker) :]
                 self._skip_space = self._at_start
             elif marker in reasoning.stops:
@@ -273,7 +274,7 @@ class ReplyParser:
         return bool(marker)
 
     def _begin_call(self, space: str, opening: str) -> None:
-        """A call may begin with what is held."""
+        """Starts to read a possible call in the held text."""
         self._region = _Region.CALL
         self._space, self._opening = space, opening
         self._held = opening + self._held
@@ -302,11 +303,11 @@ class ReplyParser:
         self._readers = going
         if going and not final:
             return False
-        if self._sent:  # a call that was cut: what was given of it stays given
+        if self._sent:  # a call was cut: its returned part cannot be taken back
             self._num_calls += len(self._sent)
             self._cut = True
             self._held = ""
-        elif going:  # a reply that ends within what may have been a call
+        elif going:  # the reply ends within a possible call
             self._add(Text, self._space + self._without_silent(self._held))
             self._held = ""
         else:
@@ -324,8 +325,8 @@ class ReplyParser:
         self._at_start, self._may_be_bare = False, True
 
     def _broken(self, reader: CallReader) -> bool:
-        """A call that is enforced and yet is none: what was read of it stays a call, and is cut. Whether there was any
-        of it."""
+        """Ends an enforced call that is invalid: the part read so far stays a call, which is cut. Returns whether there
+        was such a part."""
         self._give(reader)
         if not self._sent:
             return False
@@ -338,14 +339,14 @@ class ReplyParser:
         return True
 
     def _give_up(self) -> None:
-        """It was no call: its opening is text, and what follows is looked at again."""
+        """Treats the opening as text, because no call followed, and parses the rest again."""
         self._region = _Region.TEXT
         self._at_start = self._may_be_bare = False
         self._add(Text, self._space + self._without_silent(self._opening))
         self._held = self._held[len(self._opening) :]
 
     def _give(self, reader: CallReader) -> None:
-        """Gives what is new of the calls that a reader has found."""
+        """Adds the pieces for the new parts of a reader's calls."""
         most = self._layout.most_calls
         for number in range(max(len(self._sent) - 1, 0), len(reader.found)):
             call = reader.found[number]

@@ -1,4 +1,4 @@
-"""Lists and dicts as Python writes them, which models write where JSON is wanted."""
+"""Reads Python lists and dicts, which models sometimes write instead of JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from sglang_jax.replies.json_scan import escape_surrogates
 
 MOST_CHARACTERS = 16_384
-"""Of a literal: Python's parser takes some hundred bytes for each."""
+"""Maximum characters of a literal: Python's parser takes some hundred bytes for each."""
 
 _HEX = r"[\da-fA-F]"
 _OCTAL = r"(?![4-7][0-7]{2})[0-7]{1,3}"
@@ -20,12 +20,13 @@ _LITERAL = re.compile(
     | [\[\](){{}},:] | \s)*+""",
     re.VERBOSE | re.ASCII,
 )
-"""The words of a literal. Python's parser is given no others: it warns of some, and has prefixes and names."""
+"""The tokens of a literal. Python's parser gets no others, because it warns of some, and would accept prefixes and
+names."""
 
 
 def python_literal(text: str) -> tuple[object, str] | None:
-    """What a list or dict as Python writes it says, and the same as JSON; None if it is none, or is too long, or if
-    JSON has no such value."""
+    """Returns the value of a Python list or dict, and the same as JSON; None if it is not one, is too long, or has no
+    equivalent in JSON."""
     if len(text) > MOST_CHARACTERS or text[:1] not in ("[", "{") or not _LITERAL.fullmatch(text):
         return None
     try:
@@ -38,7 +39,7 @@ def python_literal(text: str) -> tuple[object, str] | None:
 
 
 def _has_text_keys(value: object) -> bool:
-    """Whether the keys of all dicts are strings, as JSON has them."""
+    """Whether the keys of all dicts are strings, as in JSON."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_text_keys(inner) for key, inner in value.items())
     return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))

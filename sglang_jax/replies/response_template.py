@@ -1,8 +1,8 @@
-"""A checkpoint's own words on how its replies are written: the `response_template` of transformers, as far as the table
-of families has words for it.
+"""Reads a checkpoint's description of its reply format, the `response_template` of transformers, as far as the
+vocabulary of `forms` can express it.
 
-Its regular expressions are not run: they are the checkpoint's, and the text is whatever the model says. Those that are
-a literal, a name and a literal are read; for others the family is known by its markers.
+Its regular expressions are not run, because they come from the checkpoint and the model's output is arbitrary. Patterns
+of a literal, a name and a literal are read; otherwise the family is determined by its markers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OPERATORS = re.compile(r"[\\.^$*+?{}()|\[]")
 
 
 def call_family(template: Mapping[str, Any]) -> CallFamily | None:
-    """How calls are written; None if that cannot be said in the words of the table."""
+    """Returns the format of calls; None if `forms` cannot express it."""
     field = _field(template, "tool_calls")
     if field is None or field.get("content") != "json" or field.get("content_args"):
         return None
@@ -49,7 +49,7 @@ def call_family(template: Mapping[str, Any]) -> CallFamily | None:
 
 
 def reasoning_form(template: Mapping[str, Any]) -> ReasoningForm | None:
-    """How reasoning is written, likewise."""
+    """Returns the format of reasoning; None if `forms` cannot express it."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         field = _field(template, name)
         if field is not None and isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
@@ -58,7 +58,7 @@ def reasoning_form(template: Mapping[str, Any]) -> ReasoningForm | None:
 
 
 def signs(template: Mapping[str, Any]) -> str:
-    """All texts of a template, in which the markers of a family may stand."""
+    """Returns all texts of a template, to search them for the markers of a family."""
     return _ESCAPED.sub(r"\1", json.dumps(template, ensure_ascii=False).replace("\\\\", "\\"))
 
 
@@ -69,7 +69,8 @@ def _field(template: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _opening(field: Mapping[str, Any]) -> tuple[str, str | None] | None:
-    """What stands before a call, and between its name and its arguments: None where the name is among these."""
+    """Returns the text before a call, and the text between its name and its arguments: None if the name is inside of
+    the arguments."""
     if isinstance(field.get("open"), str):
         return field["open"], None
     pattern = field.get("open_pattern")
@@ -83,7 +84,7 @@ def _opening(field: Mapping[str, Any]) -> tuple[str, str | None] | None:
 
 
 def _literal(pattern: str) -> str | None:
-    """The text that a regular expression stands for; None if it stands for several."""
+    """Returns the only text that a regular expression matches; None if it matches several."""
     if _OPERATORS.search(_ESCAPED.sub("", pattern)):
         return None
     return _ESCAPED.sub(r"\1", pattern)

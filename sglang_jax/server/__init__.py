@@ -1,1 +1,1 @@
-"""HTTP: OpenAI's routes, the native routes, metrics. Speaks to the engine only."""
+"""HTTP: OpenAI's routes, the native routes, metrics. Uses only the engine's client."""

@@ -26,16 +26,16 @@ from sglang_jax.server.sessions import sessions_router
 
 
 def create_context(client: EngineClient, config: ServerConfig, callers: Callers | None = None) -> ServerContext:
-    """`callers`: None for those that the options name. Raises `ConfigError` for keys that are empty, are given twice,
-    or cannot be read."""
+    """Returns the context of an engine's routes. `callers`: None for those of the options. Raises `ConfigError` for
+    keys that are empty, duplicate or unreadable."""
     if callers is None:
         callers = Callers.of(config)
     return ServerContext(client, config, ServerMetrics(client, config.model_name), callers)
 
 
 def create_app(context: ServerContext) -> FastAPI:
-    """An ASGI application that serves the context's engine. It must run on the event loop that the engine client
-    runs on."""
+    """Returns an ASGI application that serves the context's engine. It must run on the event loop of the engine
+    client."""
     app = DescribedApp(title="sglang-jax", docs_url=None, redoc_url=None, asks_for_a_key=context.callers.asks_for_a_key)
     app.state.long_work = LongWork()
     app.state.max_json_depth = context.config.max_json_depth
@@ -59,7 +59,7 @@ def create_app(context: ServerContext) -> FastAPI:
     config = context.config
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes, client_timeout=config.client_timeout)
-    app.add_middleware(ApiKeyMiddleware, callers=context.callers)  # comes before it: what has no key is not read
+    app.add_middleware(ApiKeyMiddleware, callers=context.callers)  # runs before BodyLimit
     app.add_middleware(AllowedOrigins, origins=config.origins())
-    app.add_middleware(WithoutTrailingSlash)  # the last comes first
+    app.add_middleware(WithoutTrailingSlash)  # the last added runs first
     return app

@@ -1,4 +1,4 @@
-"""What is looked at before any route: the API key."""
+"""Middleware that runs before all routes: the API key, HEAD, trailing slashes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sglang_jax.server.errors import AuthenticationError, error_response
 from sglang_jax.server.route_list import ROUTES_PATH
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
-"""What answers without a key: load balancers and orchestrators have none."""
+"""Paths that need no key, because load balancers and orchestrators have none."""
 
 
 KEY_HEADER = "x-api-key"
-"""Where Anthropic's clients, and some gateways, put the key."""
+"""The header in which Anthropic's clients and some gateways send the key."""
 
 
 class HeadAsGet:
@@ -30,7 +30,7 @@ class HeadAsGet:
 
 
 class WithoutTrailingSlash:
-    """Takes `/v1/completions/` for `/v1/completions`. A redirect would reach clients that do not follow it on POST."""
+    """Treats `/v1/completions/` as `/v1/completions`. Some clients do not follow a redirect of a POST."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -42,8 +42,8 @@ class WithoutTrailingSlash:
 
 
 class ApiKeyMiddleware:
-    """Finds out whose request it is, by `Authorization: Bearer KEY` or `x-api-key: KEY`, on every path but `OPEN_PATHS`
-    and the list of routes, which is the same for everybody."""
+    """Sets the caller of a request by its `Authorization: Bearer KEY` or `x-api-key: KEY`; refuses unknown keys with
+    401. `OPEN_PATHS` and the list of routes, which is the same for all, need no key."""
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app = app

@@ -1,6 +1,6 @@
-"""Who calls: keys, what each of them may do, and what it has in use.
+"""Callers: API keys, their rights and limits, and what each has in use.
 
-A key is found by its digest, so that how long a refusal takes says nothing about keys.
+Keys are looked up by digest, so that the time of a refusal reveals nothing about them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _CALLER: ContextVar[Caller] = ContextVar("caller")
 class KeyEntry(BaseModel):
     """A key in the file of `--api-keys`, under its name.
 
-    - `max_concurrent`: most completions in flight; more are refused with 429.
-    - `tokens_per_minute`: prompt and output tokens; once they are used up requests are refused with 429 until there
-      are some again. What is in flight goes on.
-    - `max_priority`: highest `priority` that a request may ask for.
-    - `share_cache`: its requests share cached prefixes with those of others that do so; else with its own alone.
-    - `hide_cached_tokens`: answers do not tell how much of a prompt was cached.
+    - `max_concurrent`: maximum completions in flight; more are refused with 429.
+    - `tokens_per_minute`: prompt and output tokens; once they are used up, requests are refused with 429 until some
+      have come back. Requests in flight continue.
+    - `max_priority`: maximum `priority` of a request.
+    - `share_cache`: its requests share cached prefixes with those of other keys that do so; otherwise only with its
+      own.
+    - `hide_cached_tokens`: answers do not report how much of a prompt was cached.
     - `admin`: may do what the `--admin-api-key` may.
     """
 
@@ -55,7 +56,8 @@ class _KeyFile(BaseModel):
 
 
 class TokenBucket:
-    """Tokens of a minute, which come back evenly. It may be overdrawn: what a request takes is known afterwards."""
+    """A token bucket that refills evenly. Its level may be negative, because a request's tokens are known only
+    afterwards."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_minute = per_minute
@@ -64,12 +66,12 @@ class TokenBucket:
         self._seen = clock()
 
     def take(self, tokens: int) -> None:
-        """They were used."""
+        """Subtracts used tokens."""
         self._refill()
         self._level -= tokens
 
     def seconds_to_wait(self) -> float:
-        """Until there is a token; 0 if there is."""
+        """Seconds until there is a token; 0 if there is one."""
         self._refill()
         return max(1.0 - self._level, 0.0) * 60.0 / self.per_minute
 
@@ -81,11 +83,11 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class Caller:
-    """Whoever has a key, or anybody where there are none.
+    """The holder of a key, or any client of a server without keys.
 
-    - `admin`: may change the server's state, and see what others do.
-    - `max_priority`: None for any.
-    - `cache_secret`: what keeps its cached prefixes from others'; empty where they are shared.
+    - `admin`: may change the server's state, and see requests of others.
+    - `max_priority`: None for no limit.
+    - `cache_secret`: separates its cached prefixes from those of others; empty if they are shared.
     - `running`: completions in flight.
     """
 
@@ -99,9 +101,10 @@ class Caller:
     running: int = field(default=0, init=False)
 
     def enter(self, prompts: Sequence[GenerateInput]) -> int:
-        """Notes prompts as in flight, and returns how many completions they are, for `leave`.
+        """Counts prompts as in flight, and returns their number of completions, for `leave`.
 
-        **Raises:** `ParameterError` for a priority above the caller's, `RateLimitError` for more than it may have.
+        **Raises:** `ParameterError` for a priority above the caller's maximum; `RateLimitError` above a limit of the
+        caller.
         """
         for prompt in prompts:
             if self.max_priority is not None and prompt.priority > self.max_priority:
@@ -126,16 +129,17 @@ class Caller:
         return count
 
     def leave(self, count: int) -> None:
-        """So many completions are over."""
+        """Subtracts completions that have ended."""
         self.running -= count
 
-    def tenant(self, said: str) -> str:
-        """Whose what it sends is: its own, or, where an operator says so, somebody else's."""
-        return said if self.admin and said else self.name
+    def tenant(self, claimed: str) -> str:
+        """Returns the tenant of its requests: the caller itself, or the tenant that an operator names."""
+        return claimed if self.admin and claimed else self.name
 
-    def own(self, prompt: GenerateInput, request_id: str) -> GenerateInput:
-        """The prompt as one of the caller's, part of its request with this id, in the part of the prefix cache that is
-        its own. An operator, as a server before this one is, may say whose it is and what it is part of."""
+    def adopt(self, prompt: GenerateInput, request_id: str) -> GenerateInput:
+        """Returns the prompt with the caller as tenant, the request with this id as flow, and the caller's part of the
+        prefix cache as namespace. An operator, such as a server in front of this one, may set tenant and flow
+        itself."""
         tenant, flow = self.tenant(prompt.tenant), prompt.flow if self.admin and prompt.flow else request_id
         if not self.cache_secret:
             return replace(prompt, tenant=tenant, flow=flow)
@@ -145,7 +149,7 @@ class Caller:
 
 
 class Usage:
-    """What the completions of one call have taken of a caller's tokens so far."""
+    """Charges the tokens of one call's completions to its caller as they are generated."""
 
     def __init__(self, tokens: TokenBucket) -> None:
         self._tokens = tokens
@@ -153,7 +157,8 @@ class Usage:
         self._prompts: set[int] = set()
 
     def add(self, number: int, delta: OutputDelta) -> None:
-        """The newest delta of one completion of prompt `number`. A prompt counts once, however many it has."""
+        """Charges the newest delta of a completion of prompt `number`. A prompt counts once, whatever its
+        completions."""
         place = (number, delta.index)
         before = self._taken.get(place)
         if before is None:
@@ -172,12 +177,11 @@ class Callers:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Callers:
-        """Those that the options name.
+        """Returns the callers of the options.
 
-        Without `admin_api_key` whoever has the `api_key` is an operator, and without `api_keys` as well whoever is let
-        in: there is no other.
+        Without `admin_api_key`, the `api_key` is an operator's. Without any key, every client is an operator.
 
-        **Raises:** `ConfigError` for keys that are empty, are given twice, or cannot be read.
+        **Raises:** `ConfigError` for keys that are empty, duplicate or unreadable.
         """
         by_key: dict[str, Caller] = {}
 
@@ -202,18 +206,18 @@ class Callers:
         return cls(by_key, Caller("anybody", admin=admin_key is None) if open_to_all else None)
 
     @classmethod
-    def within(cls) -> Callers:
-        """For an application that nobody reaches but the process that it is in: whatever keys there are, none is asked
-        for."""
+    def in_process(cls) -> Callers:
+        """Returns callers for an application that only its own process can reach: no key is asked for, whatever the
+        options say."""
         return cls({}, Caller("this process", admin=True))
 
     @property
     def asks_for_a_key(self) -> bool:
-        """Nobody is let in without one."""
+        """Whether all requests need a key."""
         return self._anybody is None
 
     def find(self, authorization: str) -> Caller | None:
-        """Who sends this header (`Bearer KEY`, RFC 6750, section 2.1); None if that is nobody who is let in."""
+        """Returns the caller of this header (`Bearer KEY`, RFC 6750, section 2.1); None if it is to be refused."""
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() == "bearer":
             found = self._by_digest.get(_digest(key.strip().encode("latin-1")))
@@ -223,23 +227,24 @@ class Callers:
 
 
 def set_caller(caller: Caller) -> None:
-    """The request of this task, and of those that it starts, is of this caller."""
+    """Sets the caller of the current task's request, also for tasks that it starts."""
     _CALLER.set(caller)
 
 
 def current_caller() -> Caller:
-    """Whose request this is. Raises `LookupError` outside of one: nobody is taken for an operator by mistake."""
+    """Returns the caller of the current request. Raises `LookupError` outside of a request, so that no code runs as an
+    operator by mistake."""
     return _CALLER.get()
 
 
 def caller_name() -> str:
-    """Whose request this is; empty where nobody was asked for a key, as on `auth.OPEN_PATHS`."""
+    """Returns the name of the current request's caller; empty if no key was asked for, as on `auth.OPEN_PATHS`."""
     caller = _CALLER.get(None)
     return "" if caller is None else caller.name
 
 
 async def require_admin() -> None:
-    """What routes depend on that change the server's state or show what others do. Raises `AdminKeyError`."""
+    """A dependency of routes that change the server's state or show requests of others. Raises `AdminKeyError`."""
     if not current_caller().admin:
         raise AdminKeyError(
             "this route is for operators: send the --admin-api-key, or a key with admin: true in --api-keys"
@@ -259,7 +264,7 @@ def _caller(name: str, entry: KeyEntry) -> Caller:
 
 
 def _read(path: Path) -> dict[str, KeyEntry]:
-    """YAML or JSON: `{"keys": {NAME: {"key": ..., ...}}}`. No error repeats a key."""
+    """Reads YAML or JSON: `{"keys": {NAME: {"key": ..., ...}}}`. No error repeats a key."""
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -1,5 +1,5 @@
-"""How the served model writes its replies, and what one request makes of it: what is enforced, and what takes the reply
-apart."""
+"""The formats in which the served model writes replies, and the plan for one request: the enforced grammar and the
+parser of its replies."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplyPlan:
-    """What one request makes of its replies.
+    """How the replies of one request are sampled and parsed.
 
-    - `layout`: what they may be made of; None where they are text, as it comes.
-    - `markers`: special tokens that whoever takes them apart needs to see.
-    - `grammar`: what the sampler enforces.
-    - `shows_reasoning`: it is in the answer.
+    - `layout`: what they may contain; None if a reply is returned as plain text.
+    - `live`: see `ReplyParser`.
+    - `markers`: special tokens that the parser needs to see.
+    - `grammar`: the grammar that the sampler enforces.
+    - `whole_reasoning`: the reasoning is returned in one piece.
+    - `shows_reasoning`: the reasoning is part of the answer.
     """
 
     layout: ReplyLayout | None = None
@@ -52,16 +54,16 @@ class ReplyPlan:
     shows_reasoning: bool = True
 
     def reader(self) -> ReplyReader | None:
-        """What takes one reply apart."""
+        """Returns a new parser for one reply; None for plain text."""
         return None if self.layout is None else ReplyReader(self, self.layout)
 
     def call_id(self) -> str:
-        """A new id of a call."""
+        """Returns a new id for a tool call."""
         return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
 
 
 class ReplyReader:
-    """Takes one reply apart as it comes."""
+    """Splits one reply into pieces as it arrives."""
 
     def __init__(self, plan: ReplyPlan, layout: ReplyLayout) -> None:
         self._parser = ReplyParser(layout, in_reasoning=plan.in_reasoning, live=plan.live)
@@ -71,37 +73,37 @@ class ReplyReader:
 
     @property
     def called(self) -> bool:
-        """The reply has called tools, and was not cut within a call."""
+        """Whether the reply has called tools and does not end within a call."""
         return self._parser.num_calls > 0 and not self._parser.cut
 
     def read(self, text: str, *, finished: bool) -> list[Piece]:
-        """What is certain once there is more text, or no more."""
+        """Adds text, and returns the pieces that are now certain; with `finished`, all of the rest."""
         pieces = self._parser.push(text)
         if finished:
             pieces = pieces + self._parser.finish()
         if not self._shows_reasoning:
             return [piece for piece in pieces if not isinstance(piece, Reasoning)]
-        return self._gathered(pieces, finished=finished) if self._whole_reasoning else pieces
+        return self._gather_reasoning(pieces, finished=finished) if self._whole_reasoning else pieces
 
-    def _gathered(self, pieces: list[Piece], *, finished: bool) -> list[Piece]:
-        """With the reasoning in one piece, before what follows it."""
+    def _gather_reasoning(self, pieces: list[Piece], *, finished: bool) -> list[Piece]:
+        """Joins the reasoning into one piece, before the piece that follows it."""
         gathered: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, Reasoning):
                 self._reasoning += piece.text
                 continue
-            gathered += self._said()
+            gathered += self._take_reasoning()
             gathered.append(piece)
-        return gathered + self._said() if finished else gathered
+        return gathered + self._take_reasoning() if finished else gathered
 
-    def _said(self) -> list[Piece]:
-        said, self._reasoning = self._reasoning, ""
-        return [Reasoning(said)] if said else []
+    def _take_reasoning(self) -> list[Piece]:
+        text, self._reasoning = self._reasoning, ""
+        return [Reasoning(text)] if text else []
 
 
 class ReplyFormats:
-    """How the served model writes its replies: as the options say, or as its templates tell. Found out with the first
-    chat that needs it."""
+    """The formats of the served model's replies, from the options or else from its templates. They are determined by
+    the first chat that needs them."""
 
     def __init__(self, config: ServerConfig, tokenizer: TextTokenizer) -> None:
         self._config = config
@@ -109,7 +111,7 @@ class ReplyFormats:
 
     @cached_property
     def family(self) -> CallFamily | None:
-        """How it writes calls; None if it writes none, or nobody knows how."""
+        """The format of its tool calls; None if it makes none, or the format is unknown."""
         chosen = self._config.tool_call_parser
         if chosen is ToolCallParser.NONE:
             return None
@@ -123,13 +125,13 @@ class ReplyFormats:
         template = self._tokenizer.chat_template
         known = (own is not None and family_of_template(response_template.signs(own))) or family_of_template(template)
         if not known and "tools" not in template:
-            known = ToolCallParser.HERMES  # the model is told how
+            known = ToolCallParser.HERMES  # the prompt describes this format to the model
         logger.info("Tool call format, from the chat template: %s", known or "unknown")
         return CALLS[known] if known else None
 
     @cached_property
     def reasoning(self) -> ReasoningForm | None:
-        """How it writes its reasoning, if that is told from its answers."""
+        """The format of its reasoning; None if it is not separated from the answer."""
         chosen = self._config.reasoning_parser
         if chosen is ReasoningParser.NONE:
             return None
@@ -144,7 +146,7 @@ class ReplyFormats:
         return found
 
     def check(self, tools: ToolRequest | None) -> None:
-        """Raises `UnsupportedParameterError` for tools where nobody knows how the model calls them."""
+        """Raises `UnsupportedParameterError` for tools if the model's format of calls is unknown or turned off."""
         if tools is None or self.family is not None:
             return
         how = self._config.tool_call_parser
@@ -166,11 +168,10 @@ class ReplyFormats:
         stream_reasoning: bool,
         shows_reasoning: bool = True,
     ) -> ReplyPlan:
-        """What a request makes of its replies. Raises `ParameterError`.
+        """Returns the plan for a request's replies. Raises `ParameterError`.
 
-        **Arguments:** `prompt`: the rendered conversation; `continued`: what the assistant has said already, where
-        its message is continued; `separate`, `stream_reasoning`, `shows_reasoning`: see `ReplyLayout`,
-        `ReplyPlan`.
+        **Arguments:** `prompt`: the rendered conversation; `continued`: the text of the assistant's message that the
+        reply continues, if any; `separate`, `stream_reasoning`, `shows_reasoning`: see `ReplyLayout`, `ReplyPlan`.
         """
         family = None if tools is None else self.family
         reasoning = self.reasoning or (None if family is None else family.reasoning)
@@ -238,7 +239,7 @@ def _with_calls(
     reasoning: ReasoningForm | None,
     reasoning_start: ReasoningStart,
 ) -> Grammar:
-    """The grammar of a reply that calls tools, or else is what the request's own grammar says."""
+    """Returns the grammar of a reply that either calls tools or follows the request's own grammar."""
     if tools.required and grammar is not None:
         raise ParameterError(
             f"tool_choice requires a tool call, and {grammar.field} another format: remove one of them",
@@ -260,5 +261,5 @@ def _with_calls(
 
 
 def with_grammar(sampling: SamplingParams, plan: ReplyPlan) -> SamplingParams:
-    """What is sampled under a plan."""
+    """Returns the sampling parameters with the plan's grammar."""
     return sampling if plan.grammar is sampling.grammar else dataclasses.replace(sampling, grammar=plan.grammar)

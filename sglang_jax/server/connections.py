@@ -1,4 +1,4 @@
-"""Connections that cannot be held for nothing: how many there are, and how long each may keep the server waiting."""
+"""Limits of connections: how many may be open, and how long each may keep the server waiting."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sglang_jax.errors import RequestError
 from sglang_jax.logs import OnceASecond
 from sglang_jax.server.auth import OPEN_PATHS
-from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.errors import TooManyConnectionsError, error_body
 from sglang_jax.server.held_answers import HeldAnswers, share_limit
 from sglang_jax.server.lingering import LingeringCloses
+from sglang_jax.server.partial_requests import PartialRequests
 from sglang_jax.server.sliced_connection import MAX_HEAD_LINES, SlicedConnection, head_too_large
 from sglang_jax.server.slices import SLICE, SliceTurns, SmallReads
 
@@ -34,29 +34,29 @@ logger = logging.getLogger(__name__)
 logger.addFilter(OnceASecond())
 
 MOST_OF_HEADS = 16 * 2**20
-"""Most bytes of all heads that are not whole: a head of 32 KiB on each of thousands of connections would be more."""
+"""Maximum bytes of all incomplete heads. Heads of 32 KiB on thousands of connections would be more."""
 
 HEALTH_CONNECTIONS = 64
-"""So many more may be open while `max_connections` are at work, for health checks alone: who watches a server that is
-full is not to think it dead, and start it again."""
+"""Connections above `max_connections` that may be open only for health checks, so that a full server is not taken for a
+dead one and restarted."""
 
 MOST_LOOKED_AT = 64 + HEALTH_CONNECTIONS
-"""Of connections that wait for a request, for one whose place another may have."""
+"""Maximum waiting connections that are searched for one that can be closed for a new one."""
 
 IDLE_SECONDS = 1.0
-"""A connection that has waited for less may have a request on its way, and is not closed for a new one."""
+"""A connection is not closed for a new one before it has been silent for this long: a request may be on its way."""
 
 MOST_DISCARDED = 262_144
-"""Bytes of a refused request that are taken from the kernel before its connection is closed."""
+"""Maximum bytes of a refused request that are read and discarded before its connection is closed."""
 
 SPARE_DESCRIPTORS = 384
-"""What the process needs beside `max_connections`: those for health checks, those that linger, the engine's sockets,
-logs, files that are read."""
+"""File descriptors in addition to `max_connections`: for health checks, lingering closes, the engine's sockets, logs,
+and files that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`max_connections`: open at once. `client_timeout`: seconds, see the option of this name."""
+    """`max_connections`: maximum open connections. `client_timeout`: in seconds, see the option."""
 
     max_connections: int
     client_timeout: float
@@ -64,20 +64,20 @@ class ConnectionLimits:
 
 @dataclass(slots=True)
 class ConnectionGroup:
-    """The connections of a server. `waiting`: for a request, in the order in which they began to; the first has waited
-    longest. `spare`: beyond `max_connections`."""
+    """The connections of a server. `waiting`: those without a request, the one that has waited longest first. `spare`:
+    those above `max_connections`."""
 
     waiting: dict[BoundedConnection, None] = field(default_factory=dict)
     spare: set[BoundedConnection] = field(default_factory=set)
     lingering: LingeringCloses = field(default_factory=LingeringCloses)
 
     def first_waiting(self) -> list[BoundedConnection]:
-        """Those that have waited longest, but for those whose request waits for its turn to be parsed."""
+        """The connections that have waited longest, without those whose request waits to be parsed."""
         return [one for one in islice(self.waiting, MOST_LOOKED_AT) if not one._parsing]
 
 
 def small_reads(limits: ConnectionLimits) -> Callable[..., SmallReads]:
-    """Makes what reads for a connection, as uvicorn makes one for each."""
+    """Returns a factory of protocols for uvicorn: connections with these limits that read `SLICE` bytes at a time."""
     turns = SliceTurns()
     connection = bounded_connections(limits, turns)
 
@@ -88,10 +88,10 @@ def small_reads(limits: ConnectionLimits) -> Callable[..., SmallReads]:
 
 
 def bounded_connections(limits: ConnectionLimits, turns: SliceTurns | None = None) -> type[H11Protocol]:
-    """uvicorn's connections with these limits, which all of them share, and in these turns."""
+    """Returns a class of connections for uvicorn that share these limits and `turns`."""
     group = ConnectionGroup()
     held = HeldAnswers()
-    heads = Beginnings(MOST_OF_HEADS, "heads")
+    heads = PartialRequests(MOST_OF_HEADS, "heads")
     shared_turns = SliceTurns() if turns is None else turns
 
     class Connection(BoundedConnection):
@@ -102,23 +102,23 @@ def bounded_connections(limits: ConnectionLimits, turns: SliceTurns | None = Non
 
 
 class BoundedConnection(SlicedConnection):
-    """uvicorn's connection, which ends when its client keeps it waiting.
+    """uvicorn's connection, with limits for the time and memory that a client may take.
 
-    - A client has `client_timeout` for the whole head of a request, from the connection's start or from the head's
-      first byte; uvicorn itself closes those that are idle between two requests.
-    - A client that reads nothing of an answer for that time is cut off. Until then uvicorn's write buffer holds 64 KiB
-      and one event, and the engine is not asked for more. Of long answers that are whole only so much
-      waits: see `HeldAnswers`.
-    - Where `max_connections` are open, a new one has that closed which has been idle longest: which has sent nothing
-      for `IDLE_SECONDS`. If there is none, it is one of `HEALTH_CONNECTIONS` more. A request that comes over those has
-      the place of a connection that waits for its own request; if all are at work, it is refused with 503, but for
-      `/health` and the like. So silent connections keep nobody out, and nobody keeps health checks out.
-    - Where those are open as well, the one that has waited longest is refused with 503.
-    - Whoever is refused can read why: see `LingeringCloses`.
+    - A client has `client_timeout` to send the whole head of a request, from the connection's start or the head's first
+      byte. uvicorn itself closes connections that are idle between two requests.
+    - A client that reads nothing of an answer for `client_timeout` is cut off. Until then, uvicorn's write buffer holds
+      64 KiB and one event, and the engine is not asked for more. For long complete answers, `HeldAnswers` has a limit.
+    - If `max_connections` are open, a new connection replaces the one that has been idle longest, for at least
+      `IDLE_SECONDS`. If none is idle, it becomes one of `HEALTH_CONNECTIONS` more. A request over one of those takes
+      the place of a connection that waits for a request; if all are busy, it is refused with 503, except health checks.
+      So silent connections do not keep clients out, and clients do not keep health checks out.
+    - If those are open as well, the one that has waited longest is closed, with 503 unless it is idle. If none waits,
+      the new connection is refused with 503.
+    - A refused client can read why: see `LingeringCloses`.
 
-    How it is read: see `SlicedConnection`. Of an answer whose length is not
-    known, h11 writes the beginning and the end, and the connection the chunks between them: a chunk changes nothing in
-    h11's state, and its checks cost an event as much as the engine's client.
+    For reading, see `SlicedConnection`. For an answer of unknown length, h11 writes the start and the end, and the
+    connection writes the chunks between them: a chunk does not change h11's state, and h11's checks cost as much per
+    event as the engine's client.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class BoundedConnection(SlicedConnection):
         limits: ConnectionLimits,
         group: ConnectionGroup,
         held: HeldAnswers,
-        heads: Beginnings,
+        heads: PartialRequests,
         turns: SliceTurns,
         *arguments: object,
         **options: object,
@@ -140,8 +140,8 @@ class BoundedConnection(SlicedConnection):
         self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Makes room for the connection, or refuses it. As uvicorn's, but that nothing is asked of the kernel for one
-        that may stay silent: of thousands that come at once, each is in the way of others."""
+        """Makes room for the connection, or refuses it. Unlike uvicorn's, makes no system calls for a connection that
+        may stay silent: when thousands arrive at once, each call delays the others."""
         self.connections.add(self)
         self.transport, self.flow, self.scheme = transport, FlowControl(transport), "http"
         if len(self.connections) > self._limits.max_connections and not self._has_room():
@@ -150,7 +150,7 @@ class BoundedConnection(SlicedConnection):
         self._watch()
 
     def _has_room(self) -> bool:
-        """Finds a place for a connection that is one too many: an idle one's, or one of those for health checks."""
+        """Makes room for a connection above `max_connections`: it replaces an idle one, or is one for health checks."""
         waiting = self._group.first_waiting()
         idle = [one for one in waiting if one._is_idle]
         longest_idle = next((one for one in idle if one not in self._group.spare), None)
@@ -167,7 +167,7 @@ class BoundedConnection(SlicedConnection):
         return bool(waiting)
 
     def _has_place(self) -> bool:
-        """A request has come: is there a place for it among `max_connections`, or one of a connection that waits?"""
+        """Whether the request that arrived may run: within `max_connections`, or in place of a waiting connection."""
         spare = self._group.spare
         if self in spare and len(self.connections) - len(spare) >= self._limits.max_connections:
             other = next((one for one in self._group.first_waiting() if one not in spare), None)
@@ -179,7 +179,7 @@ class BoundedConnection(SlicedConnection):
 
     @property
     def _is_idle(self) -> bool:
-        """Its client has sent nothing for a while."""
+        """Whether its client has sent nothing for `IDLE_SECONDS`."""
         return not self._rest and time.monotonic() - self._waits_since > IDLE_SECONDS
 
     def _too_many(self) -> RequestError:
@@ -189,7 +189,7 @@ class BoundedConnection(SlicedConnection):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection."""
+        """Removes the connection from its group."""
         self._group.waiting.pop(self, None)
         self._group.spare.discard(self)
         self._end_head_timer()
@@ -198,8 +198,8 @@ class BoundedConnection(SlicedConnection):
 
     @property
     def app(self) -> ASGIApp:
-        """What uvicorn runs for a request. Bound anew each time: a connection that kept it would refer to itself, and
-        what it holds would be freed when the garbage collector comes, not at once."""
+        """The application that uvicorn runs for a request. Bound for each access: a stored bound method would be a
+        reference cycle, and the connection's memory would be freed only by the garbage collector."""
         return self._run
 
     @app.setter
@@ -207,11 +207,11 @@ class BoundedConnection(SlicedConnection):
         self._application = application
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, whose chunks are written past h11; or why the request is not answered."""
+        """Runs the application, writing its chunks without h11, or refuses the request."""
         if scope["path"] not in OPEN_PATHS and not self._has_place():
             self._refuse(self._too_many())
             return
-        if len(scope["headers"]) >= MAX_HEAD_LINES:  # a head that came behind another request
+        if len(scope["headers"]) >= MAX_HEAD_LINES:  # a pipelined head, which was not checked before
             self._refuse(head_too_large())
             return
         cycle, transport, flow = self.cycle, self.transport, self.flow
@@ -234,7 +234,7 @@ class BoundedConnection(SlicedConnection):
         await self._application(scope, receive, send_or_write)
 
     def on_response_complete(self) -> None:
-        """The next request may come."""
+        """Waits for the next request."""
         super().on_response_complete()
         self._watch()
         self._count_head()
@@ -242,18 +242,18 @@ class BoundedConnection(SlicedConnection):
             self._discard_unread()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the server writes."""
+        """Starts the timer of a client that reads more slowly than the server writes."""
         super().pause_writing()
         if self._unread_timer is None:
             self._expect_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Stops the timer of a slow client."""
         super().resume_writing()
         self._end_unread_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP, or a head that is too large, with the error object that other errors have."""
+        """Answers malformed HTTP, or a head that is too large, with the error object of all errors."""
         problem = sys.exc_info()[1]
         refusal = RequestError(f"{msg.rstrip('.')}: {problem or 'it is malformed'}", code="malformed_http")
         if isinstance(problem, h11.RemoteProtocolError) and problem.error_status_hint == 431:
@@ -261,7 +261,7 @@ class BoundedConnection(SlicedConnection):
         self._refuse(refusal)
 
     def drop(self) -> None:
-        """Closes the connection, whose client has asked for nothing."""
+        """Closes a connection without a request."""
         self._group.waiting.pop(self, None)
         self.transport.abort()
 
@@ -275,29 +275,29 @@ class BoundedConnection(SlicedConnection):
             for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body)):
                 self.transport.write(self.conn.send(event) or b"")
             self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
-        if self.cycle is not None:  # who is about to answer the request has nobody left to answer
+        if self.cycle is not None:  # the application must not answer any more
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self._group.lingering.begin(self.transport):
             self._is_over = True
-            self.connection_lost(ConnectionAbortedError())  # the transport is another protocol's now
+            self.connection_lost(ConnectionAbortedError())  # the transport has another protocol now
         else:
             self.transport.close()
             self._discard_unread()
 
     def _discard_unread(self) -> None:
-        """Takes from the kernel what came of a request that was refused: at the connection's end it would answer unread
-        bytes with a reset, and the client lose what it was answered."""
+        """Reads and discards what arrived of a refused request. If bytes were unread at the close, the kernel would
+        send a reset, and the client could lose the answer."""
         socket = self.transport.get_extra_info("socket")
-        if socket is None or self not in self.connections:  # the descriptor may be somebody else's
+        if socket is None or self not in self.connections:  # the descriptor may be reused
             return
-        with suppress(OSError):  # nothing is there
+        with suppress(OSError):  # nothing to read
             for _ in range(MOST_DISCARDED // SLICE):
                 if not os.read(socket.fileno(), SLICE):
                     return
 
     def _watch(self) -> None:
-        """Starts or ends the client's time for the head of a request."""
+        """Starts or stops the timer for the head of a request."""
         waiting = self.cycle is None or self.cycle.response_complete
         if not waiting or self._is_over or self.transport.is_closing():
             self._group.waiting.pop(self, None)
@@ -310,7 +310,7 @@ class BoundedConnection(SlicedConnection):
             self._head_timer = self.loop.call_later(self._limits.client_timeout, self._end_waiting)
 
     def _end_waiting(self) -> None:
-        """The client's time for a head is over, unless it is the server that has yet to parse it."""
+        """Closes the connection, unless the head has arrived and waits to be parsed."""
         self._head_timer = None
         if self._parsing:
             self._watch()
@@ -345,7 +345,7 @@ class BoundedConnection(SlicedConnection):
 
 
 def _goes_in_chunks(scope: Scope, start: Message) -> bool:
-    """Whether h11 frames the answer that begins with `start` as chunks."""
+    """Whether h11 sends the answer that starts with `start` in chunks."""
     return (
         scope["http_version"] == "1.1"
         and scope["method"] != "HEAD"
@@ -355,9 +355,9 @@ def _goes_in_chunks(scope: Scope, start: Message) -> bool:
 
 
 def raise_descriptor_limit(max_connections: int) -> int:
-    """Lets the process open as many files as so many connections need, as far as its hard limit allows.
+    """Raises the limit of open files to what this many connections need, within the hard limit.
 
-    **Returns:** how many connections fit.
+    **Returns:** the number of connections that fit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + SPARE_DESCRIPTORS

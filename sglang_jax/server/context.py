@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the options, the figures, and which requests are in flight."""
+"""The state that all routes share: the engine, the options, the metrics, and the requests in flight."""
 
 from __future__ import annotations
 
@@ -31,36 +31,35 @@ Rendered = TypeVar("Rendered")
 Written = TypeVar("Written")
 
 ANY_MODEL = "default"
-"""The model name of clients that do not care."""
+"""A model name that every server accepts."""
 
 AT_A_TIME = 2
-"""Completions of one request that are begun before the event loop turns, or one prompt's: each takes some time to
-check and to send."""
+"""Completions of one request, but at least one prompt's, that start before the event loop does other work: checking and
+sending each takes time."""
 
 SHORT_CHAT = 16_384
-"""Characters of a chat that waits for no longer one to be rendered; a message counts as some more."""
+"""Maximum characters of a chat that is rendered without waiting for longer ones; each message adds some."""
 
 WRITERS_REST = 1.0
-"""So many times as long as it takes to write a long answer, no other is begun: its thread is in the event loop's way,
-which waits up to `serve.SWITCH_SECONDS` for Python's lock each time that it has something to do."""
+"""After a long answer was written, no other starts for this many times as long: while the thread writes, the event loop
+waits up to `serve.SWITCH_SECONDS` for Python's lock each time it has work."""
 
 LOGPROBS_AT_ONCE = 2**19
-"""Logprobs of prompts of one request that may wait at once, alternatives included: prompts with many are begun a few at
-a time. Each takes some twenty bytes until somebody writes it."""
+"""Maximum prompt logprobs of one request that wait at once, with alternatives: prompts with many start a few at a time.
+Each takes some twenty bytes until it is written."""
 
 ENGINE_NAMES = {"request_id": "rid"}
-"""The engine's names of fields, and what clients call them on every route."""
+"""The engine's names of fields, and the names that clients use on all routes."""
 
 
 @dataclass(slots=True)
 class ServerContext:
     """One engine behind HTTP.
 
-    - `draining`: the server was told to stop; what is in flight finishes, nothing new starts.
-    - `shutdown`: ends what is in flight.
-    - `callers`: who may call.
-    - `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine; `in_engine` has
-      whose they are, by the ids of all prompts.
+    - `draining`: the server is stopping: requests in flight finish, new ones are refused.
+    - `shutdown`: ends requests in flight.
+    - `in_flight`: HTTP requests that generate, by id, each with the ids of its prompts in the engine; `in_engine`:
+      callers by the ids of all prompts.
     """
 
     client: EngineClient
@@ -83,7 +82,7 @@ class ServerContext:
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
-        """What sampling fields are that a request leaves out."""
+        """Values of the sampling fields that a request leaves out."""
         return self.client.model_info.generation_defaults
 
     def check_model(self, model: str | None) -> None:
@@ -95,14 +94,16 @@ class ServerContext:
             )
 
     async def render(self, work: Callable[[], Rendered], *, size: int, request_id: str) -> Rendered:
-        """What `work` gives, which runs a chat template on about so many characters of a request: in a thread, one at a
-        time, and short ones beside a long one; in turns of callers and their requests."""
+        """Returns the result of `work`, which runs a chat template on about `size` characters. It runs in a thread, one
+        at a time, in the fair order of callers and their requests. Short chats have a separate thread, so that they do
+        not wait for long ones."""
         threads = self._short_templates if size <= SHORT_CHAT else self._templates
         return await threads.run(work, size=size, tenant=current_caller().name, flow=request_id)
 
-    async def written(self, write: Callable[[], Written], outputs: Iterable[OutputDelta]) -> Written:
-        """What `write` makes of the outputs; where these are so many, or have so many logprobs, that others would wait
-        long, in a thread that writes for one request at a time, half of the time, in turns of callers."""
+    async def write_answer(self, write: Callable[[], Written], outputs: Iterable[OutputDelta]) -> Written:
+        """Returns the result of `write`, which encodes the outputs. Long answers, with many outputs or logprobs, are
+        written in a thread so that other requests do not wait: one at a time, half of the time, in the fair order of
+        callers."""
         size = logprobs_to_write(outputs)
         if size <= FEW_LOGPROBS:
             return write()
@@ -112,7 +113,7 @@ class ServerContext:
     async def encode(
         self, text: str, request_id: str, *, add_special_tokens: bool, most_tokens: int, param: str
     ) -> list[int]:
-        """See `EngineClient.encode`; for this request of the caller's."""
+        """See `EngineClient.encode`; for this request of the current caller."""
         return await self.client.encode(
             text,
             add_special_tokens=add_special_tokens,
@@ -123,7 +124,7 @@ class ServerContext:
         )
 
     def check_size(self, prompts: int, completions: int, param: str) -> None:
-        """Raises `ParameterError` for an HTTP request of more completions than one may have, before they are made."""
+        """Raises `ParameterError` for an HTTP request with too many completions, before they are created."""
         limit = self.config.max_completions_per_request
         if completions > limit:
             raise ParameterError(
@@ -133,7 +134,7 @@ class ServerContext:
             )
 
     def check_texts(self, texts: int, param: str) -> None:
-        """Raises `ParameterError` for more texts to tokenize than one HTTP request may have."""
+        """Raises `ParameterError` for an HTTP request with too many texts to tokenize."""
         limit = self.config.max_completions_per_request
         if texts > limit:
             raise ParameterError(
@@ -160,9 +161,9 @@ class ServerContext:
     def generate(
         self, request_id: str, prompts: Sequence[GenerateInput], field_names: Mapping[str, str] = ENGINE_NAMES
     ) -> Call:
-        """The prompts of one HTTP request, to be entered by `async with`.
+        """Returns the call of one HTTP request's prompts, for `async with`.
 
-        **Arguments:** `prompts`: have their `request_id` set; `field_names`: what the route calls the engine's fields.
+        **Arguments:** `prompts`: with `request_id` set; `field_names`: the route's names of the engine's fields.
         """
         return Call(self, request_id, prompts, field_names, current_caller())
 
@@ -173,7 +174,8 @@ class ServerContext:
         write: Callable[[list[list[OutputDelta]]], Written],
         field_names: Mapping[str, str] = ENGINE_NAMES,
     ) -> Written:
-        """What `write` makes of the finished outputs of each prompt, by index. Raises `RequestError`."""
+        """Generates, and returns the result of `write` for the finished outputs of each prompt, sorted by index. Raises
+        `RequestError`."""
         outputs: list[list[OutputDelta]] = [[] for _ in prompts]
         with self._logprobs.share() as hold:  # until the answer is written
             async with self.generate(request_id, prompts, field_names) as deltas:
@@ -182,18 +184,19 @@ class ServerContext:
                         hold(output)
                         outputs[number].append(output)
             finished = [sorted(some, key=lambda output: output.index) for some in outputs]
-            return await self.written(lambda: write(finished), chain(*finished))
+            return await self.write_answer(lambda: write(finished), chain(*finished))
 
     def abort(self, request_id: str) -> None:
-        """Ends the HTTP request with this id, or the one prompt that has it; unknown ids are ignored, and so are other
-        callers', unless it is an operator who asks."""
+        """Aborts the HTTP request, or the single prompt, with this id. Ignores unknown ids and, except for operators,
+        those of other callers."""
         caller = current_caller()
         for engine_id in self.in_flight.get(request_id, (request_id,)):
             if caller.admin or self.in_engine.get(engine_id) is caller:
                 self.client.abort(engine_id)
 
     def enter(self, request_id: str, prompts: Sequence[GenerateInput], caller: Caller) -> None:
-        """Notes a request as in flight. Raises `ShuttingDownError`, and `ParameterError` for an id that is taken."""
+        """Adds a request to those in flight. Raises `ShuttingDownError`, and `ParameterError` for an id that is in
+        use."""
         if self.draining:
             raise ShuttingDownError("the server is shutting down and accepts no new requests")
         ids = tuple(prompt.request_id or "" for prompt in prompts)
@@ -205,19 +208,19 @@ class ServerContext:
         self.in_engine.update(dict.fromkeys(ids, caller))
 
     def leave(self, request_id: str) -> None:
-        """The request is no longer in flight."""
+        """Removes a request from those in flight."""
         for engine_id in self.in_flight.pop(request_id):
             del self.in_engine[engine_id]
 
 
 class Call:
-    """One HTTP request at the engine: an iterator over the deltas of its prompts as they come, each with the number of
-    its prompt. Leaving its `async with` aborts what still runs.
+    """One HTTP request at the engine: an iterator over the deltas of its prompts as they arrive, each with its prompt's
+    number. Leaving its `async with` aborts what still runs.
 
-    Plain coroutines, not generators: each generator on the way costs every token a microsecond.
+    It has plain coroutines, because each generator on the way costs a microsecond per token.
 
-    **Raises:** `RequestError` as soon as one prompt fails; the others are aborted. Entering it raises it for what its
-    caller may not ask for.
+    **Raises:** on entry, `RequestError` for requests that the caller may not make; later, `RequestError` as soon as one
+    prompt fails; the others are aborted.
     """
 
     def __init__(
@@ -259,7 +262,7 @@ class Call:
         return self
 
     def _stream(self, prompt: GenerateInput) -> PromptStream:
-        return PromptStream(self._context, self._caller.own(prompt, self._request_id))
+        return PromptStream(self._context, self._caller.adopt(prompt, self._request_id))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -281,7 +284,7 @@ class Call:
             if self._merged is not None:
                 number, delta = await self._merged.next()
             else:
-                assert self._single is not None, "it was entered"
+                assert self._single is not None, "not entered"
                 number, delta = 0, await self._single.next()
         except RequestError as error:
             rename_field(error, self._field_names)
@@ -292,7 +295,7 @@ class Call:
 
 
 class PromptStream:
-    """The deltas of one prompt, timed. An output that failed is raised."""
+    """The deltas of one prompt, whose times are recorded. Raises the error of a failed output."""
 
     def __init__(self, context: ServerContext, prompt: GenerateInput) -> None:
         self.prompt = prompt
@@ -318,20 +321,20 @@ class PromptStream:
 
 
 class MergedStreams:
-    """The deltas of several prompts as they come.
+    """The deltas of several prompts as they arrive.
 
-    **Arguments:** `streams`: made as they are needed; `at_once`: so many run or wait in the engine, and the prompts of
-    others come before the rest; `a_turn`: so many are begun before the event loop turns.
+    **Arguments:** `streams`: created as needed; `at_once`: maximum streams that run or wait in the engine, so that the
+    prompts of other requests come before the rest; `a_turn`: streams that start before the event loop does other work.
     """
 
     def __init__(self, streams: Iterator[PromptStream], at_once: int, a_turn: int) -> None:
-        # One place: whoever cannot put its delta here lets the engine gather more for it.
+        # One place: while a stream waits to put its delta here, the engine merges its further deltas into one.
         self._ready: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue(maxsize=1)
         self._producer = asyncio.create_task(self._forward_all(streams, at_once, a_turn))
 
     async def next(self) -> tuple[int, OutputDelta]:
-        """The next delta and the number of its stream. Raises `StopAsyncIteration` after the last, and what the first
-        stream that fails raises."""
+        """The next delta and the number of its stream. Raises `StopAsyncIteration` after the last, and the error of the
+        first stream that fails."""
         numbered = await self._ready.get()
         if numbered is None:
             raise StopAsyncIteration
@@ -369,17 +372,17 @@ class MergedStreams:
 
 
 def _prompt_logprobs(prompt: GenerateInput) -> int:
-    """How many are wanted of a prompt, alternatives included; of a text, how many there may be."""
+    """Number of a prompt's logprobs with alternatives; for a text, an upper bound."""
     if not prompt.return_logprob or prompt.logprob_start_len < 0:
         return 0
     return max(0, len(prompt.prompt) - prompt.logprob_start_len) * (1 + prompt.top_logprobs_num)
 
 
 def new_id(prefix: str) -> str:
-    """A random id for a response, such as `chatcmpl-0f...`."""
+    """Returns a random id for a response, such as `chatcmpl-0f...`."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def prompt_ids(request_id: str, count: int) -> list[str]:
-    """Engine ids of the prompts of one HTTP request."""
+    """Returns the engine's ids for the prompts of one HTTP request."""
     return [request_id] if count == 1 else [f"{request_id}-{number}" for number in range(count)]

@@ -21,7 +21,7 @@ class EmbeddedServer:
     >>> await server.app(scope, receive, send)
     >>> await server.close()
 
-    `app` runs on the event loop that called `start`. The other server has the socket, so `host`, `port` and similar
+    `app` runs on the event loop that called `start`. The other server owns the socket, so `host`, `port` and similar
     options do not apply; it also has to drain requests at shutdown.
     """
 

@@ -1,4 +1,4 @@
-"""How errors are said over HTTP: always `{"error": {"message", "type", "param", "code"}}`, OpenAI's error object."""
+"""Errors over HTTP: always OpenAI's error object, `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sglang_jax.errors import ParameterError, RequestError, cut, shown
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status recorded for a client that left (nginx's number); nobody reads it."""
+"""Status recorded for a client that disconnected (nginx's number); it is not sent."""
 
 RETRY_AFTER_SECONDS = 1
 
 MAX_MESSAGE_CHARACTERS = 1000
-"""Most characters of an error's message: it may repeat numbers of thousands of digits."""
+"""Maximum characters of an error's message, which may repeat numbers of thousands of digits."""
 
 TYPES_BY_STATUS = {
     401: "authentication_error",
@@ -48,7 +48,7 @@ INSTEAD = {
     "/v1/audio": "this server only generates text",
     "/v1/images": "this server only generates text",
 }
-"""What to use in place of routes that clients ask for and this server does not have, and of those below them."""
+"""Alternatives to routes that clients ask for and this server does not have, and to those below them."""
 
 
 class MalformedRequestError(RequestError):
@@ -78,21 +78,21 @@ class ClientTooSlowError(RequestError):
 
 
 class BusyError(RequestError):
-    """There is no room for the body beside those of the requests in flight."""
+    """There is no room for the body in addition to those of the requests in flight."""
 
     status = 503
     code = "busy"
 
 
 class HostNotAllowedError(RequestError):
-    """A server without a key, for this machine alone, was called by another machine's name."""
+    """A server without a key, only for this machine, was called by another machine's name."""
 
     status = 403
     code = "host_not_allowed"
 
 
 class TooManyConnectionsError(RequestError):
-    """`max_connections` are open, and none of them is idle."""
+    """`max_connections` are open, and not one of them is idle."""
 
     status = 503
     code = "too_many_connections"
@@ -106,7 +106,7 @@ class MediaTypeError(RequestError):
 
 
 class UnsupportedParameterError(RequestError):
-    """A field asks for something that this server does not do. Ignoring it would be a lie."""
+    """A field asks for a feature that this server does not have, and ignoring it would change the result."""
 
     code = "unsupported_parameter"
 
@@ -126,21 +126,21 @@ class AdminKeyError(RequestError):
 
 
 class ForeignPageError(RequestError):
-    """A page from elsewhere had a browser ask a server that has no key."""
+    """A page of another site made a browser call a server that has no key."""
 
     status = 403
     code = "foreign_page"
 
 
 class OriginNotAllowedError(RequestError):
-    """A browser asks whether pages of an origin may use this server, and they may not."""
+    """A browser asks for an origin whose pages may not use this server."""
 
     status = 403
     code = "origin_not_allowed"
 
 
 class RateLimitError(RequestError):
-    """The key has as much in flight, or has used as much, as it may. `retry_after`: seconds to wait."""
+    """The key's limit of completions in flight, or of tokens per minute, is reached. `retry_after`: seconds to wait."""
 
     status = 429
     code = "rate_limit_exceeded"
@@ -151,21 +151,21 @@ class RateLimitError(RequestError):
 
 
 class ShuttingDownError(RequestError):
-    """The server was told to stop: requests in flight finish, new ones are refused."""
+    """The server is stopping: requests in flight finish, new ones are refused."""
 
     status = 503
     code = "shutting_down"
 
 
 class UnavailableError(RequestError):
-    """A health check failed: the engine is gone or does not answer."""
+    """A health check failed: the engine has ended or does not answer."""
 
     status = 503
     code = "unavailable"
 
 
 def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
-    """OpenAI's error object; what a stream sends as its last event when it fails midway."""
+    """Returns OpenAI's error object, which is also the last event of a stream that fails midway."""
     kind = TYPES_BY_STATUS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     message = error.message
     if len(message) > MAX_MESSAGE_CHARACTERS:
@@ -174,7 +174,7 @@ def error_body(error: RequestError) -> dict[str, dict[str, str | None]]:
 
 
 def internal_error(error: Exception) -> RequestError:
-    """What a client is told of a fault of the server's own."""
+    """Returns the error that a client gets for a fault of the server."""
     refusal = RequestError(f"the server failed ({type(error).__name__}); see its log", code="internal_error")
     refusal.status = 500
     return refusal
@@ -192,7 +192,7 @@ def error_response(error: RequestError) -> Response:
 
 
 ONE = "<one>"
-"""The union branch of a value, where a list of such may stand as well."""
+"""The union branch of a single value, if a list of values is allowed too."""
 
 
 def field_path(location: Sequence[int | str]) -> str:
@@ -208,7 +208,7 @@ def field_path(location: Sequence[int | str]) -> str:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], content_type: str | None) -> RequestError:
-    """The first of pydantic's complaints, as a sentence with the field, what was expected and what came."""
+    """Returns the first of pydantic's errors as a sentence: the field, what is expected, and the value received."""
     first = errors[0]
     path, value = field_path(first["loc"]), first["input"]
     if first["type"] == "json_invalid":
@@ -223,7 +223,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], content_type: str | No
     if not path:
         return MalformedRequestError(f"the body must be a JSON object, got {shown(value)}")
     refusal = first.get("ctx", {}).get("error")
-    if isinstance(refusal, RequestError):  # of a check of this server's own
+    if isinstance(refusal, RequestError):  # raised by a validator of this server
         return refusal
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     several = ", or a list of these" if first["loc"][-1] == ONE else ""
@@ -237,7 +237,7 @@ def _no_route(method: str, path: str) -> str:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every way in which a request can fail ends in OpenAI's error object."""
+    """Makes every error of a request OpenAI's error object."""
 
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)

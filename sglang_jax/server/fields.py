@@ -1,4 +1,4 @@
-"""Building blocks of request bodies: strict types, one-or-many values, and what happens to unknown fields."""
+"""Building blocks of request bodies: strict types, one-or-many values, and the check of unknown fields."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sglang_jax.server.errors import ONE, UnsupportedParameterError
 from sglang_jax.spellings import SAMPLING_FIELDS
 
 MAX_STOP_STRINGS = 16
-"""Most stop strings of one request (OpenAI allows 4)."""
+"""Maximum stop strings of one request (OpenAI allows 4)."""
 
 MAX_NAME_CHARACTERS = 1024
-"""Most characters of ids and keys that clients choose."""
+"""Maximum characters of ids and keys that clients choose."""
 
 IGNORED_FIELDS = frozenset(
     {
@@ -46,11 +46,11 @@ IGNORED_FIELDS = frozenset(
 )
 """Fields that cannot change the output. They describe the caller, how tools are called, or which library follows a
 grammar; guess the output to make it faster (`prediction`); say how long a model stays loaded (`keep_alive`), which
-company runs it (`provider`), what else the answer reports (`usage`, `timings_per_token`), or that cached prompts may be
-reused (`cache_prompt`)."""
+company runs it (`provider`), what the answer reports in addition (`usage`, `timings_per_token`), or that cached prompts
+may be reused (`cache_prompt`)."""
 
 FALSE_ASKS = frozenset({"detokenize", "parse_tool_calls", "spaces_between_special_tokens"})
-"""Fields of other engines that are true by default, on every route: false asks for something."""
+"""Fields of other engines that are true by default on all routes, so that false asks for something."""
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -69,15 +69,15 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "parse_tool_calls": (True,),
     "mirostat": (0,),
 }
-"""Values that ask for what this server does anyway, of fields that it otherwise refuses."""
+"""Values that ask for this server's behavior, of fields that it otherwise refuses."""
 
 
 class Body(BaseModel):
     """A JSON object with strict types ("5" is not accepted as an integer, nor NaN as a number).
 
     A field that the model does not have is accepted only if it cannot change the output: it is in `IGNORED_FIELDS`, it
-    asks for nothing (null, false, or empty), or it asks for what is done anyway (`NEUTRAL_VALUES`). Load generators
-    and client libraries send many of those. Anything else is refused with the field's name.
+    asks for nothing (null, false, or empty), or it asks for the server's behavior (`NEUTRAL_VALUES`). Load generators
+    and client libraries send many such fields. Anything else is refused with the field's name.
 
     **Raises:** `UnsupportedParameterError`, which pydantic passes through.
     """
@@ -106,11 +106,11 @@ class Body(BaseModel):
         return self
 
     def is_done_anyway(self, name: str, value: object) -> bool:
-        """For values that are neutral in this kind of body only."""
+        """Whether a value is neutral in this kind of body only."""
         return False
 
     def _meant(self, name: str) -> str:
-        """The field that was probably meant, as the end of an error."""
+        """Returns the most similar field, as the end of an error."""
         fields = type(self).model_fields
         here = SAMPLING_FIELDS.get(name)
         near = [here] if here in fields else difflib.get_close_matches(name, fields, n=1, cutoff=LEAST_ALIKE)
@@ -118,12 +118,12 @@ class Body(BaseModel):
 
 
 def asks_for_nothing(value: object) -> bool:
-    """True for null, false, and the empty text, list and object."""
+    """Whether a value is null, false, or an empty text, list or object."""
     return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
 
 
 def _are_equal(value: object, other: object) -> bool:
-    """0 and 0.0 are, 0 and false are not."""
+    """Whether two values are equal: 0 and 0.0 are, 0 and false are not."""
     return isinstance(value, bool) is isinstance(other, bool) and value == other
 
 
@@ -145,13 +145,13 @@ def _prompt_shape(value: object) -> str:
 Item = TypeVar("Item")
 
 Many = Annotated[list[Item], Field(fail_fast=True)]
-"""A list, of whose faulty items the first alone is told: a megabyte of them would make errors for seconds."""
+"""A list whose validation stops at the first faulty item: creating errors for a megabyte of items takes seconds."""
 
 OneOrMany = Annotated[
     Annotated[Item, Tag(ONE)] | Annotated[Many[Item], Tag("<many>")],
     Discriminator(_one_or_many),
 ]
-"""A value, or a list of them. The branch is chosen by looking for a list, so that an error speaks of one branch."""
+"""A value or a list of values. A discriminator chooses the branch, so that an error names only one."""
 
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
@@ -169,31 +169,32 @@ TokenIds = Annotated[
 """One list of token ids, or several."""
 
 ShortText = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
-"""An id or a key that a client chooses: kept with its request, and some repeated in each event."""
+"""An id or a key that a client chooses. It is kept with its request, and sometimes repeated in each event."""
 
 TokenId = Annotated[int, Field(strict=False)]
 """A token id as key of a JSON object, where it can only be a string of digits."""
 
 ROUTING_KEY_HEADERS = ("x-routing-key", "x-smg-routing-key")
-"""Headers that give the routing key of a request whose body has none; the second is that of SGLang's gateway."""
+"""Headers with the routing key of a request whose body has none; the second is that of SGLang's gateway."""
 
 TENANT_HEADER = "x-tenant"
-"""Whose a request is, percent-encoded, as a server says it to one behind it. Operators alone are believed."""
+"""The header with a request's tenant, percent-encoded, that a server sends to the servers behind it. Ignored except
+from operators."""
 
 CLIENT_REQUEST_HEADER = "x-client-request"
-"""Which of its client's requests a request is part of, percent-encoded: a server sends each prompt of one by itself to
-those behind it. Operators alone are believed."""
+"""The header with the client's request that a prompt belongs to, percent-encoded: a server sends each prompt of a
+request separately to the servers behind it. Ignored except from operators."""
 
 SHARED_LENGTH_HEADER = "x-shared-length"
-"""The number of a prompt's first tokens that other prompts probably begin with too, as a server says it to one behind
-it."""
+"""The header with the number of a prompt's first tokens that other prompts probably share, that a server sends to the
+servers behind it."""
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class SessionParamsBody(Body):
-    """`session_params`: which session a prompt is the next turn of. `rid`: the turn before it, if it is given; `turn`:
-    what this one is called, if not by its own rid; `opening`: see `SessionTurnInput`, as a server says it to one behind
+    """`session_params`: the session whose next turn a prompt is. `rid`: the previous turn, optional; `turn`: the name
+    of this turn, by default its own rid; `opening`: see `SessionTurnInput`, sent by a server to the servers behind
     it."""
 
     id: ShortText | None = None
@@ -205,8 +206,8 @@ class SessionParamsBody(Body):
     opening: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
     def turn_of(self) -> SessionTurnInput | None:
-        """What it asks of the engine; None if it asks for nothing. Raises `ParameterError` for what does not add to the
-        session's end, naming it."""
+        """Returns the session turn for the engine; None without a session. Raises `ParameterError`, with the field, for
+        turns that are not appended to the session's end."""
         for name, value in (
             ("offset", self.offset),
             ("replace", self.replace),
@@ -228,7 +229,7 @@ class SessionParamsBody(Body):
 
 
 def check_turns(turns: Sequence[SessionTurnInput | None]) -> None:
-    """Raises `ParameterError` for prompts of one call that are turns of one session: which comes first is not said."""
+    """Raises `ParameterError` if several prompts of one call are turns of the same session: their order is unknown."""
     ids = [turn.session_id for turn in turns if turn is not None]
     twice = next((one for place, one in enumerate(ids) if one in ids[:place]), None)
     if twice is not None:
@@ -239,38 +240,38 @@ def check_turns(turns: Sequence[SessionTurnInput | None]) -> None:
 
 
 def routing_key(field: str | None, headers: Headers) -> str | None:
-    """The routing key of a request: its field, or else a header."""
+    """Returns the routing key of a request: its field, or else a header."""
     if field:
         return field
     return next((headers[name] for name in ROUTING_KEY_HEADERS if headers.get(name)), None)
 
 
 def tenant_of(headers: Headers) -> str:
-    """What `TENANT_HEADER` says; empty where it says nothing."""
+    """Returns the value of `TENANT_HEADER`; empty without it."""
     return unquote(headers.get(TENANT_HEADER, ""))[:MAX_NAME_CHARACTERS]
 
 
 def flow_of(headers: Headers) -> str:
-    """What `CLIENT_REQUEST_HEADER` says; empty where it says nothing."""
+    """Returns the value of `CLIENT_REQUEST_HEADER`; empty without it."""
     return unquote(headers.get(CLIENT_REQUEST_HEADER, ""))[:MAX_NAME_CHARACTERS]
 
 
 def shared_length_of(headers: Headers) -> int:
-    """What `SHARED_LENGTH_HEADER` says; 0 where it says nothing, or no number of tokens."""
+    """Returns the value of `SHARED_LENGTH_HEADER`; 0 without it, or if it is not a number of tokens."""
     text = headers.get(SHARED_LENGTH_HEADER, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def cache_namespace(extra_key: str | None, salt: str | None) -> str | None:
-    """The engine's `extra_key` of a request: the client's own, or, where there is a salt, a digest of both. Who does
-    not know a salt finds no other pair that gives the same: nothing is joined that could be cut at another place."""
+    """Returns the engine's `extra_key` of a request: the client's own or, with a salt, a digest of both. The encoding
+    is unambiguous, so a client that does not know the salt cannot find another pair with the same digest."""
     if not salt:
         return extra_key or None
     return "salted-" + hashlib.sha256(json.dumps([salt, extra_key or None]).encode()).hexdigest()
 
 
 def as_list(value: Item | list[Item] | None) -> list[Item]:
-    """The values of a `OneOrMany` field; none for null."""
+    """Returns the values of a `OneOrMany` field; an empty list for null."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""Answers of megabytes that wait for their clients: how much of all is held."""
+"""A limit for the memory of long answers that wait until their clients read them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ logger.addFilter(OnceASecond())
 MOST_HELD_BYTES = 64 * 2**20
 
 PAUSE_SECONDS = 1.0
-"""Who has read nothing for so long may lose an answer; who reads does not, however much comes for others."""
+"""A client that has read nothing for this long may lose its answer. One that keeps reading never does."""
 
 _EXTENSION = "sglang_jax.held_answers"
-"""Of ASGI's `extensions`: where a connection tells the application with whom it shares the limit, and how to end it."""
+"""The key in ASGI's `extensions` under which a connection passes its `HeldAnswers` and its close function."""
 
 
 class HeldAnswer:
-    """An answer that its client has still to read. `left`: bytes of it; `read_at`: when some of it was read, or when it
-    was ready; `dropped`: nobody will read the rest."""
+    """An answer that its client has not read completely. `left`: unread bytes; `read_at`: when the client last read, or
+    when it was ready; `dropped`: its connection was closed."""
 
     def __init__(self, left: int, drop: Callable[[], None]) -> None:
         self.left = left
@@ -40,19 +40,19 @@ class HeldAnswer:
 
 
 class HeldAnswers:
-    """The long answers of a server. Beyond `MOST_HELD_BYTES` together those are cut off whose clients have read nothing
-    for `PAUSE_SECONDS`, who read last before the others first, until the rest is within that.
+    """The long answers of a server. Above `MOST_HELD_BYTES` in total, closes answers whose clients have read nothing
+    for `PAUSE_SECONDS`, longest idle first, until the rest fits.
 
     All methods run on one event loop.
     """
 
     def __init__(self) -> None:
-        # In the order in which their clients read last.
+        # Ordered by the time of their clients' last read.
         self._answers: dict[HeldAnswer, None] = {}
         self.num_bytes = 0
 
     def add(self, answer: HeldAnswer) -> None:
-        """An answer is ready; others may have to go for it."""
+        """Adds an answer that is ready, and closes others above the limit."""
         self._answers[answer] = None
         self.num_bytes += answer.left
         pause_began = time.monotonic() - PAUSE_SECONDS
@@ -70,8 +70,8 @@ class HeldAnswers:
             self.remove(oldest)
             oldest.drop()
 
-    def sent(self, answer: HeldAnswer, size: int) -> None:
-        """So many bytes of an answer are its client's, or on their way."""
+    def note_sent(self, answer: HeldAnswer, size: int) -> None:
+        """Subtracts bytes that were sent to the client."""
         answer.left -= size
         answer.read_at = time.monotonic()
         if answer in self._answers:
@@ -79,21 +79,21 @@ class HeldAnswers:
             self._answers[answer] = self._answers.pop(answer)
 
     def remove(self, answer: HeldAnswer) -> None:
-        """Nothing more of it is held."""
+        """Removes an answer."""
         if answer in self._answers:
             del self._answers[answer]
             self.num_bytes -= answer.left
 
 
 def share_limit(scope: Scope, held: HeldAnswers, drop: Callable[[], None]) -> None:
-    """Tells the application of a request on a connection, which `drop` ends."""
+    """Lets the application's answers to requests of a connection share the limit. `drop` closes the connection."""
     scope.setdefault("extensions", {})[_EXTENSION] = (held, drop)
 
 
 @contextmanager
 def hold(scope: Scope, size: int) -> Iterator[Callable[[int], bool]]:
-    """Holds an answer of `size` bytes. What it yields is to be called with the size of each part that was sent, and
-    tells whether the rest is still wanted. Without a connection that shares a limit there is none."""
+    """Holds an answer of `size` bytes. Yields a function to call with the size of each part that was sent; it returns
+    whether the rest is still wanted. There is no limit if the connection does not share one."""
     held, drop = scope.get("extensions", {}).get(_EXTENSION, (None, None))
     if held is None:
         yield lambda _: True
@@ -102,7 +102,7 @@ def hold(scope: Scope, size: int) -> Iterator[Callable[[int], bool]]:
     held.add(answer)
 
     def sent(part: int) -> bool:
-        held.sent(answer, part)
+        held.note_sent(answer, part)
         return not answer.dropped
 
     try:

@@ -1,4 +1,4 @@
-"""Logprobs of answers that do not stream: they are held until all of an answer is there."""
+"""A limit for the logprobs of answers that do not stream, which are held until the answer is complete."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from sglang_jax.errors import ParameterError
 from sglang_jax.server.errors import BusyError
 
 OF_ALL = 2
-"""Times as many as one answer may have: of all answers together that are not written yet."""
+"""Limit of all unwritten answers together, as a multiple of the limit of one answer."""
 
 FEW = 2**16
-"""An answer with so many is never refused for the long ones of others."""
+"""An answer with at most this many logprobs is not refused because of long answers of others."""
 
 OF_SHORT_ONES = 128 * FEW
-"""So many more all answers may have together where they have few each: thousands of requests may be in flight."""
+"""Additional logprobs of short answers together: thousands of requests may be in flight."""
 
 
 class HeldLogprobs:
-    """How many all answers of a server hold. All methods run on one event loop.
+    """Counts the logprobs that all answers of a server hold. All methods run on one event loop.
 
-    **Arguments:** `most`: of one answer, of prompts and outputs, alternatives and repetitions for n completions
-    included. Each takes about a hundred bytes, and then some thirty as JSON.
+    **Arguments:** `most`: limit of one answer: those of prompts and outputs, with alternatives, for each of n
+    completions. Each takes about a hundred bytes, and some thirty as JSON.
     """
 
     def __init__(self, most: int) -> None:
@@ -32,8 +32,8 @@ class HeldLogprobs:
 
     @contextmanager
     def share(self) -> Iterator[Callable[[OutputDelta], None]]:
-        """One answer's. What it yields is to be called with each of its outputs, and raises `ParameterError` or
-        `BusyError` for one that is too many."""
+        """Counts the logprobs of one answer. Yields a function to call with each output; it raises `ParameterError` or
+        `BusyError` above a limit."""
         mine = 0
 
         def hold(output: OutputDelta) -> None:

@@ -1,4 +1,4 @@
-"""How bodies are parsed: JSON whose strings are all Unicode text."""
+"""Parses request bodies: JSON of bounded depth and size, whose strings are valid Unicode."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from sglang_jax.server.long_work import LongWork
 from sglang_jax.server.streaming import until_disconnect
 
 MAX_OBJECTS = 32_768
-"""Most objects and lists of a body, and most fields of its objects: each costs much more than its bytes."""
+"""Maximum objects and lists of a body, and maximum fields of its objects: each costs much more than its bytes."""
 
 MAX_VALUES = 1_048_576
-"""Most values of a body, token ids and all."""
+"""Maximum values of a body, including token ids."""
 
 LONG_BODY = 65_536
-"""Bodies of more bytes are read as `LongWork`."""
+"""Larger bodies, in bytes, are read as `LongWork`."""
 
 FEW_OBJECTS = 512
-"""So are those of more objects and lists: two thousand empty messages of 60 kB take 5 ms to check."""
+"""Bodies with more objects and lists are too: two thousand empty messages, 60 kB, take 5 ms to validate."""
 
-# What a byte is to the shape of JSON: a quote, an opening or a closing bracket, a comma, a colon, or nothing.
+# The kind of each byte in JSON: a quote, an opening or closing bracket, a comma, a colon, or 0 for others.
 _QUOTE, _OPEN, _CLOSE, _COMMA, _COLON = range(1, 6)
 _KINDS = np.zeros(256, np.uint8)
 for _characters, _kind in ((b'"', _QUOTE), (b"[{", _OPEN), (b"]}", _CLOSE), (b",", _COMMA), (b":", _COLON)):
@@ -41,19 +41,19 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def check_shape(body: bytes, max_depth: int) -> None:
-    """Raises `BodyTooComplexError` for JSON that is nested too deeply, or made of more parts than it has room for.
+    """Raises `BodyTooComplexError` for JSON that is nested too deeply or has too many parts.
 
-    Parsing, checking and repeating a value costs by its parts and depth, not by its bytes, and holds up all else
-    meanwhile. So they are counted first, all at once, by what cannot be text: marks outside of strings.
+    Parsing, validating and repeating a value costs by its parts and depth, not by its bytes, and blocks the event loop.
+    So parts are counted first, all at once: the marks outside of strings.
 
-    **Arguments:** `max_depth`: deepest nesting of objects and lists.
+    **Arguments:** `max_depth`: maximum nesting of objects and lists.
     """
     if body.count(b"[") + body.count(b"{") <= max_depth and body.count(b",") < MAX_OBJECTS:
-        return  # whatever of it is text: it is neither deep nor many
+        return  # within the limits even if no mark is in a string
     kinds = _KINDS[np.frombuffer(body.replace(b"\\\\", b"  ").replace(b'\\"', b"  "), np.uint8)]
     kinds = kinds[kinds > 0]
     in_string = np.logical_xor.accumulate(kinds == _QUOTE)
-    kinds = kinds[~in_string]  # closing quotes are left; they say nothing
+    kinds = kinds[~in_string]  # closing quotes remain and do not matter
     opened = kinds == _OPEN
     depth = int(np.cumsum(opened.astype(np.int8) - (kinds == _CLOSE).astype(np.int8), dtype=np.int32).max(initial=0))
     num_objects, num_fields = np.count_nonzero(opened), np.count_nonzero(kinds == _COLON)
@@ -73,11 +73,11 @@ _UNREAD: Any = object()
 
 
 def parse(body: bytes) -> Any:
-    """The JSON of a body. Raises `JSONDecodeError`, for a string with half of a surrogate pair too.
+    """Returns the value of a JSON body. Raises `JSONDecodeError`, also for a string with a lone surrogate.
 
-    RFC 8259 (section 8.2) lets a string escape one half alone. Python keeps it, but such a string cannot be encoded:
-    not for the tokenizer, and not for an error that repeats it. Nor may it be spelt out: by itself Python would take
-    bytes for UTF-16 or UTF-32, which `check_shape` does not read, and half a pair for UTF-8.
+    RFC 8259 (section 8.2) allows a string to escape a lone surrogate. Python keeps it, but such a string cannot be
+    encoded, neither for the tokenizer nor for an error that repeats it. The body must be UTF-8: by itself, Python would
+    also accept UTF-16 or UTF-32, which `check_shape` does not read, and surrogates in UTF-8.
     """
     try:
         value = json.loads(body.decode("utf-8-sig"))
@@ -85,7 +85,7 @@ def parse(body: bytes) -> Any:
         raise json.JSONDecodeError(f"the bytes are not UTF-8 ({error.reason})", "", error.start) from error
     except json.JSONDecodeError:
         raise
-    except ValueError as error:  # Python reads integers up to a number of digits
+    except ValueError as error:  # Python limits the digits of integers
         most = sys.get_int_max_str_digits()
         text = body.decode("utf-8-sig")
         place = _first_integer(text, most + 1)
@@ -102,19 +102,19 @@ def parse(body: bytes) -> Any:
 
 
 def _first_integer(text: str, digits: int) -> int:
-    """Where the first one begins that has so many digits; 0 if there is none."""
+    """Returns the start of the first integer with this many digits; 0 if there is none."""
     found = re.search(rf"[0-9]{{{digits}}}", text)
     return found.start() if found else 0
 
 
 class JsonRequest(Request):
-    """A request whose JSON `parse` reads. `read`: what was made of the body already, or why nothing could be made of
+    """A request whose JSON `parse` reads. `read`: the validated body if it was read already, or the error of parsing
     it."""
 
     read: Any = _UNREAD
 
     async def json(self) -> Any:
-        """The parsed body; or what the route takes it for, which is checked. Raises `JSONDecodeError`."""
+        """Returns the parsed body, or the validated one if it was read already. Raises `JSONDecodeError`."""
         if isinstance(self.read, json.JSONDecodeError):
             raise self.read
         return parse(await self.body()) if self.read is _UNREAD else self.read
@@ -127,8 +127,8 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body as a `JsonRequest`; a long one is parsed and checked as `LongWork`, and FastAPI finds
-    that there is nothing left to check."""
+    """A route that reads its body as a `JsonRequest`. A long body is parsed and validated as `LongWork`, so FastAPI has
+    nothing left to validate."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI's `APIRoute`."""
@@ -142,13 +142,15 @@ class JsonRoute(APIRoute):
             else:
                 work = partial(self._read, json_request, body)
                 turn = long_work(request).run(len(body), work, caller_name())
-                json_request.read = await until_disconnect(request.receive, turn)  # who leaves holds no body
+                json_request.read = await until_disconnect(
+                    request.receive, turn
+                )  # a client that disconnects frees its body
             return await handle(json_request)
 
         return handle_json
 
     def _read(self, request: JsonRequest, body: bytes) -> Any:
-        """What the route takes a long body for. Raises `BodyTooComplexError`, `RequestValidationError`."""
+        """Returns the validated value of a long body. Raises `BodyTooComplexError`, `RequestValidationError`."""
         check_shape(body, request.app.state.max_json_depth)
         if self.body_field is None or not request.announces_json:
             return _UNREAD
@@ -163,6 +165,6 @@ class JsonRoute(APIRoute):
 
 
 def long_work(request: Request) -> LongWork:
-    """That of the application which answers the request."""
+    """Returns the `LongWork` of the request's application."""
     work: LongWork = request.app.state.long_work
     return work

@@ -1,28 +1,28 @@
-"""Lingering close: a client that was refused can read why, though its request is still on its way."""
+"""Lingering close: a refused client can read why, even if it is still sending its request."""
 
 from __future__ import annotations
 
 import asyncio
 
 MOST_LINGERING = 128
-"""Connections that linger at once; further ones are closed without it."""
+"""Maximum connections that linger at once; further ones are closed at once."""
 
 LINGER_SECONDS = 2.0
-"""How long a client that was refused has to read its answer and to close."""
+"""Seconds that a refused client has to read its answer and close."""
 
 MOST_LINGERED = 4 * 2**20
-"""Bytes of a refused request that are read and dropped."""
+"""Maximum bytes of a refused request that are read and discarded."""
 
 
 class LingeringCloses:
-    """Connections that have had their last answer. Each is half-closed, and what its client still sends is read and
-    dropped: the kernel answers unread bytes with a reset, and the client would lose the answer."""
+    """Connections whose last answer was sent. Each is half-closed, and input is read and discarded: if bytes were
+    unread, the kernel would send a reset, and the client would lose the answer."""
 
     def __init__(self) -> None:
         self._closes: set[LingeringClose] = set()
 
     def begin(self, transport: asyncio.Transport) -> bool:
-        """Takes the transport over, unless too many linger; tells whether it did."""
+        """Takes over the transport, unless too many linger. Returns whether it did."""
         if len(self._closes) >= MOST_LINGERING or transport.is_closing() or not transport.can_write_eof():
             return False
         close = LingeringClose(transport, self._closes)
@@ -33,7 +33,7 @@ class LingeringCloses:
 
 
 class LingeringClose(asyncio.BufferedProtocol):
-    """One of them. `others`: those that linger."""
+    """A lingering connection. `others`: all that linger."""
 
     def __init__(self, transport: asyncio.Transport, others: set[LingeringClose]) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""`GET /v1/loads`: what each replica has to do, in SGLang's words."""
+"""`GET /v1/loads`: the load of each replica, with SGLang's field names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from sglang_jax.server.streaming import json_response
 
 
 class Load(msgspec.Struct, kw_only=True):
-    """One replica. Figures are those of its scheduler; `state`, `address`, `in_flight`, `silent_seconds`,
-    `restarts` and `last_end` are
-    what this server knows of it (see `ReplicaLoad`). `utilization` is the share of its rows that run."""
+    """The load of one replica. The numbers are its scheduler's; `state`, `address`, `in_flight`, `silent_seconds`,
+    `restarts` and `last_end` are this server's (see `ReplicaLoad`). `utilization`: fraction of its rows that run."""
 
     dp_rank: int
     timestamp: str

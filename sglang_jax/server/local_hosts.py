@@ -1,4 +1,4 @@
-"""A server that only this machine reaches: by which names it may be called, and from whose pages."""
+"""Protects a server without a key that only this machine can reach: the host names and web pages that may call it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sglang_jax.server.origins import is_allowed
 
 
 class LocalHosts:
-    """Refuses requests that name a host which is not this machine, for a server that only this machine reaches.
+    """Refuses requests whose `Host` is not this machine, for a server that only this machine can reach.
 
-    A web page may let its own name lead to 127.0.0.1 (DNS rebinding) and then speak, in its visitor's browser, to a
-    server that trusts whoever reaches it. Its requests name the page's host.
+    A web page may resolve its own name to 127.0.0.1 (DNS rebinding) and then talk, in its visitor's browser, to a
+    server that trusts all local clients. Its requests have the page's host.
 
-    **Arguments:** `names`: further hosts; `*` for all.
+    **Arguments:** `names`: further allowed hosts; `*` for all.
     """
 
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
@@ -44,13 +44,13 @@ class LocalHosts:
 
 
 class OwnPagesOnly:
-    """Refuses what a browser sends because another site's page told it to.
+    """Refuses requests that a browser sends for another site's page.
 
-    A server on the loopback interface without a key is protected by being reached from this machine alone, and browsers
-    on this machine run everybody's pages. Such a page cannot read the answer, but what it asks for would be done.
-    Browsers mark such requests with `Sec-Fetch-Site: cross-site`.
+    A server on the loopback interface without a key is protected only by being local, but local browsers run pages of
+    any site. Such a page cannot read the answer, but its request would be executed. Browsers mark such requests with
+    `Sec-Fetch-Site: cross-site`.
 
-    **Arguments:** `origins`: those whose pages may, as for `AllowedOrigins`.
+    **Arguments:** `origins`: origins of pages that are allowed, as for `AllowedOrigins`.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
@@ -71,7 +71,7 @@ class OwnPagesOnly:
 
 
 def is_address(name: str) -> bool:
-    """True for an IP address, which no page can choose as its name."""
+    """Whether a name is an IP address, which a page cannot use as its own name."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -80,12 +80,12 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address to listen on that other machines do not reach."""
+    """Whether a listening address cannot be reached from other machines."""
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def _without_port(host: str) -> str:
-    """`localhost` of `localhost:30000`, `::1` of `[::1]:30000`."""
+    """Returns `localhost` for `localhost:30000`, `::1` for `[::1]:30000`."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0] if host.count(":") == 1 else host

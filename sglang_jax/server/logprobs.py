@@ -1,4 +1,4 @@
-"""Logprobs as OpenAI's two routes report them."""
+"""Logprobs in the formats of OpenAI's two routes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgspec
 from sglang_jax.engine.types import StreamDecoder, TextTokenizer, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say; OpenAI's own choice."""
+"""Reported instead of minus infinity, which JSON does not have; OpenAI's own choice."""
 
 
 def reported(logprob: float | None) -> float | None:
-    """A logprob that JSON can carry."""
+    """Returns a logprob that JSON can represent."""
     return None if logprob is None else max(logprob, LOWEST_LOGPROB)
 
 
 def token_string(tokenizer: TextTokenizer, token_id: int) -> str:
-    r"""A token as text, or as `bytes:\xe2\x82` where it is a part of a character.
+    r"""Returns a token as text, or as `bytes:\xe2\x82` if it is a part of a character.
 
-    Unlike U+FFFD the second form tells such tokens apart, which the keys of `top_logprobs` need.
+    Unlike U+FFFD, the second form is different for different tokens, as the keys of `top_logprobs` must be.
     """
     spelled = tokenizer.token_bytes(token_id)
     try:
@@ -39,10 +39,10 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobWriter:
-    """Writes the logprobs of one choice, run by run: those of an echoed prompt if `from_prompt`, then the output's.
+    """Writes the logprobs of one choice step by step: those of an echoed prompt if `from_prompt`, then the output's.
 
-    Offsets count characters of the choice's text, echoed prompt included. They are found by decoding the tokens the
-    way the text was, so special tokens that were left out and characters made of several tokens count right.
+    Offsets count characters of the choice's text, including an echoed prompt. Tokens are decoded the same way as the
+    text, so that omitted special tokens, and characters of several tokens, are counted correctly.
     """
 
     def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, *, from_prompt: bool) -> None:
@@ -52,12 +52,12 @@ class CompletionLogprobWriter:
         self._decoder: StreamDecoder = tokenizer.stream_decoder(skip_special_tokens, continues_text=not from_prompt)
 
     def end_prompt(self, prompt_text: str) -> None:
-        """What follows is output, behind an echoed prompt of this text."""
+        """Ends the echoed prompt with this text: output follows."""
         self._offset = len(prompt_text)
         self._decoder = self._tokenizer.stream_decoder(self._skip_special_tokens, continues_text=True)
 
     def write(self, tokens: Iterable[TokenLogprob], written: CompletionLogprobs) -> None:
-        """Appends the next tokens to `written`. A token is among its own alternatives, as OpenAI has it."""
+        """Appends the next tokens to `written`. A token is one of its own alternatives, as with OpenAI."""
         for one in tokens:
             text = token_string(self._tokenizer, one.token_id)
             written.tokens.append(text)
@@ -80,7 +80,7 @@ class ChatAlternative(msgspec.Struct):
 
 
 class ChatLogprob(msgspec.Struct):
-    """One token of a chat answer, and the likeliest ones at its position."""
+    """One token of a chat answer, and the most likely ones at its position."""
 
     token: str
     logprob: float | None

@@ -1,4 +1,4 @@
-"""Work for one client that others would wait for, in a thread and with pauses."""
+"""Long work for one client, in a thread and with pauses so that others do not wait."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from sglang_jax.engine.fair_threads import FairThreads
 Result = TypeVar("Result")
 
 OTHERS_SHARE = 5
-"""So many times as long as a piece of work took, no other begins."""
+"""After a piece of work, no other starts for this many times its duration."""
 
 
 class LongWork:
-    """Does one piece at a time, and none for a while after each.
+    """Runs one piece of work at a time, with a pause after each.
 
-    A thread alone does not leave the event loop free: to parse and to check JSON is one call each, which keeps Python's
-    lock to its end. However many clients send megabytes, a sixth of the time is theirs. Of that tenants have equal
-    shares, and so have the pieces of each: small ones go before large ones, and none waits for ever. What nobody waits
-    for any more is not begun.
+    A thread is not enough to keep the event loop responsive: parsing and validating JSON are single calls that hold
+    Python's lock to their end. Long bodies get at most a sixth of the time. Tenants share it equally, and so do the
+    pieces of each: small pieces go before large ones, and none starves. Work whose caller is gone does not start.
     """
 
     def __init__(self) -> None:
@@ -28,5 +27,5 @@ class LongWork:
         self._numbers = itertools.count()
 
     async def run(self, size: int, work: Callable[[], Result], tenant: str = "") -> Result:
-        """What `work`, on so many bytes of a tenant's, returns or raises."""
+        """Returns the result of `work` on `size` bytes of a tenant, or raises its error."""
         return await self._threads.run(work, size=size, tenant=tenant, flow=str(next(self._numbers)))

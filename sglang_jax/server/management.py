@@ -1,4 +1,4 @@
-"""Health, what is served and how, and the handles that operators and load generators use."""
+"""Routes for health, information, control and tokenization."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from sglang_jax.server.json_body import JsonRoute
 from sglang_jax.server.streaming import json_response, until_disconnect
 
 HEALTH_SECONDS = 20.0
-"""How long `/health_generate` waits for its token."""
+"""Seconds that `/health_generate` waits for its token."""
 
 TOKENIZED_CONTEXTS = 8
-"""Most tokens that `/tokenize` makes of a large text, in lengths of the context: each takes some hundred bytes while
-its text is tokenized, and characters may be tokens of their own."""
+"""Maximum tokens of a text for `/tokenize`, in context lengths: each takes some hundred bytes during tokenization, and
+each character may be a token."""
 
 MOST_TOKENIZED = 2**21
-"""Most tokens of an answer of `/tokenize`."""
+"""Maximum tokens of an answer of `/tokenize`."""
 
 DETOKENIZED = 2**18
-"""Token ids that `/detokenize` takes in any case; more where `TOKENIZED_CONTEXTS` are longer. Each takes 40 bytes and
-more until it is text."""
+"""Token ids that `/detokenize` always accepts; more if `TOKENIZED_CONTEXTS` are longer. Each takes 40 bytes or more
+until it is text."""
 
 MOST_PROFILED_STEPS = 10_000
-"""Of one recording: it is held in memory until it is written."""
+"""Maximum steps of one profile, which is held in memory until it is written."""
 
 OPERATORS_ONLY = [Depends(require_admin)]
-"""Of routes that change the server's state or show what others do."""
+"""Dependencies of routes that change the server's state or show requests of others."""
 
 
 class CacheBusyError(RequestError):
@@ -64,7 +64,7 @@ class DrainBody(Body):
 
 
 class ProfileBody(Body):
-    """`POST /start_profile`. `num_steps`: the recording ends by itself after so many. `output_dir`: a folder in
+    """`POST /start_profile`. `num_steps`: the profile ends by itself after this many steps. `output_dir`: a folder in
     `--profile-dir`."""
 
     num_steps: int | None = Field(None, ge=1, le=MOST_PROFILED_STEPS)
@@ -241,7 +241,8 @@ def control_router(context: ServerContext) -> APIRouter:
 
 
 def profile_folder(root: str | None, within: str | None) -> str:
-    """Raises `ParameterError` without a `root`, and for a folder that is not in it."""
+    """Returns the folder `within` the `root`. Raises `ParameterError` without a `root`, or if the folder is outside of
+    it."""
     if root is None:
         raise ParameterError("profiling is off: start the server with --profile-dir FOLDER", param="output_dir")
     if within is None:
@@ -309,7 +310,7 @@ def tokenizer_router(context: ServerContext) -> APIRouter:
 
 
 def _tokenizer_info(client: EngineClient) -> dict[str, object]:
-    """By transformers' names, as vLLM has it. What the tokenizer does not name is as the model has it, or null."""
+    """Returns special tokens by transformers' names, like vLLM: the tokenizer's, else the model's, else null."""
     tokenizer, model = client.tokenizer, client.model_info
     own: dict[str, str | None] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
     if model.bos_token_id is not None:
@@ -318,13 +319,13 @@ def _tokenizer_info(client: EngineClient) -> dict[str, object]:
         own["eos_token"] = tokenizer.token_text(model.eos_token_ids[0])
     try:
         template = tokenizer.chat_template or None
-    except RequestError:  # there are several, and none for chats
+    except RequestError:  # several templates, but not one for chats
         template = None
     return {**own, **tokenizer.role_tokens, "chat_template": template, "model_max_length": model.context_length}
 
 
 async def _tokenized(context: ServerContext, texts: list[str], *, special: bool) -> tuple[list[msgspec.Raw], list[int]]:
-    """The ids of each text as JSON, and how many they are. Raises `PromptTooLongError`."""
+    """Returns the ids of each text as JSON, and their numbers. Raises `PromptTooLongError`."""
     most_tokens = TOKENIZED_CONTEXTS * context.client.model_info.context_length
     written: list[msgspec.Raw] = []
     counts: list[int] = []
@@ -333,7 +334,7 @@ async def _tokenized(context: ServerContext, texts: list[str], *, special: bool)
         ids = await context.encode(
             text, request_id, add_special_tokens=special, most_tokens=most_tokens, param="prompt"
         )
-        written.append(msgspec.Raw(msgspec.json.encode(ids)))  # a tenth of what the list takes
+        written.append(msgspec.Raw(msgspec.json.encode(ids)))  # a tenth of the list's memory
         counts.append(len(ids))
         total += len(ids)
         if total > MOST_TOKENIZED:

@@ -1,4 +1,4 @@
-"""Prometheus metrics, under SGLang's names so that existing dashboards read them."""
+"""Prometheus metrics, with SGLang's names so that existing dashboards work."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ TOKEN_LATENCY_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.
 
 
 _ODD_VERSION = re.compile(r";\s*version=(?![0-9]{1,4}(\.[0-9]{1,4}){0,3}\s*(;|$))")
-"""In a scraper's Accept header; prometheus_client fails on versions that are not numbers."""
+"""An odd version in a scraper's Accept header: prometheus_client fails on versions that are not numbers."""
 
 
 class SchedulerCollector(Collector):
-    """Reads the schedulers' newest snapshots at each scrape; costs nothing in between. With replicas, the label
-    `dp_rank` has the number of each."""
+    """Reads the schedulers' newest statistics at each scrape, and costs nothing in between. With replicas, the label
+    `dp_rank` is the replica's number."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one family per metric."""
         loads = self._client.loads()
-        # One engine that is no replica has no such label, as ever.
+        # A single local engine has no dp_rank label.
         names = ["model_name"] if len(loads) == 1 and not loads[0].address else ["model_name", "dp_rank"]
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for load in loads:
@@ -58,7 +58,7 @@ class SchedulerCollector(Collector):
             yield self._balancedness(loads, names)
 
     def _balancedness(self, loads: list[ReplicaLoad], names: list[str]) -> GaugeMetricFamily:
-        """One figure for each layer: one for each expert would be thousands."""
+        """One value per layer: one per expert would be thousands."""
         text = "Mean over maximum of the tokens of a layer's experts in the last minute."
         family = GaugeMetricFamily("sglang:expert_balancedness", text, labels=[*names, "layer"])
         for load in loads:
@@ -153,7 +153,7 @@ class LatencyHistogram(Collector):
         self._sum += seconds * count
 
     def collect(self) -> Iterator[Metric]:
-        """The one family."""
+        """Yields the histogram."""
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
         buckets = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
         family.add_metric(self._labels, [(bound, float(count)) for bound, count in buckets], self._sum)
@@ -161,7 +161,7 @@ class LatencyHistogram(Collector):
 
 
 class ServerMetrics:
-    """The server's own figures, and the scheduler's, in one registry."""
+    """The metrics of the server and of the schedulers, in one registry."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -199,7 +199,7 @@ class ServerMetrics:
         )
 
     def timing(self, *, stream: bool) -> RequestTiming:
-        """The clock of one prompt, which starts now."""
+        """Returns the timing of one prompt, which starts now."""
         return RequestTiming(self, stream=stream)
 
     def _counter(self, name: str, text: str, model_name: str) -> Counter:
@@ -212,7 +212,7 @@ class ServerMetrics:
 
 
 class RequestTiming:
-    """The clock of one prompt's completions.
+    """Times the completions of one prompt.
 
     Streamed tokens are timed as they arrive. For a completion that is not streamed, the engine reports when it sampled
     the first and the last token; the mean time between tokens counts once for each token after the first. A server
@@ -247,7 +247,7 @@ class RequestTiming:
             metrics.end_to_end.observe(now - self._begin)
 
     def answered(self) -> None:
-        """The prompt counts as answered. One that fails, or whose client leaves, does not."""
+        """Counts the prompt as answered. Not called if it fails or its client disconnects."""
         self._metrics.num_requests.inc()
 
 

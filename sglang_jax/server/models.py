@@ -23,7 +23,7 @@ def models_router(context: ServerContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, object]:
-        """Lists the model that is served."""
+        """Lists the served model."""
         return {"object": "list", "data": [card]}
 
     @router.get("/v1/models/{model:path}")

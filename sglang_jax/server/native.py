@@ -1,4 +1,4 @@
-"""`POST /generate`: SGLang's native route. Events of a stream repeat all text so far, unless asked for what is new."""
+"""`POST /generate`: SGLang's native route. By default, each event of a stream repeats all output so far."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Entry = tuple[float | None, int, str | None]
 
 @dataclass(frozen=True, slots=True)
 class NativeFormat:
-    """How one call's outputs are written.
+    """Writes the outputs of one call.
 
-    - `tell_times`: when the engine took it up and sampled, which tells of others' requests.
-    - `begin`: `time.perf_counter()` of its arrival.
+    - `tell_times`: answers contain queue and sampling times, which reveal the load of others.
+    - `begin`: `time.perf_counter()` of the call's arrival.
     """
 
     request: NativeRequest
@@ -50,11 +50,11 @@ class NativeFormat:
 
     @property
     def field_names(self) -> dict[str, str]:
-        """What the route calls the engine's fields."""
+        """The route's names of the engine's fields."""
         return {**ENGINE_NAMES, "prompt": self.request.prompt_field}
 
     def answer(self, number: int, delta: OutputDelta) -> dict[str, object]:
-        """What a delta of prompt `number` says: all of an output that does not stream."""
+        """Returns the answer for a delta of prompt `number`: the whole output if it does not stream."""
         prompt = self.request.prompts[number]
         meta: dict[str, object] = {
             "id": prompt.request_id,
@@ -80,7 +80,7 @@ class NativeFormat:
         return {"text": delta.text, "output_ids": delta.token_ids, "meta_info": meta}
 
     def whole(self, outputs: list[list[OutputDelta]]) -> Response:
-        """The answer that does not stream, of the finished outputs of each prompt."""
+        """Returns the answer without streaming, from the finished outputs of each prompt."""
         answers = (self.answer(number, output) for number, group in enumerate(outputs) for output in group)
         return json_list_response(b"" if self.request.single else b"[", answers, b"" if self.request.single else b"]")
 
@@ -97,7 +97,7 @@ class NativeFormat:
 
 
 def finish_object(finish: FinishReason | None, completion_tokens: int) -> dict[str, object] | None:
-    """SGLang's `finish_reason`; None while the output grows."""
+    """Returns SGLang's `finish_reason`; None while the output grows."""
     if finish is None:
         return None
     if finish.kind is FinishKind.STOP:
@@ -135,21 +135,21 @@ def native_router(context: ServerContext) -> APIRouter:
 
 
 async def _answer(context: ServerContext, form: NativeFormat, number: int, delta: OutputDelta) -> dict[str, object]:
-    """`form.answer`; where the delta has the logprobs of a prompt, others are served meanwhile."""
+    """Returns `form.answer`, written in a thread if the delta has many prompt logprobs."""
     write = partial(form.answer, number, delta)
-    return await context.written(write, [delta]) if delta.prompt_logprobs else write()
+    return await context.write_answer(write, [delta]) if delta.prompt_logprobs else write()
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """What the streams that repeat share: room, and time."""
+    """The limits that streams with repeated output share: memory and bytes per second."""
 
     held: HeldRepeats
     pace: RepeatPace
 
 
 async def _new_only(context: ServerContext, form: NativeFormat) -> AsyncGenerator[bytes, None]:
-    """The events of a stream that says everything once."""
+    """Yields the events of a stream in which each event has only new output."""
     call = form.request
     async with context.generate(call.request_id, call.prompts, form.field_names) as deltas:
         async for number, delta in deltas:
@@ -159,14 +159,14 @@ async def _new_only(context: ServerContext, form: NativeFormat) -> AsyncGenerato
 
 
 async def _repeating(context: ServerContext, form: NativeFormat, repeats: Repeats) -> AsyncGenerator[bytes, None]:
-    """The events of a stream that repeats all so far."""
+    """Yields the events of a stream in which each event repeats all output so far."""
     call, whose = form.request, current_caller().name
     async with context.generate(call.request_id, call.prompts, form.field_names) as deltas:
         with repeats.held.share() as share:
             async for number, delta in deltas:
                 index, last, size = call.first_index[number] + delta.index, delta.finish is not None, 0
                 answer = await _answer(context, form, number, delta)
-                del delta  # the client may be slow to read, and what it says is written already
+                del delta  # frees its memory while a slow client reads
                 answer = share.add(index, answer)
                 for piece in share.pieces(index, event(answer if call.single else {"index": index, **answer})):
                     size += len(piece)

@@ -1,4 +1,4 @@
-"""The body of `POST /generate`, SGLang's native form."""
+"""The body of `POST /generate`, in SGLang's native format."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from sglang_jax.server.fields import (
 from sglang_jax.server.sampling import NativeSampling, native_sampling
 
 MAX_MARKERS = 64
-"""Most special tokens that one request may have shown."""
+"""Maximum `marker_token_ids` of a request: special tokens that stay in its output text."""
 
 Value = TypeVar("Value")
 
 
 class GenerateBody(Body):
-    """One prompt, or a batch of them. What a batch gives once holds for all its prompts; a list gives each its own."""
+    """One prompt, or a batch. In a batch, a single value applies to all prompts; a list has one value per prompt."""
 
     model: str | None = None
     text: OneOrMany[str] | None = None
@@ -64,8 +64,8 @@ class NativeRequest:
     """A checked `/generate` call.
 
     - `single`: the answer is one object; otherwise a list, also for one prompt with n > 1.
-    - `first_index`: place of each prompt's first completion in that list.
-    - `prompt_field`: what the client called the prompts.
+    - `first_index`: index of each prompt's first completion in that list.
+    - `prompt_field`: the field in which the client sent the prompts.
     """
 
     request_id: str
@@ -78,8 +78,8 @@ class NativeRequest:
 def native_request(
     body: GenerateBody, defaults: GenerationDefaults, headers: Headers, check_size: Callable[[int, int, str], None]
 ) -> NativeRequest:
-    """`defaults`: for sampling fields that the body leaves out; `check_size` see `ServerContext.check_size`. Raises
-    `ParameterError` naming the field."""
+    """Validates a `/generate` body. `defaults`: for sampling fields that it leaves out; `check_size`: see
+    `ServerContext.check_size`. Raises `ParameterError` with the field."""
     field, prompts, batch = _prompts(body)
     count = len(prompts)
     check_size(count, count, field)
@@ -129,7 +129,7 @@ def native_request(
 
 
 def _prompts(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]:
-    """The field that holds the prompts, the prompts, and whether they are a batch."""
+    """Returns the field of the prompts, the prompts, and whether they are a batch."""
     if (body.text is None) == (body.input_ids is None):
         given = "neither" if body.text is None else "both"
         raise ParameterError(f"exactly one of text and input_ids must be given, got {given}", param="text")
@@ -149,7 +149,7 @@ def _prompts(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]:
 
 
 def _ids(rid: str | list[str] | None, count: int) -> tuple[str, list[str]]:
-    """The id of the whole, and one for each prompt."""
+    """Returns the id of the request, and one for each prompt."""
     if isinstance(rid, list):
         if len(rid) != count:
             raise ParameterError(f"rid holds {len(rid)} ids for {count} prompts", param="rid")
@@ -159,7 +159,7 @@ def _ids(rid: str | list[str] | None, count: int) -> tuple[str, list[str]]:
 
 
 def _spread(name: str, value: Value | list[Value] | None, count: int, default: Value) -> list[Value]:
-    """One value for each prompt. Raises `ParameterError` for a list of another length."""
+    """Returns one value for each prompt. Raises `ParameterError` for a list of another length."""
     if not isinstance(value, list):
         return [default if value is None else value] * count
     if len(value) != count:

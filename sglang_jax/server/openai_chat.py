@@ -42,18 +42,18 @@ FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "prompt": "messages", "top_logpro
 SYSTEM_ROLES = ("system", "developer")
 
 LIKE_CHARACTERS = 256
-"""To render a message takes about as long as so many of its characters."""
+"""Rendering a message takes about as long as this many of its characters."""
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """The function of a call. `arguments`: the text of a JSON object; in a stream, what is new of it."""
+    """The function of a call. `arguments`: the text of a JSON object; in a stream, its next part."""
 
     name: str | UnsetType = UNSET
     arguments: str
 
 
 class CallDelta(msgspec.Struct, kw_only=True):
-    """What is new of a call: at first what is called, then its arguments."""
+    """The next part of a call: first its function's name, then its arguments."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -62,7 +62,7 @@ class CallDelta(msgspec.Struct, kw_only=True):
 
 
 class Call(msgspec.Struct, kw_only=True):
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     type: str = "function"
@@ -70,7 +70,7 @@ class Call(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """What the model said. `content` is null where it only called tools."""
+    """The model's message. `content` is null if it only called tools."""
 
     role: str = "assistant"
     content: str | None
@@ -90,7 +90,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The answer as a whole."""
+    """The complete answer."""
 
     id: str
     object: str = "chat.completion"
@@ -101,7 +101,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class Delta(msgspec.Struct, kw_only=True):
-    """What is new in an answer."""
+    """The next part of an answer."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -110,7 +110,7 @@ class Delta(msgspec.Struct, kw_only=True):
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
-    """What is new in one choice."""
+    """The next part of one choice."""
 
     index: int
     delta: Delta
@@ -120,7 +120,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
-    """One event of a stream. Usage is absent from streams that were not asked for it."""
+    """One event of a stream. Usage is absent unless the request asks for it."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -132,7 +132,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class ChatFormat:
-    """How one request's outputs are written, and how far each choice is."""
+    """Writes the outputs of one request, and keeps the parser of each choice."""
 
     body: ChatBody
     plan: ReplyPlan
@@ -144,7 +144,7 @@ class ChatFormat:
     _begun: dict[int, ReplyReader | None] = field(default_factory=dict)
 
     def input(self, token_ids: list[int], sampling: SamplingParams, headers: Headers, bos: int | None) -> GenerateInput:
-        """What the engine is asked. `bos`: the model's."""
+        """Returns the engine's input. `bos`: the model's beginning-of-sequence token."""
         body = self.body
         return GenerateInput(
             prompt=token_ids,
@@ -162,7 +162,7 @@ class ChatFormat:
         )
 
     def answer(self, outputs: list[OutputDelta]) -> ChatCompletion:
-        """The whole answer, of finished outputs."""
+        """Returns the complete answer from finished outputs."""
         choices = []
         for output in outputs:
             self.usage.add(0, output)
@@ -207,7 +207,8 @@ class ChatFormat:
         )
 
     def changes(self, delta: OutputDelta) -> list[ChunkChoice]:
-        """What a delta says: the role once, text, reasoning and calls, and at last why the answer ended."""
+        """Returns the chunks for a delta: the role once, then text, reasoning and calls, and finally the finish
+        reason."""
         self.usage.add(0, delta)
         index, finish = delta.index, delta.finish
         deltas: list[Delta] = []
@@ -235,7 +236,7 @@ class ChatFormat:
         return changes
 
     def _pieces(self, pieces: list[Piece]) -> list[Delta]:
-        """Pieces of a reply as deltas: a call's name and the first of its arguments go together."""
+        """Returns the pieces of a reply as deltas. A call's name and its first arguments share a delta."""
         deltas: list[Delta] = []
         call: CallDelta | None = None
         for piece in pieces:
@@ -249,7 +250,7 @@ class ChatFormat:
                     call = CallDelta(index=piece.index, id=self.plan.call_id(), type="function", function=function)
                     deltas.append(Delta(tool_calls=[call]))
                 case CallArguments():
-                    if call is None:  # begun in an earlier delta
+                    if call is None:  # started in an earlier delta
                         call = CallDelta(index=piece.index, function=CalledFunction(arguments=""))
                         deltas.append(Delta(tool_calls=[call]))
                     call.function.arguments += piece.text
@@ -260,7 +261,7 @@ class ChatFormat:
 
 
 def _reason(finish: FinishReason, reader: ReplyReader | None) -> str:
-    """OpenAI's word for why an answer ended, once its reader has read all of it."""
+    """Returns OpenAI's finish reason, after the reader has read the whole answer."""
     called = reader is not None and reader.called
     return "tool_calls" if called and finish.kind is FinishKind.STOP else finish.kind.value
 
@@ -283,12 +284,13 @@ def chat_router(context: ServerContext) -> APIRouter:
         formats[0].check(tools)
         sampling = openai_sampling(body, body.token_limit(), context.generation_defaults)
         request_id = body.rid or new_id("chatcmpl")
-        said, token_ids = await until_disconnect(request.receive, _said(context, body, tools, formats[0], request_id))
+        rendering = _render_and_encode(context, body, tools, formats[0], request_id)
+        chat, token_ids = await until_disconnect(request.receive, rendering)
         plan = formats[0].plan(
-            said.text,
+            chat.text,
             sampling,
             tools,
-            continued=said.continued,
+            continued=chat.continued,
             separate=body.separate_reasoning is not False,
             stream_reasoning=body.stream_reasoning is not False,
             shows_reasoning=body.shows_reasoning,
@@ -296,7 +298,7 @@ def chat_router(context: ServerContext) -> APIRouter:
         form = ChatFormat(body, plan, tokenizer, config.model_name, request_id)
         prompt = form.input(token_ids, sampling, request.headers, client.model_info.bos_token_id)
         if client.model_info.keeps_states and body.session is None:
-            prompt = replace(prompt, shared_len=await _shared_len(context, body, said, prompt, beginnings))
+            prompt = replace(prompt, shared_len=await _shared_len(context, body, chat, prompt, beginnings))
         if body.stream:
             return await open_event_stream(request, _events(context, form, prompt))
         work = context.collect(
@@ -308,21 +310,22 @@ def chat_router(context: ServerContext) -> APIRouter:
 
 
 def _turn(turn: SessionTurnInput | None, token_ids: list[int], bos: int | None) -> SessionTurnInput | None:
-    """Which token a chat begins with and its next turn does not: the model's BOS where the chat template writes it
-    once. A BOS that comes again begins each message (ChatML's `<|im_start|>` in some models), and belongs to it."""
+    """Returns the turn with its opening token, which only the first turn of a session starts with: the model's BOS if
+    the chat template writes it once. A BOS that is repeated starts each message (ChatML's `<|im_start|>` in some
+    models), and is a part of it."""
     if turn is None:
         return None
     opening = bos if bos is not None and token_ids.count(bos) == 1 else -1
     return replace(turn, opening=opening)
 
 
-async def _said(
+async def _render_and_encode(
     context: ServerContext, body: ChatBody, tools: ToolRequest | None, formats: ReplyFormats, request_id: str
 ) -> tuple[ChatText, list[int]]:
-    """A conversation, rendered and tokenized. Others are served meanwhile.
+    """Renders and tokenizes a conversation, in threads.
 
-    **Raises:** as `chat_text` does; `PromptTooLongError` for what no context of the model's holds, in the messages or
-    once they are rendered.
+    **Raises:** the errors of `chat_text`; `PromptTooLongError` if the messages, or the rendered text, cannot fit into
+    the model's context.
     """
     tokenizer, most = context.client.tokenizer, context.client.model_info.context_length
     characters = body.num_characters()
@@ -331,16 +334,16 @@ async def _said(
     short_ids = calls and formats.family is not None and formats.family.short_ids
     work = partial(chat_text, tokenizer, body, tools, short_ids=short_ids)
     size = characters + LIKE_CHARACTERS * len(body.messages)
-    said = await context.render(work, size=size, request_id=request_id)
-    check_characters(len(said.text), tokenizer, most, "messages")
+    chat = await context.render(work, size=size, request_id=request_id)
+    check_characters(len(chat.text), tokenizer, most, "messages")
     token_ids = await context.encode(
-        said.text, request_id, add_special_tokens=False, most_tokens=most, param="messages"
+        chat.text, request_id, add_special_tokens=False, most_tokens=most, param="messages"
     )
-    return said, token_ids
+    return chat, token_ids
 
 
 async def _shared_len(
-    context: ServerContext, body: ChatBody, said: ChatText, prompt: GenerateInput, beginnings: SharedBeginnings
+    context: ServerContext, body: ChatBody, chat: ChatText, prompt: GenerateInput, beginnings: SharedBeginnings
 ) -> int:
     """See `SharedBeginnings`."""
     asked = next((message.content for message in body.messages if message.role not in SYSTEM_ROLES), None)
@@ -356,7 +359,7 @@ async def _shared_len(
         param="messages",
     )
     assert isinstance(prompt.prompt, list)
-    return await beginnings.count(said.text, context.client.tokenizer.marked(asked.strip()), prompt.prompt, encode)
+    return await beginnings.count(chat.text, context.client.tokenizer.marked(asked.strip()), prompt.prompt, encode)
 
 
 async def _events(context: ServerContext, form: ChatFormat, prompt: GenerateInput) -> AsyncGenerator[bytes, None]:

@@ -30,7 +30,7 @@ FIELD_NAMES = {**ENGINE_NAMES, **OPENAI_NAMES, "top_logprobs_num": "logprobs"}
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion, or what is new in it. `matched_stop` is the stop string or token id that ended it."""
+    """One completion, or its next part. `matched_stop` is the stop string or token id that ended it."""
 
     index: int
     text: str
@@ -40,7 +40,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """The answer, or one event of its stream. Usage is absent from streams that were not asked for it."""
+    """The answer, or one event of its stream. Usage is absent from streams unless the request asks for it."""
 
     id: str
     object: str = "text_completion"
@@ -52,7 +52,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class CompletionFormat:
-    """How one call's outputs are written, and what was written of each choice."""
+    """Writes the outputs of one call, and keeps the logprob writer of each choice."""
 
     body: CompletionBody
     prompts: Sequence[str | list[int]]
@@ -65,7 +65,7 @@ class CompletionFormat:
     _last_decoded: tuple[int, str] = (-1, "")
 
     def inputs(self, defaults: GenerationDefaults, headers: Headers) -> list[GenerateInput]:
-        """What the engine is asked. Raises `ParameterError`."""
+        """Returns the engine's inputs. Raises `ParameterError`."""
         body = self.body
         limit = COMPLETION_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = openai_sampling(body, limit, defaults)
@@ -89,8 +89,8 @@ class CompletionFormat:
         ]
 
     def choice(self, number: int, delta: OutputDelta) -> CompletionChoice | None:
-        """What is written of a delta of prompt `number`, behind the prompt if that is echoed and this is the choice's
-        first. None if there is nothing to say."""
+        """Returns the choice for a delta of prompt `number`; the first one starts with the prompt if that is echoed.
+        None if it would be empty."""
         index = number * (self.body.n or 1) + delta.index
         text = delta.text
         logprobs = CompletionLogprobs() if self.body.logprobs is not None else None
@@ -117,7 +117,7 @@ class CompletionFormat:
         )
 
     def whole(self, outputs: list[list[OutputDelta]]) -> Response:
-        """The answer that does not stream, of the finished outputs of each prompt."""
+        """Returns the answer without streaming, from the finished outputs of each prompt."""
         for number, group in enumerate(outputs):
             for output in group:
                 self.usage.add(number, output)
@@ -136,7 +136,7 @@ class CompletionFormat:
         prompt = self.prompts[number]
         if isinstance(prompt, str):
             return prompt
-        if self._last_decoded[0] != number:  # that of all n completions of a prompt, mostly one after the other
+        if self._last_decoded[0] != number:  # all n completions of a prompt use it, usually one after the other
             text = self.tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
             self._last_decoded = (number, text)
         return self._last_decoded[1]
@@ -176,7 +176,7 @@ async def _events(
         async for number, delta in deltas:
             form.usage.add(number, delta)
             if delta.prompt_logprobs:
-                choice = await context.written(partial(form.choice, number, delta), [delta])
+                choice = await context.write_answer(partial(form.choice, number, delta), [delta])
             else:
                 choice = form.choice(number, delta)
             if choice is not None:

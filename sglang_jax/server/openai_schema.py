@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's routes, and what they ask of the engine."""
+"""Bodies of OpenAI's routes, and their conversion to the engine's terms."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from sglang_jax.server.openai_tools import CallBody, ToolBody, ToolRequest, read
 from sglang_jax.server.sampling import OpenAISampling, one_of
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
-"""What `/v1/completions` generates if `max_tokens` is not given, as OpenAI documents."""
+"""Default of `max_tokens` for `/v1/completions`, as OpenAI documents."""
 
 MAX_TEMPLATE_VARIABLES = 32
-"""Most variables of `chat_template_kwargs`."""
+"""Maximum variables of `chat_template_kwargs`."""
 
 
 class StreamOptions(Body):
@@ -42,7 +42,7 @@ class StreamOptions(Body):
 
 
 class OpenAIBody(OpenAISampling):
-    """What both routes have. `extra_key` and `cache_salt` keep cached prefixes apart."""
+    """The fields of both routes. `extra_key` and `cache_salt` separate cached prefixes."""
 
     model: str | None = None
     stream: bool | None = None
@@ -61,17 +61,17 @@ class OpenAIBody(OpenAISampling):
 
     @property
     def session(self) -> SessionTurnInput | None:
-        """Which session this is the next turn of. Raises `ParameterError`."""
+        """The session whose next turn this is, if any. Raises `ParameterError`."""
         return None if self.session_params is None else self.session_params.turn_of()
 
     @property
     def include_usage(self) -> bool:
-        """A stream ends with its usage."""
+        """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Each event of a stream has the usage so far."""
+        """Whether each event of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
@@ -86,7 +86,7 @@ class CompletionBody(OpenAIBody):
     best_of: int | None = None
 
     def is_done_anyway(self, name: str, value: object) -> bool:
-        """The tokenizer adds what it adds to texts."""
+        """Whether it asks for special tokens, which the tokenizer adds anyway."""
         return name == "add_special_tokens" and value is True
 
     def prompts(self) -> list[str | list[int]]:
@@ -102,7 +102,7 @@ class CompletionBody(OpenAIBody):
         return prompts
 
     def check_best_of(self) -> None:
-        """Raises `ParameterError` for a choice among more completions than are returned."""
+        """Raises `ParameterError` if only the best of several completions are to be returned."""
         if self.best_of not in (None, 1, self.n):
             raise ParameterError(
                 f"best_of ({self.best_of}) must be 1 or equal n ({self.n or 1}): all completions are returned",
@@ -111,7 +111,7 @@ class CompletionBody(OpenAIBody):
 
 
 class ContentPart(Body):
-    """A part of a message; only text is read."""
+    """A part of a message; only text parts are supported."""
 
     passes_unknown_fields: ClassVar[bool] = True
 
@@ -126,7 +126,7 @@ Content = Annotated[
 
 
 class ChatMessage(Body):
-    """One turn. Further fields, such as `name`, go to the chat template, which decides what they do."""
+    """One message. Other fields, such as `name`, are passed to the chat template."""
 
     passes_unknown_fields: ClassVar[bool] = True
 
@@ -181,12 +181,13 @@ class ChatBody(OpenAIBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def is_done_anyway(self, name: str, value: object) -> bool:
-        """A message that is continued has no generation prompt behind it."""
+        """Whether it turns off the generation prompt of a message that is continued, which has none anyway."""
         return name == "add_generation_prompt" and value is False and self.continue_final_message is True
 
     @property
     def shows_reasoning(self) -> bool:
-        """The reasoning is in the answer. Raises `ParameterError` where it is to be left out and left in the text."""
+        """Whether the answer contains the reasoning. Raises `ParameterError` if it is to be both dropped and left in
+        the text."""
         if self.include_reasoning is False and self.separate_reasoning is False:
             raise ParameterError(
                 "include_reasoning: false drops the reasoning, separate_reasoning: false leaves it in the text: "
@@ -196,14 +197,13 @@ class ChatBody(OpenAIBody):
         return self.include_reasoning is not False
 
     def tool_request(self, most_tools: int) -> ToolRequest | None:
-        """What is said of tools; None where none may be called. Raises `ParameterError`."""
+        """Returns the tools and how they may be called; None if no tool may be called. Raises `ParameterError`."""
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, most_tools)
 
     def template_variables(self, tokenizer: TextTokenizer) -> dict[str, Any]:
-        """What the chat template is given together with messages and tools. Raises `ParameterError`; and
+        """Returns the variables for the chat template in addition to messages and tools. Raises `ParameterError`; and
         `UnsupportedParameterError` for `reasoning_effort`, `enable_thinking` or `thinking` if the template has no
-        variable of this name.
-        """
+        variable of this name."""
         given = dict(self.chat_template_kwargs or {})
         if len(given) > MAX_TEMPLATE_VARIABLES:
             raise ParameterError(
@@ -235,9 +235,9 @@ class ChatBody(OpenAIBody):
         return given
 
     def token_limit(self) -> int | None:
-        """Most tokens of the answer; None for the rest of the context. Raises `ParameterError`.
+        """Returns the maximum tokens of the answer; None for the rest of the context. Raises `ParameterError`.
 
-        At least 1, as OpenAI has it: no field of this route could report on a prompt that is not answered.
+        It is at least 1, as with OpenAI: this route has no field to report on a prompt without an answer.
         """
         limit = one_of("max_completion_tokens", self.max_completion_tokens, "max_tokens", self.max_tokens)
         if limit is not None and limit < 1:
@@ -258,13 +258,13 @@ class ChatBody(OpenAIBody):
             )
 
     def num_characters(self) -> int:
-        """Of the texts of all messages together."""
+        """Returns the characters of all messages' texts together."""
         contents = [message.content for message in self.messages]
         parts = [part.text or "" for content in contents if isinstance(content, list) for part in content]
         return sum(map(len, parts)) + sum(len(content) for content in contents if isinstance(content, str))
 
     def conversation(self) -> list[dict[str, object]]:
-        """The messages as chat templates take them. Raises `ParameterError`."""
+        """Returns the messages in the format of chat templates. Raises `ParameterError`."""
         if not self.messages:
             raise ParameterError("messages is empty; a conversation needs at least one message", param="messages")
         return [_for_template(number, message) for number, message in enumerate(self.messages)]
@@ -302,8 +302,8 @@ def _part_text(path: str, part: ContentPart) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A conversation as the model reads it. `continued`: what the assistant has said already, where its message goes
-    on."""
+    """A conversation as the model reads it. `continued`: the text of the assistant's message that the answer continues,
+    if any."""
 
     text: str
     continued: str | None = None
@@ -312,13 +312,13 @@ class ChatText:
 def chat_text(
     tokenizer: TextTokenizer, body: ChatBody, tools: ToolRequest | None = None, *, short_ids: bool = False
 ) -> ChatText:
-    """The conversation as the model reads it, up to where its answer starts or goes on.
+    """Renders the conversation up to the point where the answer starts or continues.
 
-    **Arguments:** `short_ids`: the template demands ids of calls of nine letters and digits.
+    **Arguments:** `short_ids`: the template requires call ids of nine letters and digits.
 
     **Raises:** `ParameterError`; `RequestError` if the chat template refuses the messages.
     """
-    # Before what the messages hold is looked at: what a message must have depends on its role.
+    # Roles first: the required fields of a message depend on its role.
     tokenizer.check_roles([message.role for message in body.messages])
     conversation = body.conversation()
     if short_ids:
@@ -334,8 +334,8 @@ def chat_text(
             "continue_final_message needs a last message with role assistant, with text and without tool calls",
             param="continue_final_message",
         )
-    # The message's own text may occur again in what the template writes behind it; this word occurs nowhere else, and
-    # shows whether the template keeps white space.
+    # The template may write the message's text again after it, so a random word marks its end. The word also shows
+    # whether the template keeps white space.
     end, spaces = secrets.token_hex(16), "\t \t"
     text = tokenizer.render_chat(
         [*earlier, {**last, "content": f"{said}{end}{spaces}"}],

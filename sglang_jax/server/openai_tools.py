@@ -1,4 +1,4 @@
-"""What a chat says of tools: those that it offers, which may or must be called, and the calls of earlier turns."""
+"""Tools of a chat: those offered, those that may or must be called, and the calls of earlier turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_jax.replies.json_scan import json_value
 from sglang_jax.server.fields import Body
 
 MAX_TOOL_BYTES = 128 << 10
-"""Most bytes of a request's tools as JSON: as much as any grammar may have."""
+"""Maximum bytes of a request's tools as JSON, the same as for any grammar."""
 
 MAX_SCHEMA_DEPTH = 32
 
@@ -45,7 +45,7 @@ class ToolBody(Body):
     function: FunctionBody | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it. How strictly it is followed is no business of the model's."""
+        """Returns the tool in the format of chat templates, without `strict`, which is not for the model."""
         assert self.function is not None, "checked before"
         return {
             **self.model_dump(exclude={"function"}, exclude_none=True),
@@ -72,7 +72,8 @@ class CallBody(Body):
     function: CalledBody
 
     def for_template(self, path: str) -> dict[str, Any]:
-        """As chat templates take it. Raises `ParameterError` for arguments that are no JSON object."""
+        """Returns the call in the format of chat templates. Raises `ParameterError` if the arguments are not a JSON
+        object."""
         arguments = self.function.arguments or "{}"
         if isinstance(arguments, str) and not isinstance(json_value(arguments), dict):
             place = f"{path}.function.arguments"
@@ -83,10 +84,10 @@ class CallBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """What a request says of tools, checked.
+    """The validated tools of a request.
 
-    - `shown`: all, as the chat template gets them; `callable`: those that may be called.
-    - `required`: one is called at least; `parallel`: there may be several calls.
+    - `shown`: all tools in the format of chat templates; `callable`: those that may be called.
+    - `required`: at least one must be called; `parallel`: several calls are allowed.
     """
 
     shown: tuple[dict[str, Any], ...]
@@ -96,14 +97,15 @@ class ToolRequest:
 
     @property
     def enforced(self) -> bool:
-        """A grammar is needed."""
+        """Whether a grammar has to enforce the calls."""
         return self.required or any(tool.strict for tool in self.callable)
 
 
 def read_tools(tools: Sequence[ToolBody] | None, choice: Any, parallel: bool | None, most: int) -> ToolRequest | None:
-    """None where nothing is to be called. Raises `ParameterError` naming the place of what is wrong.
+    """Validates the tools of a request; None if no tool may be called. Raises `ParameterError` with the place of the
+    fault.
 
-    **Arguments:** `choice`: `tool_choice`; `parallel`: `parallel_tool_calls`; `most`: tools that a request may have.
+    **Arguments:** `choice`: `tool_choice`; `parallel`: `parallel_tool_calls`; `most`: maximum tools of a request.
     """
     offered = tools or ()
     if len(offered) > most:
@@ -152,7 +154,7 @@ def _checked(tool: ToolBody, path: str) -> Tool:
 
 
 def _faults(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
-    """What is wrong with a schema whoever reads it, and where. More is found where it is enforced."""
+    """Yields general faults of a schema: the place and the fault. Enforcing the schema may find more."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
@@ -194,7 +196,7 @@ def _check_size(tools: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _read_choice(choice: Any, known: Mapping[str, Tool]) -> tuple[bool, Sequence[str]]:
-    """Whether a tool must be called, and the names of those that may be."""
+    """Returns whether a tool must be called, and the names of those that may be."""
     match choice:
         case None | "auto":
             return False, tuple(known)
@@ -238,7 +240,8 @@ def _offered(name: str, place: str, known: Mapping[str, Tool]) -> str:
 
 
 def with_short_ids(message: dict[str, object]) -> dict[str, object]:
-    """The message with ids of calls as Mistral's templates demand them, whoever made them: nine letters and digits."""
+    """Returns the message with call ids of nine letters and digits, as Mistral's templates require; other ids are
+    hashed."""
     changed = dict(message)
     if isinstance(message.get("tool_call_id"), str):
         changed["tool_call_id"] = _short_id(str(message["tool_call_id"]))

@@ -17,7 +17,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """OpenAI's `usage`. `prompt_tokens_details` is null for callers that are not to know."""
+    """OpenAI's `usage`. `prompt_tokens_details` is null for callers with `hide_cached_tokens`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -26,10 +26,10 @@ class Usage(msgspec.Struct):
 
 
 class UsageCount:
-    """Adds up what the completions of all prompts used.
+    """Sums the tokens of the completions of all prompts.
 
-    A prompt counts once, however many completions it has, and so do its cached tokens: those of its first completion,
-    as the others share what that one computed.
+    A prompt counts once, however many completions it has. So do its cached tokens: those of its first completion, whose
+    prompt the others share.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -38,13 +38,14 @@ class UsageCount:
         self._completions: dict[tuple[int, int], int] = {}
 
     def add(self, number: int, output: OutputDelta) -> None:
-        """The newest delta of one completion of prompt `number`."""
+        """Adds the newest delta of one completion of prompt `number`."""
         if output.index == 0:
             self._prompts[number] = (output.prompt_tokens, output.cached_tokens)
         self._completions[number, output.index] = output.completion_tokens
 
     def so_far(self, body: OpenAIBody) -> Usage | UnsetType | None:
-        """The usage of an event that has choices: as `stream_options` ask, null where only the last event has it."""
+        """Returns the usage of an event with choices, according to `stream_options`: null if only the last event has
+        it."""
         if body.continuous_usage:
             return self.total()
         return None if body.include_usage else UNSET

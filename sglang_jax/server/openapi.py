@@ -1,6 +1,6 @@
-"""`/openapi.json`: what FastAPI knows of the routes, and what it cannot know: keys, answers and errors.
+"""`/openapi.json`: FastAPI's description of the routes, with keys, answers and errors added.
 
-Answers are written by msgspec or as dicts, and errors by the handlers, so FastAPI sees neither.
+FastAPI does not know these: msgspec or dicts write answers, and the handlers write errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEYS = {
 
 
 class ErrorDetail(TypedDict):
-    """What is wrong. `param`: the field that is."""
+    """What is wrong. `param`: the field at fault."""
 
     message: str
     type: str
@@ -40,7 +40,8 @@ class Error(TypedDict):
 
 
 class GenerateMeta(TypedDict):
-    """Of one completion. `queue_time` and `sampled_ago` are for operators, `spec_*` are of servers that speculate."""
+    """Data of one completion. Operators get `queue_time` and `sampled_ago`; servers with speculative decoding have
+    `spec_*`."""
 
     id: str
     finish_reason: dict[str, Any] | None
@@ -60,7 +61,7 @@ class GenerateMeta(TypedDict):
 
 
 class GenerateAnswer(TypedDict):
-    """One completion; in a stream, all of it so far, unless only what is new was asked for."""
+    """One completion; in a stream, all of it so far or, with `incremental_output`, only its next part."""
 
     text: str
     output_ids: list[int]
@@ -68,13 +69,13 @@ class GenerateAnswer(TypedDict):
 
 
 class GenerateEvent(GenerateAnswer):
-    """One event of a stream of `/generate`. `index`: which of several prompts it is of."""
+    """One event of a stream of `/generate`. `index`: the number of its completion, if there are several."""
 
     index: NotRequired[int]
 
 
 class ModelCard(TypedDict):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     object: str
@@ -86,14 +87,14 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All models that are served."""
+    """All served models."""
 
     object: str
     data: list[ModelCard]
 
 
 class Tokenized(TypedDict):
-    """The ids of a text, or of each."""
+    """The ids of one text, or of each text."""
 
     tokens: list[int | list[int]]
     count: int | list[int]
@@ -101,7 +102,7 @@ class Tokenized(TypedDict):
 
 
 class Detokenized(TypedDict):
-    """The text of a list of ids, or of each. `prompt`: the text of a single list once more, as vLLM calls it."""
+    """The text of one list of ids, or of each list. `prompt`: the text of a single list again, with vLLM's name."""
 
     text: str | list[str]
     prompt: NotRequired[str]
@@ -128,13 +129,13 @@ ANSWERS: dict[str, tuple[Any, Any]] = {
     "/detokenize": (Detokenized, None),
     "/tokenizer_info": (TokenizerInfo, None),
 }
-"""What the main routes answer: as a whole, and as an event of a stream."""
+"""Types of the main routes' answers: complete, and as an event of a stream."""
 
 
 class DescribedApp(FastAPI):
-    """An application whose `/openapi.json` tells all that a client has to know.
+    """An application with a complete `/openapi.json`.
 
-    **Arguments:** `asks_for_a_key`: whether nobody is let in without one.
+    **Arguments:** `asks_for_a_key`: whether all clients need a key.
     """
 
     def __init__(self, *, asks_for_a_key: bool, **options: Any) -> None:
@@ -157,7 +158,7 @@ def _describe(described: dict[str, Any], asks_for_a_key: bool) -> None:
     )
     schema_of = dict(zip(map(repr, kinds), answers, strict=True))
     schemas = described.setdefault("components", {}).setdefault("schemas", {})
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which are never sent
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's errors, which are never sent
         schemas.pop(name, None)
     assert not schemas.keys() & components.keys()
     schemas.update(components)

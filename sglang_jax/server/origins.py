@@ -1,4 +1,4 @@
-"""Pages in browsers that may read answers: CORS."""
+"""CORS: the web pages that may read answers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sglang_jax.server.errors import OriginNotAllowedError, error_response
 
 METHODS = ("GET", "POST", "DELETE")
 READABLE_HEADERS = ("Retry-After", "X-Request-Id")
-"""Headers of answers that pages may read beyond those that browsers let them read anyway."""
+"""Headers of answers that pages may read in addition to those that browsers always allow."""
 
 
 class AllowedOrigins:
-    """Answers what browsers ask before a page's request (preflight), and lets pages of some origins read answers.
+    """Answers the preflight requests of browsers, and lets pages of some origins read answers.
 
-    A preflight carries no key, so this stands before whatever asks for one. Pages of other origins get no header, and
-    their preflights an error that says what would allow them: browsers show it among a page's requests.
+    A preflight has no key, so this middleware runs before the check of keys. Pages of other origins get no CORS header.
+    Their preflights get an error that says what would allow them, which browsers show among a page's requests.
 
-    **Arguments:** `origins`: as browsers send them, `https://chat.example.org`; `*` for all; none: no page.
+    **Arguments:** `origins`: as browsers send them, `https://chat.example.org`; `*` for all; empty for none.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
@@ -52,6 +52,6 @@ class AllowedOrigins:
 
 
 def is_allowed(headers: Headers, origins: Collection[str]) -> bool:
-    """True for the request of a page whose origin is among `origins`."""
+    """Whether a request is from a page whose origin is in `origins`."""
     origin = headers.get("origin")
     return origin is not None and ("*" in origins or origin in origins)

@@ -1,4 +1,4 @@
-"""What goes between a server and one behind it, over `/generate`: requests and answers as JSON."""
+"""The format between a server and the servers behind it, over `/generate`: requests and answers as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sglang_jax.server.fields import CLIENT_REQUEST_HEADER, SHARED_LENGTH_HEADER
 
 
 def request_headers(request: GenerateInput) -> dict[str, str]:
-    """Whose the request is, what it is part of, how much of it others share, and its name in logs.
+    """Returns headers with the request's tenant, client request, shared prefix length, and log id.
 
-    Headers, because servers of an older version ignore those that they do not know.
+    They are headers because older servers ignore unknown ones.
     """
     headers = tenant_headers(request.tenant)
     if request.flow:
@@ -34,12 +34,13 @@ def request_headers(request: GenerateInput) -> dict[str, str]:
 
 
 def tenant_headers(tenant: str) -> dict[str, str]:
-    """Whose a request, or a session, is."""
+    """Returns headers with the tenant of a request or session."""
     return {TENANT_HEADER: quote(tenant)} if tenant else {}
 
 
 def request_body(request: GenerateInput, name: str, context_length: int) -> dict[str, Any]:
-    """What the native route is sent. Sampling fields are all given, so that the server's defaults do not matter."""
+    """Returns the body for the native route. All sampling fields are set, so that the server's defaults do not
+    apply."""
     prompt = request.prompt
     assert not isinstance(prompt, str)
     ids = [int(token) for token in prompt]
@@ -73,7 +74,7 @@ def request_body(request: GenerateInput, name: str, context_length: int) -> dict
 
 
 def _grammar(grammar: Grammar) -> dict[str, Any]:
-    """The native route's field for a grammar."""
+    """Returns the native route's field for a grammar."""
     if grammar.kind is GrammarKind.CHOICE:
         return {"guided_choice": msgspec.json.decode(grammar.text)}
     return {grammar.kind.value: grammar.text}
@@ -103,7 +104,7 @@ def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """What a line of a stream says; None for the stream's end, and for lines between events."""
+    """Returns the event in a line of a stream; None for the stream's end, and for lines between events."""
     if not line.startswith("data: ") or line == "data: [DONE]":
         return None
     found: dict[str, Any] = msgspec.json.decode(line.removeprefix("data: ").encode())
@@ -111,7 +112,7 @@ def event_of(line: str) -> dict[str, Any] | None:
 
 
 def times_to_tell(delta: OutputDelta) -> dict[str, object]:
-    """What `meta_info` tells of times: those of clocks that another machine has not got as seconds before now."""
+    """Returns the times for `meta_info`, as seconds before now, because another machine has another clock."""
     times: dict[str, object] = {}
     if delta.queue_seconds is not None:
         times["queue_time"] = delta.queue_seconds
@@ -122,7 +123,8 @@ def times_to_tell(delta: OutputDelta) -> dict[str, object]:
 
 
 def _sampled(meta: Mapping[str, Any]) -> tuple[float, float] | None:
-    """By this machine's clock. How long the answer was on its way counts as part of the times."""
+    """Returns the times of the first and last sampled token by this machine's clock. They include the answer's time on
+    the network."""
     if "sampled_ago" not in meta:
         return None
     now = time.monotonic()
@@ -131,7 +133,8 @@ def _sampled(meta: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: bool) -> int:
-    """Adds an answer of the native route, `first` of its completion; gives the completion's index."""
+    """Adds an answer of the native route to the outputs, and returns its completion's index. `first`: it is the
+    completion's first."""
     request, meta = outputs.request, answer["meta_info"]
     prompt_logprobs: list[TokenLogprob] | None = None
     if first and request.return_logprob and request.logprob_start_len >= 0:
@@ -142,7 +145,7 @@ def add_answer(outputs: RequestOutputs, answer: Mapping[str, Any], *, first: boo
         token_ids=answer["output_ids"],
         prompt_tokens=meta["prompt_tokens"],
         completion_tokens=meta["completion_tokens"],
-        cached_tokens=meta["cached_tokens"] or 0,  # null where they are hidden from this server
+        cached_tokens=meta["cached_tokens"] or 0,  # null if they are hidden from this server
         queue_seconds=meta.get("queue_time"),
         sampled=_sampled(meta),
         finish=_finish(meta["finish_reason"]),
@@ -166,7 +169,7 @@ def _finish(reason: Mapping[str, Any] | None) -> FinishReason | None:
 
 
 def _logprobs(tokens: list[Any] | None, top: list[Any] | None) -> list[TokenLogprob]:
-    """From SGLang's (logprob, id, text) entries."""
+    """Converts SGLang's (logprob, id, text) entries."""
     alternatives = top if top is not None else [None] * len(tokens or [])
     return [
         TokenLogprob(token_id, logprob, tuple((one[0], one[1]) for one in others or ()))

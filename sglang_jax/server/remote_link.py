@@ -1,4 +1,4 @@
-"""A server elsewhere as a replica of this one, spoken to over its native routes."""
+"""Another server as a replica of this one, over its native routes."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from sglang_jax.server.sampling import rename_field
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
-"""How long a connection may take to be made, and a server to answer what needs no model."""
+"""Timeout of connecting, and of requests that do not use the model."""
 
 PROFILE_SECONDS = 600.0
-"""How long a profile may take to begin or to be written: one of many steps has hundreds of megabytes."""
+"""Timeout of starting or writing a profile: one of many steps has hundreds of megabytes."""
 
 HEALTH_SECONDS = 1.0
-"""Between two looks at a server's health and load."""
+"""Seconds between two polls of a server's health and load."""
 
 MISSED_LOOKS = 3
-"""Looks in a row without an answer after which a server counts as lost."""
+"""Polls in a row without an answer after which a server is considered lost."""
 
 PROBE = "The quick brown fox jumps: 12.50 €, Übergröße, 東京\n\n  def f(x): return x"
-"""Text that tokenizers of different models cut differently."""
+"""Text that different models' tokenizers split differently."""
 
 GONE = frozenset({"shutting_down", "engine_dead", "unavailable"})
-"""Codes of errors that say that the server, not the request, is at an end."""
+"""Codes of errors that mean that the server, not only the request, has ended."""
 
 _NATIVE_NAMES = {"rid": "request_id", "input_ids": "prompt"}
-"""Names of the native route, and the engine's."""
+"""Names of fields on the native route, and the engine's names."""
 
 
 class RemoteLink:
-    """`Link` to a server on another machine. Made by `connect`; all methods run on one event loop.
+    """A `Link` to a server on another machine. Created by `connect`; all methods run on one event loop.
 
-    The server is asked for text as well as tokens, since it must look for stop strings anyway. What is not streamed is
-    asked for in one piece. A connection that breaks before anything came back leaves open whether the request was
-    begun.
+    The server sends text as well as tokens, because it decodes them anyway to find stop strings. A request that does
+    not stream gets its answer in one piece. If a connection breaks before anything came back, it is unknown whether the
+    request was started.
     """
 
     def __init__(self, address: str, http: httpx2.AsyncClient, model_info: ModelInfo) -> None:
@@ -66,7 +66,7 @@ class RemoteLink:
         self._rows = 0
         self._tokens = 0
         self._in_flight = 0
-        self._foreign_load = 0
+        self._external_load = 0
         self._silent_seconds = 0.0
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch: asyncio.Task[None] | None = None
@@ -102,7 +102,7 @@ class RemoteLink:
 
     @property
     def model_info(self) -> ModelInfo:
-        """What the server says of its model."""
+        """The server's model."""
         return self._model_info
 
     @property
@@ -117,22 +117,22 @@ class RemoteLink:
 
     @property
     def external_load(self) -> int:
-        """See `Link.external_load`; as it was at the last look."""
-        return self._foreign_load
+        """See `Link.external_load`; at the last poll."""
+        return self._external_load
 
     @property
     def alive(self) -> bool:
-        """The server has not been lost."""
+        """Whether the server is not lost."""
         return not self._over.done()
 
     @property
     def silent_seconds(self) -> float:
-        """See `Link.silent_seconds`: of its own engines."""
+        """See `Link.silent_seconds`: that of the server's engines."""
         return self._silent_seconds
 
     @property
     def stats(self) -> SchedulerStats:
-        """What it said of its load at the last look."""
+        """The server's load at the last poll."""
         return self._stats
 
     def submit(self, outputs: RequestOutputs) -> None:
@@ -172,7 +172,7 @@ class RemoteLink:
         await self._post("/close_session", {"session_id": session_id}, tenant_headers(owner))
 
     async def _post(self, path: str, body: dict[str, object], headers: dict[str, str]) -> None:
-        """Raises what the server refuses it with."""
+        """Sends a request. Raises the error of the server's answer."""
         try:
             response = await self._http.post(path, json=body, headers=headers, timeout=CONNECT_SECONDS)
         except httpx2.TransportError as error:
@@ -186,7 +186,7 @@ class RemoteLink:
         return response.status_code == 200
 
     async def start_profile(self, folder: str, steps: int | None) -> str:
-        """See `Link.start_profile`: that server has a folder of its own for it."""
+        """See `Link.start_profile`. The profile is written to that server's own folder."""
         return await self._profile("/start_profile", {} if steps is None else {"num_steps": steps})
 
     async def stop_profile(self) -> str:
@@ -208,7 +208,7 @@ class RemoteLink:
         return ", ".join(f"{self.address}: {folder}" for folder in response.json()["folders"])
 
     async def state(self) -> dict[str, object]:
-        """What the server says of itself, that of its only replica where it has one."""
+        """Returns the state of the server's only replica, or of all its replicas."""
         response = await self._call("GET", "/server_info")
         states = response.json()["internal_states"]
         return dict(states[0]) if len(states) == 1 else {"replicas": states}
@@ -226,7 +226,7 @@ class RemoteLink:
         return await asyncio.shield(self._over)
 
     async def close(self, *, drain: bool = False) -> None:
-        """Lets the server go; it runs on. Requests that it has end with their connections."""
+        """Disconnects from the server, which keeps running. Its requests end with their connections."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})
@@ -244,7 +244,7 @@ class RemoteLink:
         return task
 
     async def _run(self, outputs: RequestOutputs, name: str) -> None:
-        """Asks, and fills the outputs. Nobody waits for this task: what fails is the outputs' error."""
+        """Sends the request and fills the outputs. Errors go to the outputs, because nothing awaits this task."""
         try:
             await self._ask(outputs, name)
         except httpx2.ConnectError as error:
@@ -256,7 +256,7 @@ class RemoteLink:
         except RequestError as error:
             rename_field(error, _NATIVE_NAMES)
             outputs.fail(error)
-        except Exception as error:  # an answer that is none
+        except Exception as error:  # an invalid answer
             logger.exception("%s sent an invalid response", self.address)
             unread = RequestError(f"{self.address} sent an invalid response: {type(error).__name__} {error}")
             unread.status = 500
@@ -299,8 +299,8 @@ class RemoteLink:
     def _as_raised(self, error: Mapping[str, Any], status: int) -> RequestError:
         code, message = error.get("code"), str(error.get("message"))
         if code in GONE:
-            # What a server that drains refuses was not begun, or not finished: another may run it. What an engine had
-            # when it died may be why.
+            # A draining server has not started the request, or not finished it, so another may run it. If the engine
+            # died, the request may be the cause.
             if code != "engine_dead":
                 self._lose(message)
             return EngineDeadError(f"{self.address}: {message}", started=None if code == "engine_dead" else False)
@@ -334,7 +334,7 @@ class RemoteLink:
                 missed = 0
             except EngineDeadError as error:
                 missed += 1
-                # A server that says that it is at an end is believed at once.
+                # An error answer that the server has ended counts at once.
                 if error.started is False or missed == MISSED_LOOKS:
                     self._lose(error.message)
 
@@ -354,7 +354,7 @@ class RemoteLink:
             gen_throughput=sum(load["gen_throughput"] for load in loads),
             programs_left=sum(load.get("programs_left", 0) for load in loads),
         )
-        self._foreign_load = max(self._stats.num_running + self._stats.num_waiting - mine, 0)
+        self._external_load = max(self._stats.num_running + self._stats.num_waiting - mine, 0)
 
     def _lose(self, reason: str) -> None:
         if not self._over.done():
@@ -362,7 +362,8 @@ class RemoteLink:
 
 
 async def _get(http: httpx2.AsyncClient, path: str) -> Any:
-    """The JSON answer. Raises `EngineDeadError`: `started` is False for an answer that is an error, None for none."""
+    """Returns the JSON answer. Raises `EngineDeadError`: `started` is False for an error answer, None without an
+    answer."""
     try:
         response = await http.get(path, timeout=CONNECT_SECONDS)
     except httpx2.TransportError as error:
@@ -390,7 +391,7 @@ async def _check_tokenizer(http: httpx2.AsyncClient, address: str, tokenizer: Te
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A request at the server: its name there, and the task that asks for it."""
+    """A request at the server: its id there, and the task that runs it."""
 
     name: str
     task: asyncio.Task[None]

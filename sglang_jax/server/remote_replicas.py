@@ -1,4 +1,4 @@
-"""Servers elsewhere as the replicas of this one (`--connect`)."""
+"""Other servers as the replicas of this one (`--connect`)."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from sglang_jax.errors import ConfigError
 from sglang_jax.server.remote_link import RemoteLink
 
 RETRY = Backoff(first=1.0, most=10.0, settled=10.0, give_up=None)
-"""A server elsewhere may be away for as long as it takes."""
+"""Connecting to a lost server is retried without an end."""
 
 
 LOCAL = "local"
-"""In the list of `--connect`: the engines of this server."""
+"""The entry in the list of `--connect` for the engines of this server."""
 
 
 async def connect_engines(
     config: ServerConfig, tokenizer: TextTokenizer | None = None, launch: LaunchLink = launch_replica_link
 ) -> EngineClient:
-    """A client over the servers that `config.connect` lists, once one of them serves; with `local` in the list, over
-    the engines of this server as well, once these serve.
+    """Returns a client of the servers in `config.connect`, once one of them serves; with `local` in the list, also of
+    this server's engines, once all of these serve.
 
-    **Arguments:** `tokenizer`: that of their model; None for the one that the options name. `launch`: starts an engine
-    of this server.
+    **Arguments:** `tokenizer`: of their model; None for that of the options. `launch`: starts an engine of this server.
 
-    **Raises:** `ConfigError` for a list that cannot be read, options that start engines where the list has no `local`,
-    or a server with another tokenizer; `CheckpointError` for a tokenizer that cannot be loaded; what `launch` raises;
+    **Raises:** `ConfigError` for an invalid list, options that start engines without `local` in the list, or a server
+    with another tokenizer; `CheckpointError` for a tokenizer that cannot be loaded; errors of `launch`;
     `EngineDeadError` if no server answers.
     """
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it has a line for each request, at INFO
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request at INFO
     addresses, with_own = read_addresses(config.connect or "")
     if config.nnodes > 1 or (config.dp_size > 1 and not with_own):
         raise ConfigError(
@@ -47,7 +46,7 @@ async def connect_engines(
         )
     if tokenizer is None:
         tokenizer = await asyncio.to_thread(load_text_tokenizer, config)
-    key = config.admin_key() or config.client_key()  # replicas are asked what they have to do, which is an operator's
+    key = config.admin_key() or config.client_key()  # only operators may ask for the load
     own = local_replicas(config, launch) if with_own else []
     servers: list[Replica[Link]] = [
         Replica(index, partial(RemoteLink.connect, address, tokenizer, key), backoff=RETRY)
@@ -67,8 +66,8 @@ async def connect_engines(
 
 
 def read_addresses(text: str) -> tuple[list[str], bool]:
-    """The parts of HOST:PORT,HOST:PORT, and whether `local` is among them. Raises `ConfigError` naming the one at
-    fault."""
+    """Returns the addresses of HOST:PORT,HOST:PORT, and whether `local` is among them. Raises `ConfigError` with the
+    invalid one."""
     parts = [part.strip() for part in text.split(",")]
     addresses = [part for part in parts if part != LOCAL]
     for address in addresses:
@@ -83,8 +82,8 @@ def read_addresses(text: str) -> tuple[list[str], bool]:
 
 
 async def _start(replicas: Sequence[Replica[Link]], *, alone: bool) -> None:
-    """Starts all; those that do not answer yet are tried again. Raises what the first raised if none answers and they
-    are all that there is (`alone`)."""
+    """Starts all replicas; those that do not answer yet are retried later. Raises the first error if none answers and
+    there are no other replicas (`alone`)."""
     results = await asyncio.gather(*(replica.start() for replica in replicas), return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     wrong = next((error for error in errors if isinstance(error, ConfigError)), None)

@@ -1,4 +1,4 @@
-"""What streams repeat: each event of `/generate` says all that was said before it, unless asked for what is new."""
+"""Repeated output in streams: by default, each event of `/generate` has all output so far."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ logger = logging.getLogger(__name__)
 logger.addFilter(OnceASecond())
 
 MOST_HELD_BYTES = 128 * 2**20
-"""What all streams may hold to repeat it. About 11 bytes a token, so that a few hundred long outputs fit; with twenty
-alternatives for each token it is 700."""
+"""Maximum bytes that all streams hold for repetition. A token takes about 11 bytes, so a few hundred long outputs fit;
+with twenty alternatives it takes 700."""
 
 REPEATED_BYTES = 32 * 2**20
-"""Bytes a second of events that repeat all so far, in all streams together: about a tenth of a core."""
+"""Bytes per second of repeating events in all streams together: about a tenth of a core."""
 
 SHORT_EVENT = 16_384
-"""Events of so many bytes wait for nothing: some thousand tokens without logprobs."""
+"""After an event of at most this many bytes, a stream does not pause: some thousand tokens without logprobs."""
 
 LONGEST_PAUSE = 1.0
-"""Seconds after which a stream that waits looks again how many others do."""
+"""Seconds after which a pausing stream counts again how many others pause."""
 
 _encoder = msgspec.json.Encoder()
 
 GAP = b"\0"
-"""A byte that no JSON has."""
+"""A byte that does not occur in JSON."""
 
 _GAP_LIST = msgspec.Raw(b"[%b]" % GAP)
 
 
 class RepeatedAnswer:
-    """The answers of one completion in a stream whose events repeat all that was said before.
+    """The answers of one completion in a stream whose events repeat all output so far.
 
-    What is repeated is written once, as JSON, and copied from then on: an event costs what copying its bytes does. In
-    the answers of `add` a `GAP` stands for each, which `pieces` fills: a client that reads slowly has a long event wait
-    for it in no further copy. `num_bytes`: of what is repeated.
+    Repeated output is encoded as JSON once and copied from then on, so an event costs no more than copying its bytes.
+    The answers of `add` have a `GAP` in place of each repeated text or list, which `pieces` fills in: a long event is
+    not copied as a whole while a slow client reads it. `num_bytes`: size of the repeated output.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class RepeatedAnswer:
         self._in_order: list[bytearray] = []
 
     def add(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """The answer of the next delta, with all that was said before."""
+        """Adds the answer of the next delta, and returns it with gaps for all output so far."""
         self._in_order = [self._text, self._lists.setdefault("output_ids", bytearray())]
         self._text += _encoder.encode(answer["text"])[1:-1]
         meta = {
@@ -68,8 +68,8 @@ class RepeatedAnswer:
         return {"text": msgspec.Raw(b'"%b"' % GAP), "output_ids": _GAP_LIST, "meta_info": meta}
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """An event that carries the answer, in one piece, or a slice at a time if it is long. Nothing may be added
-        before the last is taken."""
+        """Yields an event with its gaps filled: in one piece, or in slices if it is long. Call `add` only after the
+        last slice."""
         around = data.split(GAP)
         parts = [part for pair in zip_longest(around, self._in_order, fillvalue=b"") for part in pair]
         if sum(map(len, parts)) <= RESPONSE_SLICE:
@@ -80,7 +80,7 @@ class RepeatedAnswer:
                 yield bytes(part[start : start + RESPONSE_SLICE])
 
     def forget(self) -> None:
-        """Frees what is repeated, also where an event that repeats it waits for its client."""
+        """Frees the repeated output, even while an event with it waits for its client."""
         for written in (self._text, *self._lists.values()):
             written.clear()
 
@@ -98,8 +98,8 @@ class RepeatedAnswer:
 
 
 class RepeatShare:
-    """The completions of one stream that have begun and not ended. `num_bytes`: what they hold; `refusal`: why the
-    stream has to end."""
+    """The unfinished completions of one stream. `num_bytes`: bytes that they hold; `refusal`: the error with which the
+    stream has to end, if any."""
 
     def __init__(self, held: HeldRepeats) -> None:
         self.num_bytes = 0
@@ -108,7 +108,7 @@ class RepeatShare:
         self._answers: dict[int, RepeatedAnswer] = {}
 
     def add(self, index: int, answer: dict[str, Any]) -> dict[str, Any]:
-        """See `RepeatedAnswer.add`. Raises `BusyError` if the stream has to end, be it for others' sake."""
+        """See `RepeatedAnswer.add`. Raises `BusyError` if the stream has to end, also to make room for others."""
         if self.refusal is None:
             so_far = self._answers.setdefault(index, RepeatedAnswer())
             before = so_far.num_bytes
@@ -123,11 +123,11 @@ class RepeatShare:
         return self._answers[index].pieces(data)
 
     def drop(self, index: int) -> None:
-        """A completion ended: nothing of it is repeated any more."""
+        """Frees the output of a completion that has ended."""
         self._held.grow(self, -self._answers.pop(index).num_bytes)
 
     def refuse(self, error: RequestError) -> None:
-        """Ends the stream, and frees what it holds at once: its client may be slow to read."""
+        """Ends the stream, and frees its output at once, because its client may be slow to read."""
         self.refusal = error
         for answer in self._answers.values():
             answer.forget()
@@ -136,8 +136,8 @@ class RepeatShare:
 
 
 class HeldRepeats:
-    """What the streams of a server hold. Beyond `MOST_HELD_BYTES` the one that holds most is ended. All methods run on
-    one event loop."""
+    """The repeated output that a server's streams hold. Above `MOST_HELD_BYTES`, ends the stream that holds most. All
+    methods run on one event loop."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -145,7 +145,7 @@ class HeldRepeats:
 
     @contextmanager
     def share(self) -> Iterator[RepeatShare]:
-        """One stream's."""
+        """Yields the share of one stream."""
         share = RepeatShare(self)
         self._shares.add(share)
         try:
@@ -155,7 +155,7 @@ class HeldRepeats:
             self.num_bytes -= share.num_bytes
 
     def grow(self, share: RepeatShare, size: int) -> None:
-        """A share has so many bytes more, or fewer."""
+        """Changes the bytes of a share by `size`, and ends streams above the limit."""
         share.num_bytes += size
         self.num_bytes += size
         while self.num_bytes > MOST_HELD_BYTES:
@@ -175,14 +175,14 @@ class HeldRepeats:
 
 
 class RepeatPace:
-    """How fast the streams of a server may repeat what they have said, all together.
+    """Limits the rate at which all streams of a server together repeat output.
 
-    An event that repeats is as long as the output so far, so a stream is as long as its square: 600 tokens with 20
-    alternatives each made 106 MiB. A stream that waits after a long event finds more tokens in its next one, and
-    repeats less often; what it says in the end is the same, and waits for nothing.
+    A repeating event is as long as the output so far, so the total grows with its square: 600 tokens with 20
+    alternatives each took 106 MiB. A stream that pauses after a long event has more tokens in its next one, and so
+    repeats less often. Its final output is the same, and its last event is not delayed.
 
-    Callers that wait have even shares of `REPEATED_BYTES`, and so have the streams of each: whose events are short
-    waits little, however long those of others are.
+    Callers with pausing streams share `REPEATED_BYTES` equally, and so do the streams of each. A stream with short
+    events pauses little, however long the events of others are.
     """
 
     def __init__(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
@@ -190,7 +190,7 @@ class RepeatPace:
         self._waiting: Counter[str] = Counter()
 
     async def after(self, size: int, whose: str) -> None:
-        """Waits for as long as an event of `size` bytes has to be waited for. Not for the last of an output."""
+        """Pauses after an event of `size` bytes. Not for the last event of an output."""
         if size <= SHORT_EVENT:
             return
         self._waiting[whose] += 1

@@ -1,4 +1,4 @@
-"""How much of a request's body is read, and how long that may take."""
+"""Limits for the size of request bodies, and for the time to receive them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_jax.errors import RequestError, cut
-from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.callers import caller_name
 from sglang_jax.server.errors import (
     BodyTooLargeError,
@@ -20,29 +19,30 @@ from sglang_jax.server.errors import (
     ShuttingDownError,
     error_response,
 )
+from sglang_jax.server.partial_requests import PartialRequests
 from sglang_jax.server.shutdown import SHUTDOWN, Shutdown
 
 BODIES_IN_FLIGHT = 8
-"""Of how many of the largest bodies there is room for the bytes, at once."""
+"""The bodies in flight together may have as many bytes as this many of the largest."""
 
 SMALL_BODY = 65_536
-"""Bodies of so many bytes are read however much the larger ones hold."""
+"""Bodies of at most this many bytes are read even if larger ones use up the limit."""
 
 MOST_OF_SMALL_BODIES = 40 * 2**20
-"""Most bytes of all bodies together that are still small and not whole. A crowd on all connections, each of which has
-sent its whole body and waits to be read, takes 32 MiB with `LIKE_BYTES`."""
+"""Maximum bytes of all small incomplete bodies together. Complete bodies that wait to be read on all connections take
+32 MiB with `LIKE_BYTES`."""
 
 LIKE_BYTES = 8192
-"""A request whose body is waited for takes about as much memory as so many bytes of it, which count with them."""
+"""Memory of a request whose body is incomplete, counted in addition to the body's bytes."""
 
 SLOWEST = 16_384
-"""Bytes a second that a client must send on average, behind its first `client_timeout` seconds."""
+"""Bytes per second that a client must send on average after the first `client_timeout` seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """Bytes that one request's body holds. `tenant`: whose it is; `deadline`: while it is waited for; `refusal`: why it
-    is no longer."""
+    """The bytes of one request's body. `deadline`: set while more is awaited; `refusal`: the error with which it was
+    refused, if any."""
 
     tenant: str
     size: int = 0
@@ -50,21 +50,22 @@ class _Share:
     refusal: RequestError | None = None
 
     def refuse(self, error: RequestError) -> None:
-        """The rest is not waited for."""
+        """Refuses the body without waiting for the rest."""
         self.refusal = error
         if self.deadline is not None and not self.deadline.expired():
             self.deadline.reschedule(asyncio.get_running_loop().time())
 
     def refuse_at_shutdown(self) -> None:
-        """The server stops before the rest came."""
+        """Refuses the body because the server stops."""
         self.refuse(ShuttingDownError(f"the server is shutting down, and of the body only {self.size} bytes came"))
 
 
 class BodyLimit:
-    """Reads each body whole before the application sees the request; refuses one that is too large or too slow.
+    """Reads each body completely before the application sees the request; refuses bodies that are too large or slow.
 
-    Starlette and FastAPI can count bytes as well. Here they are counted over all requests too, as a request keeps its
-    body while it runs; and the clock runs. Each tenant has room for one of the largest, however much others hold.
+    Starlette and FastAPI can limit bytes too. Here, they are counted over all requests, because a request keeps its
+    body while it runs; and there is a time limit. Each tenant has room for one body of maximum size, however much
+    others hold.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, client_timeout: float) -> None:
@@ -73,7 +74,7 @@ class BodyLimit:
         self._patience = client_timeout
         self._held = 0
         self._held_of: Counter[str] = Counter()
-        self._small = Beginnings(MOST_OF_SMALL_BODIES, "small bodies")
+        self._small = PartialRequests(MOST_OF_SMALL_BODIES, "small bodies")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
@@ -105,10 +106,10 @@ class BodyLimit:
             await self._app(scope, replay, send)
         finally:
             self._hold(share, -share.size)
-            share.refusal = None  # it knows the frames that know the share, and what they hold
+            share.refusal = None  # its traceback keeps the share and its body alive
 
     async def _read(self, headers: Headers, receive: Receive, share: _Share) -> Message:
-        """The message that carries all of a body, or that tells that the client has left. Raises `RequestError`."""
+        """Returns a message with the complete body, or the client's disconnect. Raises `RequestError`."""
         length = headers.get("content-length", "")
         announced = int(length) if length.isdecimal() else 0
         self._check(share, announced, 0)
@@ -144,7 +145,7 @@ class BodyLimit:
             chunks.clear()
 
     async def _next(self, receive: Receive, share: _Share, until: float) -> Message:
-        """The next part of a body. Raises `TimeoutError`, and why it is not waited for."""
+        """Returns the next part of a body. Raises `TimeoutError`, and the error of a refusal."""
         try:
             async with asyncio.timeout_at(until) as share.deadline:
                 message = await receive()
@@ -166,7 +167,8 @@ class BodyLimit:
             del self._held_of[share.tenant]
 
     def _check(self, share: _Share, size: int, more: int) -> None:
-        """May a body of `size` bytes be read, the last `more` of them new? Raises `BodyTooLargeError`, `BusyError`."""
+        """Checks that a body of `size` bytes, `more` of them new, may be read. Raises `BodyTooLargeError`,
+        `BusyError`."""
         if size > self._most:
             raise BodyTooLargeError(f"the body has at least {size} bytes; the limit is {self._most} (--max-body-bytes)")
         limit = BODIES_IN_FLIGHT * self._most

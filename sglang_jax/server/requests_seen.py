@@ -1,4 +1,4 @@
-"""What is noted of every HTTP request: its name, in the answer and in the log, and that it was answered."""
+"""Gives every HTTP request an id, for its answer and log lines, and counts its answer."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from sglang_jax.server.metrics import ServerMetrics
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID = 128
-"""Most characters of a request's id."""
+"""Maximum characters of a request's id."""
 
 _ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_REQUEST_ID}}}")
-"""What a log line and a header can carry, and nobody can write a line of their own with."""
+"""Ids that log lines and headers can contain safely: without line breaks, no client can forge a log line."""
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 NO_ROUTE = "none"
-"""The route of requests that were answered before one was looked for, or for which there is none: clients choose paths,
-and must not choose how many series there are."""
+"""The route label of requests that match no route or were answered before routing. Paths are not used, because clients
+could create any number of series with them."""
 
 
 class RequestsSeen:
-    """Outermost of all: gives every request an id and counts every answer.
+    """The outermost middleware: gives every request an id and counts every answer.
 
-    The id is the client's `X-Request-Id` if that is one, else made up. It is in the answer's header and in all log
-    lines that the request leads to.
+    The id is the client's `X-Request-Id` if that is valid, otherwise a random one. The answer's header and all log
+    lines of the request contain it.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
@@ -46,7 +46,7 @@ class RequestsSeen:
             await self._app(scope, receive, send)
             return
         request_id = request_id_of(Headers(scope=scope).get(REQUEST_ID_HEADER, ""))
-        REQUEST_ID.set(request_id)  # the task is this request's own: uvicorn makes one for each
+        REQUEST_ID.set(request_id)  # only for this request: uvicorn creates a task for each
         begin = time.perf_counter()
         status = CLIENT_CLOSED_REQUEST
 
@@ -68,7 +68,7 @@ class RequestsSeen:
         self._metrics.http_requests.labels(route, method, str(status)).inc()
         if logger.isEnabledFor(logging.DEBUG):
             fields = {"method": method, "route": route, "status": status, "seconds": round(seconds, 6)}
-            # A proxy on this machine says for whom it asks, and may pass on what it was told.
+            # A proxy may set the client's address to text that a client sent.
             client = _printable(scope["client"][0]) if scope.get("client") else "unknown"
             fields |= {"client": client}
             path = cut(scope["path"])
@@ -78,10 +78,10 @@ class RequestsSeen:
 
 
 def _printable(text: str) -> str:
-    """What a line of the log can show on a terminal as it is."""
+    """Returns text that is safe to show on a terminal."""
     return cut(text if text.isprintable() else repr(text))
 
 
 def request_id_of(given: str) -> str:
-    """The client's id if a log line can carry it, else one that is made up."""
+    """Returns the client's id if it is valid, otherwise a random one."""
     return given if _ID.fullmatch(given) else uuid.uuid4().hex

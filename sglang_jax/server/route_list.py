@@ -1,5 +1,5 @@
-"""`/docs`: a page that lists the routes. It has no scripts and loads nothing, so that it shows offline too. It needs no
-key, since a browser does not send one: it says nothing of this server but what anybody can read in its source."""
+"""`/docs`: a page that lists the routes. It has no scripts and loads nothing, so it works offline. It needs no key,
+because a browser does not send one; it shows only what anyone can read in the source."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ td, th {{ border-bottom: 1px solid #8884; padding: .3rem .8rem .3rem 0; text-ali
 
 
 def add_route_list(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Gives `app` the page of these routers' routes."""
+    """Adds to `app` the page that lists these routers' routes."""
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     rows = [_row(route) for route in routes if route.include_in_schema]
     page = _PAGE.format(title=escape(app.title), rows="\n".join(rows))
@@ -45,7 +45,7 @@ def add_route_list(app: FastAPI, routers: Iterable[APIRouter]) -> None:
 
 def _row(route: APIRoute) -> str:
     methods = " ".join(sorted(route.methods or ()))
-    told = inspect.getdoc(route.endpoint) or ""
+    description = inspect.getdoc(route.endpoint) or ""
     if any(each.dependency is require_admin for each in route.dependencies):
-        told += " Operators only."
-    return f"<tr><td><code>{methods} {escape(route.path_format)}</code></td><td>{escape(told)}</td></tr>"
+        description += " Operators only."
+    return f"<tr><td><code>{methods} {escape(route.path_format)}</code></td><td>{escape(description)}</td></tr>"

@@ -1,4 +1,4 @@
-"""From the fields of a request body to `SamplingParams`: the only place where the names differ."""
+"""Converts the fields of a request body to `SamplingParams`. Only here do the names differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 
 def _check_size(value: object) -> object:
-    # Before its entries are looked at: each that is wrong would make an error.
+    # Runs before the entries are validated, because each invalid entry would create an error.
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
         raise ParameterError(
             f"logit_bias may hold at most {MAX_LOGIT_BIAS} entries, got {len(value)}", param="logit_bias"
@@ -28,7 +28,7 @@ def _check_size(value: object) -> object:
 
 
 class SamplingFields(Body):
-    """What OpenAI's and the native routes call by the same name. Null means the default."""
+    """Fields with the same names on OpenAI's and the native routes. Null means the default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -58,7 +58,7 @@ class SamplingFields(Body):
     structured_outputs: Any = None
 
     def grammar_fields(self) -> dict[str, Any]:
-        """What the body says of a grammar; `grammar_of` reads it."""
+        """Returns the body's fields that describe a grammar, for `grammar_of`."""
         return {name: value for name in SPELLINGS if (value := self.__dict__.get(name)) is not None}
 
 
@@ -96,11 +96,12 @@ SHARED_NAMES = (
 )
 
 OPENAI_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-"""`SamplingParams`' names, and what an OpenAI client calls them."""
+"""Names of `SamplingParams`, and OpenAI's names."""
 
 
 def native_sampling(fields: NativeSampling, defaults: GenerationDefaults) -> SamplingParams:
-    """Fields left out are `defaults`'. Raises `ParameterError` naming the field."""
+    """Returns the parameters of a native request. `defaults` fills in fields that are left out. Raises `ParameterError`
+    with the field."""
     chosen: dict[str, Any] = _shared(fields)
     _add(chosen, "max_new_tokens", fields.max_new_tokens)
     _add(chosen, "min_new_tokens", fields.min_new_tokens)
@@ -110,8 +111,8 @@ def native_sampling(fields: NativeSampling, defaults: GenerationDefaults) -> Sam
 
 
 def openai_sampling(fields: OpenAISampling, max_tokens: int | None, defaults: GenerationDefaults) -> SamplingParams:
-    """`max_tokens` None: up to the context length. Other fields left out are `defaults`'. Raises `ParameterError`
-    naming OpenAI's field."""
+    """Returns the parameters of an OpenAI request. `max_tokens`: None for up to the context length; `defaults` fills in
+    other fields that are left out. Raises `ParameterError` with OpenAI's name of the field."""
     chosen: dict[str, Any] = _shared(fields)
     chosen["max_new_tokens"] = max_tokens
     _add(chosen, "min_new_tokens", fields.min_tokens)
@@ -125,7 +126,7 @@ def openai_sampling(fields: OpenAISampling, max_tokens: int | None, defaults: Ge
 
 def _shared(fields: SamplingFields) -> dict[str, Any]:
     stop = as_list(fields.stop)
-    stop = [] if stop == [""] else stop  # one empty text asks for none
+    stop = [] if stop == [""] else stop  # one empty text: no stop strings
     if len(stop) > MAX_STOP_STRINGS:
         raise ParameterError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}", param="stop")
     values = fields.model_dump(include=set(SHARED_NAMES), exclude_none=True)
@@ -142,7 +143,7 @@ def _add(chosen: dict[str, Any], name: str, value: object) -> None:
 
 
 def one_of(name: str, value: Value | None, other_name: str, other: Value | None) -> Value | None:
-    """The value of two fields that mean the same. Raises `ParameterError` if both are given and differ."""
+    """Returns the value of two fields with the same meaning. Raises `ParameterError` if both are set and differ."""
     if value is not None and other is not None and value != other:
         raise ParameterError(
             f"{name} ({shown(value)}) and {other_name} ({shown(other)}) mean the same but differ", param=name
@@ -152,7 +153,7 @@ def one_of(name: str, value: Value | None, other_name: str, other: Value | None)
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors raised inside speak of the client's fields, see `rename_field`."""
+    """Renames the field of errors raised inside, see `rename_field`."""
     try:
         yield
     except RequestError as error:
@@ -161,7 +162,7 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def rename_field(error: RequestError, names: Mapping[str, str]) -> None:
-    """The error speaks of the client's fields from now on: of `names[param]` where it said `param`."""
+    """Changes an error, and its text, from the engine's name of a field to the client's, `names[param]`."""
     if error.param is not None and error.param in names:
         error.message = re.sub(rf"\b{error.param}\b", names[error.param], error.message)
         error.param = names[error.param]

@@ -46,41 +46,45 @@ from sglang_jax.server.sliced_connection import MAX_HEAD_BYTES
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
-"""How long an idle connection stays open: longer than clients keep theirs, or a request could meet a closing one."""
+"""An idle connection stays open for this long: longer than clients keep theirs, so that a request does not meet a
+closing one."""
 
 ACCEPTED_AT_ONCE = 16
-"""Connections that are accepted in a turn of the event loop, as uvloop accepts one of each socket that it listens on.
-One in each turn, with thousands that come at once, and a health check waited for seconds in the kernel's queue."""
+"""Connections that are accepted per iteration of the event loop, because uvloop accepts one per listening socket. With
+one per iteration, when thousands arrived at once, a health check waited for seconds in the kernel's queue."""
 
 BACKLOG = 2048
-"""Connections that wait in the kernel's queue, as uvicorn has it; the kernel may allow fewer."""
+"""Connections that may wait in the kernel's queue, uvicorn's default; the kernel may allow fewer."""
 
 SEND_BUFFER = 131_072
-"""Bytes; Linux doubles them. Enough for 2 MB/s over 100 ms, and small enough to see soon that a client reads."""
+"""Bytes of a socket's send buffer; Linux doubles them. Enough for 2 MB/s over 100 ms, and small enough to notice soon
+whether a client reads."""
 
 TERMINATED = 128 + signal.SIGTERM
-"""Exit status after SIGTERM while the engine was still starting, as shells have it."""
+"""Exit status after SIGTERM while the engine is starting, as in shells."""
 
 SWITCH_SECONDS = 0.0005
-"""How long the event loop waits for a thread that has Python's lock; ten times as long by default. Bodies and answers
-of megabytes are read and written in threads, and a request gives the lock away a dozen times until its first token."""
+"""Seconds that the event loop waits for a thread that holds Python's lock; Python's default is ten times as long.
+Threads read and write bodies and answers of megabytes, and a request releases the lock a dozen times until its first
+token."""
 
 Launch = Callable[[ServerConfig], Awaitable[EngineClient]]
 
 
 MALFORMED_REQUESTS = logs.OnceASecond()
-"""Of what uvicorn says of them, which is a line each."""
+"""Limits uvicorn's log, which has a line for each malformed request."""
 
 SECONDS_TO_TELL = 2.0
-"""How long clients have to read that the engine is gone, or that the server stops, before it ends."""
+"""Before the server exits, clients have this long to read that the engine is gone or that the server stops."""
 
 
 class DrainingServer(uvicorn.Server):
-    """A first SIGTERM or SIGINT drains: `/health` turns 503, new requests are refused with 503, and the server ends
-    once those in flight have finished. A second one, or the end of `--drain-timeout`, ends those as well: they get 503,
-    or an error event where their stream has begun. A third one, or `SECONDS_TO_TELL` later, drops connections.
+    """A uvicorn server that drains. After a first SIGTERM or SIGINT, `/health` returns 503, new requests are refused
+    with 503, and the server exits when those in flight have finished. A second signal, or the end of `--drain-timeout`,
+    ends those too: they get 503, or an error event if their stream has started. A third signal, or `SECONDS_TO_TELL`
+    later, drops connections.
 
-    It also ends once its engine is gone for good: whoever manages the service is to start it again, maybe elsewhere.
+    It also exits when its engine is gone for good, so that the service manager restarts it, maybe elsewhere.
     """
 
     def __init__(self, config: uvicorn.Config, context: ServerContext, on_ready: Callable[[], None]) -> None:
@@ -92,17 +96,17 @@ class DrainingServer(uvicorn.Server):
         self._memory = FreeMemory()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Opens the sockets, and says so."""
+        """Opens the sockets, and calls `on_ready`."""
         await super().startup(sockets)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came. Runs between two instructions of the main thread, so it only notes what to do."""
+        """Handles a signal. Runs between two instructions of the main thread, so it only schedules the work."""
         self._loop.call_soon_threadsafe(self._stop if self._context.draining else self._drain)
         self._context.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: is it time to end? And every tenth time, is there memory to give back?"""
+        """Runs ten times a second: exits if it is time; every tenth time, returns free memory to the system."""
         if counter % 10 == 0:
             self._memory.look()
         gone = self._context.client.gone
@@ -145,7 +149,7 @@ class DrainingServer(uvicorn.Server):
 
 
 async def launch_or_connect(config: ServerConfig) -> EngineClient:
-    """The engines that the options ask for, of this server or of others. Raises `ConfigError`, `CheckpointError`,
+    """Launches the engines of the options, or connects to other servers. Raises `ConfigError`, `CheckpointError`,
     `EngineDeadError`."""
     if config.connect is not None:
         return await connect_engines(config)
@@ -153,11 +157,11 @@ async def launch_or_connect(config: ServerConfig) -> EngineClient:
 
 
 def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
-    """Serves until a signal ends it; a node of `node_rank` above 0 follows node 0 until that ends. The exit status: 0,
-    or 1 if the engine is gone for good.
+    """Serves until a signal; a node with `node_rank` above 0 follows node 0 until that ends. Returns the exit status:
+    0, or 1 if the engine is gone for good.
 
-    **Raises:** `ConfigError` for an address that cannot be listened on or keys that cannot be used, and what
-    `launch_or_connect` raises.
+    **Raises:** `ConfigError` for an address that is not available or keys that are invalid, and the errors of
+    `launch_or_connect`.
     """
     begin = time.perf_counter()
     logs.configure(config.log_level.upper(), as_json=config.log_format is LogFormat.JSON)
@@ -174,7 +178,7 @@ def run(config: ServerConfig, launch: Launch = launch_or_connect) -> int:
             "listen on 127.0.0.1",
             config.host,
         )
-    listener = bind(config.host, config.port)  # before the model is loaded: a taken port shows at once
+    listener = bind(config.host, config.port)  # before loading the model, so that a taken port shows at once
     with listener, claim(listener), asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         try:
             return runner.run(_serve(config, listener, launch, begin))
@@ -201,7 +205,7 @@ async def _serve(config: ServerConfig, listener: socket.socket, launch: Launch, 
 
 
 def http_config(context: ServerContext) -> uvicorn.Config:
-    """How uvicorn serves the context's engine."""
+    """Returns uvicorn's configuration for the context's engine."""
     config = context.config
     logging.getLogger("uvicorn.error").addFilter(MALFORMED_REQUESTS)
     limits = ConnectionLimits(raise_descriptor_limit(config.max_connections), config.client_timeout)
@@ -210,12 +214,12 @@ def http_config(context: ServerContext) -> uvicorn.Config:
         app = OwnPagesOnly(LocalHosts(app, (config.allowed_hosts or "").split(",")), config.origins())
     return uvicorn.Config(
         Stoppable(RequestsSeen(app, context.metrics), context.shutdown),
-        http=cast(Any, small_reads(limits)),  # which makes protocols, as their class does
+        http=cast(Any, small_reads(limits)),  # a factory of protocols, like their class
         ws="none",
         lifespan="off",
         log_config=None,
         log_level="info" if config.log_level is LogLevel.DEBUG else "warning",
-        access_log=False,  # `RequestsSeen` has one
+        access_log=False,  # `RequestsSeen` logs requests
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
@@ -223,7 +227,7 @@ def http_config(context: ServerContext) -> uvicorn.Config:
 
 @contextmanager
 def _cancelled_by_sigterm() -> Iterator[None]:
-    """SIGTERM cancels the current task, as SIGINT does by `asyncio.Runner`."""
+    """Lets SIGTERM cancel the current task, as SIGINT does with `asyncio.Runner`."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -235,7 +239,7 @@ def _cancelled_by_sigterm() -> Iterator[None]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, not listening yet. Raises `ConfigError`."""
+    """Returns a socket bound to this address, not listening yet. Raises `ConfigError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -245,7 +249,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Each connection's: what waits in the kernel for a client that does not read. It may be megabytes otherwise.
+        # Connections inherit it. Otherwise, megabytes may wait in the kernel for a client that does not read.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         listener.bind(address)
     except OSError as error:
@@ -256,9 +260,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def claim(listener: socket.socket) -> Iterator[None]:
-    """Keeps the address of a bound socket from other servers of this machine while the context is open.
+    """Keeps other servers of this machine from using the address of a bound socket while the context is open.
 
-    Raises `ConfigError` if another server has the address. Does nothing on other systems than Linux.
+    Raises `ConfigError` if another server has the address. Does nothing except on Linux.
     """
     host, port = listener.getsockname()[:2]
     try:
@@ -270,7 +274,8 @@ def claim(listener: socket.socket) -> Iterator[None]:
 
 
 def listen(listener: socket.socket) -> None:
-    """Lets clients connect. Raises `ConfigError`: an event loop may swallow that another program listens here."""
+    """Lets clients connect. Raises `ConfigError` if another program listens here, which an event loop may not
+    report."""
     try:
         listener.listen(BACKLOG)
     except OSError as error:
@@ -283,7 +288,7 @@ def _taken(host: str, port: int, reason: str) -> ConfigError:
 
 
 def listening_sockets(listener: socket.socket) -> list[socket.socket]:
-    """The socket, several times: see `ACCEPTED_AT_ONCE`."""
+    """Returns the socket and its duplicates: see `ACCEPTED_AT_ONCE`."""
     return [listener, *(listener.dup() for _ in range(ACCEPTED_AT_ONCE - 1))]
 
 

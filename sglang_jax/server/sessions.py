@@ -1,4 +1,4 @@
-"""`POST /open_session`, `POST /close_session`: conversations whose turns send what is new, as SGLang's clients do."""
+"""`POST /open_session`, `POST /close_session`: conversations whose turns send only new text or tokens, as in SGLang."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sglang_jax.server.json_body import JsonRoute
 
 
 class OpenSessionBody(Body):
-    """`capacity_of_str_len`: clients send it; what bounds a session here is the context length. `timeout`: seconds
-    without a turn after which it is closed."""
+    """`capacity_of_str_len`: ignored, because the context length bounds a session. `timeout`: seconds without a turn
+    after which it is closed."""
 
     capacity_of_str_len: Annotated[int, Field(ge=0)] = 0
     session_id: ShortText | None = None
@@ -45,8 +45,8 @@ def sessions_router(context: ServerContext) -> APIRouter:
 
     @router.post("/close_session")
     async def close_session(body: CloseSessionBody, request: Request) -> dict[str, object]:
-        """Closes a session of this API key; a running turn still finishes. What it kept in memory is an ordinary
-        cached prefix from then on."""
+        """Closes a session of this API key; a running turn still finishes. Its KV in memory becomes an ordinary cached
+        prefix."""
         owner = current_caller().tenant(tenant_of(request.headers))
         await context.client.close_session(body.session_id, owner)
         return {"success": True}

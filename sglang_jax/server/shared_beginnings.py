@@ -1,7 +1,7 @@
-"""How many tokens of a conversation probably begin others too: all before its first message that is not the system's.
+"""Counts the tokens of a chat that other chats probably share: all before its first message that is not the system's.
 
-Where layers keep states, a cached prefix serves at a few lengths alone. So that the second conversation with a system
-message finds one at that message's end, and not the third, the first is told where that is.
+Where layers keep states, a cached prefix matches only at certain lengths. With this count, the first chat with a system
+message saves its states at the end of that message, so that the second chat can already use them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Encode = Callable[[str], Awaitable[list[int]]]
 
 MOST_KEPT = 64
 LEAST_CHARACTERS, MOST_CHARACTERS = 128, 64 << 10
-"""Of a beginning that is looked at: a shorter one saves next to nothing, and to look at a longer one takes time."""
+"""Limits of a prefix that is considered: a shorter one saves little, a longer one takes time to check."""
 
 
 class SharedBeginnings:
-    """Tokens of the last beginnings that were seen, so that each is tokenized once."""
+    """The tokens of recently seen prefixes, so that each is tokenized once."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Int32] = OrderedDict()
 
     async def count(self, text: str, first_message: str, token_ids: Sequence[int], encode: Encode) -> int:
-        """Tokens of a rendered conversation, whose ids are `token_ids`, before the first place where `first_message`
-        stands in it; 0 where it does not, or stands near the begin. Raises what `encode` does."""
+        """Returns the number of tokens in `token_ids`, the ids of a rendered chat, before the first occurrence of
+        `first_message`; 0 if it does not occur, or outside of the limits. Raises the errors of `encode`."""
         end = text.find(first_message.strip()) if first_message.strip() else -1
         if not LEAST_CHARACTERS <= end <= MOST_CHARACTERS:
             return 0
@@ -40,7 +40,7 @@ class SharedBeginnings:
                 self._known.popitem(last=False)
         else:
             self._known.move_to_end(beginning)
-        # What stands at the border may be one token with what follows.
+        # The last characters may form a token together with the text that follows.
         size = min(len(known), len(token_ids))
         different = known[:size] != np.array(token_ids[:size], np.int32)
         return int(different.argmax()) if different.any() else size

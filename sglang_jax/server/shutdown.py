@@ -1,4 +1,4 @@
-"""The end of a drain: requests that are still in flight are told that the server stops."""
+"""The end of a drain: ends requests that are still in flight, with an error that says that the server stops."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from sglang_jax.server.errors import ShuttingDownError
 
 
 class Shutdown:
-    """What requests do, which `stop` ends. All methods run on one event loop."""
+    """The running work of requests, which `stop` ends. All methods run on one event loop."""
 
     def __init__(self) -> None:
         self.stopped = False
         self._ends: set[Callable[[], object]] = set()
 
     def stop(self) -> None:
-        """Ends all that is done, and what comes from now on as it begins."""
+        """Ends all running work, and work that is added later at once."""
         self.stopped = True
         for end in list(self._ends):
             end()
 
     def add(self, end: Callable[[], object]) -> None:
-        """What `stop` calls to end something, such as a task's `cancel`; until `discard`."""
+        """Adds a function that `stop` calls to end work, such as a task's `cancel`; until `discard`."""
         self._ends.add(end)
         if self.stopped:
             end()
@@ -41,7 +41,7 @@ class Shutdown:
 
 
 SHUTDOWN: ContextVar[Shutdown] = ContextVar("shutdown")
-"""That of the server that has the current request; not set where no server can stop it."""
+"""The shutdown of the current request's server; not set if no server can stop it."""
 
 
 class Stoppable:
@@ -52,5 +52,5 @@ class Stoppable:
         self._shutdown = shutdown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        SHUTDOWN.set(self._shutdown)  # the task is this request's own: uvicorn makes one for each
+        SHUTDOWN.set(self._shutdown)  # only for this request: uvicorn creates a task for each
         await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""A connection of which a slice is parsed at a time, in turns with others."""
+"""A connection whose input is parsed in slices, alternating with other connections."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
 from sglang_jax.errors import RequestError
 from sglang_jax.server.auth import OPEN_PATHS
-from sglang_jax.server.beginnings import Beginnings
+from sglang_jax.server.partial_requests import PartialRequests
 from sglang_jax.server.slices import BEGINNING, SLICE, SLICE_SECONDS, SliceTurns, next_slice
 
 MAX_HEAD_BYTES = 32_768
-"""Most bytes of a request's head: request line and headers."""
+"""Maximum bytes of a request's head: request line and headers."""
 
 MAX_HEAD_LINES = 128
-"""Most lines of a request's head. Eight thousand fit into 32 KiB, and cost 20 ms where as many bytes of one line cost
-nothing."""
+"""Maximum lines of a request's head. Eight thousand fit into 32 KiB and take 20 ms to parse; one line of 32 KiB takes
+almost no time."""
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
-"""The blank line behind the headers, as h11 looks for it."""
+"""The blank line after the headers, as h11 searches for it."""
 
 _HEALTH_CHECKS = tuple(f"{method} {path} ".encode() for method in ("GET", "HEAD") for path in OPEN_PATHS)
 
 _LEAST_OF_TEXT = 0x21
-"""No request begins with a smaller byte."""
+"""The smallest byte that a request can start with."""
 
 MEASURED_SLICES = 64
-"""So many slices behind one that was slow are measured exactly."""
+"""Slices after a slow one whose processor time is measured."""
 
 OTHERS_SHARE = 5
-"""So many times as long as a slice took that was slow to parse, its connection waits for the next one."""
+"""After a slow slice, its connection pauses for this many times the slice's time."""
 
 WHOLE_PIECES = 3
-"""Pieces of a request that are read as they come; most heads are one."""
+"""Pieces of a request that are read without pauses; most heads are one piece."""
 
 SMALL_PIECE = 1024
-"""Bytes: larger pieces of a body are read as they come, however many. A segment of TCP has more."""
+"""Bytes. Larger pieces of a body are always read without pauses; a segment of TCP has more."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
-"""Seconds for which nothing is read behind the last of these; behind each further piece it is twice as long as before.
-To be woken for six bytes costs as much as for 64 KiB, so that a few hundred clients that trickle would take a core."""
+"""Seconds of the pause after the last of `WHOLE_PIECES`, doubled for each further piece, and its maximum. Waking up for
+six bytes costs as much as for 64 KiB, so a few hundred trickling clients could use a whole core."""
 
 
 class SlicedConnection(H11Protocol):
     """uvicorn's connection, read and parsed a little at a time.
 
-    A head is parsed once it is whole: clients that send a line at a time would have h11 look at each. One in many
-    pieces is read ever more seldom, and so is a body in many small ones, as a few clients could keep the event loop
-    busy with theirs. What comes is parsed in slices, as a client may send a body in thousands of chunks at once, and
-    in turns with other connections (`SliceTurns`); health checks wait for nobody.
+    A head is parsed once it is complete; otherwise h11 would parse it again for each line of a slow client. Heads in
+    many pieces, and bodies in many small ones, are read with growing pauses, so that a few clients cannot keep the
+    event loop busy. Input is parsed in slices, alternating with other connections (`SliceTurns`), because a client may
+    send a body in thousands of chunks at once. Health checks do not wait.
 
-    **Arguments:** `turns`, `heads`: what the connections of a server share.
+    **Arguments:** `turns`, `heads`: shared by the connections of a server.
     """
 
-    def __init__(self, turns: SliceTurns, heads: Beginnings, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)  # type: ignore[arg-type]  # those of uvicorn's own
+    def __init__(self, turns: SliceTurns, heads: PartialRequests, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]  # uvicorn's arguments
         self._turns = turns
         self._heads = heads
         self._rest = bytearray()
@@ -76,34 +76,35 @@ class SlicedConnection(H11Protocol):
 
     @abstractmethod
     def _watch(self) -> None:
-        """Something was parsed, or answered: the connection may wait for a request now, or not any more."""
+        """Called after something was parsed or answered: the connection may have started or stopped waiting for a
+        request."""
 
     @abstractmethod
     def _refuse(self, error: RequestError) -> None:
         """Answers with this error, and closes the connection."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets what was not parsed."""
+        """Discards unparsed input."""
         self._rest.clear()
         self._heads.hold(self, 0)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses a slice of what came, and the rest in later turns of the event loop."""
+        """Parses a slice of the input, and the rest in later iterations of the event loop."""
         self._unset_keepalive_if_required()
         self._rest += data
         self._came = len(self._rest)
-        if self._parsing:  # a later turn is on its way; somebody else read on
+        if self._parsing:  # parsing is scheduled; reading was resumed elsewhere
             self.transport.pause_reading()
             return
         self._parsing = True
         if self.conn.their_state is h11.IDLE and self._rest.startswith(_HEALTH_CHECKS):
-            self.parse()  # whatever waits of others: who asks is to hear that the server lives
+            self.parse()  # before all others: an orchestrator must see that the server is alive
         elif not self._turns.take(self, first=self._is_first, begun=self._begun):
             self.transport.pause_reading()
 
     def parse(self) -> None:
-        """Parses a slice, as its turn has come."""
+        """Parses the next slice. Called by `SliceTurns`."""
         self._parse_next()
         self._count_head()
 
@@ -112,18 +113,19 @@ class SlicedConnection(H11Protocol):
 
     @property
     def _begun(self) -> int:
-        """The number of the request whose body comes."""
+        """The number of the request whose body is being received; 0 for a head."""
         return 0 if self.conn.their_state is h11.IDLE else self._number
 
     @property
     def _is_first(self) -> bool:
-        """Among the first bytes of a request, unless it has announced that it is a long one."""
+        """Whether the next slice is a head's, or among the first `BEGINNING` bytes of a request that is not announced
+        as longer."""
         if self.conn.their_state is h11.IDLE:
             return True
         return self._parsed < BEGINNING and self._announced <= BEGINNING
 
     def _count_head(self) -> None:
-        """Counts what is held of a head that is not whole, or of what came behind a request that is at work."""
+        """Reports the bytes held of an incomplete head, or of input after a request that is running."""
         size = 0
         if not self._parsing and not self._is_over and not self.transport.is_closing():
             size = len(self._rest)
@@ -132,16 +134,16 @@ class SlicedConnection(H11Protocol):
         self._heads.hold(self, size)
 
     def refuse(self, error: RequestError) -> None:
-        """The head is not waited for any longer."""
+        """Refuses the incomplete head."""
         self._rest.clear()
         if self.cycle is None or self.cycle.response_complete:
             self._refuse(error)
         else:
-            self.transport.abort()  # an answer to what is behind the request would be taken for the request's
+            self.transport.abort()  # the error would be taken for the answer to the running request
 
     def _parse_next(self) -> None:
         self._parsing = False
-        if self.transport.is_closing() or not self._rest:  # nothing would be the connection's end for h11
+        if self.transport.is_closing() or not self._rest:  # h11 takes empty input for the connection's end
             self._rest.clear()
             return
         if self.conn.their_state is h11.IDLE:
@@ -161,7 +163,7 @@ class SlicedConnection(H11Protocol):
         if self.cycle is not cycle:
             self._begin_request()
         elif took > SLICE_SECONDS / 2:
-            self._number = self._turns.number()  # it is not to go before others for ever
+            self._number = self._turns.number()  # otherwise it would keep its priority forever
         self._slice = next_slice(self._slice, took)
         self._parsed += len(data)
         self._watch()
@@ -180,27 +182,27 @@ class SlicedConnection(H11Protocol):
         self._end_if_last()
 
     def _begin_request(self) -> None:
-        """A head was parsed."""
+        """Numbers the request whose head was parsed."""
         self._number = self._turns.number()
         self._announced = next((int(size) for name, size in self.headers if name == b"content-length"), 0)
 
     def _end_if_last(self) -> None:
-        """The server shuts down, and what had come by then is parsed."""
+        """Closes the connection if the server shuts down and all input is parsed."""
         if self._is_last and not self._parsing and not self._is_over:
             super().shutdown()
 
     def shutdown(self) -> None:
-        """Ends the connection once what has come is answered."""
+        """Closes the connection once all input is answered."""
         self._is_last = True
         self._end_if_last()
 
     def _parse_slice(self, data: bytes) -> float:
-        """Returns how long it took of a processor's time, or, where that was not measured, how long it took: on some
-        virtual machines to ask for a thread's time takes as long as to parse a slice, so it is asked for where one was
-        slow, if only because of what else the machine does."""
+        """Parses input, and returns the processor time it took, in seconds. The exact time is measured only after a
+        slow slice, because on some virtual machines asking for a thread's time takes as long as parsing a slice;
+        otherwise returns the elapsed time, limited because it may include other work of the machine."""
         begin, exact = time.perf_counter(), time.thread_time() if self._to_measure else None
         super().data_received(data)
-        if exact is None:  # it is not known whose time that was
+        if exact is None:  # may include time of other threads and processes
             took = min(time.perf_counter() - begin, SLICE_SECONDS / 2)
         else:
             took = time.thread_time() - exact
@@ -210,15 +212,15 @@ class SlicedConnection(H11Protocol):
         return took
 
     def _in_part(self) -> bool:
-        """More of the request is to come: of its body, or of a head that h11 has since it began behind another."""
+        """Whether the request is incomplete: its body, or a pipelined head that h11 already holds."""
         state = self.conn.their_state
         return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
     def _await_piece(self) -> None:
-        """The next piece of a request that is not whole yet is read now, or later where there were many."""
+        """Reads the next piece of an incomplete request: now, or after a pause if there were many."""
         self._pieces += 1
         if self._pieces < WHOLE_PIECES:
-            self._read_on()  # it may have been paused for a piece before
+            self._read_on()  # an earlier piece may have paused it
             return
         doublings = min(self._pieces - WHOLE_PIECES, 16)
         if not self._is_over and not self.transport.is_closing():
@@ -230,7 +232,8 @@ class SlicedConnection(H11Protocol):
             self.transport.resume_reading()
 
     def _size_of_next(self) -> int:
-        """Bytes to be parsed now: those of a head, where it is one's turn, or 0 until it is whole or too large."""
+        """Bytes to parse now. A head is parsed at once: returns 0 until it is complete. Refuses one that is too
+        large."""
         rest = self._rest
         if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0] or rest[:1] < bytes([_LEAST_OF_TEXT]):
             return self._slice
@@ -246,7 +249,7 @@ class SlicedConnection(H11Protocol):
         return 0
 
     def on_response_complete(self) -> None:
-        """The next request may come, or has come behind the one before."""
+        """Numbers the next request if it has already arrived."""
         cycle = self.cycle
         super().on_response_complete()
         if self.cycle is not cycle:

@@ -1,4 +1,4 @@
-"""What comes over connections is read and parsed a little at a time, in turns."""
+"""Reads and parses the input of all connections in small slices, so that no connection blocks the others."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from time import perf_counter
 from typing import Protocol
 
 SLICE, LEAST_SLICE = 8192, 512
-"""Most and fewest bytes that are parsed before the event loop turns."""
+"""Maximum and minimum bytes of a slice."""
 
 SLICE_SECONDS = 0.001
-"""Processor time that a slice is to take: 8 KiB of a body's smallest chunks take some 20 ms, and a request needs a
-dozen turns of the event loop until its first token. Slices of a connection become smaller until they take no more."""
+"""Target processor time of a slice: 8 KiB of the smallest chunks of a body take some 20 ms, and a request needs a dozen
+iterations of the event loop until its first token. A connection's slices shrink until they meet it."""
 
 TURN_SECONDS = 0.0005
-"""Seconds after which the event loop turns before the slices of further connections are parsed. A thousand
-bodies at once would make each turn last as long as a slice of all of them."""
+"""Seconds of parsing after which the event loop does other work. Otherwise, a thousand bodies at once would make each
+iteration last as long as a slice of each."""
 
 BEGINNING = 16_384
-"""Bytes of a request that are parsed before those of longer ones: most requests have no more."""
+"""Bytes of a request that are parsed before longer requests: most requests are not longer."""
 
 
 CROWD, CROWDED_SLICE = 256, 2048
-"""Where so many slices wait, so few bytes of each further connection are read at once: thousands wait with them."""
+"""If more than `CROWD` slices wait, only `CROWDED_SLICE` bytes are read at once, because thousands of connections hold
+that much each."""
 
 
 class Parser(Protocol):
-    """A connection of which something waits to be parsed."""
+    """A connection with unparsed input."""
 
     def parse(self) -> None:
         """Parses a slice."""
@@ -37,10 +38,12 @@ class Parser(Protocol):
 
 
 class SliceTurns:
-    """The slices of all connections, so many in a turn of the event loop as `TURN_SECONDS` allow: those of the first
-    `BEGINNING` bytes of requests and of heads, then those of longer requests, at least one of which is parsed in each
-    turn. What has begun goes before what has not, and the oldest of long requests first: of a crowd, few are in part.
-    All methods run on one event loop."""
+    """Orders the slices of all connections, and parses slices for `TURN_SECONDS` per iteration of the event loop.
+
+    Heads and the first `BEGINNING` bytes of requests come first, then longer requests, at least one slice of them per
+    iteration. Started requests go before others, and the oldest of the long ones first, so few are partly read at a
+    time. All methods run on one event loop.
+    """
 
     def __init__(self) -> None:
         self._first: deque[Parser] = deque()
@@ -49,16 +52,16 @@ class SliceTurns:
         self._spent = 0.0
         self._turning = False
         self.buffer = memoryview(bytearray(SLICE))
-        """Of every connection: what is read is taken out at once."""
+        """The read buffer of all connections: each read is copied out at once."""
 
     def number(self) -> int:
-        """For a request that begins: larger than any before."""
+        """Returns the number of a new request: larger than all before."""
         return next(self._numbers)
 
     def take(self, parser: Parser, *, first: bool, begun: int = 0) -> bool:
-        """Has a slice parsed now, or in a later turn of the event loop where others wait, or had this one; tells
-        whether it was. `first`: of a head, or among the first `BEGINNING` bytes of a request; `begun`: the number of a
-        request whose head was parsed, 0 for a head."""
+        """Parses a slice now and returns True; or in a later iteration of the event loop, and returns False, if others
+        wait or the time is used up. `first`: it is a head's, or among the first `BEGINNING` bytes of a request;
+        `begun`: the number of a request whose head was parsed, 0 for a head."""
         if self._spent < TURN_SECONDS and not self._first and (first or not self._rest):
             self._parse(parser)
             return True
@@ -66,7 +69,7 @@ class SliceTurns:
         return False
 
     def put(self, parser: Parser, *, first: bool, begun: int = 0) -> None:
-        """Has a slice parsed in a later turn of the event loop."""
+        """Schedules a slice for a later iteration of the event loop."""
         if not first:
             heapq.heappush(self._rest, (begun, next(self._numbers), parser))
         elif begun:
@@ -77,7 +80,7 @@ class SliceTurns:
 
     @property
     def crowded(self) -> bool:
-        """Many wait: no more is to be read of each than tells what it is about."""
+        """Whether more than `CROWD` slices wait, so that less is read of each connection."""
         return len(self._first) + len(self._rest) > CROWD
 
     def _parse(self, parser: Parser) -> None:
@@ -95,7 +98,7 @@ class SliceTurns:
 
     def _turn(self) -> None:
         self._spent, self._turning = 0.0, False
-        # As many as there are now: what is put here while a turn lasts is for the next one.
+        # Only the slices that wait now: those added meanwhile are for the next iteration.
         for _ in range(len(self._first)):
             if self._spent >= TURN_SECONDS:
                 break
@@ -108,7 +111,7 @@ class SliceTurns:
 
 class SmallReads(asyncio.BufferedProtocol):
     """Reads for a connection, `SLICE` bytes at a time: a transport reads up to 256 KiB, and thousands of connections
-    would hold as much at once of what is parsed later. The rest waits in the kernel, where each has its limit."""
+    could hold as much unparsed. The rest waits in the kernel, which limits each connection."""
 
     def __init__(self, connection: asyncio.Protocol, turns: SliceTurns) -> None:
         self._connection = connection
@@ -138,7 +141,7 @@ class SmallReads(asyncio.BufferedProtocol):
 
 
 def next_slice(size: int, seconds: float) -> int:
-    """How many bytes to parse at once, after so many took so long."""
+    """Returns the size of the next slice, after one of `size` bytes took `seconds`."""
     if seconds > SLICE_SECONDS:
         return max(LEAST_SLICE, size // 2)
     return min(SLICE, size * 2) if seconds < SLICE_SECONDS / 4 else size

@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client goes away."""
+"""Server-sent events, long answers, and work that is cancelled when its client disconnects."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 FEW_LOGPROBS = 2048
-"""So many logprobs are written on the event loop: about 2 ms."""
+"""Maximum logprobs that are written on the event loop: about 2 ms."""
 
 LIKE_LOGPROBS = 16
-"""To write a completion takes about as long as so many logprobs."""
+"""Writing a completion takes about as long as this many logprobs."""
 
 RESPONSE_SLICE = 131_072
-"""Bytes of an answer that a connection is given at once."""
+"""Bytes of an answer that are passed to a connection at once."""
 
 LIST_SLICE = 64
-"""Items of a list that are written at a time."""
+"""Items of a list that are encoded at a time."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -42,13 +42,13 @@ _encoder = msgspec.json.Encoder()
 
 
 def event(payload: object) -> bytes:
-    """One server-sent event (WHATWG HTML, section 9.2) that carries `payload` as JSON."""
+    """Returns a server-sent event (WHATWG HTML, section 9.2) with `payload` as JSON."""
     return b"data: %b\n\n" % _encoder.encode(payload)
 
 
 class LongResponse(Response):
-    """JSON of megabytes, given to the connection a slice at a time as its client reads: whole it would be copied twice
-    on its way, and wait there in each copy. What waits of all of them has a limit."""
+    """JSON of megabytes, passed to the connection in slices as its client reads: the whole would be copied twice on its
+    way, and each copy would wait in memory. `HeldAnswers` limits the waiting bytes of all."""
 
     media_type = "application/json"
 
@@ -74,8 +74,8 @@ def json_response(payload: object) -> Response:
 
 
 def json_list(items: Sequence[Item], shape: Callable[[Item], object]) -> msgspec.Raw:
-    """The list of what `shape` makes of each item, as JSON: a few items at a time, as a prompt's logprobs are several
-    times as large before they are written."""
+    """Returns the list of `shape(item)` as JSON. Encodes a few items at a time, because a prompt's logprobs take
+    several times as much memory before that."""
     content = bytearray(b"[")
     for start in range(0, len(items), LIST_SLICE):
         content += b"," if start else b""
@@ -85,8 +85,8 @@ def json_list(items: Sequence[Item], shape: Callable[[Item], object]) -> msgspec
 
 
 def json_list_response(head: bytes, items: Iterable[object], tail: bytes) -> Response:
-    """JSON with a list between `head` and `tail`. Each item is written before the next is made: logprobs are several
-    times as large as what is written of them."""
+    """Returns JSON with a list between `head` and `tail`. Encodes each item before the next is created, because
+    logprobs take several times as much memory as their JSON."""
     content = bytearray()
     for item in items:
         content += (b"," if content else b"") + _encoder.encode(item)
@@ -100,14 +100,14 @@ def _response(parts: Sequence[bytes | bytearray]) -> Response:
 
 
 def around(payload: object, field: str) -> tuple[bytes, bytes]:
-    """The JSON of `payload` before and behind the items of its list `field`, which must be empty."""
+    """Returns the JSON of `payload` before and after the items of its list `field`, which must be empty."""
     head, mark, tail = _encoder.encode(payload).partition(b'"%b":[]' % field.encode())
     assert mark, f"no empty {field}"
     return head + mark[:-1], mark[-1:] + tail
 
 
 def logprobs_to_write(outputs: Iterable[OutputDelta]) -> int:
-    """To write the outputs takes about as long as so many logprobs."""
+    """Returns the number of logprobs that take as long to write as the outputs."""
     return sum(
         (len(tokens) * (1 + len(tokens[-1].top)) if tokens else LIKE_LOGPROBS // 2)
         for output in outputs
@@ -116,11 +116,10 @@ def logprobs_to_write(outputs: Iterable[OutputDelta]) -> int:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` returns or raises. It is cancelled if the client goes away first.
+    """Returns the result of `work`, or raises its error. Cancels it if the client disconnects first.
 
-    The request's body must have been read: the one message that ASGI has left is then the disconnect. It is asked for
-    once, never in a loop: once a client is gone, `receive` answers at once each time, so a loop around it would not let
-    the event loop turn again.
+    The request's body must have been read, so that the next ASGI message is the disconnect. `receive` is called once,
+    not in a loop: after a disconnect it always returns at once, so a loop would block the event loop.
 
     **Raises:** `ClientDisconnect`; `ShuttingDownError` if the server stops first; `RuntimeError` if the body was not
     read.
@@ -148,9 +147,10 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
 
 
 class EventStream(Response):
-    """Sends events as they come, and closes their generator when the client goes away.
+    """Sends events as they arrive, and closes their generator when the client disconnects.
 
-    Made by `open_event_stream`: a generation that fails before its first event is then an ordinary error response.
+    Created by `open_event_stream`, so that a generation that fails before its first event gets an ordinary error
+    response.
     """
 
     media_type = "text/event-stream"
@@ -164,7 +164,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            with suppress(ClientDisconnect):  # nobody is left to tell
+            with suppress(ClientDisconnect):  # the client is gone
                 try:
                     await until_disconnect(receive, self._send_all(send))
                 except ShuttingDownError as error:
@@ -179,25 +179,25 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         try:
             async for data in self._events:
-                # A long event a slice at a time: the connection would copy it, and have all of it wait for its client.
+                # In slices: the connection would copy a long event, and hold all of it until its client reads.
                 for start in range(0, len(data), RESPONSE_SLICE):
                     body = data[start : start + RESPONSE_SLICE]
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             last = DONE
-        except RequestError as error:  # the status is sent already: the stream says it
+        except RequestError as error:  # the status has been sent: the last event is the error
             last = event(error_body(error))
         except ClientDisconnect:
             raise
-        except Exception as error:  # a fault of ours: the stream says that too
+        except Exception as error:  # a fault of the server
             logger.exception("A stream failed")
             last = event(error_body(internal_error(error)))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def open_event_stream(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
-    """Waits for the first event, so that what is refused gets its own status.
+    """Waits for the first event, so that a refused request gets its own status.
 
-    **Raises:** what `events` raises before its first event; `ClientDisconnect`.
+    **Raises:** errors of `events` before its first event; `ClientDisconnect`.
     """
     try:
         first = await until_disconnect(request.receive, anext(events))

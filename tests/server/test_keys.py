@@ -375,8 +375,8 @@ def test_a_bucket_fills_evenly_and_no_higher_than_a_minute() -> None:
 
 def test_any_text_names_a_part_of_the_own_cache() -> None:
     ann = Caller("ann", cache_secret=b"made of ann's key")
-    assert ann.own(GenerateInput(prompt="a"), "x").tenant == "ann"
-    found = [ann.own(GenerateInput(prompt="a", extra_key=name), "x").extra_key for name in (None, "", "a", "\udc00")]
+    assert ann.adopt(GenerateInput(prompt="a"), "x").tenant == "ann"
+    found = [ann.adopt(GenerateInput(prompt="a", extra_key=name), "x").extra_key for name in (None, "", "a", "\udc00")]
     assert found[0] == found[1]
     assert len(set(found)) == 3
 

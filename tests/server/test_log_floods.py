@@ -11,8 +11,8 @@ import pytest
 from helpers.echo_server import EchoServer
 
 from sglang_jax.logs import OnceASecond
-from sglang_jax.server import beginnings
-from sglang_jax.server.beginnings import Beginnings
+from sglang_jax.server import partial_requests
+from sglang_jax.server.partial_requests import PartialRequests
 
 
 def test_each_warning_is_one_line_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -38,9 +38,9 @@ class Client:
 
 
 def test_a_thousand_refusals_are_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(beginnings.logger, "filters", [OnceASecond()])
+    monkeypatch.setattr(partial_requests.logger, "filters", [OnceASecond()])
     monkeypatch.setattr("sglang_jax.logs.time", SimpleNamespace(monotonic=lambda: 100.0))
-    held = Beginnings(10, "heads")
+    held = PartialRequests(10, "heads")
     for _ in range(1000):
         held.hold(Client(), 11)
     (line,) = (record.getMessage() for record in caplog.records)

@@ -258,7 +258,7 @@ def test_many_completions_are_written_in_a_thread_one_request_after_the_other(se
 
     async def write_all(*counts: int) -> list[str]:
         set_caller(Caller("anybody"))
-        return await asyncio.gather(*(server.context.written(write, outputs(count)) for count in counts))
+        return await asyncio.gather(*(server.context.write_answer(write, outputs(count)) for count in counts))
 
     names = server.await_(write_all(2, 1024, 1024, 1024))
     assert "long-answers" not in names[0]

@@ -19,13 +19,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from sglang_jax.server import request_body, slices
-from sglang_jax.server.beginnings import Beginnings
 from sglang_jax.server.connections import (
     HEALTH_CONNECTIONS,
     BoundedConnection,
     ConnectionLimits,
     bounded_connections,
 )
+from sglang_jax.server.partial_requests import PartialRequests
 from sglang_jax.server.request_body import LIKE_BYTES, BodyLimit
 from sglang_jax.server.serve import bind, listening_sockets
 from sglang_jax.server.slices import CROWD, CROWDED_SLICE, SLICE, SliceTurns, SmallReads
@@ -276,7 +276,7 @@ async def test_what_was_refused_is_not_kept_for_the_garbage_collector() -> None:
 
     kept: list[weakref.ref[Chunk]] = []
     limit = BodyLimit(size_of_body, 100_000, 60.0)
-    limit._small = Beginnings(LIKE_BYTES + 5000, "small bodies")
+    limit._small = PartialRequests(LIKE_BYTES + 5000, "small bodies")
 
     async def receive() -> Message:
         chunk = Chunk(b"x" * 2000)

@@ -145,7 +145,7 @@ class LocalEngine:
             await asyncio.sleep(0)
             engine = await self._replica.serving()
         if self._served_now is None or self._served_now.engine is not engine:
-            context = create_context(engine, self._config, Callers.within())
+            context = create_context(engine, self._config, Callers.in_process())
             self._served_now = _Served(engine, create_app(context))
         return self._served_now
 

@@ -1,1 +1,1 @@
-"""Load generators: workloads, clients and the figures drawn from what they saw."""
+"""Benchmarks: workloads, load generators, and metrics of the results."""

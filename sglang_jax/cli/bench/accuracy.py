@@ -1,7 +1,7 @@
-"""`bench accuracy`: questions with several answers, of which the model should find the right one the likeliest.
+"""`bench accuracy`: multiple-choice questions, scored by the likelihood that the model gives to each answer.
 
-Nothing is generated: each answer is read behind its question, and the logprobs of its tokens are added up. What a cache
-in 8 bits, another attention or a converted checkpoint costs shows in the score, and whether it works at all.
+Nothing is generated: each answer is appended to its question, and the logprobs of its tokens are summed. The score
+shows the loss of an 8-bit cache, another attention or a converted checkpoint, and whether it works at all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang_jax.errors import ConfigError
 
 
 class Question(BaseModel):
-    """A line of a task. An answer follows its prompt as it stands: spaces between them belong to one of the two."""
+    """A line of a task. An answer is appended to its prompt unchanged: a space between them must be part of one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +44,7 @@ class Question(BaseModel):
 
 
 class AccuracyConfig(BaseModel):
-    """What `bench accuracy` has besides an engine."""
+    """Options of `bench accuracy` in addition to the engine's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,11 +54,11 @@ class AccuracyConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a task came to.
+    """The result of a task.
 
-    - `accuracy`: share of questions whose right answer is the likeliest; `per_character`: is that by its logprob over
-      its length, which does not favour short answers.
-    - `nll`: mean negative logprob of a token of right answers.
+    - `accuracy`: fraction of questions whose correct answer has the highest logprob; `per_character`: the same with
+      logprobs divided by the answer's characters, which does not favour short answers.
+    - `nll`: mean negative logprob per token of correct answers.
     """
 
     questions: int
@@ -68,7 +68,7 @@ class Score:
 
 
 def read_task(file: Path) -> list[Question]:
-    """The questions of a file. Raises `ConfigError` that names the line at fault."""
+    """Reads the questions of a file. Raises `ConfigError` with the invalid line."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -90,8 +90,8 @@ def read_task(file: Path) -> list[Question]:
 
 
 def answer_start(prompt: Sequence[int], whole: Sequence[int]) -> int:
-    """Where an answer's tokens begin in those of prompt and answer together: behind what they have in common, since the
-    last token of a prompt may become another one once the text goes on; and never in front, where no logprob is."""
+    """Returns where an answer's tokens start in those of prompt and answer together: after their common tokens, because
+    the prompt's last token may change when text follows; at least 1, because the first token has no logprob."""
     shared = next(
         (i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(map(len, (prompt, whole)))
     )
@@ -99,7 +99,7 @@ def answer_start(prompt: Sequence[int], whole: Sequence[int]) -> int:
 
 
 def score(questions: Sequence[Question], found: Sequence[Sequence[Sequence[float]]]) -> Score:
-    """Of logprobs of the tokens of each choice of each question."""
+    """Returns the score. `found`: logprobs by question, choice and token."""
     right = per_character = 0
     of_answers: list[float] = []
     for question, choices in zip(questions, found, strict=True):
@@ -158,7 +158,8 @@ def bench_accuracy(engine: EngineConfig, accuracy: AccuracyConfig, model: str | 
 
 
 def _values(tokens: Sequence[TokenLogprob] | None) -> list[float]:
-    """Logprobs of an answer's tokens. Raises `RuntimeError` where one is missing: a sum without it would win."""
+    """Returns the logprobs of an answer's tokens. Raises `RuntimeError` if one is missing: a sum without it would be
+    too high."""
     values = [token.logprob for token in tokens or () if token.logprob is not None]
     if not values or len(values) < len(tokens or ()):
         raise RuntimeError(f"the engine gave logprobs for {len(values)} of {len(tokens or ())} tokens of an answer")

@@ -1,5 +1,5 @@
-"""`bench serving`: latency and throughput of a running server. `bench offline`: throughput of an engine in this
-process, with every prompt handed over at once."""
+"""`bench serving`: latency and throughput of a running server. `bench offline`: throughput of an engine in this process
+that gets all prompts at once."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from sglang_jax.checkpoint.tokenizer import Tokenizer
 
 WARMUP_SEED_OFFSET = 1_000_003
-"""Warm-up prompts come from another seed, so that none of them is in the cache when the measured ones come."""
+"""Warm-up prompts have another seed, so that the cache does not contain the measured ones."""
 
 SECONDS_BETWEEN_LINES = 10.0
-"""Of progress, where there is no terminal."""
+"""Seconds between lines of progress without a terminal."""
 
 WARMUP_TOKENS = 32
-"""Prompt and output of a warm-up request, where the measured prompts come from a file."""
+"""Prompt and output tokens of a warm-up request if the measured prompts are from a file."""
 
 
 class LoadConfig(BaseModel):
-    """A server, and how hard it is pressed."""
+    """A server and the load on it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -124,7 +124,8 @@ def bench_serving(load: LoadConfig, workload: WorkloadConfig) -> int:
 async def _measure(
     load: LoadConfig, workload: WorkloadConfig, pairs: Sequence[Pair] | None
 ) -> tuple[list[RequestRecord], float]:
-    """Puts the load on the server. `pairs`: what a file has, None where prompts are made."""
+    """Runs the load, and returns records and duration in seconds. `pairs`: those of a file, None for generated
+    prompts."""
     environment = Environment()
     async with open_client(load.url, load.api_key or environment.api_key) as client:
         model = load.model or (await call(client, "GET", "/v1/models"))["data"][0]["id"]
@@ -153,7 +154,7 @@ async def _measure(
 
 
 class LoadProgress:
-    """How many requests have finished: a bar (`bar`), or a line every few seconds."""
+    """Shows the number of finished requests: with a bar (`bar`), or a line every few seconds."""
 
     def __init__(self, total: int, *, bar: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._total, self._done = total, 0
@@ -169,7 +170,7 @@ class LoadProgress:
             self._bar.close()
 
     def update(self) -> None:
-        """One more has finished."""
+        """Counts a finished request."""
         self._done += 1
         if self._bar is not None:
             self._bar.update()
@@ -190,7 +191,7 @@ async def _vocab_size(client: httpx2.AsyncClient, load: LoadConfig) -> int:
 
 
 async def _tokenizer(client: httpx2.AsyncClient, load: LoadConfig) -> Tokenizer:
-    """The tokenizer that was named, or the server's, if its files are on this machine or on the hub."""
+    """Returns the tokenizer of the options, or the server's if its files are on this machine or the hub."""
     from sglang_jax.checkpoint import resolve_tokenizer
     from sglang_jax.checkpoint.tokenizer import load_tokenizer
 
@@ -266,11 +267,11 @@ def _line(
 
 
 Generate = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], Sequence[GenerateOutput]]
-"""Prompts as token ids and one `SamplingParams` for each, to one finished output for each, in their order."""
+"""Returns one finished output for each prompt (token ids) with its `SamplingParams`, in the same order."""
 
 
 class OfflineConfig(BaseModel):
-    """What `bench offline` has besides an engine and a workload."""
+    """Options of `bench offline` in addition to those of the engine and the workload."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -279,7 +280,7 @@ class OfflineConfig(BaseModel):
 
 @dataclass(slots=True)
 class Totals:
-    """What a run added up to. `seconds` counts generation alone."""
+    """Totals of a run. `seconds`: only of generation."""
 
     seconds: float = 0.0
     requests: int = 0
@@ -329,7 +330,7 @@ def bench_offline(engine: EngineConfig, workload: WorkloadConfig, offline: Offli
 def run_workload(generate: Generate, conversations: Sequence[Conversation]) -> Totals:
     """Runs the first turn of every conversation as one batch, then every second turn, and so on.
 
-    Outputs have exactly the length asked for: greedy, end-of-sequence tokens ignored.
+    Outputs have exactly the requested length: sampling is greedy and ignores end-of-sequence tokens.
     """
     totals = Totals()
     said: list[list[int]] = [[] for _ in conversations]

@@ -1,5 +1,5 @@
-"""A load on a running server, open-loop or closed-loop, on one event loop: how a conversation is said to each kind of
-server, how its answer is read, and when which request is sent."""
+"""Sends a load to a running server, open-loop or closed-loop, on one event loop: requests and answers of each route,
+and the times at which requests are sent."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ KEY_REMEDIES = {
     401: " (give the server's key with --api-key, or in SGLANG_JAX_API_KEY)",
     403: " (give the operators' key with --api-key, or in SGLANG_JAX_ADMIN_API_KEY)",
 }
-"""What an answer of this status asks for."""
+"""Remedies for answers of these statuses."""
 
 
 class Api(Choice):
-    """The routes that can be measured."""
+    """Routes that can be measured."""
 
     SGLANG = "sglang"
     OPENAI = "openai"
@@ -39,12 +39,12 @@ class Api(Choice):
 
 
 class ProtocolError(Exception):
-    """The server's answer is not of the form that its route has."""
+    """The server's answer is not in the format of its route."""
 
 
 @dataclass(slots=True)
 class Reply:
-    """One answer as far as it has come. `tokens` is None where the server does not say how many there are so far."""
+    """One answer so far. `tokens`: their number, None if the server has not sent it."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -55,25 +55,25 @@ class Reply:
 
 
 class Dialogue(ABC):
-    """One conversation with a server: it remembers what both sides said."""
+    """One conversation with a server, which keeps all turns and answers."""
 
     path: str
 
     @abstractmethod
     def request(self, turn: Turn) -> dict[str, Any]:
-        """The body that sends a turn with all before it."""
+        """Returns the body that sends a turn with everything before it."""
 
     @abstractmethod
     def read(self, event: Mapping[str, Any], reply: Reply) -> bool:
-        """Takes one event of the stream into `reply`; True if it brought output."""
+        """Adds one event of the stream to `reply`. Returns whether it has new output."""
 
     @abstractmethod
     def remember(self, reply: Reply) -> None:
-        """Puts the server's answer behind what was said."""
+        """Appends the server's answer to the conversation."""
 
 
 class GenerateDialogue(Dialogue):
-    """`/generate`: token ids both ways, so that every length is exact."""
+    """`/generate`: token ids in both directions, so that all lengths are exact."""
 
     path = "/generate"
 
@@ -109,7 +109,7 @@ class GenerateDialogue(Dialogue):
 
 
 class OpenAIDialogue(Dialogue):
-    """What OpenAI's two routes have in common: `ignore_eos` is an extension that most engines take."""
+    """The common part of OpenAI's two routes. `ignore_eos` is an extension that most engines support."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -140,7 +140,7 @@ class OpenAIDialogue(Dialogue):
 
 
 class CompletionDialogue(OpenAIDialogue):
-    """`/v1/completions`: a lone prompt goes as token ids; with turns, which need the answer's ids, as text."""
+    """`/v1/completions`: sends a single prompt as token ids, but several turns as text, because answers have no ids."""
 
     path = "/v1/completions"
 
@@ -161,7 +161,7 @@ class CompletionDialogue(OpenAIDialogue):
 
 
 class ChatDialogue(OpenAIDialogue):
-    """`/v1/chat/completions`: messages of words; the server says how many tokens they are."""
+    """`/v1/chat/completions`: sends messages of words; the server counts their tokens."""
 
     path = "/v1/chat/completions"
 
@@ -181,7 +181,7 @@ class ChatDialogue(OpenAIDialogue):
 
 
 def open_dialogue(api: Api, model: str, conversation: Conversation) -> Dialogue:
-    """A dialogue in which nothing was said yet."""
+    """Returns a new dialogue."""
     match api:
         case Api.SGLANG:
             return GenerateDialogue()
@@ -203,7 +203,7 @@ class Target:
 
 @asynccontextmanager
 async def open_client(base_url: str, api_key: str | None) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client with as many connections as there are requests: a pool's limit would queue them unseen."""
+    """Yields a client without a limit of connections: in a limited pool, requests would wait unnoticed."""
     async with httpx2.AsyncClient(
         base_url=base_url,
         headers=_authorization(api_key),
@@ -219,9 +219,9 @@ def _authorization(key: str | None) -> dict[bytes, bytes]:
 
 
 async def call(client: httpx2.AsyncClient, method: str, path: str, *, key: str | None = None) -> Any:
-    """The JSON (or text) that a route of the server answers with. `key`: None for the client's own.
+    """Calls a route of the server, and returns its JSON (or text). `key`: None for the client's own.
 
-    **Raises** `click.ClickException` without an answer.
+    **Raises** `click.ClickException` without an answer, or for an error.
     """
     try:
         response = await client.request(method, path, headers=_authorization(key))
@@ -246,11 +246,11 @@ async def run_load(
     seed: int,
     on_done: Callable[[RequestRecord], None],
 ) -> tuple[list[RequestRecord], float]:
-    """Sends every conversation; returns a record of each request, and the seconds that all took.
+    """Sends all conversations. Returns a record of each request, and the total seconds.
 
-    Conversations start by a Poisson process of `request_rate` per second (infinite: at once). At most
-    `max_concurrency` requests are under way; one that waits for its turn here is not yet sent, so the wait is in no
-    latency. A conversation ends with its first failed request.
+    Conversations start as a Poisson process of `request_rate` per second (infinite: at once). At most `max_concurrency`
+    requests run at once. Latencies do not include the wait for this limit. A conversation ends with its first failed
+    request.
     """
     slots = asyncio.Semaphore(max_concurrency or len(conversations))
     records: list[RequestRecord] = []
@@ -278,8 +278,8 @@ async def run_load(
 
 
 def arrival_times(count: int, request_rate: float, seed: int) -> list[float]:
-    """Seconds from the start at which a Poisson process of `request_rate` per second brings its first `count`
-    arrivals, the first at 0."""
+    """Returns the times of the first `count` arrivals of a Poisson process of `request_rate` per second, in seconds
+    from the first, which is at 0."""
     if math.isinf(request_rate):
         return [0.0] * count
     gaps = np.random.default_rng(seed).exponential(1.0 / request_rate, size=count)
@@ -309,7 +309,7 @@ async def _send(client: httpx2.AsyncClient, target: Target, dialogue: Dialogue, 
 async def _stream(
     client: httpx2.AsyncClient, dialogue: Dialogue, body: dict[str, Any], record: RequestRecord, reply: Reply
 ) -> None:
-    """Reads server-sent events up to `[DONE]`, each stamped as it comes."""
+    """Reads server-sent events up to `[DONE]`, and records the time of each."""
     async with client.stream("POST", dialogue.path, json=body) as response:
         if response.is_error:
             await response.aread()

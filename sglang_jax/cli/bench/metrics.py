@@ -1,16 +1,16 @@
-"""Latency and throughput, worked out from what a client saw, and told as text, as lines of JSON and as a picture.
+"""Latency and throughput from a client's records, as text, JSON lines and a plot.
 
 The four latencies of a streamed request, all in seconds:
 
 - TTFT: from sending the request to its first output.
 - TPOT: mean time per output token after the first output.
-- ITL: the time each later token took. A chunk of k tokens that came `gap` after the one before counts as k tokens of
-  `gap / k`, so that neither long chunks nor their number flatter the figure. Tokens that came with the first output
-  were waited for in TTFT: they have no interval of their own, and TPOT leaves them out.
+- ITL: the time of each later token. A chunk of k tokens that arrives `gap` after the previous one counts as k tokens of
+  `gap / k`, so that neither the length nor the number of chunks distorts the result. TTFT includes the wait for the
+  tokens of the first output, so they have no interval, and TPOT does not count them.
 - E2E: from sending the request to its end.
 
-Chunk gaps, what a reader of the stream waits for, are reported beside them. Where a server doesn't say how many
-tokens a chunk holds and the chunks are not one for each token, the request has no ITL; how many have is reported.
+Chunk gaps, the times between outputs of a stream, are reported too. If a server does not send the number of tokens per
+chunk, and chunks are not one per token, the request has no ITL; the number of requests with ITL is reported.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _LATENCIES = {
 }
 
 BINS = 60
-"""Intervals of time in the plot of throughput."""
+"""Time intervals in the plot of throughput."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Output that arrived at once. `tokens`: output tokens so far, None where the server doesn't say."""
+    """Output that arrived at once. `tokens`: output tokens so far, None if the server does not send them."""
 
     time: float
     tokens: int | None
@@ -52,9 +52,9 @@ class Chunk:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """What a client saw of one request. Times are of `time.perf_counter()`, in seconds.
+    """A client's record of one request. Times are of `time.perf_counter()`, in seconds.
 
-    `end` is when the last output or the reason for finishing came; `chunks` is empty without streaming.
+    `end`: when the last output or the finish reason arrived; `chunks`: empty without streaming.
     """
 
     start: float
@@ -80,19 +80,19 @@ class RequestRecord:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """None where no token came after the first output."""
+        """Seconds; None if no token arrived after the first output."""
         if not self.chunks:
             return None
         later_tokens = self.output_tokens - (self.chunks[0].tokens or 1)
         return (self.end - self.chunks[0].time) / later_tokens if later_tokens > 0 else None
 
     def chunk_gaps(self) -> list[float]:
-        """Seconds between outputs."""
+        """Returns the seconds between outputs."""
         times = [chunk.time for chunk in self.chunks]
         return [later - earlier for earlier, later in pairwise(times)]
 
     def inter_token_latencies(self) -> list[float] | None:
-        """Seconds per token after the first output; None where the tokens of each chunk are not known."""
+        """Returns the seconds of each token after the first output; None if the tokens of each chunk are unknown."""
         counts = self._token_counts()
         if counts is None:
             return None
@@ -104,17 +104,18 @@ class RequestRecord:
         return latencies
 
     def _token_counts(self) -> list[int] | None:
-        """Output tokens so far, after each chunk."""
-        told = [chunk.tokens for chunk in self.chunks if chunk.tokens is not None]
-        if len(told) == len(self.chunks):
-            return told
+        """Returns the output tokens up to each chunk; None if they are unknown."""
+        counts = [chunk.tokens for chunk in self.chunks if chunk.tokens is not None]
+        if len(counts) == len(self.chunks):
+            return counts
         if len(self.chunks) == self.output_tokens:
             return list(range(1, self.output_tokens + 1))
         return None
 
 
 def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """`mean_<name>_ms` and so on, with linear interpolation between samples; nothing without samples."""
+    """Returns `mean_<name>_ms`, `median_<name>_ms` and percentiles, with linear interpolation; empty without
+    samples."""
     if not seconds:
         return {}
     milliseconds = np.asarray(seconds) * 1e3
@@ -126,7 +127,7 @@ def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The latencies of all requests that succeeded, in seconds."""
+    """The latencies of all successful requests, in seconds."""
 
     ttft: list[float]
     tpot: list[float]
@@ -150,10 +151,9 @@ def samples(records: Sequence[RequestRecord]) -> Samples:
 
 
 def serving_summary(records: Sequence[RequestRecord], duration: float) -> dict[str, float | int]:
-    """Counts, rates per second over `duration` seconds, and the latencies in milliseconds.
+    """Returns counts, rates per second over `duration` seconds, and latencies in milliseconds.
 
-    `concurrency` is the mean number of requests in flight (Little's law). Failed requests count as failed and
-    nowhere else.
+    `concurrency` is the mean number of requests in flight (Little's law). Failed requests only count as failed.
     """
     done = [record for record in records if record.ok]
     measured = samples(records)
@@ -190,7 +190,7 @@ def serving_summary(records: Sequence[RequestRecord], duration: float) -> dict[s
 def offline_summary(
     *, duration: float, requests: int, input_tokens: int, cached_tokens: int, output_tokens: int
 ) -> dict[str, float | int]:
-    """Counts, and rates per second over `duration` seconds, of a batch run in process."""
+    """Returns counts, and rates per second over `duration` seconds, of an offline batch."""
     return {
         "total_latency": duration,
         "successful_requests": requests,
@@ -205,7 +205,7 @@ def offline_summary(
 
 
 def format_serving(figures: Mapping[str, float | int]) -> str:
-    """The summary of `bench serving`: counts and rates, then a table of latencies in milliseconds."""
+    """Returns the summary of `bench serving`: counts and rates, then a table of latencies in milliseconds."""
     statistics = ["mean", "median", *(f"p{percentile}" for percentile in PERCENTILES)]
     lines = [
         _counts(figures, requests="completed", seconds="duration"),
@@ -228,7 +228,7 @@ def format_serving(figures: Mapping[str, float | int]) -> str:
 
 
 def format_offline(figures: Mapping[str, float | int]) -> str:
-    """The summary of `bench offline`."""
+    """Returns the summary of `bench offline`."""
     return "\n".join([_counts(figures, requests="successful_requests", seconds="total_latency"), _rates(figures)])
 
 
@@ -247,19 +247,19 @@ def _rates(figures: Mapping[str, float | int]) -> str:
 
 
 def append_json_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Adds one object to a file of JSON lines."""
+    """Appends one object to a file of JSON lines."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def check_plotting() -> None:
-    """**Raises** `click.UsageError` naming the remedy where matplotlib is missing."""
+    """**Raises** `click.UsageError` with the remedy if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError(f"--plot needs matplotlib: {how_to_install('bench')}")
 
 
 def plot_serving(path: Path, records: Sequence[RequestRecord], *, title: str) -> None:
-    """Draws the distributions of TTFT, ITL and E2E, and output tokens per second over time, into a PNG file."""
+    """Plots the distributions of TTFT, ITL and E2E, and output tokens per second over time, to a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -276,7 +276,7 @@ def plot_serving(path: Path, records: Sequence[RequestRecord], *, title: str) ->
 
 
 def _plot_distribution(axes: Any, name: str, seconds: Sequence[float]) -> None:
-    """The share of samples that took at most so long."""
+    """Plots the fraction of samples that took at most a given time."""
     milliseconds = np.sort(np.asarray(seconds)) * 1e3
     axes.step(milliseconds, np.arange(1, milliseconds.size + 1) / max(milliseconds.size, 1), where="post")
     axes.set(xlabel=f"{name} [ms]", ylabel="share of samples", ylim=(0, 1))
@@ -291,15 +291,15 @@ def _plot_throughput(axes: Any, records: Sequence[RequestRecord]) -> None:
         return
     start = min(record.start for record in done)
     times = np.concatenate([[chunk.time - start for chunk in record.chunks] for record in done])
-    # A request's tokens are spread evenly over its chunks where the server does not say which held how many.
+    # A request's tokens are spread evenly over its chunks if the server does not send the tokens of each.
     weights = np.concatenate([tokens_per_chunk(record) for record in done])
     counts, edges = np.histogram(times, bins=BINS, weights=weights, range=(0.0, float(times.max())))
     axes.stairs(counts / np.diff(edges), edges, fill=True, alpha=0.6)
 
 
 def tokens_per_chunk(record: RequestRecord) -> list[float]:
-    """Tokens of each chunk; the request's mean for all of them where the server told only the sum."""
-    told = [chunk.tokens for chunk in record.chunks if chunk.tokens is not None]
-    if len(told) == len(record.chunks):
-        return [float(later - earlier) for earlier, later in pairwise([0, *told])]
+    """Returns the tokens of each chunk; the request's mean for each if the server sent only the sum."""
+    counts = [chunk.tokens for chunk in record.chunks if chunk.tokens is not None]
+    if len(counts) == len(record.chunks):
+        return [float(later - earlier) for earlier, later in pairwise([0, *counts])]
     return [record.output_tokens / len(record.chunks)] * len(record.chunks)

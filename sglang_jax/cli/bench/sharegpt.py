@@ -1,7 +1,7 @@
-"""Prompts that people wrote: a file in ShareGPT's format, which other engines' benchmarks read too.
+"""Prompts written by people: a file in ShareGPT's format, which other engines' benchmarks also use.
 
 The file is a list of `{"conversations": [{"from": ..., "value": ...}, ...]}`. A conversation's first turn is the
-prompt; its second is the answer that somebody got, which says how many tokens to ask for.
+prompt; its second is a recorded answer, whose length is the number of tokens to request.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from sglang_jax.engine.types import TextTokenizer
 from sglang_jax.errors import ConfigError
 
 SHORTEST = 4
-"""Prompts and answers of fewer tokens are left out."""
+"""Prompts and answers with fewer tokens are skipped."""
 
 LONGEST_PROMPT = 1024
 LONGEST = 2048
-"""Longer prompts, and those longer with their answers, are left out; `--sharegpt-context-len` replaces both."""
+"""Longer prompts (`LONGEST_PROMPT`), and longer prompts with answers (`LONGEST`), are skipped; `--sharegpt-context-len`
+replaces both."""
 
 WHERE = (
     "nothing is downloaded automatically: download ShareGPT_V3_unfiltered_cleaned_split.json of the data set "
@@ -42,14 +43,15 @@ class _Recorded(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt and the answer that it got."""
+    """A prompt and its recorded answer."""
 
     prompt: str
     answer: str
 
 
 def read_pairs(file: Path) -> list[Pair]:
-    """The first two turns of every conversation that has two. Raises `ConfigError` that says what is wrong where."""
+    """Reads the first two turns of every conversation that has two. Raises `ConfigError` with the fault and its
+    place."""
     try:
         content = json.loads(file.read_bytes())
         recorded = msgspec.convert(content, list[_Recorded])
@@ -67,15 +69,15 @@ def read_pairs(file: Path) -> list[Pair]:
 
 
 def _unicode(text: str) -> str:
-    """The text with lone halves of surrogate pairs, which JSON may hold and no tokenizer reads, as question marks."""
+    """Replaces lone surrogates, which JSON may contain but tokenizers cannot read, by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def sample_pairs(
     config: WorkloadConfig, pairs: Sequence[Pair], tokenizer: TextTokenizer
 ) -> tuple[list[Conversation], str]:
-    """`num_prompts` of the pairs in an order that follows from the seed, without those that are too short or too long;
-    and a note where there are fewer. Raises `ConfigError` if there is none."""
+    """Returns `num_prompts` of the pairs in a random order given by the seed, without those that are too short or long;
+    and a note if there are fewer. Raises `ConfigError` if there are none."""
     taken: list[Conversation] = []
     short = long = 0
     for index in np.random.default_rng(config.seed).permutation(len(pairs)):

@@ -1,7 +1,8 @@
-"""Workloads of known shape, made from a seed: nothing is downloaded. Prompts that people wrote are in `sharegpt`.
+"""Workloads of a given shape, generated from a seed: nothing is downloaded. For prompts written by people see
+`sharegpt`.
 
-A workload is a list of conversations. Prompts are token ids, so that their lengths are exact; `as_text` gives words to
-the routes that take only text.
+A workload is a list of conversations. Prompts are token ids, so that their lengths are exact; `as_text` converts them
+to words for routes that accept only text.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Dataset(Choice):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a client adds to the conversation, and the number of tokens it asks for in return.
+    """A client's turn in a conversation, and the number of output tokens to request.
 
-    - `text`: what the ids are the tokens of, where that is known.
+    - `text`: the text of the ids, if known.
     """
 
     token_ids: tuple[int, ...]
@@ -38,19 +39,19 @@ class Turn:
     text: str | None = None
 
     def as_text(self) -> str:
-        """What to send to a route that takes only text."""
+        """Returns the turn for a route that accepts only text."""
         return as_text(self.token_ids) if self.text is None else self.text
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns sent one after the other, each with everything said before it in front."""
+    """Turns that are sent one after the other, each with all earlier turns and answers before it."""
 
     turns: tuple[Turn, ...]
 
 
 class WorkloadConfig(BaseModel):
-    """Shape of a workload."""
+    """The shape of a workload."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -91,7 +92,7 @@ class WorkloadConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_fields_belong(self) -> Self:
-        """An option that would change nothing is refused."""
+        """Refuses options that have no effect."""
         for field in sorted(self.model_fields_set):
             datasets = _datasets_of(field)
             if self.dataset_name not in datasets:
@@ -117,13 +118,13 @@ def _datasets_of(field: str) -> tuple[Dataset, ...]:
 
 
 def longest_context(conversations: Sequence[Conversation]) -> int:
-    """Tokens of the longest request, prompt and output together."""
+    """Returns the tokens of the longest request, including its output."""
     return max(sum(len(turn.token_ids) + turn.output_len for turn in each.turns) for each in conversations)
 
 
 def make_workload(config: WorkloadConfig, vocab_size: int) -> list[Conversation]:
-    """The conversations of a workload that is made: the same for the same config and vocabulary. Ids are in
-    `[0, vocab_size)`."""
+    """Generates the conversations of a workload: always the same for a config and vocabulary. Ids are in `[0,
+    vocab_size)`."""
     random = np.random.default_rng(config.seed)
     if config.dataset_name is Dataset.SHARED_PREFIX:
         return _shared_prefix(config, vocab_size, random)
@@ -138,7 +139,8 @@ def make_workload(config: WorkloadConfig, vocab_size: int) -> list[Conversation]
 
 
 def _shared_prefix(config: WorkloadConfig, vocab_size: int, random: np.random.Generator) -> list[Conversation]:
-    """Groups in a random order, as they would meet a server; side by side the cache would hardly be tried."""
+    """Returns the prompts of all groups in a random order, like real traffic. In the order of groups, they would hardly
+    test the cache."""
     conversations = []
     for _ in range(config.gsp_num_groups):
         system_prompt = _ids(config.gsp_system_prompt_len, vocab_size, random)
@@ -157,7 +159,7 @@ def _ids(length: int, vocab_size: int, random: np.random.Generator) -> tuple[int
     return tuple(random.integers(0, vocab_size, size=length).tolist())
 
 
-# Common enough to be one token each, with the space before it, in the vocabularies of most models.
+# Common words: each is one token, with the space before it, in the vocabularies of most models.
 _WORDS = """about after again air all also animal another answer any ask away back before between big book both boy call
 change city close come country day different down each earth end even every eye face family father few find first follow
 food form found four give good great group grow hand hard head help here high home house just keep kind know land large
@@ -171,5 +173,5 @@ WORDS = tuple(_WORDS.split())
 
 
 def as_text(token_ids: Sequence[int]) -> str:
-    """A word for each id, so that equal ids give equal text: about as many tokens as there are ids."""
+    """Returns a word for each id, so that equal ids give equal text with about as many tokens."""
     return " ".join(WORDS[token % len(WORDS)] for token in token_ids)

@@ -12,7 +12,7 @@ from helpers.echo_server import EchoServer, post_bytes, serve_echo, wait_for
 
 from sglang_jax.errors import RequestError
 from sglang_jax.server import connections, request_body
-from sglang_jax.server.beginnings import Beginnings
+from sglang_jax.server.partial_requests import PartialRequests
 from sglang_jax.server.request_body import LIKE_BYTES
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -27,7 +27,7 @@ class Client:
 
 
 def test_the_oldest_is_refused_of_those_that_are_not_short() -> None:
-    held, clients = Beginnings(1000, "heads"), [Client() for _ in range(5)]
+    held, clients = PartialRequests(1000, "heads"), [Client() for _ in range(5)]
     for client, size in zip(clients, (300, 100, 300, 300, 0), strict=True):
         held.hold(client, size)
     assert held.num_bytes == 1000
@@ -47,7 +47,7 @@ def test_the_oldest_is_refused_of_those_that_are_not_short() -> None:
 
 def test_silent_ones_keep_no_long_one_out() -> None:
     """Four thousand of 8 KiB that sent nothing more had every longer body refused, as it was the longest."""
-    held, silent, tiny = Beginnings(1000, "small bodies"), [Client() for _ in range(100)], Client()
+    held, silent, tiny = PartialRequests(1000, "small bodies"), [Client() for _ in range(100)], Client()
     held.hold(tiny, 1)
     for client in silent:
         held.hold(client, 10)
