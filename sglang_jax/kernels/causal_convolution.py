@@ -1,9 +1,8 @@
-"""Convolutions over the last tokens of each channel by itself, whose last inputs are kept from step to step.
+"""Causal depthwise convolutions, whose last inputs are kept from step to step.
 
-A slot with the last inputs of a sequence is `[width - 1, channels]`, or for TPUs **tiled**, `[width - 1, parts, 128]`:
-channels in lines of 128, and these in whole tiles of 8, zeros at the end. So an input of a token is a run of memory
-that a copy can fetch, and XLA lays the pool out as it is written here. Of `[slots, 3, channels]` XLA would have 8 slots
-in a tile, and fetch the whole pool to change one.
+A slot with the last inputs of a sequence is `[width - 1, channels]`, or **tiled** for TPUs, `[width - 1, parts, 128]`:
+channels in lines of 128, padded with zeros to whole tiles of 8 lines. So a token's input is contiguous and one copy
+fetches it. Given `[slots, 3, channels]`, XLA would put 8 slots into a tile and fetch the whole pool to change one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _PARTS_OF_A_TILE = 8
 
 
 def tail_shape(kept: int, channels: int, *, tiled: bool, shards: int = 1) -> tuple[int, ...]:
-    """The shape of a slot that keeps so many inputs, of channels that `shards` devices have a part of each."""
+    """The shape of a slot with the last `kept` inputs of channels that are sharded over `shards` devices."""
     if not tiled:
         return kept, channels
     tiles = -(-channels // (shards * _PARTS_OF_A_TILE * LANES))
@@ -28,7 +27,7 @@ def tail_shape(kept: int, channels: int, *, tiled: bool, shards: int = 1) -> tup
 def convolve_with_pool(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, pool: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """`convolve` from and to the slots of a `pool` `[slots, width - 1, ...]`, plain or tiled."""
+    """`convolve` with last inputs in the slots of a `pool` `[slots, width - 1, ...]`, plain or tiled."""
     slots, kept, *slot = pool.shape
     plain = pool.reshape(slots, kept, -1)
     found, tails = convolve(x, weight, bias, rows.read(plain)[..., : x.shape[1]], rows)
@@ -41,8 +40,7 @@ def convolve(
 ) -> tuple[jax.Array, jax.Array]:
     """Each token's output from its own input and those of the `width - 1` tokens before it.
 
-    Inputs are rounded to the type of `tails` first, in which they are kept: so a result does not depend on where chunks
-    begin.
+    Inputs are first rounded to the type of `tails`, so that a result does not depend on the boundaries of chunks.
 
     **Arguments:** `x` `[T, channels]`; `weight` `[channels, width]`, the tap of the token itself last; `bias`
     `[channels]`; `tails` `[R, width - 1, channels]`, the last inputs of each sequence before the step, oldest first.
@@ -61,7 +59,7 @@ def convolve(
 
 
 def _inputs_before(x: jax.Array, tails: jax.Array, rows: StateRows, back: int) -> jax.Array:
-    """Of each token the input so many tokens before it."""
+    """The input `back` tokens before each token."""
     kept = tails.shape[1]
     if rows.drafts is not None:
         of_tail = tails[jnp.arange(len(tails)), jnp.clip(kept + rows.drafts - back, 0, kept - 1)]

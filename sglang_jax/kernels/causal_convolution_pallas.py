@@ -1,13 +1,13 @@
-"""`causal_convolution` on TPUs: last inputs are copied from their slots and to them in place, by the kernels.
+"""`causal_convolution` on TPUs: the kernels read last inputs from their slots and write them back in place.
 
-A token's last inputs lie in whole tiles, `[parts, 128]` each, so that nothing is shifted in registers: an input some
-tokens before another is another register. So lie a step's outputs, in heads for the kernels that come next. Its inputs
-lie eight tokens in a tile, as products leave them: one of these eight is loaded with a stride. Two kernels:
+Each of a token's last inputs fills whole tiles, `[parts, 128]`, and so do a step's outputs: earlier inputs are in other
+registers, and nothing is shifted within one. A step's inputs have eight tokens per tile, as products write them: one
+token is loaded with a stride. Two kernels:
 
-- **Decode rows.** A program takes some rows. Of what is kept of them there are three sets in vector memory: one is
-  computed, one arrives, one leaves.
-- **Chunks.** A program takes some tokens of the step, one sequence after the other, and 16 parts at a time of each with
-  the inputs before a token in registers. What the next sequence begins with arrives meanwhile.
+- **Decode rows.** A program takes some rows. Vector memory has three sets of their last inputs: one being computed, one
+  arriving, one leaving.
+- **Chunks.** A program takes `TOKENS` tokens of the step, sequence by sequence and 16 parts at a time, with the inputs
+  before a token in registers. The last inputs of the next sequence arrive meanwhile.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Ref = Any
 """A Pallas reference to memory; its type is not public."""
 
 TILE = 8
-"""Tokens of a tile."""
+"""Tokens per tile."""
 TOKENS = 32
-"""Of a program of chunks."""
+"""Tokens per program of chunks."""
 
 _IN_FLIGHT = MIB
-"""Bytes that should arrive at once, for memory to be busy while they are waited for: v6e reads 1.6 MB a microsecond."""
+"""Bytes to fetch at once, to keep memory busy for the latency of a copy: v6e reads 1.6 MB a microsecond."""
 
 _SETS = 3
 _COLUMN = 16
-"""Parts that are computed at once, a tile of bfloat16."""
+"""Parts that are computed together: a tile of bfloat16."""
 
 _FLOAT32 = jnp.float32
 _WHERE_IT_IS = pl.BlockSpec(memory_space=pl.ANY)
@@ -53,10 +53,11 @@ def convolve_in_place(
     *,
     checked: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `causal_convolution.convolve`, with a tiled `pool` `[slots, width - 1, parts, 128]`. `checked`: with checks
-    of addresses.
+    """See `causal_convolution.convolve`, with a tiled `pool` `[slots, width - 1, parts, 128]`. `checked`: compile
+    address checks in.
 
-    **Returns:** float32 `[T, channels]`, zeros for padding, and the pool after the step."""
+    **Returns:** float32 `[T, channels]`, zeros for padding, and the pool after the step.
+    """
     tokens, channels = x.shape
     parts = pool.shape[2]
     taps = [weight.T] if bias is None else [weight.T, bias[None]]
@@ -76,21 +77,21 @@ def _in_parts(x: jax.Array, parts: int) -> jax.Array:
 
 
 def _by_tiles(x: jax.Array, parts: int) -> jax.Array:
-    """`[T, channels]` → `[tiles, parts * 8, 128]`, eight tokens of a part below each other: the order in which memory
-    has them anyway."""
+    """`[T, channels]` → `[tiles, parts * 8, 128]`, eight tokens of a part in consecutive lines, which is their order in
+    tiled memory: the reshape copies nothing."""
     x = _in_parts(jnp.pad(x, ((0, -x.shape[0] % TOKENS), (0, 0))), parts)
     return x.reshape(-1, TILE, parts, LANES).swapaxes(1, 2).reshape(-1, parts * TILE, LANES)
 
 
 def rows_at_once(rows: int, bytes_of_row: int) -> int:
-    """Of a program of decode rows: whole tiles, as many as divide all."""
+    """Rows per program of decode rows: whole tiles, in a number that divides all tiles."""
     tiles = pl.cdiv(rows, TILE)
     most = max(_IN_FLIGHT // (bytes_of_row * TILE), 1)
     return TILE * next(number for number in range(min(tiles, most), 0, -1) if tiles % number == 0)
 
 
 def _compiler_params(checked: bool) -> pltpu.CompilerParams:
-    """Programs come one after the other: each waits for copies that the one before it has started."""
+    """Programs run in order: each waits for copies that the one before it has started."""
     return pltpu.CompilerParams(
         dimension_semantics=("arbitrary",),
         vmem_limit_bytes=VMEM_LIMITS[current_chip()],
@@ -108,12 +109,12 @@ def _columns(parts: int) -> list[slice]:
 
 
 def _of_token(token: jax.Array | int, column: slice) -> pl.Slice:
-    """Parts of a token of a tile."""
+    """The lines of a tile that hold these parts of a token."""
     return pl.ds(column.start * TILE + token, column.stop - column.start, TILE)
 
 
 def _weighted(taps: Ref, column: slice, inputs: list[jax.Array]) -> jax.Array:
-    """The sum of inputs, oldest first, by their taps, and the bias if there is one behind these."""
+    """The inputs, oldest first, weighted by their taps and summed, plus the bias if `taps` has one more line."""
     total = taps[0, column] * inputs[0]
     for tap, one in enumerate(inputs[1:], 1):
         total = total + taps[tap, column] * one
@@ -126,8 +127,8 @@ def _weighted(taps: Ref, column: slice, inputs: list[jax.Array]) -> jax.Array:
 def _decode_rows(
     inputs: jax.Array, taps: jax.Array, pool: jax.Array, rows: StateRows, checked: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The first `num_decode` tokens, each its sequence's only one: outputs `[T, parts, 128]`, of which those of other
-    tokens are anything, and the pool."""
+    """Computes the first `num_decode` tokens, one per sequence: outputs `[T, parts, 128]`, undefined for other tokens,
+    and the pool."""
     count, (_, kept, parts, lanes) = len(rows.own), pool.shape
     at_once = rows_at_once(count, kept * parts * lanes * pool.dtype.itemsize)
     decodes = jnp.arange(count) < rows.num_decode
@@ -136,7 +137,7 @@ def _decode_rows(
     begin, fresh, own = (jnp.pad(x.astype(jnp.int32), (0, -count % TILE)) for x in (begin, rows.fresh, own))
     tiles = pl.BlockSpec((at_once // TILE, parts * TILE, lanes), lambda program, *_: (program, 0, 0))
     return pl.pallas_call(
-        partial(_one_token, at_once=at_once),
+        partial(_decode_kernel, at_once=at_once),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             # Without decode rows one program computes padding.
@@ -162,11 +163,11 @@ def _decode_rows(
     )(begin, fresh, own, inputs, taps, pool)
 
 
-def _one_token(  # type: ignore[no-untyped-def]
+def _decode_kernel(  # type: ignore[no-untyped-def]
     begin, fresh, own, inputs, taps, _, outputs, pool, lines, arrived, left, *, at_once: int
 ):
-    """Some rows. `lines` `[3, at_once, kept + 1, parts, 128]`, a row's last inputs and its new one; `arrived`, `left`:
-    of each of the three."""
+    """`lines` `[3, at_once, kept + 1, parts, 128]`: rows' last inputs and the new one; `arrived`, `left`: a semaphore
+    for each of the three sets."""
     program, last = pl.program_id(0), pl.num_programs(0) - 1
     kept, here = lines.shape[2] - 1, program % _SETS
 
@@ -177,7 +178,7 @@ def _one_token(  # type: ignore[no-untyped-def]
             pltpu.make_async_copy(pool.at[begin[program * at_once + row]], target, arrived.at[program % _SETS]).start()
 
     def leave(program: jax.Array, row: jax.Array, wait: bool) -> None:
-        """Starts a copy, or waits for it. Slot 0, where padding lies, takes nothing."""
+        """Starts a row's copy to its slot, or waits for it. Padding (slot 0) is not copied."""
         slot = own[program * at_once + row]
 
         @pl.when(slot > 0)
@@ -220,7 +221,7 @@ def _one_token(  # type: ignore[no-untyped-def]
 def _chunks(
     inputs: jax.Array, taps: jax.Array, outputs: jax.Array, pool: jax.Array, rows: StateRows, checked: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """All sequences behind the decode rows: their places of `outputs`, which is changed in place, and the pool."""
+    """Computes the sequences behind the decode rows: `outputs`, updated in place, and the pool."""
     _, kept, parts, lanes = pool.shape
     place, sequences, windows = _windows(rows, inputs.shape[0] * TILE)
     begin = jnp.where(rows.fresh, 0, rows.begin)
@@ -228,7 +229,7 @@ def _chunks(
         (TOKENS // TILE, parts * TILE, lanes), lambda program, place, *_: (place[_FIRST] + program, 0, 0)
     )
     return pl.pallas_call(
-        _some_tokens,
+        _chunk_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(windows,),
@@ -254,17 +255,16 @@ def _chunks(
 
 
 _FIRST, _CHUNK, _END = range(3)
-"""Of a step's windows of `TOKENS` tokens the first with a chunk; the first sequence that is a chunk, and the one behind
-the last."""
+"""The first window of `TOKENS` tokens that has tokens of a chunk; the first chunk's sequence; the end of sequences."""
 
 
 def _windows(rows: StateRows, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Those three; of each program the first of the sequences with tokens in its window, and the one behind the last,
-    int32 `[2, programs]`; and how many programs there are, one if there are no chunks."""
+    """int32 `[3]`, indexed by `_FIRST`, `_CHUNK` and `_END`; int32 `[2, programs]`, the first sequence with tokens in a
+    program's window and the end of these sequences; the number of programs, at least one."""
     starts = rows.query_starts
     first, end = rows.num_decode // TOKENS, jnp.sum(jnp.diff(starts) > 0)
     begins = (first + jnp.arange(tokens // TOKENS)) * TOKENS
-    # Sequences without tokens stand behind all others.
+    # Sequences without tokens come last.
     lowest = jnp.sum(starts[1:, None] <= begins, axis=0)
     behind = jnp.sum(starts[:-1, None] < begins + TOKENS, axis=0)
     sequences = jnp.stack([jnp.maximum(lowest, rows.num_decode), jnp.minimum(behind, end)])
@@ -272,11 +272,11 @@ def _windows(rows: StateRows, tokens: int) -> tuple[jax.Array, jax.Array, jax.Ar
     return jnp.stack([first, rows.num_decode, end]).astype(jnp.int32), sequences.astype(jnp.int32), windows
 
 
-def _some_tokens(  # type: ignore[no-untyped-def]
+def _chunk_kernel(  # type: ignore[no-untyped-def]
     place, sequences, starts, begin, fresh, own, inputs, taps, old, _, outputs, pool, before, arrived, left
 ):
-    """A window's tokens. `before` `[2, kept, parts, 128]`, the last inputs of a sequence and of its neighbour;
-    `arrived`, `left`: of each of the two."""
+    """`before` `[2, kept, parts, 128]`: the last inputs of a sequence and of the next; `arrived`, `left`: a semaphore
+    for each of the two."""
     program, last = pl.program_id(0), pl.num_programs(0) - 1
     window = place[_FIRST] + program
     chunk, end = place[_CHUNK], place[_END]
@@ -291,7 +291,7 @@ def _some_tokens(  # type: ignore[no-untyped-def]
 
     @pl.when(program == 0)
     def _() -> None:
-        # Its first tokens may be decode rows, whose outputs are there.
+        # The window may start with decode rows, whose outputs are done.
         pltpu.sync_copy(old.at[pl.ds(window * TOKENS, TOKENS)], outputs)
         pl.when(chunk < end)(lambda: fetch(chunk).start())
 
@@ -327,7 +327,7 @@ def _some_tokens(  # type: ignore[no-untyped-def]
 def _convolve(
     inputs: Ref, taps: Ref, before: Ref, outputs: Ref, column: slice, begins: jax.Array, ends: jax.Array
 ) -> None:
-    """Some channels of a window's tokens from `begins` to `ends`, of one sequence, and the last inputs then."""
+    """Convolves some channels of one sequence's tokens `begins` to `ends` of a window, and updates `before`."""
     kept = before.shape[0]
 
     def tile(number: jax.Array, window: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -336,7 +336,7 @@ def _convolve(
             own = number * TILE + token
             new = inputs[at].astype(before.dtype).astype(_FLOAT32)
             found = _weighted(taps, column, [*window, new])
-            # What is written behind the sequence's end those whose it is write later, or nobody reads it.
+            # Writes past the sequence's end are overwritten by the next sequence, or never read.
             outputs[own, column] = jnp.where(own >= begins, found, outputs[own, column])
             inside = (own >= begins) & (own < ends)
             window = tuple(

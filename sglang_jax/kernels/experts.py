@@ -1,7 +1,7 @@
-"""Products of experts: each token by the matrices of the experts that it chose, in three ways.
+"""Expert layers: each token through the experts that its router chose, in three ways.
 
-A token's result is a sum over its own experts in the order of its choice, or over all experts in theirs: which others
-chose the same experts changes nothing in it.
+A token's result is summed over its experts in the router's order, or over all experts in the order of their numbers, so
+it does not depend on the other tokens of the step.
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, current_chip
 
 _SHARE_READ = 0.8
-_MOST_ROWS_OF_ALL = 256
-"""Rows of a step beyond which a TPU would compute longer than it reads, if every token passed through all experts."""
+_MAX_ROWS_OF_ALL = 256
+"""With more rows, a TPU would take longer to compute all experts for every token than to read their weights."""
 
-_MOST_ROWS_INSTEAD_OF_WIDENING = 4096
-"""Rows up to which products of all experts take less time than widening 8 bits in memory: 13 ps a weight on v6e, as
-long as products of 6,000 rows (libtpu 0.0.51)."""
+_MAX_ROWS_INSTEAD_OF_WIDENING = 4096
+"""Up to this many rows, products with all experts take less time than widening 8-bit weights in memory: 13 ps a weight
+on v6e, as long as products with 6,000 rows (libtpu 0.0.51)."""
 
 _ROWS_AT_ONCE = 512
-"""Of a product of all experts: between products there are float32 numbers `[rows, experts, columns]`."""
+"""Rows per product with all experts, whose intermediate results are float32 `[rows, experts, columns]`."""
 
 _LARGEST_TILE = 32
 
 _NARROW = {Chip.V5E: "int8", Chip.V5P: "int8", Chip.V6E: "int8", Chip.TPU7X: "float8_e4m3fn"}
-"""What grouped products read as it lies. Of other types of 8 bits libtpu 0.0.51 writes a copy of all experts first."""
+"""The 8-bit type that grouped products read directly; for others, libtpu 0.0.51 first writes a widened copy."""
 
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
-"""`activation(gate) * up`, of float32 numbers."""
+"""`activation(gate) * up` in float32."""
 
 Select = Callable[[jax.Array], jax.Array]
-"""Of an array `[experts, ...]`, what some rows need."""
+"""Gathers the entries of an array `[experts, ...]` that some rows need."""
 
 
 class ExpertProducts(StrEnum):
-    """How a step multiplies."""
+    """How a step computes its experts."""
 
     ALL = "all experts"
-    """Every token by every expert, and what it did not choose counts for nothing: where a step reads nearly all experts
-    anyway."""
+    """Every token through every expert, with score 0 for experts that it did not choose: for steps that read nearly all
+    experts anyway."""
     RAGGED = "ragged"
-    """Tokens sorted by expert, in XLA's own grouped product."""
+    """Tokens sorted by expert, in XLA's grouped product."""
     TILES = "tiles"
-    """Tokens sorted by expert, some rows of one expert at a time. Each expert that was chosen is read once or, of many
-    rows, a few times. For CPUs, where that product computes all experts (jax 0.10)."""
+    """Tokens sorted by expert, a tile of one expert's rows at a time; a chosen expert is read once per tile. For CPUs,
+    where XLA's grouped product computes all experts (jax 0.10)."""
 
     @classmethod
     def of(cls, config: ExpertsConfig, tokens: int, *, for_tpu: bool, widened: bool = False) -> ExpertProducts:
-        """What a step of so many tokens uses. `widened`: weights that grouped products cannot read as they lie."""
+        """The choice for a step of `tokens` tokens. `widened`: see `ExpertWeights.widened`."""
         if not for_tpu:
             return cls.TILES
-        if widened and tokens <= _MOST_ROWS_INSTEAD_OF_WIDENING:
+        if widened and tokens <= _MAX_ROWS_INSTEAD_OF_WIDENING:
             return cls.ALL
         reads_nearly_all = config.share_read(tokens) >= _SHARE_READ
-        return cls.ALL if reads_nearly_all and tokens <= _MOST_ROWS_OF_ALL else cls.RAGGED
+        return cls.ALL if reads_nearly_all and tokens <= _MAX_ROWS_OF_ALL else cls.RAGGED
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Of all experts, or of a device's part of their columns: `[experts, columns, hidden]`, and biases `[experts,
-    columns]`. The bias of `down` is the caller's to add, as it is added once.
+    """All experts, or one device's shard of their columns: matrices `[experts, columns, hidden]`, biases
+    `[experts, columns]`. The caller adds the bias of `down`, once for all devices.
 
-    With hidden as the last axis libtpu takes all three as they lie. Of 720 columns, a part of gpt-oss's 2,880, it
-    copied `[experts, hidden, columns]` at every step: for v6e, products then took twice as long.
+    With hidden as the last axis libtpu reads all three in place. It copied `[experts, hidden, columns]` with 720
+    columns, a shard of gpt-oss's 2,880, at every step: on v6e, products then took twice as long.
 
-    Of matrices in 8 bits, float32 scales: `[experts, columns]`, and `[experts, hidden]` of `down`.
+    8-bit matrices have float32 scales: `[experts, columns]`, and `[experts, hidden]` for `down`.
     """
 
     gate: jax.Array
@@ -86,11 +86,11 @@ class ExpertWeights:
 
     @property
     def widened(self) -> bool:
-        """Grouped products of this chip cannot read some of the matrices as they lie."""
+        """Whether this chip's grouped products would widen some of the matrices in memory first."""
         return not all(map(_reads, (self.gate, self.up, self.down)))
 
     def scaled(self, gates: jax.Array, ups: jax.Array, of_rows: Select) -> tuple[jax.Array, jax.Array]:
-        """Products of gate and up, with scales and biases. `of_rows` gives what belongs to each of their rows."""
+        """Products of gate and up, with scales and biases applied. `of_rows` gathers these for the products' rows."""
         if self.gate_scales is not None:
             gates = gates * of_rows(self.gate_scales)
         if self.up_scales is not None:
@@ -102,28 +102,28 @@ class ExpertWeights:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Choice:
-    """Of each token the experts that it chose, int32 `[T, chosen]`, and what their outputs are multiplied by, float32
-    `[T, chosen]`. Padding has expert number `experts`, which there is not, and scores of 0."""
+class ExpertChoice:
+    """The experts that each token chose, int32 `[T, chosen]`, and the factors of their outputs, float32 `[T, chosen]`.
+    Padding has expert number `experts`, which does not exist, and scores of 0."""
 
     experts: jax.Array
     scores: jax.Array
 
     def by_expert(self, experts: int) -> jax.Array:
-        """Scores as float32 `[T, experts]`, 0 for those that were not chosen."""
+        """Scores, float32 `[T, experts]`; 0 for experts that were not chosen."""
         chosen = self.experts[..., None] == jnp.arange(experts)
         return jnp.where(chosen, self.scores[..., None], 0.0).sum(1)
 
     def tokens_of(self, experts: int) -> jax.Array:
-        """How many tokens chose each expert: int32 `[experts]`."""
+        """The number of tokens that chose each expert, int32 `[experts]`."""
         return _sizes(self.experts.reshape(-1), experts)
 
 
 def multiply_experts(
-    products: ExpertProducts, x: jax.Array, weights: ExpertWeights, choice: Choice, gate: Gate
+    products: ExpertProducts, x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate
 ) -> jax.Array:
-    """`x [T, hidden]`, of the type of products → float32 `[T, hidden]`: the sum of the outputs of the chosen experts,
-    each by its score."""
+    """The outputs of the chosen experts, weighted by their scores and summed: float32 `[T, hidden]`. `x` `[T, hidden]`
+    has the type of the products."""
     if products is ExpertProducts.ALL:
         return _by_all_in_parts(x, weights, choice, gate)
     experts, chosen = len(weights.gate), choice.experts.shape[1]
@@ -135,12 +135,12 @@ def multiply_experts(
     places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     outputs = found[places].reshape(len(x), chosen, -1)
     scores = choice.scores[..., None]
-    # Padding has outputs of nobody, which may be anything.
+    # Rows of padding are undefined.
     return jnp.where(scores != 0, outputs * scores, 0.0).sum(1)
 
 
 def _sizes(chosen: jax.Array, experts: int) -> jax.Array:
-    """How often each expert is in int32 `[n]`, as int32 `[experts]`."""
+    """How often each expert occurs in `chosen`, int32 `[experts]`."""
     return jnp.zeros(experts, jnp.int32).at[chosen].add(1, mode="drop")
 
 
@@ -150,12 +150,12 @@ def _dot(x: jax.Array, kernel: jax.Array, spec: str) -> jax.Array:
 
 
 def _reads(kernel: jax.Array) -> bool:
-    """Whether grouped products of the chip that is compiled for read a matrix as it lies."""
+    """Whether the target chip's grouped products read this matrix without widening it in memory."""
     return kernel.dtype.itemsize > 1 or kernel.dtype.name == _NARROW.get(current_chip())
 
 
-def _by_all_in_parts(x: jax.Array, weights: ExpertWeights, choice: Choice, gate: Gate) -> jax.Array:
-    """`_by_all` for some rows at a time."""
+def _by_all_in_parts(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate) -> jax.Array:
+    """`_by_all` for `_ROWS_AT_ONCE` rows at a time."""
     if len(x) <= _ROWS_AT_ONCE:
         return _by_all(x, weights, choice, gate)
     further, experts = -len(x) % _ROWS_AT_ONCE, len(weights.gate)
@@ -164,29 +164,29 @@ def _by_all_in_parts(x: jax.Array, weights: ExpertWeights, choice: Choice, gate:
         padded = jnp.pad(array, ((0, further), (0, 0)), constant_values=padding)
         return padded.reshape(-1, _ROWS_AT_ONCE, array.shape[1])
 
-    rows = parts(x, 0), Choice(parts(choice.experts, experts), parts(choice.scores, 0))
+    rows = parts(x, 0), ExpertChoice(parts(choice.experts, experts), parts(choice.scores, 0))
     found = jax.lax.map(lambda part: _by_all(part[0], weights, part[1], gate), rows)
     return found.reshape(-1, found.shape[-1])[: len(x)]
 
 
-def _by_all(x: jax.Array, weights: ExpertWeights, choice: Choice, gate: Gate) -> jax.Array:
+def _by_all(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice, gate: Gate) -> jax.Array:
     gates, ups = (_dot(x, kernel, "th,eih->tei") for kernel in (weights.gate, weights.up))
     gates, ups = weights.scaled(gates, ups, lambda array: array)
     scores = choice.by_expert(len(weights.gate))[..., None]
-    # What an expert makes of tokens that did not choose it may be infinite.
+    # An expert's output for tokens that did not choose it may be infinite.
     inner = jnp.where(scores != 0, gate(gates, ups) * scores, 0.0)
     down = weights.down
     if weights.down_scales is not None:
-        # One sum over columns and experts, whose scales differ: they widen the weights that it reads.
+        # One sum over columns and experts, whose scales differ: the scales go onto the weights.
         down = (down.astype(jnp.float32) * weights.down_scales[:, None]).astype(x.dtype)
-    # A matrix for a moment, or libtpu sums in the order of what it made for gate and up, and writes a copy of `down`,
-    # widened where that has 8 bits: of DeepSeek-V3 on 64 devices of v6e 450 us a layer instead of 131.
+    # Reshaped to a matrix: else libtpu sums in the layout of gate's and up's results and writes a (widened) copy of
+    # `down`: 450 us a layer instead of 131 for DeepSeek-V3 on 64 devices of v6e.
     inner = jax.lax.optimization_barrier(inner.astype(x.dtype).reshape(len(x), -1)).reshape(inner.shape)
     return _dot(inner, down, "tei,eih->th")
 
 
 def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate) -> jax.Array:
-    """`x [M, hidden]` in the order of its `experts [M]` → float32 `[M, hidden]`."""
+    """`x` `[M, hidden]` sorted by `experts` `[M]` → float32 `[M, hidden]`."""
 
     def dot(rows: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
         axes = (([1], [contracted]), ([], []))
@@ -205,7 +205,7 @@ def _ragged(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax
 
 
 def _in_tiles(x: jax.Array, weights: ExpertWeights, experts: jax.Array, sizes: jax.Array, gate: Gate) -> jax.Array:
-    """As `_ragged`. A tile's last rows may be the next expert's, which that one's tile then overwrites."""
+    """As `_ragged`. A tile may extend into the next expert's rows; that expert's tile then overwrites them."""
     num_rows, num_experts = len(x), len(sizes)
     tile = min(_LARGEST_TILE, 2 ** max(math.ceil(math.log2(num_rows / num_experts)), 0))
     tiles = (sizes + tile - 1) // tile

@@ -1,7 +1,7 @@
-"""How far from its likeliest token each line keeps tokens by top-k and top-p, on TPUs: one kernel for all passes.
+"""The cut-offs of top-k and top-p on TPUs, as distances from the most likely token's logit, in one kernel.
 
-A filter is a bisection over the bits of a float, 31 passes over a vocabulary. Here a program takes eight lines, which
-come to vector memory once and stay there, with the weights of their tokens, for as many passes as it needs.
+A filter is a bisection over the bits of a float: 31 passes over a vocabulary. A program loads eight rows of logits into
+vector memory once, and keeps them there with the weights of their tokens for all passes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Ref = Any
 """A Pallas reference to memory; its type is not public."""
 
 LINES = 8
-"""Of a program: the rows of a tile."""
+"""Rows of logits per program: the lines of a tile."""
 COLUMNS = 1024
-"""That are added to as many sums: eight registers."""
+"""Columns that are added at once, to this many partial sums: eight registers."""
 
 _INFINITY_BITS = 0x7F800000
 _BY_RANK, _BY_MASS = 1, 2
@@ -31,7 +31,7 @@ UNROLLED = 4
 
 
 def fits(vocab_size: int) -> bool:
-    """Whether what is compiled for is a TPU with room for eight lines of so many tokens in vector memory."""
+    """Whether the target is a TPU whose vector memory has room for eight rows of `vocab_size` tokens."""
     limit = current_vmem_limit()
     return limit is not None and _vmem_bytes(_padded(vocab_size)) <= limit
 
@@ -39,13 +39,13 @@ def fits(vocab_size: int) -> bool:
 def kept_distance(
     distances: jax.Array, top_k: jax.Array, top_p: jax.Array, by_rank: jax.Array, by_mass: jax.Array
 ) -> jax.Array:
-    """The largest distance that top-k and then top-p keep, float32 `[n]`, infinity where neither is asked for.
+    """The largest distance that top-k and then top-p keep, float32 `[n]`; infinity for rows without a filter.
 
-    The least distance within which lie `top_k` tokens; then the least within which lies `top_p` of the probability of
-    the tokens kept by that (Holtzman et al. 2019).
+    Top-k takes the smallest distance that includes `top_k` tokens; top-p then the smallest one that includes `top_p` of
+    the probability of the remaining tokens (Holtzman et al. 2019).
 
-    **Arguments:** `distances`: float32 `[n, vocab]`, not negative, of the logits of a line to its largest, over the
-    temperature. `top_k` int32 and `top_p` float32, `[n]`; `by_rank` and `by_mass`, bool `[n]`: they are asked for.
+    **Arguments:** `distances`: float32 `[n, vocab]`, `(largest logit - logit) / temperature`; `top_k` int32 and `top_p`
+    float32, `[n]`; `by_rank` and `by_mass`, bool `[n]`: whether a row has that filter.
     """
     lines, vocab_size = distances.shape
     programs, width = pl.cdiv(lines, LINES), _padded(vocab_size)
@@ -54,7 +54,7 @@ def kept_distance(
     def of_lines(values: jax.Array) -> jax.Array:
         return jnp.pad(values, (0, programs * LINES - lines))[:, None]
 
-    # A filter that a line does not ask for keeps all.
+    # 0 turns a filter off.
     ranks = of_lines(jnp.where(by_rank, top_k, 0).astype(jnp.int32))
     shares = of_lines(jnp.where(by_mass, top_p, 0.0).astype(jnp.float32))
     asked = jnp.where(ranks > 0, _BY_RANK, 0) | jnp.where(shares > 0.0, _BY_MASS, 0)
@@ -70,7 +70,7 @@ def kept_distance(
             scratch_shapes=[pltpu.VMEM((LINES, width), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((programs * LINES, 1), jnp.float32),
-        # Blocks lie by the program's number alone: no address comes from data that a check could find wrong.
+        # Addresses depend only on the program's number, so there is nothing to check.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=_vmem_bytes(width), disable_bounds_checks=True
         ),
@@ -85,7 +85,7 @@ def _padded(vocab_size: int) -> int:
 
 
 def _vmem_bytes(width: int) -> int:
-    """Distances of two programs, weights, and room for the rest."""
+    """Vector memory for the distances of two programs, for weights, and for the rest."""
     return 3 * LINES * width * 4 + MIB
 
 
@@ -99,7 +99,7 @@ def _kernel(asked: Ref, distances: Ref, ranks: Ref, shares: Ref, kept: Ref, weig
             return _sum(distances.shape[1], jnp.int32, lambda at: (distances[:, at] <= limits).astype(jnp.int32))
 
         rank = ranks[...]
-        kept[...] = jnp.where(rank > 0, _least_distance(lambda limits: amount(limits) >= rank), jnp.inf)
+        kept[...] = jnp.where(rank > 0, _smallest_distance(lambda limits: amount(limits) >= rank), jnp.inf)
 
     @pl.when(filters & _BY_MASS != 0)
     def _() -> None:
@@ -117,12 +117,12 @@ def _kernel(asked: Ref, distances: Ref, ranks: Ref, shares: Ref, kept: Ref, weig
                 distances.shape[1], jnp.float32, lambda at: jnp.where(distances[:, at] <= limits, weights[:, at], 0.0)
             )
 
-        found = jnp.minimum(_least_distance(lambda limits: amount(limits) >= wanted), most)
+        found = jnp.minimum(_smallest_distance(lambda limits: amount(limits) >= wanted), most)
         kept[...] = jnp.where(shares[...] > 0.0, found, most)
 
 
 def _sum(width: int, dtype: Any, part: Callable[[pl.Slice], jax.Array]) -> jax.Array:
-    """Over all columns: `[8, 1]`."""
+    """Sums `part` over all columns: `[8, 1]`."""
 
     def add(number: jax.Array, total: jax.Array) -> jax.Array:
         for place in range(UNROLLED):
@@ -134,8 +134,8 @@ def _sum(width: int, dtype: Any, part: Callable[[pl.Slice], jax.Array]) -> jax.A
     return jnp.sum(lax.fori_loop(0, width // (COLUMNS * UNROLLED), add, zeros), axis=1, keepdims=True)
 
 
-def _least_distance(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The least float32 in [0, infinity] for which `enough` (of floats `[8, 1]`, monotone) holds."""
+def _smallest_distance(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The smallest float32 in [0, infinity], `[8, 1]`, for which the monotone `enough` holds."""
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds

@@ -1,25 +1,25 @@
-"""How keys and values are held in memory: pages of one array per layer.
+"""The layout of cached keys and values: pages, one array per layer.
 
-A layer's pages are `[num_pages, kv_heads, parts, page_size, lanes]`. A page of all heads is one run of memory, so that
-one copy fetches it; a head's keys in it are a matrix `[page_size, lanes]`, as a product takes it; and a
-tensor-parallel shard takes whole kv heads.
+A layer's pages are `[num_pages, kv_heads, parts, page_size, lanes]`. A page with all its heads is contiguous, so that
+one copy fetches it; a head's keys in it are a matrix `[page_size, lanes]`, ready for a product; a tensor-parallel shard
+has whole kv heads.
 
-There are two forms:
+There are two layouts:
 
-- Plain, for CPU and GPU: keys at 0 of the third axis, values at 1, and `lanes` is `head_dim`.
-- Tiled, for TPU, where memory comes in tiles of 8, 16 or 32 rows (of 4-, 2- and 1-byte types) of 128 lanes. `lanes` is
-  `head_dim` rounded up to 128, which costs nothing for 128 and 256, a third more for 96 and 60 per cent more for 80.
-  Heads of up to 64 have one part: keys in the lower half of the lanes, values in the upper half, which costs nothing
-  for 64. Pages of 16 tokens or more are whole tiles; 8-bit pages of 16 are half ones, which the kernels put together.
+- Plain, for CPU and GPU: keys at index 0 of the third axis, values at 1; `lanes` is `head_dim`.
+- Tiled, for TPU, where memory has tiles of 128 lanes by 8, 16 or 32 rows (4-, 2- and 1-byte types). `lanes` is
+  `head_dim` rounded up to a multiple of 128: no padding for 128 and 256, a third more memory for 96, 60 % more for 80.
+  Heads of up to 64 have one part, keys in the lower half of the lanes and values in the upper half: no padding for 64.
+  Pages of 16 tokens or more are whole tiles, except 8-bit pages of 16, which are half a tile; the kernels join these.
 
-Where values are the keys too, as of latent attention, there is one part in both forms, with keys in all lanes; tiled
-ones of up to 64 numbers are in both halves of the lanes.
+Latent attention, whose values are the keys, has one part in both layouts, with keys in all lanes. Tiled latents of up
+to 64 numbers are stored in both halves of the lanes.
 
-bfloat16 may be held as its bits in uint16, and float8_e4m3fn in uint8. XLA's CPU backend widens their scatters and
-gathers and with them copies the whole cache at each step; integers it leaves alone. The bits are turned into numbers
-only after they were gathered.
+bfloat16 may be stored as its bits in uint16, and float8_e4m3fn in uint8: XLA's CPU backend widens scatters and gathers
+of these types, and so copies the whole cache at each step, but not those of integers. Bits become numbers after the
+gather.
 
-int8 and float8 hold keys and values divided by a scale of their kv head.
+int8 and float8 pages hold keys and values divided by a scale per kv head.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HELD_AS_BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.u
 def page_shape(
     num_pages: int, kv_heads: int, page_size: int, head_dim: int, *, tiled: bool, shared: bool = False
 ) -> tuple[int, ...]:
-    """The shape of a layer's pages, plain or tiled. `shared`: values are the keys, too."""
+    """The shape of a layer's pages, plain or tiled. `shared`: the values are the keys."""
     if not tiled:
         return num_pages, kv_heads, 1 if shared else 2, page_size, head_dim
     parts = 1 if shared or 2 * head_dim <= LANES else 2
@@ -44,8 +44,8 @@ def page_shape(
 
 
 def to_storage(values: jax.Array, storage: jnp.dtype) -> jax.Array:
-    """Rounds to the type that `storage` holds: uint16 means the bits of a bfloat16, uint8 of a float8_e4m3fn. What
-    is too large for an 8-bit type becomes its largest value."""
+    """Rounds to the type that `storage` holds: uint16 has the bits of a bfloat16, uint8 those of a float8_e4m3fn.
+    Values beyond the range of an 8-bit type are clipped to it."""
     if storage in _HELD_AS_BITS:
         return jax.lax.bitcast_convert_type(to_storage(values, _HELD_AS_BITS[storage]), storage)
     if storage.itemsize == 1:
@@ -69,8 +69,8 @@ def from_storage(stored: jax.Array) -> jax.Array:
 def rows_of_pages(
     kv_pages: jax.Array, keys: jax.Array, values: jax.Array | None, kv_scales: jax.Array | None = None
 ) -> jax.Array:
-    """Keys and values `[T, kv_heads, head_dim]` as rows of these pages: `[T, kv_heads, parts, lanes]`. No `values`:
-    they are the keys."""
+    """Keys and values `[T, kv_heads, head_dim]` as rows of these pages, `[T, kv_heads, parts, lanes]`. `values` None:
+    the values are the keys."""
     _, _, parts, _, lanes = kv_pages.shape
     in_all_lanes = values is None and 2 * keys.shape[2] > lanes
     sides = jnp.stack([keys] if in_all_lanes else [keys, keys if values is None else values], axis=2)
@@ -89,9 +89,9 @@ def write_kv(
 ) -> jax.Array:
     """Stores the keys and values of a step's tokens in a layer's pages.
 
-    **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`, written in place where it is donated;
-    `keys`, `values` `[T, kv_heads, head_dim]`, the latter None where they are the keys; `write_slots` int32 `[T]`,
-    `page * page_size + offset`; `kv_scales` float32 `[kv_heads, 2]`, what keys and values are divided by.
+    **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`, updated in place if donated; `keys`,
+    `values` `[T, kv_heads, head_dim]`, the latter None if they are the keys; `write_slots` int32 `[T]`, `page *
+    page_size + offset`; `kv_scales` float32 `[kv_heads, 2]`, the divisors of keys and values.
 
     **Returns:** the pages after the write.
     """
@@ -104,12 +104,11 @@ def write_kv(
 def gather_kv(
     kv_pages: jax.Array, pages: jax.Array, head_dim: int, kv_scales: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of runs of pages.
+    """Gathers keys and values from runs of pages.
 
     **Arguments:** `pages` int32 `[..., n]`, in the order of their tokens; `kv_scales` float32 `[kv_heads, 2]`.
 
-    **Returns:** two float32 arrays `[..., kv_heads, n * page_size, head_dim]`. Slots that no token was written to hold
-    anything, NaN included.
+    **Returns:** two float32 arrays `[..., kv_heads, n * page_size, head_dim]`. Unwritten slots may hold NaN.
     """
     _, kv_heads, parts, page_size, lanes = kv_pages.shape
     *rows, count = pages.shape

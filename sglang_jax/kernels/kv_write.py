@@ -1,13 +1,11 @@
-"""Writes a step's keys and values into pages on TPU.
+"""Writes a step's keys and values into pages in place on TPU.
 
-Memory is written in tiles of 8 to 32 token slots of a head, so one token's row goes in by reading the tile, replacing
-the row and writing the tile back; tiles whose slots are all new are not read. The pages are updated where they lie.
+Memory is written in tiles of 8 to 32 token slots of a head. To store one token's row, the kernel reads the tile,
+replaces the row and writes the tile back; a tile whose slots are all new is not read.
 
-A kernel of its own, run just before attention, and not part of attention. Within attention a decode row's tile would be
-there already, which saves the reading (8 slots of the 1000 or more that attention reads, under one per cent) and one
-launch. For that, attention's walk over pages would have to wait for its own writes, tile by tile, before anything
-reads them again, and prefill would write what other programs of the same call read. As it is, attention only reads,
-and whatever fills pages (this, a copy, a transfer) needs nothing of attention.
+This kernel runs just before attention and is not fused with it. A fused kernel would save one launch and the read of a
+decode row's tile (8 of the 1000 or more slots that attention reads, under one per cent), but its walk over pages would
+have to wait for its own writes, and prefill programs would write pages that other programs of the same call read.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _TOKENS_PER_PROGRAM = 128
 _LONGEST_TILE = 32
 _PAGE, _TILE, _ROW, _OFFSET, _COUNT, _TOTALS = range(6)
 _LINES = 6
-"""Lines of `find_runs`. Divided there, since what a scalar unit divides takes as long as starting a copy."""
+"""Rows of the result of `find_runs`. They hold quotients, because a scalar division takes as long as a copy's start."""
 
 
 def write_kv_on_tpu(
@@ -43,8 +41,11 @@ def write_kv_on_tpu(
     checked: bool = False,
     vmem_limit: int | None = None,
 ) -> jax.Array:
-    """`kv_storage.write_kv` into tiled pages, but for page 0, of which nothing is written. `runs`: see `find_runs`;
-    `checked`: with checks of addresses; `vmem_limit`: bytes that the kernel may take, None for the compiler's own."""
+    """`kv_storage.write_kv` into tiled pages; slots of page 0 are not written.
+
+    **Arguments:** `runs`: see `find_runs`; `checked`: compile address checks in; `vmem_limit`: bytes of vector memory,
+    None for the compiler's default.
+    """
     rows = rows_of_pages(kv_pages, keys, values, kv_scales)
     if kv_pages.dtype.itemsize == 1:
         rows = rows.astype(jnp.bfloat16)
@@ -55,18 +56,17 @@ def write_kv_on_tpu(
 def find_runs(
     kv_pages: jax.Array, write_slots: jax.Array, checked: bool = False, vmem_limit: int | None = None
 ) -> jax.Array:
-    """Which tokens go into one tile of a page together: the same in all layers that share page ids, so that a step
-    finds them once.
+    """Finds runs of tokens that share a tile of a page, once a step for all layers that share page ids.
 
     Tokens that write into one tile must follow each other, in the order of their slots, as those of a sequence do.
 
-    **Arguments:** `kv_pages`: of one of the layers, for its shape and type; `write_slots` int32 `[T]`, `page *
-    page_size + offset`; `checked`: with checks of addresses; `vmem_limit`: that programs of the kernel that writes must
-    stay below.
+    **Arguments:** `kv_pages`: the pages of one of the layers, for their shape and type; `write_slots` int32 `[T]`,
+    `page * page_size + offset`; `checked`: compile address checks in; `vmem_limit`: bytes of vector memory that the
+    writing kernel may take.
 
-    **Returns:** int32 `[programs, 6, tokens of a program]`: of each run its page, the slot of the page that its tile
-    begins with, the token (perhaps of another run) that would lie there, how far into the tile the run begins, and how
-    many tokens it has; in the last line the number of runs, and of those that do not fill their tile.
+    **Returns:** int32 `[programs, 6, tokens per program]`. Rows 0 to 4 describe each run: its page, the page slot at
+    which its tile starts, the token index (perhaps of another run) that would lie in that slot, the run's offset in
+    the tile, its number of tokens. Row 5 holds the number of runs and the number of runs that do not fill their tile.
     """
     tokens = write_slots.shape[0]
     width = _tokens_of_a_program(kv_pages, tokens, vmem_limit)
@@ -83,12 +83,12 @@ def find_runs(
 
 
 def _tile_of(kv_pages: jax.Array) -> int:
-    """Slots that are written together, the second last dimension of the memory's tiles."""
+    """Slots that are written together: the second last dimension of the memory's tiles."""
     return min(8 if kv_pages.dtype.itemsize > 1 else 32, kv_pages.shape[3])
 
 
 def _tokens_of_a_program(kv_pages: jax.Array, tokens: int, vmem_limit: int | None) -> int:
-    """As many as fit, in whole tiles: of 32 kv heads 128 tokens take 26 MiB, and in 8 bits 42."""
+    """As many whole tiles as fit: with 32 kv heads, 128 tokens take 26 MiB, in 8 bits 42 MiB."""
     width = min(_TOKENS_PER_PROGRAM, -(-tokens // _LONGEST_TILE) * _LONGEST_TILE)
     while vmem_limit is not None and width > _LONGEST_TILE and vmem_bytes(kv_pages, width) > vmem_limit * 3 // 4:
         width -= _LONGEST_TILE
@@ -96,8 +96,8 @@ def _tokens_of_a_program(kv_pages: jax.Array, tokens: int, vmem_limit: int | Non
 
 
 def vmem_bytes(kv_pages: jax.Array, width: int) -> int:
-    """What the kernel takes for programs of `width` tokens: rows of two programs, of 16 bits at least, the same in 32
-    bits, and a tile for each."""
+    """Vector memory for programs of `width` tokens: rows of two programs in 16 bits or more, the same in 32 bits, and
+    a tile for each token."""
     _, kv_heads, parts, _, lanes = kv_pages.shape
     size = kv_pages.dtype.itemsize
     of_a_token = 2 * max(size, 2) + 4 + _tile_of(kv_pages) * size
@@ -114,7 +114,6 @@ def _find_runs(
     width = slots.shape[1]
 
     def run_length(first: jax.Array) -> jax.Array:
-        """How many tokens from `first` on go into one tile."""
         slot = slots[0, first]
         longest = jnp.minimum(tile - slot % tile, width - first)
         whole = slots[0, first + longest - 1] == slot + longest - 1
@@ -156,13 +155,13 @@ def write_kv_tiles(
     checked: bool = False,
     vmem_limit: int | None = None,
 ) -> jax.Array:
-    """Stores one row of each head and part per token; nothing is stored for slots of page 0.
+    """Stores one row per token, head and part; slots of page 0 are not written.
 
     **Arguments:** `kv_pages` `[num_pages, kv_heads, parts, page_size, lanes]`; `rows` `[kv_heads, parts, T, lanes]`,
-    float32 or bfloat16, holding values that the pages' type holds exactly; `runs`: see `find_runs`; `tile` slots are
-    written together; `vmem_limit`: see `write_kv_on_tpu`.
+    float32 or bfloat16, with values that the pages' type represents exactly; `runs`: see `find_runs`; `tile`: slots
+    that are written together; `vmem_limit`: see `write_kv_on_tpu`.
 
-    **Returns:** the pages, in the same memory where they are donated.
+    **Returns:** the pages, in the same memory if they are donated.
     """
     kv_heads, parts, tokens, lanes = rows.shape
     programs, _, width = runs.shape
@@ -184,7 +183,7 @@ def write_kv_tiles(
         ],
         out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         input_output_aliases={2: 0},
-        # One after the other: where a run goes on in the next program, both write the same tile.
+        # Sequential: a run that continues in the next program makes both write the same tile.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit, disable_bounds_checks=not checked
         ),
@@ -219,7 +218,7 @@ def _kernel(
 
     for head, part in product(range(kv_heads), range(parts)):
         for column, mine in enumerate(columns):
-            # Rows of 128 lanes of 32 bits can be loaded from any row on; others cannot.
+            # Only rows of 128 lanes of 32 bits can be loaded from any start row.
             narrow = rows[head, part, :, mine]
             wide_rows[head, part, column, pl.ds(_LONGEST_TILE, width)] = narrow.astype(jnp.float32)
 

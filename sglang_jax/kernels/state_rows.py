@@ -1,4 +1,4 @@
-"""Which states the sequences of a step begin with, and where they leave their own."""
+"""Where the sequences of a step read their states and where they write them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StateRows:
-    """Of a step of T tokens in R sequences, whose tokens are those of its `ForwardBatch`.
+    """The state slots of a step of T tokens in R sequences, in the order of its `ForwardBatch`.
 
-    - `begin`: int32 `[R]`, the slot with the state before a sequence's first token; `fresh`: bool `[R]`, there is none,
-      whatever the slot holds.
-    - `own`: int32 `[R]`, the slot that takes the state after its last token; slot 0 for padding. No other sequence of
-      the step begins with it.
-    - `sequences`, `offsets`: int32 `[T]`, the sequence that a token belongs to, and how many tokens of the step it has
-      before that one; those of padding are of no account.
+    - `begin`: int32 `[R]`, the slot with the state before a sequence's first token; `fresh`: bool `[R]`, the sequence
+      starts from zeros, whatever the slot holds.
+    - `own`: int32 `[R]`, the slot for the state after its last token, 0 for padding. No other sequence of the step
+      reads it.
+    - `sequences`, `offsets`: int32 `[T]`, a token's sequence, and its index among that sequence's tokens of the step;
+      undefined for padding.
     - `query_starts`, `num_decode`: as in `ForwardBatch`.
-    - `decode_only`: every sequence has one token: token i belongs to sequence i.
-    - `drafts`: int32 `[R]`, given for decode steps of runners that draft: which of its row's drafts a sequence stands
-      for, 0 for none. A draft stands behind the sequence before it, goes on from the state that this one leaves, and
-      has a slot of its own to leave one; its `begin` is what the first sequence of its row begins with.
+    - `decode_only`: every sequence has one token; token i belongs to sequence i.
+    - `drafts`: int32 `[R]`, given for decode steps of runners that draft: a sequence's draft number in its row, 0 for
+      the row's first token. A draft follows the sequence before it, starts from the state which that one writes, and
+      writes its own slot; its `begin` is that of its row's first sequence.
     """
 
     begin: jax.Array
@@ -38,23 +38,23 @@ class StateRows:
     drafts: jax.Array | None = None
 
     def read(self, pool: jax.Array) -> jax.Array:
-        """What the sequences begin with, `[R, ...]` of `pool` `[slots, ...]`; zeros where that is nothing."""
+        """The states before the step, `[R, ...]` of `pool` `[slots, ...]`; zeros for fresh sequences."""
         fresh = self.fresh.reshape(-1, *[1] * (pool.ndim - 1))
         return jnp.where(fresh, jnp.zeros((), pool.dtype), pool[self.begin])
 
     def write(self, pool: jax.Array, states: jax.Array) -> jax.Array:
-        """The pool with what the sequences leave."""
+        """The pool with the states after the step."""
         return pool.at[self.own].set(states.astype(pool.dtype))
 
     def without_drafts(self) -> StateRows:
-        """The same, with sequences that stand for drafts in the place of padding."""
+        """The same step with drafts turned into padding."""
         if self.drafts is None:
             return self
         first = self.drafts == 0
         return replace(self, begin=jnp.where(first, self.begin, 0), own=jnp.where(first, self.own, 0), drafts=None)
 
     def of_draft(self, number: jax.Array) -> DraftStep:
-        """What the drafts with this number, from 1, of all rows are as a decode step of their own."""
+        """The drafts with this number (from 1) of all rows, as a separate decode step."""
         assert self.drafts is not None
         wanted = self.drafts == number
         ends = jnp.cumsum(wanted)
@@ -73,11 +73,11 @@ class StateRows:
 
 
 class DraftStep(NamedTuple):
-    """Some drafts of a step with R sequences as a step of their own: `rows`, with padding behind the drafts. They begin
-    with what the sequences before them have left in slots.
+    """Some drafts of a step with R sequences, as a separate step: `rows`, drafts first and padding behind them. Each
+    starts from the state that the sequence before it has written.
 
-    - `places`: int32 `[R]`, the sequence that each of `rows` is; of padding of no account.
-    - `wanted`: bool `[R]`, the sequences that are such drafts; `numbers`: int32 `[R]`, which of `rows` each of them is.
+    - `places`: int32 `[R]`, the sequence of each of `rows`; undefined for padding.
+    - `wanted`: bool `[R]`, the sequences that are such drafts; `numbers`: int32 `[R]`, their index in `rows`.
     """
 
     rows: StateRows

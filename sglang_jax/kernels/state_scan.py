@@ -1,11 +1,11 @@
-"""Layers whose state is a matrix for each head, which decays at each token and takes its value in at its key.
+"""Recurrent layers whose state is a matrix per head: it decays at each token, then adds the token's key times value.
 
 At a token with query q, key k, value v, log of the decay g and, for a delta rule, a rate b, a head's state S becomes
 
     S = exp(g) S;  v = b (v - k S) for a delta rule;  S = S + k v,  and the output is q S.
 
-That is a gated delta net (Yang et al. 2024) with rates, and Mamba-2 (Dao and Gu 2024) without. `scan` is the chunked
-form, `reference_scan` the same token by token: the oracle.
+That is a gated delta net (Yang et al. 2024) with rates, and Mamba-2 (Dao and Gu 2024) without. `scan` computes it in
+chunks; `reference_scan` goes token by token and is the oracle.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jax import lax
 from sglang_jax.kernels.state_rows import StateRows
 
 BLOCK = 64
-"""Tokens of a sequence that are computed at once: within a block by products of matrices, from block to block by the
-state. Products within a block grow with its length, steps from block to block with its inverse."""
+"""Tokens per block: matrix products within a block, the state between blocks. The products' work per token grows with
+the length of blocks, the number of state updates shrinks with it."""
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
@@ -29,7 +29,7 @@ _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ScanInputs:
-    """Of T tokens, all float32: `queries`, `keys` `[T, groups, key_dim]`, each for `heads / groups` neighbouring heads;
+    """Float32 inputs: `queries`, `keys` `[T, groups, key_dim]`, for `heads / groups` consecutive heads each;
     `values` `[T, heads, value_dim]`; `decays` `[T, heads]`, logarithms; `rates` `[T, heads]` of a delta rule, or None.
     """
 
@@ -40,7 +40,7 @@ class ScanInputs:
     rates: jax.Array | None
 
     def of_heads(self) -> ScanInputs:
-        """With a query and a key for each head."""
+        """The same with a query and a key per head."""
         times = self.values.shape[1] // self.keys.shape[1]
         if times == 1:
             return self
@@ -49,8 +49,10 @@ class ScanInputs:
 
 
 def scan(inputs: ScanInputs, states: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """Outputs float32 `[T, heads, value_dim]`, and the states after the step, of `states` float32
-    `[R, heads, key_dim, value_dim]` before it. Outputs of padding are of no account."""
+    """Outputs float32 `[T, heads, value_dim]`, undefined for padding, and the states after the step.
+
+    **Arguments:** `states`: float32 `[R, heads, key_dim, value_dim]`, before the step.
+    """
     if rows.decode_only:
         return _one_token(inputs, states)
     outputs = jnp.zeros_like(inputs.values)
@@ -74,13 +76,13 @@ def _one_token(inputs: ScanInputs, states: jax.Array) -> tuple[jax.Array, jax.Ar
 def scan_drafts(
     inputs: ScanInputs, outputs: jax.Array, states: jax.Array, pool: jax.Array, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
-    """A decode step's sequences that stand for drafts, one after the other, once the others have left `states` float32
-    `[R, heads, key_dim, value_dim]`: `outputs` `[R, heads, value_dim]` with theirs, and the `pool`
-    `[slots, heads, key_dim, value_dim]` with what they leave.
+    """Computes the drafts of a decode step one by one, after its other sequences have produced `states`, float32
+    `[R, heads, key_dim, value_dim]`.
 
-    A loop, and not all rows' first drafts at once, then their second ones: each then costs what its state takes to be
-    computed and written, and a step without drafts nothing. The pool is written in it and never read: of one that is,
-    XLA makes a copy for each draft.
+    A loop over drafts costs one state's work per draft, and nothing in a step without drafts. It only writes the pool:
+    XLA would copy a pool that the loop also reads, once per draft.
+
+    **Returns:** `outputs` `[R, heads, value_dim]` and the `pool` `[slots, heads, key_dim, value_dim]` with the drafts'.
     """
     assert rows.drafts is not None
     drafts, slots, dtype = rows.drafts, rows.own, pool.dtype
@@ -91,18 +93,18 @@ def scan_drafts(
         place = places[number]
         own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place, 1), inputs)
         first = lax.dynamic_slice_in_dim(states, place - 1, 1)
-        found, state = _one_token(own, jnp.where(drafts[place] == 1, _as_kept(first, dtype), state))
+        found, state = _one_token(own, jnp.where(drafts[place] == 1, _round_to(first, dtype), state))
         outputs = lax.dynamic_update_slice_in_dim(outputs, found, place, 0)
         pool = lax.dynamic_update_slice_in_dim(pool, state.astype(dtype), slots[place], 0)
-        return outputs, pool, _as_kept(state, dtype)
+        return outputs, pool, _round_to(state, dtype)
 
     begin = (outputs, pool, jnp.zeros_like(states[:1]))
     outputs, pool, _ = lax.fori_loop(0, jnp.count_nonzero(drafts > 0), one, begin)
     return outputs, pool
 
 
-def _as_kept(state: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A state float32 as it comes back from a slot. XLA may leave out conversions there and back."""
+def _round_to(state: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A float32 state rounded as a slot would round it. XLA may remove a pair of conversions there and back."""
     kept = jnp.finfo(dtype)
     return lax.reduce_precision(state, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
 
@@ -110,7 +112,7 @@ def _as_kept(state: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _decode_rows(
     inputs: ScanInputs, rows: StateRows, outputs: jax.Array, states: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The first `num_decode` sequences, whose tokens come first."""
+    """Computes the first `num_decode` sequences."""
     count = len(states)
     found, after = _one_token(jax.tree.map(lambda x: x[:count], inputs), states)
     decodes = jnp.arange(count) < rows.num_decode
@@ -119,7 +121,7 @@ def _decode_rows(
 
 
 def _chunks(inputs: ScanInputs, outputs: jax.Array, states: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """All sequences behind the decode rows, block by block; as many turns as there are blocks."""
+    """Computes the sequences behind the decode rows, block by block."""
     tokens = inputs.values.shape[0]
     block = min(BLOCK, tokens)
     starts = rows.query_starts
@@ -128,35 +130,35 @@ def _chunks(inputs: ScanInputs, outputs: jax.Array, states: jax.Array, rows: Sta
     ends = jnp.cumsum(counts)
     inputs, outputs = jax.tree.map(lambda x: jnp.pad(x, ((0, block), *[(0, 0)] * (x.ndim - 1))), (inputs, outputs))
 
-    def turn(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def next_block(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         outputs, states = carry
         sequence = jnp.searchsorted(ends, number, side="right", method="compare_all")
         first = starts[sequence] + (number - ends[sequence] + counts[sequence]) * block
         own = first + jnp.arange(block) < starts[sequence + 1]
 
         def part(x: jax.Array) -> jax.Array:
-            """The block's tokens; what lies behind the sequence's end decays nothing and writes nothing."""
+            """The block's tokens; zeros past the sequence's end, which neither decay the state nor add to it."""
             here = lax.dynamic_slice_in_dim(x, first, block)
             return jnp.where(own.reshape(-1, *[1] * (x.ndim - 1)), here, 0.0)
 
         found, state = _block(jax.tree.map(part, inputs).of_heads(), states[sequence])
-        # What is written behind the sequence's end is not its own: those whose it is write later, or nobody reads it.
+        # Writes past the sequence's end are overwritten by the next sequence, or never read.
         return lax.dynamic_update_slice_in_dim(outputs, found, first, 0), states.at[sequence].set(state)
 
-    outputs, states = lax.fori_loop(0, ends[-1], turn, (outputs, states))
+    outputs, states = lax.fori_loop(0, ends[-1], next_block, (outputs, states))
     return outputs[:tokens], states
 
 
 def _block(inputs: ScanInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One block of one sequence, with a query and a key for each head: its outputs, and the state after it."""
+    """Outputs of one block of one sequence, with a query and a key per head, and the state after it."""
     queries, keys, values = (x.swapaxes(0, 1) for x in (inputs.queries, inputs.keys, inputs.values))
-    decays = jnp.cumsum(inputs.decays.T, axis=1)  # [heads, block], from the block's beginning on
+    decays = jnp.cumsum(inputs.decays.T, axis=1)  # [heads, block], from the start of the block
     order = jnp.arange(decays.shape[1])
     before = order[:, None] >= order
     between = jnp.exp(jnp.where(before, decays[:, :, None] - decays[:, None, :], -jnp.inf))
     since = jnp.exp(decays)[..., None]
     if inputs.rates is not None:
-        # What each token writes depends on what those before it in the block wrote: a triangular system.
+        # Each token's value depends on those of earlier tokens in the block: a triangular system.
         rates = inputs.rates.T[..., None]
         system = rates * between * _einsum("hik,hjk->hij", keys, keys)
         wanted = rates * (values - since * _einsum("hik,hkv->hiv", keys, state))
@@ -169,7 +171,8 @@ def _block(inputs: ScanInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def reference_scan(inputs: ScanInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The T tokens of one sequence one by one, from the state `[heads, key_dim, value_dim]` on: outputs and state."""
+    """Outputs of one sequence's T tokens, computed one by one from `state` `[heads, key_dim, value_dim]`, and the last
+    state."""
 
     def token(state: jax.Array, one: ScanInputs) -> tuple[jax.Array, jax.Array]:
         outputs, states = _one_token(jax.tree.map(lambda x: x[None], one), state[None])

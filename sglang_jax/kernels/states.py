@@ -1,7 +1,4 @@
-"""States of recurrent layers from one step to the next: read from their slots, and written back.
-
-With attention by Pallas's kernels, those for states; else XLA's operations.
-"""
+"""Steps of recurrent layers on a pool of states: Pallas kernels if attention uses them, XLA's operations otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from sglang_jax.kernels.state_scan import ScanInputs, scan, scan_drafts
 from sglang_jax.kernels.state_scan_pallas import scan_in_place
 
 Inputs = TypeVar("Inputs", jax.Array, ScanInputs)
-"""What a kernel is given of each token: arrays with a leading axis of tokens."""
+"""A kernel's inputs: arrays with a leading axis of tokens."""
 
 
 def scan_states(
@@ -29,10 +26,10 @@ def scan_states(
 ) -> tuple[jax.Array, jax.Array]:
     """See `state_scan`.
 
-    **Arguments:** `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16, in which matrices are rounded once
-    a step.
+    **Arguments:** `pool` `[slots, heads, key_dim, value_dim]`, float32 or bfloat16; a bfloat16 state is rounded once a
+    step.
 
-    **Returns:** outputs float32 `[T, heads, value_dim]`, those of padding of no account, and the pool after the step.
+    **Returns:** outputs float32 `[T, heads, value_dim]`, undefined for padding, and the pool after the step.
     """
     if implementation.for_tpu:
         kernel = partial(scan_in_place, checked=implementation.checked)
@@ -53,9 +50,9 @@ def convolve_states(
 ) -> tuple[jax.Array, jax.Array]:
     """See `causal_convolution.convolve`.
 
-    **Arguments:** `pool` `[slots, width - 1, channels]`, or tiled (see `causal_convolution`), as the kernels take it.
+    **Arguments:** `pool` `[slots, width - 1, channels]`, or tiled for the Pallas kernels (see `causal_convolution`).
 
-    **Returns:** outputs float32 `[T, channels]`, those of padding of no account, and the pool after the step.
+    **Returns:** outputs float32 `[T, channels]`, undefined for padding, and the pool after the step.
     """
     if implementation.for_tpu:
         kernel = partial(_convolve_in_place, weight, bias, implementation.checked)
@@ -75,9 +72,9 @@ def _draft_by_draft(
     pool: jax.Array,
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
-    """A step of a `kernel` that takes no drafts: all rows, then the first drafts of rows that have any, then the second
-    ones, as steps of their own. A state is read from its slot and written to the next: a draft costs what a row costs,
-    and a step without drafts what it costs elsewhere."""
+    """Runs a `kernel` that knows no drafts: once for all rows, then once for the first draft of each row that has one,
+    then for the second drafts, and so on. A draft reads the slot that the sequence before it has written, so it costs
+    as much as a row; a step without drafts costs nothing extra."""
     outputs, pool = kernel(inputs, pool, rows.without_drafts())
     if rows.drafts is None:
         return outputs, pool

@@ -14,7 +14,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.tensor_names import Kind, Part
 from sglang_jax.checkpoint.reader import Role
-from sglang_jax.kernels.experts import Choice, ExpertProducts, ExpertWeights, multiply_experts
+from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
 from sglang_jax.layers.feed_forward import ACTIVATIONS
 from sglang_jax.layers.linear import Linear
 from sglang_jax.layers.parameter import Parameter, matmul, parameter
@@ -118,7 +118,7 @@ class SharedExpert(nnx.Module):
 
 def choose_experts(
     config: ExpertsConfig, logits: jax.Array, correction: jax.Array | None, padding: jax.Array
-) -> Choice:
+) -> ExpertChoice:
     """The experts of each token, by the router's logits float32 `[T, experts]`.
 
     **Arguments:** `correction`: float32 `[experts]`, see `ExpertsConfig`; `padding`: bool `[T]`.
@@ -140,7 +140,7 @@ def choose_experts(
     if config.renormalised:
         chosen = chosen / jnp.maximum(chosen.sum(-1, keepdims=True), _LEAST_SUM)
     unused = padding[:, None]
-    return Choice(jnp.where(unused, config.num_experts, experts), jnp.where(unused, 0.0, chosen * config.scale))
+    return ExpertChoice(jnp.where(unused, config.num_experts, experts), jnp.where(unused, 0.0, chosen * config.scale))
 
 
 def _add_to_words(words: jax.Array, added: jax.Array) -> jax.Array:
@@ -158,13 +158,15 @@ def _in_best_groups(config: ExpertsConfig, ranked: jax.Array) -> jax.Array:
     return jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(ranked.shape)
 
 
-def _on_each_device(multiply: partial[jax.Array], x: jax.Array, weights: ExpertWeights, choice: Choice) -> jax.Array:
+def _on_each_device(
+    multiply: partial[jax.Array], x: jax.Array, weights: ExpertWeights, choice: ExpertChoice
+) -> jax.Array:
     """Runs `multiply` on each device with its shard of the columns of every expert, and sums the results."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape["tensor"] == 1:
         return multiply(x, weights, choice)
 
-    def run(x: jax.Array, weights: ExpertWeights, choice: Choice) -> jax.Array:
+    def run(x: jax.Array, weights: ExpertWeights, choice: ExpertChoice) -> jax.Array:
         return jax.lax.psum(multiply(x, weights, choice), "tensor")
 
     columns = partition_spec((Axis.EXPERTS, Axis.INTERMEDIATE, Axis.HIDDEN))

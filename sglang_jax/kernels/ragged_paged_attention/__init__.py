@@ -29,11 +29,11 @@ _NO_OPTIONS = AttentionOptions()
 
 
 class AttentionImplementation(StrEnum):
-    """`REFERENCE` looks at every slot that a sequence could have; `XLA` at those that it has; `PALLAS` does too, with
-    kernels for TPU, and takes tiled pages alone (`kernels.kv_storage`).
+    """`REFERENCE` reads every slot of the page table; `XLA` reads only slots that sequences use; `PALLAS` too, with
+    kernels for TPU, and only from tiled pages (`kernels.kv_storage`).
 
-    `PALLAS_CHECKED` is the same with a check of each address compiled in: one outside its array stops the core with an
-    error that names the copy. For debugging: to start a copy takes two and a half times as many instructions.
+    `PALLAS_CHECKED`, for debugging, compiles a check of each address in: an address outside its array stops the core
+    with an error that names the copy. Starting a copy then takes 2.5 times as many instructions.
     """
 
     REFERENCE = "reference"
@@ -43,12 +43,12 @@ class AttentionImplementation(StrEnum):
 
     @property
     def for_tpu(self) -> bool:
-        """Kernels for TPU, with checks or without."""
+        """Whether it uses the kernels for TPU."""
         return self in (AttentionImplementation.PALLAS, AttentionImplementation.PALLAS_CHECKED)
 
     @property
     def checked(self) -> bool:
-        """Kernels check addresses."""
+        """Whether kernels check addresses."""
         return self is AttentionImplementation.PALLAS_CHECKED
 
 
@@ -63,9 +63,9 @@ def ragged_paged_attention(
 ) -> jax.Array:
     """Softmax attention of each query over the keys at or before its own position.
 
-    Keys and values of the step's own tokens are in the pages already. What unused slots hold does not matter.
+    The keys and values of the step's tokens must be in the pages already. Unused slots may hold anything.
 
-    **Arguments:** `queries` `[T, heads, head_dim]`, heads that share a kv head side by side; `kv_pages`
+    **Arguments:** `queries` `[T, heads, head_dim]`, heads that share a kv head are adjacent; `kv_pages`
     `[num_pages, kv_heads, parts, page_size, lanes]`, as `kernels.kv_storage` describes; `scale` multiplies the scores.
 
     **Returns:** `[T, heads, head_dim]` in the type of `queries`; 0 for padding. Scores, softmax and sums are float32.
@@ -85,9 +85,9 @@ def ragged_paged_attention(
 def plan_writes(
     implementation: AttentionImplementation, kv_pages: jax.Array, write_slots: jax.Array
 ) -> jax.Array | None:
-    """What the writes of all layers that share page ids have in common, found once a step; None where that is nothing.
+    """The part of `write_kv` that layers with the same page ids share, computed once a step; None if there is none.
 
-    **Arguments:** `kv_pages`: of one of the layers; `write_slots` as in `write_kv`.
+    **Arguments:** `kv_pages`: the pages of one of the layers; `write_slots` as in `write_kv`.
     """
     if not implementation.for_tpu:
         return None
@@ -106,8 +106,8 @@ def write_kv(
 ) -> jax.Array:
     """Stores the keys and values of a step's tokens in a layer's pages: see `kv_storage.write_kv`.
 
-    Kernels for TPU write nothing into page 0, the pad page, and want tokens that share a page to follow each other.
-    `plan`: of `plan_writes`, made here if there is none.
+    Kernels for TPU do not write page 0, the padding page, and require tokens that share a page to be consecutive.
+    `plan`: the result of `plan_writes`; None to compute it here.
     """
     if implementation.for_tpu:
         checked, limit = implementation.checked, current_vmem_limit()

@@ -1,8 +1,8 @@
-"""Attention over latent vectors in the expanded form, for XLA on CPU and GPU: keys and values of heads are made from a
-tile of cached vectors at a time, and the softmax in progress of each query behind it takes them in.
+"""Latent attention in the expanded form, for XLA on CPU and GPU.
 
-Trip counts are data: of the tiles of all rows together, and of the blocks of queries that see a tile. So one program
-serves all lengths, and a step without rows for this form takes no time for it.
+It expands one tile of cached latents at a time into the keys and values of all heads, and updates the online softmax of
+each query at or behind the tile. Trip counts are data, both of tiles over all rows and of query blocks that see a tile,
+so that one program serves all lengths and a step without such rows takes no time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def expanded_attention(
     *,
     scale: float,
 ) -> jax.Array:
-    """Attention of the rows that `rows` names.
+    """Attention of the rows that `rows` selects.
 
-    **Arguments:** `queries` `[T, heads, key_dim + rotary_dim]`; `kv_pages` plain ones, of latent vectors with rotated
-    keys behind them; `rows` bool `[R]`; `key_up` `[heads, key_dim, latent]`; `value_up` `[heads, value_dim, latent]`.
+    **Arguments:** `queries` `[T, heads, key_dim + rotary_dim]`; `kv_pages`: plain pages of latents, each followed by
+    its rotary key; `rows` bool `[R]`; `key_up` `[heads, key_dim, latent]`; `value_up` `[heads, value_dim, latent]`.
 
     **Returns:** `[T, heads, value_dim]` in the type of `queries`; 0 for tokens of other rows. Scores, softmax and sums
-    are float32, as are the keys and values made.
+    are float32, as are the expanded keys and values.
     """
     tokens, heads, _ = queries.shape
     (_, key_dim, latent), value_dim, page_size = key_up.shape, value_up.shape[1], kv_pages.shape[3]
@@ -62,7 +62,7 @@ def expanded_attention(
         made = jnp.einsum("kl,hdl->hkd", vectors, up, precision=precision, preferred_element_type=jnp.float32)
         rotated = jnp.broadcast_to(cached[:, latent:], (heads, *cached[:, latent:].shape))
         keys, values = jnp.concatenate([made[..., :key_dim], rotated], axis=-1), made[..., key_dim:]
-        # Queries at or behind the tile's first key.
+        # The first query at or behind the tile's first key.
         first = start + jnp.maximum(number * tile_keys - (length - (end - start)), 0)
 
         def query_block(block: jax.Array, softmax: Softmax) -> Softmax:

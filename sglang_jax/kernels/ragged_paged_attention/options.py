@@ -1,4 +1,4 @@
-"""What attention takes beside queries and pages: the step's sequences, and what models vary."""
+"""Arguments of attention other than queries and pages: the step's sequences, and options of models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 
 class Sequences(Protocol):
-    """The part of `ForwardBatch` that attention reads; the fields are described there."""
+    """The fields of `ForwardBatch` that attention reads; see there."""
 
     @property
     def page_table(self) -> jax.Array: ...
@@ -27,13 +27,13 @@ class Sequences(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Absent options cost nothing: `window` and `soft_cap` are static, and so is whether the arrays are there.
+    """Options of models. Absent ones cost nothing: `window`, `soft_cap` and the presence of arrays are static.
 
     - `window`: a query sees the last `window` keys up to its own, itself included.
     - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2).
-    - `sinks`: float32 `[heads]`, a score per head that joins the softmax and brings no value (gpt-oss).
-    - `kv_scales`: float32 `[kv_heads, 2]`, what a head's stored keys (0) and values (1) are to be multiplied by.
-    - `unread`: bool `[R]`, rows of several tokens that XLA attention leaves out: their output is 0.
+    - `sinks`: float32 `[heads]`, a score per head that joins the softmax without a value (gpt-oss).
+    - `kv_scales`: float32 `[kv_heads, 2]`, the factors of stored keys (0) and values (1).
+    - `unread`: bool `[R]`, rows of several tokens that XLA attention skips; their output is 0.
     """
 
     window: int | None = field(default=None, metadata={"static": True})

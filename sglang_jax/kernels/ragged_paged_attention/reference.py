@@ -1,4 +1,4 @@
-"""The oracle: every token against every slot that its sequence could have, in plain jnp."""
+"""The oracle of attention, in plain jnp: each token reads every slot of its sequence's page-table row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions, 
 def reference_attention(
     queries: jax.Array, kv_pages: jax.Array, batch: Sequences, *, scale: float, options: AttentionOptions
 ) -> jax.Array:
-    """`ragged_paged_attention`, at the cost of `T` times the page table's columns whatever the lengths."""
+    """`ragged_paged_attention` at a cost of `T` times the page table's columns, whatever the lengths."""
     tokens, heads, head_dim = queries.shape
     kv_heads = kv_pages.shape[1]
     places = jnp.arange(tokens)

@@ -1,4 +1,4 @@
-"""A softmax in progress: the recurrence of FlashAttention (Dao et al. 2022)."""
+"""The online softmax of FlashAttention (Dao et al. 2022)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 _FEW_QUERIES = 4
-"""This many times fewer than keys."""
+"""Queries are few if there are this many times more keys."""
 MASKED = -1e30
 """Score of a key that a query must not see: finite, since infinities subtracted from each other are NaN."""
 
 
 class Softmax(NamedTuple):
-    """A softmax in progress: over the keys so far, the largest score and the sum of exponentials (`[..., q]`), and
-    the weighted sum of values (`[..., q, head_dim]`)."""
+    """Over the keys so far: the largest score and the sum of exponentials (`[..., q]`), and the weighted sum of values
+    (`[..., q, head_dim]`)."""
 
     largest: jax.Array
     total: jax.Array
@@ -23,7 +23,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def start(cls, queries: jax.Array, sinks: jax.Array | None) -> Softmax:
-        """Over no keys, or over the sinks alone: `[..., q]` or a shape that broadcasts to it."""
+        """A softmax over no keys, or only over `sinks`: `[..., q]` or a shape that broadcasts to it."""
         rows = queries.shape[:-1]
         if sinks is not None:
             return cls(jnp.broadcast_to(sinks, rows), jnp.ones(rows), jnp.zeros(queries.shape))
@@ -37,7 +37,7 @@ class Softmax(NamedTuple):
         visible: jax.Array | None,
         soft_cap: float | None,
     ) -> Softmax:
-        """Takes in a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`, or
+        """Adds a block of keys: queries `[..., q, d]`, keys and values `[..., k, d]`, visible `[..., q, k]`, or
         None if every query sees every key."""
         scores = _products(queries, keys)
         if soft_cap is not None:
@@ -64,11 +64,12 @@ class Softmax(NamedTuple):
 def _products(queries: jax.Array, keys: jax.Array) -> jax.Array:
     """`[..., q, k]` of queries `[..., q, d]` and keys `[..., k, d]`.
 
-    XLA's CPU backend packs the right side first. Of few queries that is to be theirs, or packing takes longer than the
-    product (of 32 decode rows with 3 queries to a kv head, 20 ms of attention in place of 26).
+    XLA's CPU backend packs the right operand first. If queries are few, they should be that operand, because packing
+    keys takes longer than the product: with 32 decode rows and 3 queries per kv head, attention took 20 ms instead of
+    26.
     """
     if queries.shape[-2] * _FEW_QUERIES > keys.shape[-2]:
         return jnp.einsum("...qd,...kd->...qk", queries, keys, precision=jax.lax.Precision.HIGHEST)
     products = jnp.einsum("...kd,...qd->...kq", keys, queries, precision=jax.lax.Precision.HIGHEST)
-    # Without the barrier the compiler takes away the transposition, and exchanges the sides for it.
+    # Without the barrier the compiler removes the transposition and swaps the operands.
     return jax.lax.optimization_barrier(products).swapaxes(-1, -2)

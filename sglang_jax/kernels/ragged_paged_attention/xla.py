@@ -1,9 +1,8 @@
-"""Attention for XLA on CPU and GPU: online softmax over blocks of keys, as many as the lengths call for.
+"""Attention for XLA on CPU and GPU: an online softmax (FlashAttention, Dao et al. 2022) over blocks of keys.
 
-All trip counts are data, so one program serves all lengths and takes time by the actual ones. Decode rows go
-through the blocks together, up to the longest row. Prefill goes query block by query block, each up to its last
-query's position: through large blocks where every query sees every key, through small ones with a mask elsewhere. The
-recurrence is that of FlashAttention (Dao et al. 2022).
+Trip counts are data, so that one program serves all lengths and takes time for the actual ones. Decode rows process
+blocks together, up to the longest row. Prefill takes one block of queries at a time, up to its last query's position:
+large blocks of keys if every query sees every key, small ones with a mask otherwise.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _DECODE_KEYS = 128
 _QUERIES_PER_BLOCK = 64
 _MASKED_KEYS = 64
 _LARGE_BLOCK = 4
-"""Small blocks in a large one. Whole steps of 512 tokens of SmolLM2-135M on 2 cores, in milliseconds, without large
-blocks but with all of 64 / 128 / 256 keys: eight prompts of 64 tokens 174 / 201 / 337; 512 tokens behind 1,536 others
-1,036 / 1,003 / 804."""
+"""Small blocks per large one. Both sizes are needed: a step of 512 tokens of SmolLM2-135M on 2 cores, with only blocks
+of 64 / 128 / 256 keys, takes 174 / 201 / 337 ms for eight prompts of 64 tokens and 1,036 / 1,003 / 804 ms for 512
+tokens behind 1,536 others."""
 
 
 def xla_attention(
@@ -44,25 +43,24 @@ def xla_attention(
 
 
 def _pages(keys: int, page_size: int) -> int:
-    """Of a block of about so many keys."""
+    """Pages of a block of about `keys` keys."""
     return max(keys // page_size, 1)
 
 
 def _whole_blocks(page_table: jax.Array, page_size: int) -> jax.Array:
-    """Widens the table to whole blocks of either kind, so that no block's slice is shifted to fit."""
+    """Pads the table to whole small and large blocks, because a slice past its end would be shifted."""
     count = math.lcm(_pages(_DECODE_KEYS, page_size), _pages(_MASKED_KEYS, page_size))
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % count)))
 
 
 def _sinks(options: AttentionOptions, kv_heads: int) -> jax.Array | None:
-    """`[kv_heads, group]`."""
     return None if options.sinks is None else options.sinks.astype(jnp.float32).reshape(kv_heads, -1)
 
 
 def _decode(
     queries: jax.Array, kv_pages: jax.Array, page_table: jax.Array, kv_lens: jax.Array, options: AttentionOptions
 ) -> jax.Array:
-    """One query per row, at the row's last position: queries `[R, kv_heads, group, d]`, as is the result."""
+    """Attention of one query per row at its last position, `[R, kv_heads, group, d]`."""
     rows, kv_heads, _, head_dim = queries.shape
     page_size = kv_pages.shape[3]
     pages_per_block = _pages(_DECODE_KEYS, page_size)
@@ -95,7 +93,7 @@ def _prefill(
     batch: Sequences,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Fills in the output of the sequences that are not decode rows: both `[T, kv_heads, group, d]`."""
+    """Adds the sequences that are not decode rows to `output`; it and the queries are `[T, kv_heads, group, d]`."""
     tokens, rows = queries.shape[0], batch.kv_lens.shape[0]
     width = min(_QUERIES_PER_BLOCK, tokens)
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
@@ -131,7 +129,8 @@ def _one_sequence(
     keys_seen: jax.Array,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Queries `[q, kv_heads, group, d]` of one sequence at `positions` `[q]`, over its first `keys_seen` keys."""
+    """Attention of queries `[q, kv_heads, group, d]` of one sequence at `positions` `[q]` over its first `keys_seen`
+    keys."""
     width, kv_heads, group, head_dim = queries.shape
     pages_per_block = _pages(_MASKED_KEYS, kv_pages.shape[3])
     keys_per_block = pages_per_block * kv_pages.shape[3]
@@ -149,7 +148,7 @@ def _one_sequence(
         visible = (places <= positions[:, None]) & seen
         if options.window is not None:
             visible &= positions[:, None] - places < options.window
-            # Pages before the window of every query may be anybody's, and hold what is not finite.
+            # Pages before every query's window may belong to other sequences and hold values that are not finite.
             seen &= positions[0] - places < options.window
         values = jnp.where(seen[None, :, None], values, 0.0)
         visible = jnp.repeat(visible, group, axis=0)[None]
@@ -172,15 +171,16 @@ def _one_sequence(
 
 
 class _WholeBlocks(NamedTuple):
-    """Of a query block: the first small block of which each query sees every key, and how many large ones are such from
-    there on."""
+    """Of a block of queries: the first small block whose keys all queries see, and the number of large blocks with
+    that property from there on."""
 
     start: jax.Array
     count: jax.Array
 
     @classmethod
     def of(cls, positions: jax.Array, keys_per_block: int, large_block: int, window: int | None) -> _WholeBlocks:
-        """Of queries at ascending `positions` `[q]`; a large block is `large_block` small ones of `keys_per_block`."""
+        """For queries at ascending `positions` `[q]`. A large block is `large_block` small ones of `keys_per_block`
+        keys."""
         start = jnp.zeros((), positions.dtype)
         if window is not None:
             start = -(-jnp.maximum(positions[-1] - window + 1, 0) // keys_per_block)

@@ -1,6 +1,6 @@
-"""Attention for TPU: one kernel for decode rows, one for prefill chunks, over the pages where they lie.
+"""Attention for TPU over pages in place: one kernel for decode rows, one for prefill chunks.
 
-A mixed step runs both, on the sequences that are theirs; a decode step (as many tokens as rows) runs the first alone.
+A mixed step runs both; a decode step, which has as many tokens as rows, runs only the first.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def pallas_attention(
     options: AttentionOptions,
     checked: bool = False,
 ) -> jax.Array:
-    """`ragged_paged_attention` over pages in the TPU's layout (`kernels.kv_storage`). `checked`: with checks of
-    addresses.
+    """`ragged_paged_attention` over tiled pages (`kernels.kv_storage`). `checked`: compile address checks in.
 
-    **Raises:** `ValueError` for pages whose rows are not whole registers; `ConfigError` for an unknown chip.
+    **Raises:** `ValueError` if a page's rows are not whole registers; `ConfigError` for an unknown chip.
     """
     tokens, heads, head_dim = queries.shape
     _, kv_heads, parts, page_size, lanes = kv_pages.shape
@@ -81,6 +80,6 @@ def pallas_attention(
         ).swapaxes(0, 1)[:tokens]
         decoded = jnp.pad(output, ((0, tokens - rows), (0, 0), (0, 0)))
         output = jnp.where((jnp.arange(tokens) < num_decode)[:, None, None], decoded, prefilled)
-    # Keys and values of small heads share lanes; where values are the keys, each has all of them.
+    # Keys and values of small heads share lanes, except in latent attention.
     first = lanes // 2 if parts == 1 and 2 * head_dim <= lanes else 0
     return output[:, :, first : first + head_dim]

@@ -1,5 +1,4 @@
-"""Sizes of the blocks that the kernels work in: from the table where it has the shape, else from a model of the costs
-and with a warning, once."""
+"""Block sizes of the kernels: from the tuned table if it has the shape, else from a cost model and with one warning."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.table import Phase, tuned
 logger = logging.getLogger(__name__)
 
 ROWS = 16
-"""Of a program of decode, where the table does not say: their queries and outputs are little beside the keys."""
+"""Rows per program of decode without a table entry: their queries and outputs are small compared to the keys."""
 
 _SMALLEST_QUERIES = 16
 
@@ -36,26 +35,27 @@ def prefill_blocks(shape: Shape, tokens: int, columns: int) -> PrefillBlocks:
 
 
 def _no_wider(pages: int, page_size: int, columns: int) -> int:
-    """No wider than the table needs, but whole registers of keys."""
+    """Pages per block, limited to those of the page table and rounded up to whole registers of keys."""
     return max(min(pages, 1 << (columns - 1).bit_length()), 128 // page_size, 1)
 
 
 @cache
 def _decode_by_costs(shape: Shape) -> DecodeBlocks:
-    """Keys whose scores take 16 registers, but 512 to 2048, within an eighth of the memory per buffer."""
+    """A number of keys whose scores take 16 registers, clipped to 512 to 2048; a buffer takes an eighth of the vector
+    memory at most."""
     _warn(shape, Phase.DECODE)
     sublanes = -(-shape.heads // 8)
     keys = min(max(16 // sublanes * 128, 512), 2048, VMEM_LIMITS[shape.chip] // 8 // shape.bytes_per_key)
-    # Queries and outputs of two programs, within a quarter of the memory.
+    # Queries and outputs of two programs take a quarter of the memory at most.
     rows = VMEM_LIMITS[shape.chip] // 4 // (4 * shape.heads * shape.lanes * 2)
     return DecodeBlocks(rows=min(_power_of_two(rows), ROWS), pages=_pages(keys, shape.page_size))
 
 
 @cache
 def _prefill_by_costs(shape: Shape) -> PrefillBlocks:
-    """512 keys, and as many queries as leave half of the memory to other things than sums and queries.
+    """512 keys, and as many queries as fit, with their sums, into half of the vector memory.
 
-    **Raises:** `ConfigError` where the fewest have no room.
+    **Raises:** `ConfigError` if the smallest block does not fit.
     """
     _warn(shape, Phase.PREFILL)
     keys = min(512, VMEM_LIMITS[shape.chip] // 8 // shape.bytes_per_key)
@@ -75,7 +75,7 @@ def _pages(keys: int, page_size: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The largest that is no greater, at least 1."""
+    """The largest power of two up to `number`, at least 1."""
     return 1 << (max(number, 1).bit_length() - 1)
 
 

@@ -1,12 +1,14 @@
-"""Attention of decode rows, one query each: bound by the speed at which keys and values arrive.
+"""Attention of decode rows, one query each: bound by the bandwidth of keys and values.
 
-A core works rows off one after the other, each in blocks of keys, and the pages of the next blocks, be they this row's
-or of those after it, are always under way, as many as there are further buffers: a block of one kv head is a few
-hundred KiB, which arrive in less time than the first byte of a copy takes. Of a row's last block the half or the
-quarter is computed where the rest has no keys. Short rows share blocks (`decode_walk`). All query heads of a row go
-through the matrix units together: row r of the left operand holds query head r in the lanes of its own kv head and
-zeros elsewhere, so that one product with the keys of all kv heads, side by side, gives `[heads, keys]` scores in whole
-registers. The zeros cost nothing: with so few rows the time is that of loading keys into the unit.
+A core processes rows in order, each in blocks of keys. All buffers but one receive the pages of the next blocks, of
+this row or of later rows: a block of one kv head has a few hundred KiB, which take less time to transfer than the
+latency of a copy. Only a half or a quarter of a row's last block is computed if the rest has no keys. Short rows share
+blocks (`decode_walk`).
+
+All query heads of a row go through the matrix units together: row r of the left operand holds query head r in the lanes
+of its kv head and zeros elsewhere, so that one product with the keys of all kv heads, side by side, gives `[heads,
+keys]` scores in whole registers. The zeros cost nothing, because with this few rows loading keys into the unit takes
+all the time.
 """
 
 from __future__ import annotations
@@ -63,8 +65,9 @@ def decode_attention(
     """Attention of the first `num_decode` rows.
 
     **Arguments:** `queries` `[R, heads, lanes]`, R a multiple of `blocks.rows * cores`; `kv_pages` `[num_pages,
-    kv_heads, parts, page_size, lanes]`; `page_table` int32 `[R, columns]`; `kv_lens` int32, of R rows or fewer;
-    `num_decode` int32 `[1]`; `cores`: that share the work, a program at a time; `checked`: with checks of addresses.
+    kv_heads, parts, page_size, lanes]`; `page_table` int32 `[R, columns]`; `kv_lens` int32 `[R]` or shorter;
+    `num_decode` int32 `[1]`; `cores`: the number of cores that share the programs; `checked`: compile address checks
+    in.
 
     **Returns:** `[R, heads, lanes]` in the type of the queries; 0 for the other rows.
     """
@@ -141,7 +144,7 @@ def _kernel(
     cores: int,
     sizes: Sizes,
 ) -> None:
-    """The references: the plan's, in SMEM, and those of `_compute`."""
+    """`refs`: those of the plan, in scalar memory, then the arguments of `_compute`."""
     of_plan = structure.num_leaves
     plan = jax.tree.unflatten(structure, refs[:of_plan])
     _compute(plan, *refs[of_plan:], options=options, cores=cores, sizes=sizes)
@@ -246,8 +249,8 @@ def _result(length: jax.Array, softmax: Softmax, per_head: Ref) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Block:
-    """Keys and values that are computed at once: references to some pages each, `[pages, kv_heads, page_size, lanes]`,
-    one behind the other. Slots from `end` on hold none of the row's."""
+    """Keys and values that are computed together: consecutive references to pages, each `[pages, kv_heads, page_size,
+    lanes]`. Slots from `end` on are not the row's."""
 
     keys: list[Ref]
     values: list[Ref]
@@ -256,8 +259,8 @@ class _Block:
 
 
 def _block_of_row(fetcher: PageFetcher, pages: int, slot: jax.Array, member: int, row: Row) -> _Block:
-    """What a row of a short group has, with zeros in place of values that it does not have: their weights are zero, but
-    what was never written may be NaN."""
+    """The block of a row of a short group. Values of unused slots are zeroed: their weights are zero, but unwritten
+    memory may be NaN."""
     buffers, first = fetcher.buffers, member * pages
     last = jnp.maximum(row.pages - 1, 0)
     fetcher.clear_values_of(slot, first + last, row.length - last * fetcher.page_size)
@@ -267,7 +270,7 @@ def _block_of_row(fetcher: PageFetcher, pages: int, slot: jax.Array, member: int
 
 @dataclass(frozen=True)
 class _Sums:
-    """Memory of a row's softmax: carried by the loop, it would take the registers that scores need."""
+    """A row's softmax in vector memory: carried by the loop, it would take the registers that scores need."""
 
     largest: Ref
     total: Ref
@@ -281,7 +284,7 @@ class _Sums:
 
 
 def _own_rows(heads: int, kv_heads: int, kv_head: int, columns: int) -> jax.Array:
-    """Which rows of `[heads, columns]` belong to query heads of a kv head."""
+    """A mask `[heads, columns]` of the query heads of one kv head."""
     group = heads // kv_heads
     head = jax.lax.broadcasted_iota(jnp.int32, (heads, columns), 0)
     return (head >= kv_head * group) & (head < (kv_head + 1) * group)
@@ -303,9 +306,9 @@ def _add_blocks(
     options: StaticOptions,
     in_between: Sequence[Callable[[], None]] = (),
 ) -> list[Softmax]:
-    """Takes a block of keys into the softmax of each of some rows.
+    """Adds a block of keys to the softmax of each row.
 
-    Step by step for all of them: products come out in the order in which they were begun, and take long.
+    Each step is done for all rows before the next: products have a long latency, and complete in order.
     """
     scores = []
     for queries, block, also in zip_longest(spread_queries, blocks, in_between):
@@ -317,7 +320,7 @@ def _add_blocks(
 
 
 def _side(pages: list[Ref], axis: int, dtype: jnp.dtype, there: jax.Array | None = None) -> jax.Array:
-    """Keys or values of a block, those of its kv heads one after the other on an axis."""
+    """The keys or values of a block, concatenated over kv heads along `axis`."""
     _, kv_heads, _, lanes = pages[0].shape
 
     def load(number: int, head: int) -> jax.Array:
@@ -331,7 +334,7 @@ def _side(pages: list[Ref], axis: int, dtype: jnp.dtype, there: jax.Array | None
 
 
 def _scores(spread_queries: jax.Array, block: _Block, per_head: Ref, options: StaticOptions) -> jax.Array:
-    """`[heads, keys]`, `MASKED` where a query must not see the key."""
+    """Scores `[heads, keys]`, `MASKED` if a query must not see the key."""
     scores = matmul_nt(spread_queries, _side(block.keys, 1, spread_queries.dtype))
     place = jax.lax.broadcasted_iota(jnp.int32, (1, scores.shape[1]), 1)
     visible = place < block.end
@@ -343,7 +346,7 @@ def _scores(spread_queries: jax.Array, block: _Block, per_head: Ref, options: St
 
 
 def _weights(softmax: Softmax, scores: jax.Array, per_head: Ref) -> tuple[Softmax, jax.Array]:
-    """The softmax with the weights of the scores in it, but not with their values, and these weights."""
+    """Adds scores to the softmax, except for their values; returns it and the weights of the scores."""
     largest, total, weighted = softmax
     unit = per_head[SCORE_UNIT]
     new_largest = jnp.maximum(largest, largest_of_rows(scores))

@@ -1,4 +1,4 @@
-"""Sizes of decode: of its blocks, of what is computed of them, of groups of rows, and of buffers."""
+"""Sizes of the decode kernel: blocks, the computed parts of them, groups of rows, and buffers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ _LEAST_DEPTH, _MOST_DEPTH = 4, 8
 _BYTES_OF_BUFFERS = 16 << 20
 
 _PARTS = (1, 2, 4)
-"""What is computed of a block: all of it, a half or a quarter."""
+"""The divisors of a block for computation: all, a half or a quarter of it."""
 
 _FEWEST_KEYS, _KEYS_OF_SHORT = 128, 512
-"""That are computed of a block: a whole register of scores for each head; and where rows come in groups, what a short
-row has at most: a row's result is the same in a group and by itself, as the same is computed."""
+"""The smallest number of keys that is computed: a whole register of scores per head. With groups of rows, it is the
+largest number of keys of a short row: a row then has the same result in a group and by itself."""
 
 _ROWS_TOGETHER, _BYTES_OF_GROUP = 8, 2 << 20
-"""Of a group, and of its keys and values at most: there are up to eight buffers for them."""
+"""The largest group of rows, and the largest size of its keys and values, of which there are up to eight buffers."""
 
 _MOST_PAGE_NUMBERS = 128 << 10
-"""Of rows that are taken in groups, half of the scalar memory: where contexts are longer, rows are taken one by one."""
+"""Page numbers of grouped rows that fit into half of the scalar memory; with longer contexts, rows are not grouped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,17 @@ class DecodeBlocks:
 
 
 def depth_of(block_bytes: int, vmem_limit: int) -> int:
-    """Blocks that there are buffers for. With two, what memory delivers while a copy is on its way is lost: by a model
-    of the pipeline (`tpu.kernel_costs`) half of it for one kv head of Qwen3-32B on v6e, and almost nothing with four.
-    Rows of a few hundred keys fill a part of each, and need more. All take half of the vector memory at most, but for
-    the two that any pipeline needs."""
+    """The number of buffers. Two lose the bandwidth of a copy's latency: half of it for one kv head of Qwen3-32B on
+    v6e, by a model of the pipeline (`tpu.kernel_costs`); four lose almost nothing. Rows of a few hundred keys fill only
+    part of a buffer and need more. Buffers take half of the vector memory at most, except for the two that any
+    pipeline needs."""
     wanted = min(max(_BYTES_OF_BUFFERS // block_bytes, _LEAST_DEPTH), _MOST_DEPTH)
     return min(wanted, max(vmem_limit // 2 // block_bytes, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Groups of `rows` rows that share a block if each has `pages` pages or fewer; of one row: there are none."""
+    """Groups of `rows` rows that share a block if each has `pages` pages or fewer; 1: rows are not grouped."""
 
     rows: int
     pages: int
@@ -49,11 +49,12 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What follows from the size of blocks.
+    """Sizes that follow from those of blocks.
 
-    - `computed`: the pages of a block that are computed at once, most first: all, and of a row's last block fewer.
-    - `groups`: of rows as short as the least of these. What one row waits for others fill.
-    - `pages_per_buffer`, `depth`: of the buffers.
+    - `computed`: numbers of pages that can be computed together, in descending order: a whole block, and parts of it
+      for a row's last block.
+    - `groups`: groups of rows with no more pages than the smallest of these; one row's latencies are filled by others.
+    - `pages_per_buffer`, `depth`: the size and number of buffers.
     """
 
     computed: tuple[int, ...]
@@ -63,9 +64,9 @@ class Sizes:
 
 
 def sizes_of(blocks: DecodeBlocks, page_size: int, page_bytes: int, columns: int, vmem_limit: int) -> Sizes:
-    """For pages of `page_bytes`, `columns` of them in a row of the page table, and so much vector memory.
+    """Sizes for pages of `page_bytes` bytes, page tables of `columns` columns, and `vmem_limit` bytes of vector memory.
 
-    What is computed of a block does not depend on the rows of a program: a batch of few rows has the same results.
+    The computed part of a block does not depend on the rows per program, so small batches have the same results.
     """
     short = min(max(_KEYS_OF_SHORT // page_size, 1), blocks.pages)
     room = min(_BYTES_OF_GROUP, vmem_limit // 16) // (short * page_bytes)

@@ -1,8 +1,7 @@
-"""The walk of decode over its rows: which block of pages comes next, and the copies of those ahead of it.
+"""The order in which the decode kernel processes blocks of pages, and the copies that run ahead of it.
 
-Rows are taken in groups of a few that lie side by side. Where all rows of a group are short, their pages are one block
-together: it is started and waited for at once, and what computes one row fills the time in which another's products
-are on their way. Otherwise the rows are taken one by one, each in blocks of its own.
+Rows form groups of consecutive rows. If all rows of a group are short, their pages are one block, with one wait, and
+computing one row fills the latencies of the others' products. Otherwise each row of the group has its own blocks.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import Groups
 from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, Ref, Scalar
 
 _TURN, _NUMBER, _DONE = range(3)
-"""What is started next: of which group (by its turn), and unless it is short, of which row, and how many of the row's
-pages are started."""
+"""The next block to fetch: its group's index in the core's order; if that is not short, the row, and the number of the
+row's pages that are already being fetched."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The keys that a row sees are among the `length` that lie in page-table columns `first_page` and on, `pages` of
-    them."""
+    """A row's visible keys are among the `length` slots of its `pages` page-table columns from `first_page` on."""
 
     number: Scalar
     length: jax.Array
@@ -38,11 +36,11 @@ class Row:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Plan:
-    """What a walk knows of the rows: int32 arrays, in a kernel references to them in scalar memory.
+    """The rows of a walk: int32 arrays; in a kernel, references to them in scalar memory.
 
-    - `lengths`, `pages`, `first_pages` `[R]`: of each row, see `Row`; 0 for rows that take no part. No `first_pages`
-      where all are 0.
-    - `groups` `[R / together]`: the pages of all rows of a group if it is short, else -1.
+    - `lengths`, `pages`, `first_pages` `[R]`: see `Row`; 0 for rows that are not decoded. `first_pages` is None if all
+      are 0.
+    - `groups` `[R / together]`: the number of pages of a short group, -1 for other groups.
     """
 
     lengths: Ref
@@ -61,7 +59,7 @@ class Plan:
         page_size: int,
         window: int | None,
     ) -> Plan:
-        """For `rows` rows of which the first `num_decode` take part: what all layers of a step have in common."""
+        """The plan of a step, shared by its layers: `rows` rows, of which the first `num_decode` are decoded."""
         kv_lens = jnp.pad(kv_lens, (0, rows - len(kv_lens)))
         kv_lens = jnp.where(jnp.arange(rows) < num_decode, kv_lens, 0)
         first_pages = None if window is None else jnp.maximum(kv_lens - window, 0) // page_size
@@ -72,20 +70,19 @@ class Plan:
         return Plan(lengths, pages, first_pages, jnp.where(short, of_groups.sum(axis=1), -1))
 
     def row(self, number: Scalar) -> Row:
-        """One of the rows."""
         first_page = 0 if self.first_pages is None else self.first_pages[number]
         return Row(number, self.lengths[number], first_page, self.pages[number])
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The walk over the rows of a core, of which those below `active` take part, and their pages ahead of them.
+    """A core's walk over the rows below `active`, with the copies of pages ahead of it.
 
-    Groups count in the order in which the core comes to them: `turn` t begins with row `first_of(t)`. Cores take the
-    programs of `at_once` rows in turn, so that all have as many rows whatever the bucket's padding.
+    `turn` is a group's index in the core's order; the group starts with row `first_of(turn)`. Programs of `at_once`
+    rows go to the cores in rotation, so that all have the same number of rows whatever the bucket's padding.
 
-    - `fetcher`: its page table has an entry for each group of `together` rows.
-    - `ahead`: SMEM int32 `[AHEAD]`, the block whose copies are started next.
+    - `fetcher`: its page table has one entry per group of `together` rows.
+    - `ahead`: SMEM int32 `[AHEAD]`, the next block to fetch.
     """
 
     fetcher: PageFetcher
@@ -102,63 +99,63 @@ class Walk:
 
     @property
     def depth(self) -> int:
-        """Blocks that there are buffers for, and groups whose page numbers are there or on their way: a group may be
-        one block."""
+        """The number of buffers, and of groups whose page numbers are fetched ahead: a group may be one block."""
         return self.fetcher.buffers.shape[0]
 
     @property
     def rows(self) -> int:
-        """R."""
+        """The padded number of rows, R."""
         return self.plan.lengths.shape[0]
 
     @property
     def together(self) -> int:
-        """Rows of a group."""
+        """Rows per group."""
         return self.groups.rows
 
     def first_of(self, turn: Scalar) -> Scalar:
-        """The group's first row, by its place in the batch."""
+        """The group's first row, as an index into the batch."""
         if self.cores > 1:
             groups = self.at_once // self.together
             turn = (turn // groups * self.cores + self.core) * groups + turn % groups
         return turn * self.together
 
     def begin(self) -> None:
-        """Starts the copies that the first blocks wait for."""
+        """Starts the copies of the first blocks."""
         for turn in range(self.depth):
             self._start_numbers(turn)
-        self._go_on_with(0)
+        self._advance_to(0)
         pl.loop(0, self.depth - 1)(self._start_next)
 
     def group(self, first: Scalar) -> list[Row]:
-        """The rows of a group; those that take no part have no keys."""
+        """The rows of a group; rows that are not decoded have no keys."""
         return [self.plan.row(first + member) for member in range(self.together)]
 
     def pages_of_group(self, first: Scalar) -> jax.Array:
-        """Those of a group's rows if these share a block, else -1."""
+        """The number of a short group's pages, -1 for other groups."""
         return self.plan.groups[first // self.together]
 
     def through_group(self, first: Scalar, slot: jax.Array) -> list[Callable[[], None]]:
-        """Returns when the pages of a short group are in the buffer `slot`: what starts the copies of the next block,
-        for whoever computes to call in between, a call for each row.
+        """Waits until the pages of a short group are in the buffer `slot`.
 
-        Nothing that reads memory can be moved over the start of a copy, but what computes in registers can.
+        **Returns:** a function per row that starts copies of the next block. The caller calls them between its own
+        computations: the compiler moves no memory access over the start of a copy, but it does move arithmetic.
         """
         self.fetcher.wait_for_block(self.pages_of_group(first), slot)
         free = (slot + self.depth - 1) % self.depth
         turn = self.ahead[_TURN]
-        there, short = self._is_there(turn), self._is_short(turn)
+        there, short = self._exists(turn), self._is_short(turn)
         pl.when(there & jnp.logical_not(short))(lambda: self._start_part_of_row(turn, free))
-        return self._starts_of_group(turn, free, short)
+        return self._row_starts(turn, free, short)
 
     def through_row(
         self, number: Scalar, first_slot: jax.Array, attend: Callable[[jax.Array, jax.Array], None]
     ) -> jax.Array:
-        """Calls `attend` with each block of a row when it is there, with the next ones on their way: the number of the
-        row's keys from the block on, and its buffer; the first is in `first_slot`. Returns the buffer of the block that
-        comes next.
+        """Calls `attend(number of the row's keys from this block on, buffer)` with each block of a row when it has
+        arrived, and fetches later ones meanwhile. The row's first block is in buffer `first_slot`.
 
-        A row without keys has one block without pages: whoever looks for the next block need not skip it.
+        A row without keys has one block without pages, so that it needs no special case.
+
+        **Returns:** the buffer of the next row's first block.
         """
         fetcher, row = self.fetcher, self.plan.row(number)
         blocks = jnp.maximum(pl.cdiv(row.pages, self.pages_per_block), 1)
@@ -166,7 +163,7 @@ class Walk:
         @pl.loop(0, blocks)
         def _(block: jax.Array) -> None:
             slot = (first_slot + block) % self.depth
-            # The buffer of the block before this one, with which all is done.
+            # The buffer of the previous block, which is no longer read.
             self._start_next((slot + self.depth - 1) % self.depth)
             done = block * self.pages_per_block
             fetcher.wait_for_block(jnp.minimum(row.pages - done, self.pages_per_block), slot)
@@ -181,17 +178,17 @@ class Walk:
         def _() -> None:
             self.fetcher.start_numbers(first // self.together, turn % self.depth)
 
-    def _is_there(self, turn: Scalar) -> jax.Array:
+    def _exists(self, turn: Scalar) -> jax.Array:
         return self.first_of(turn) < self.active
 
     def _is_short(self, turn: Scalar) -> jax.Array:
-        """Whether there is such a group, and its rows share a block."""
-        return self._is_there(turn) & (self.pages_of_group(jnp.minimum(self.first_of(turn), self.rows - 1)) >= 0)
+        """Whether the group exists and its rows share a block."""
+        return self._exists(turn) & (self.pages_of_group(jnp.minimum(self.first_of(turn), self.rows - 1)) >= 0)
 
     def _start_next(self, slot: Scalar) -> None:
-        """Starts the copies of the next block, if there is one, into a buffer."""
+        """Starts the copies of the next block, if any, into a buffer."""
         turn = self.ahead[_TURN]
-        there = self._is_there(turn)
+        there = self._exists(turn)
         if self.together == 1:
             pl.when(there)(lambda: self._start_part_of_row(turn, slot))
             return
@@ -209,10 +206,10 @@ class Walk:
             place = self._place(numbers_slot, member) + row.first_page
             self.fetcher.start_pages(place, row.pages, slot, member * self.groups.pages)
 
-        self._leave(turn)
+        self._end_group(turn)
 
-    def _starts_of_group(self, turn: jax.Array, slot: Scalar, short: jax.Array) -> list[Callable[[], None]]:
-        """As `_start_group`, if it is short: a call for each row, without branches."""
+    def _row_starts(self, turn: jax.Array, slot: Scalar, short: jax.Array) -> list[Callable[[], None]]:
+        """As `_start_group`, if it is short, but as one call per row without branches."""
         first, numbers_slot = jnp.minimum(self.first_of(turn), self.rows - self.together), turn % self.depth
         pl.when(short)(lambda: self.fetcher.wait_for_numbers(first // self.together, numbers_slot))
 
@@ -222,7 +219,7 @@ class Walk:
             pages = jnp.where(short, row.pages, 0)
             self.fetcher.start_few_pages(place, pages, slot, member * self.groups.pages, self.groups.pages)
             if member == self.together - 1:
-                pl.when(short)(lambda: self._leave(turn))
+                pl.when(short)(lambda: self._end_group(turn))
 
         return [functools.partial(start, member) for member in range(self.together)]
 
@@ -245,19 +242,19 @@ class Walk:
             self.ahead[_NUMBER] = number + 1
             self.ahead[_DONE] = 0
             last = (number + 1 == first + self.together) | (number + 1 >= self.active)
-            pl.when(last)(lambda: self._leave(turn))
+            pl.when(last)(lambda: self._end_group(turn))
 
     def _place(self, numbers_slot: Scalar, member: Scalar) -> Scalar:
-        """Where the page numbers of a group's row begin."""
+        """The index of a row's first page number in the fetcher's `page_numbers`."""
         of_group = self.fetcher.page_table.shape[2]
         return numbers_slot * of_group + member * (of_group // self.together)
 
-    def _leave(self, turn: jax.Array) -> None:
-        """The numbers of the group are no longer needed: those of a later one take their place."""
+    def _end_group(self, turn: jax.Array) -> None:
+        """Ends a group, and fetches a later group's page numbers instead."""
         self._start_numbers(turn + self.depth)
-        self._go_on_with(turn + 1)
+        self._advance_to(turn + 1)
 
-    def _go_on_with(self, turn: Scalar) -> None:
+    def _advance_to(self, turn: Scalar) -> None:
         self.ahead[_TURN] = turn
         self.ahead[_NUMBER] = self.first_of(turn)
         self.ahead[_DONE] = 0

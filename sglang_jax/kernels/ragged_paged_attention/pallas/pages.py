@@ -1,15 +1,15 @@
-"""Pages on their way from HBM to VMEM: who fetches what, and when it has arrived.
+"""Copies of pages from HBM to vector memory.
 
-Both attention kernels walk through blocks of keys, each a fixed number of pages of one sequence. Buffers take turns,
-two of prefill's and four to eight of decode's: while one block is computed, the pages of the next ones are under way.
-The page numbers of as many sequences lie in scalar memory, so that its size bounds neither the running requests nor, in
-practice, their lengths.
+Both attention kernels process blocks of keys, each a fixed number of pages of one sequence. Buffers rotate, two of
+prefill's and four to eight of decode's: one block is computed while the pages of the next ones arrive. Scalar memory
+holds the page numbers of only as many sequences, so that it bounds neither the number of requests nor, in practice,
+their length.
 
-The kernels are compiled without checks of addresses, which take as long as starting a copy does: a runner refuses
-plans with pages outside a pool, the interpreter checks each access, and `--debug-memory` compiles checks in.
+The kernels are compiled without address checks, which take as long as starting a copy: a runner refuses plans with
+pages outside a pool, the interpreter checks each access, and `--debug-memory` compiles checks in.
 
-A copy that was started is waited for exactly once, by the same count of pages; a block without pages starts and
-waits for nothing.
+Each started copy is waited for exactly once, with the same number of pages. A block without pages starts no copy and
+waits for none.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Ref = Any
 """A Pallas reference to memory; its type is not public."""
 
 _STARTED_TOGETHER = 4
-"""Copies whose addresses are computed side by side: one by one, small pages would wait for the scalar unit."""
+"""Copies whose addresses are computed together; one by one, small pages would wait for the scalar unit."""
 
 Scalar = jax.Array | int
 
 
 @dataclass(frozen=True)
 class PageFetcher:
-    """Copies of one kernel call.
+    """The copies of one kernel call.
 
     - `kv_pages`: HBM `[num_pages, kv_heads, parts, page_size, lanes]`.
     - `page_table`: HBM int32 `[rows, 1, columns]`; a row by itself is contiguous.
     - `buffers`: VMEM `[depth, pages_per_block, kv_heads, parts, page_size, lanes]`.
-    - `page_numbers`: SMEM int32 `[n * columns]` or more: those of `n` rows, one behind the other. On one axis: an
-      address in a table takes five operations more, of each page, and the scalar unit is what copies wait for.
+    - `page_numbers`: SMEM int32 `[n * columns]` or more: those of `n` rows, consecutive. Not a table: its
+      addresses take five more operations per page, and copies wait for the scalar unit.
     - `kv_arrived`, `numbers_arrived`: DMA semaphores `[depth]` and `[n]`.
     """
 
@@ -59,11 +59,11 @@ class PageFetcher:
         return self.buffers.shape[4]
 
     def start_numbers(self, row: Scalar, slot: Scalar) -> None:
-        """Fetches a row's page numbers into one of the places for them."""
+        """Starts fetching a row's page numbers into one of the `n` slots."""
         self._numbers(row, slot).start()
 
     def wait_for_numbers(self, row: Scalar, slot: Scalar) -> None:
-        """Returns when the row's page numbers are there."""
+        """Waits until the row's page numbers have arrived."""
         self._numbers(row, slot).wait()
 
     def _numbers(self, row: Scalar, slot: Scalar) -> Any:
@@ -72,11 +72,11 @@ class PageFetcher:
         return pltpu.make_async_copy(self.page_table.at[row, 0], numbers, self.numbers_arrived.at[slot])
 
     def start_block(self, numbers_slot: Scalar, first: Scalar, count: Scalar, slot: Scalar) -> None:
-        """Starts copying `count` pages of a row, from its page-table column `first` on, into a buffer."""
+        """Starts copying `count` pages of a row, from page-table column `first` on, into a buffer."""
         self.start_pages(numbers_slot * self.page_table.shape[2] + first, count, slot)
 
     def start_pages(self, place: Scalar, count: Scalar, slot: Scalar, first: Scalar = 0) -> None:
-        """Starts copying `count` pages, whose numbers lie from `place` on, into a buffer, from its page `first` on."""
+        """Starts copying `count` pages, whose numbers start at `place`, into a buffer from its page `first` on."""
 
         def start(index: Scalar, member: int = 0) -> None:
             page = self.page_numbers[(place + index) + member]
@@ -91,9 +91,9 @@ class PageFetcher:
         pl.loop(count // _STARTED_TOGETHER * _STARTED_TOGETHER, count)(start)
 
     def start_few_pages(self, place: Scalar, count: Scalar, slot: Scalar, first: int, most: int) -> None:
-        """As `start_pages`, of up to `most`, without a loop: each copy is a few operations with a condition.
+        """As `start_pages` for up to `most` pages, unrolled: each copy is a few predicated operations.
 
-        The numbers of all `most` are read, those behind `count` for nothing: there must be some behind the last row's.
+        It reads `most` page numbers whatever `count` is, so `page_numbers` must extend past the last row's.
         """
         for index in range(most):
             page = self.page_numbers[place + index]
@@ -103,17 +103,17 @@ class PageFetcher:
             pl.when(index < count)(copy.start)
 
     def wait_for_block(self, count: Scalar, slot: Scalar) -> None:
-        """Returns when the `count` pages that were started for a buffer are there.
+        """Waits until the `count` pages that were started for a buffer have arrived.
 
-        A semaphore counts bytes, so that one wait stands for all pages.
+        A semaphore counts bytes, so one wait covers all pages.
         """
         buffer = self.buffers.at[slot, pl.ds(0, count)]
         pl.when(count > 0)(pltpu.make_async_copy(buffer, buffer, self.kv_arrived.at[slot]).wait)
 
     def clear_values_from(self, length: Scalar, slot: Scalar, pages: int) -> None:
-        """Zeroes the values behind a block's first `length` slots, of its first `pages` pages.
+        """Zeroes the values behind the first `length` slots of a block's first `pages` pages.
 
-        Their weights are zero, but what was never written may be NaN, and zero times NaN is NaN.
+        Their weights are zero, but unwritten memory may be NaN, and zero times NaN is NaN.
         """
         partial = length // self.page_size
         self.clear_values_of(slot, jnp.minimum(partial, pages - 1), length - partial * self.page_size)

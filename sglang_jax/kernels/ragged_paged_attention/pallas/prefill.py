@@ -1,12 +1,11 @@
-"""Attention of prefill chunks: each block of keys that arrives is used by a whole block of queries.
+"""Attention of prefill chunks: a whole block of queries uses each block of keys.
 
-Queries come in blocks of consecutive tokens, which may hold the end of one chunk and the beginning of others. A
-program takes one block and goes through the chunks in it, one after the other, each over the keys that its queries
-there may see; a query takes no part while another chunk's keys pass. The pages of the next block of keys, be it this
-chunk's, the next one's, or for the next program, are always under way.
+A block of queries has consecutive tokens, perhaps of several chunks. A program takes one block and processes its chunks
+in order, each over the keys that its queries in the block may see; queries of other chunks are masked. The pages of
+the next block of keys, of this chunk, the next one or the next program, are fetched meanwhile.
 
-Queries are held head by head, so that a tile is one head of all the block's tokens. Blocks of keys that all queries see
-whole are multiplied without masks; a short chunk's by the part of the block that it is in.
+Queries are stored by head, so that a tile holds one head of all the block's tokens. Blocks of keys that all queries see
+entirely are multiplied without masks, those of a short chunk only by the run of queries that contains it.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import (
 from sglang_jax.kernels.ragged_paged_attention.pallas.spans import Cursor, Span, Walk
 
 ROWS_TOGETHER = 128
-"""A chunk within a run of so many queries, aligned, is computed for the run alone."""
+"""A chunk within an aligned run of this many queries is computed only for the run."""
 
 HEADS_TOGETHER = 4
-"""Heads that one pass of the loop over heads takes, an even number. What a head's steps wait for each other, others
-fill: two heads a pass took 10 to 14 per cent more bundles for each."""
+"""Heads per iteration of the loop over heads, an even number. One head's latencies are filled by the others: with two
+heads an iteration, each took 10 to 14 % more bundles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +72,12 @@ def prefill_attention(
     cores: int = 1,
     checked: bool = False,
 ) -> jax.Array:
-    """Attention of all sequences but the first `num_decode`.
+    """Attention of all sequences except the first `num_decode`.
 
     **Arguments:** `queries` `[heads, T, lanes]`, T a multiple of `blocks.queries * cores`; `kv_pages` `[num_pages,
     kv_heads, parts, page_size, lanes]`; `page_table` int32 `[R, 1, columns]`; `kv_lens` int32 `[R]`; `query_starts`
-    int32 `[R + 1]`; `num_decode` int32 `[1]`; `cores`: that share the work, each with blocks that follow one another;
-    `checked`: with checks of addresses.
+    int32 `[R + 1]`; `num_decode` int32 `[1]`; `cores`: the number of cores that share the work, each with consecutive
+    blocks; `checked`: compile address checks in.
 
     **Returns:** `[heads, T, lanes]` in the type of the queries; 0 for tokens of other sequences and padding.
     """
@@ -198,7 +197,7 @@ def _by_form(
     options: StaticOptions,
 ) -> None:
     """Calls `_add_block` in the cheapest form for a block of `keys` keys from position `origin` on: without masks, for
-    the run of queries that the span is in, or for all queries."""
+    the run of queries that contains the span, or for all queries."""
     whole = (span.first == first_place) & (span.last == first_place + width)
     whole &= origin + keys - 1 <= span.first + span.shift
     if options.window is not None:
@@ -222,7 +221,7 @@ def _by_form(
 
 @dataclass(frozen=True)
 class _Sums:
-    """Memory of the softmax of all heads, and of the scores of the heads at hand, as `_kernel` describes."""
+    """The softmax of all heads and the scores of the current heads, in the memory that `_kernel` describes."""
 
     largest: Ref
     total: Ref
@@ -242,13 +241,13 @@ def _add_block(
     num_rows: int,
     last_seen: jax.Array | None,
 ) -> None:
-    """Takes a block of keys into the softmax of some rows, queries of the block, of every head.
+    """Adds a block of keys to the softmax of some of the block's queries, for every head.
 
-    The scores of one head are computed beside the softmax of the head before it, so that the matrix units work
-    while the vector units do: two memories for scores take turns, each at a place that is known to the compiler.
+    The scores of one head are computed during the softmax of the head before it, so that matrix and vector units work
+    at the same time. Two buffers for scores alternate, at addresses that are static for the compiler.
 
     `last_seen` int32 `[num_rows, 1]`: the last slot of the block that a query sees, negative if none; None if all
-    see all slots.
+    queries see all slots.
     """
     heads, _, lanes = queries.shape
     rows, first_rows = pl.ds(first_row, num_rows), pl.ds(0, num_rows)

@@ -1,4 +1,4 @@
-"""What the sizes of blocks depend on: the chip, and the shape of attention on one device."""
+"""The inputs of the choice of block sizes: the chip, and the shape of attention on one device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class Chip(StrEnum):
-    """TPU generations; `INTERPRETER` is none, where kernels run for tests."""
+    """TPU generations, and `INTERPRETER`, in which tests run kernels."""
 
     V4 = "v4"
     V5E = "v5e"
@@ -37,7 +37,7 @@ _CHIPS = {
     "TPU7x": Chip.TPU7X,
     "cpu": Chip.INTERPRETER,
 }
-"""By the device kinds that JAX reports."""
+"""Chips by the device kinds that JAX reports."""
 
 VMEM_LIMITS = {
     Chip.V4: 14 * MIB,
@@ -47,17 +47,17 @@ VMEM_LIMITS = {
     Chip.TPU7X: 48 * MIB,
     Chip.INTERPRETER: 96 * MIB,
 }
-"""What a kernel may take: three quarters of a chip's 16, 128 or 64 MiB, the rest being XLA's."""
+"""Bytes of vector memory that a kernel may take: three quarters of a chip's 16, 128 or 64 MiB; XLA has the rest."""
 
 
 CORES = {Chip.V4: 2, Chip.V5P: 2}
-"""Tensor cores that one device has, where it has several: they share the programs of a kernel."""
+"""Tensor cores per device, for chips with several: they share the programs of a kernel."""
 
 
 def chip_of(device_kind: str) -> Chip:
-    """The chip that JAX calls so.
+    """The chip of a JAX device kind.
 
-    **Raises:** `ConfigError` for a kind of device that the kernels were not made for.
+    **Raises:** `ConfigError` for a device kind that the kernels do not support.
     """
     if device_kind not in _CHIPS:
         known = ", ".join(kind for kind, chip in _CHIPS.items() if chip is not Chip.INTERPRETER)
@@ -69,12 +69,12 @@ def chip_of(device_kind: str) -> Chip:
 
 
 def known_chip(device_kind: str) -> Chip | None:
-    """The chip that JAX calls so; None if it is not one of those that the kernels were made for."""
+    """The chip of a JAX device kind, or None if the kernels do not support it."""
     return _CHIPS.get(device_kind)
 
 
 def current_chip() -> Chip:
-    """The chip that is compiled for: that of the mesh in use, or of the default device.
+    """The compilation's target: the chip of the current mesh, or of the default device.
 
     **Raises:** as `chip_of`.
     """
@@ -82,7 +82,7 @@ def current_chip() -> Chip:
 
 
 def current_vmem_limit() -> int | None:
-    """What a kernel may take of the TPU that is compiled for; None if it is none, or not known here."""
+    """Bytes of vector memory for a kernel on the target TPU; None if the target is not a known TPU."""
     chip = _CHIPS.get(_device_kind(), Chip.INTERPRETER)
     return None if chip is Chip.INTERPRETER else VMEM_LIMITS[chip]
 
@@ -94,7 +94,7 @@ def _device_kind() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Heads are those of one device, `parts` and `lanes` are those of its pages; `storage` is the type of these."""
+    """Attention on one device: its numbers of heads, the `parts`, `lanes` and type (`storage`) of its pages."""
 
     chip: Chip
     heads: int
@@ -106,21 +106,21 @@ class Shape:
 
     @classmethod
     def of(cls, chip: Chip, heads: int, kv_heads: int, head_dim: int, page_size: int, storage: str) -> Shape:
-        """With pages for heads of `head_dim`."""
+        """The shape with pages for heads of `head_dim`."""
         _, _, parts, _, lanes = page_shape(1, kv_heads, page_size, head_dim, tiled=True)
         return cls(chip, heads, kv_heads, parts, lanes, page_size, storage)
 
     @property
     def head_dim(self) -> int:
-        """The largest that has such pages."""
+        """The largest head size that has pages of this shape."""
         return self.lanes if self.parts == 2 or self.shared else self.lanes // 2
 
     @property
     def shared(self) -> bool:
-        """Values are the keys too: one part of more lanes than small heads share."""
+        """Whether values are the keys: one part, with more lanes than small heads have."""
         return self.parts == 1 and self.lanes > LANES
 
     @property
     def bytes_per_key(self) -> int:
-        """Of one token in all kv heads."""
+        """Bytes of one token in all kv heads."""
         return self.kv_heads * self.parts * self.lanes * jnp.dtype(self.storage).itemsize

@@ -1,8 +1,8 @@
 """The online softmax of both attention kernels (Milakov & Gimelshein 2018; FlashAttention, Dao et al. 2022).
 
-Exponentials are powers of two: the factor that turns a raw product of query and key into an exponent of two, with the
-scale, the logarithm and the scale of quantised keys in it, is one multiplication in float32, and the queries keep
-their own rounding. The largest score is that of raw products. Sums of weights are kept per lane and added up last.
+Exponentials are powers of two. One float32 factor, applied to raw products of query and key, includes the score's
+scale, the change of base and the scale of quantised keys; queries are not scaled, which would round them again. The
+running maximum is that of raw products. Sums of weights are kept per lane and added up last.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SCORE_UNIT, SOFT_CAP_FACTOR, OUTPUT_FACTOR, SINK = range(4)
 """Rows of `constants_per_head`."""
 
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
-"""Over the keys so far: the largest score `[rows, 128]`, the same in all lanes; the sum of weights `[rows, 128]`, to be
-added up over lanes; the weighted sum of values `[rows, lanes]`."""
+"""Over the keys so far: the largest score `[rows, 128]`, equal in all lanes; the sum of weights `[rows, 128]`, per
+lane; the weighted sum of values `[rows, lanes]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StaticOptions:
-    """The options that change the kernel's code."""
+    """The options that are compiled into the kernel."""
 
     window: int | None
     soft_cap: float | None
@@ -40,20 +40,19 @@ class StaticOptions:
 
 
 def static_options(options: AttentionOptions) -> StaticOptions:
-    """The part of the options that is known when the kernel is compiled."""
     return StaticOptions(options.window, options.soft_cap, options.sinks is not None)
 
 
 def type_of_products(storage: jnp.dtype) -> jnp.dtype:
-    """The type that queries, keys, weights and values are multiplied in. 8-bit values are exact in bfloat16."""
+    """The type of the factors of products. bfloat16 represents 8-bit keys and values exactly."""
     return jnp.dtype(jnp.float32) if storage == jnp.float32 else jnp.dtype(jnp.bfloat16)
 
 
 def constants_per_head(heads: int, kv_heads: int, scale: float, options: AttentionOptions) -> jax.Array:
-    """float32 `[4, heads, 128]`, each over all lanes.
+    """Factors, float32 `[4, heads, 128]`, equal in all lanes.
 
-    - `SCORE_UNIT`: what a score is multiplied by to be an exponent of two.
-    - `SOFT_CAP_FACTOR`: what a raw product is multiplied by before `tanh`, where there is a cap.
+    - `SCORE_UNIT`: turns a score into an exponent of two.
+    - `SOFT_CAP_FACTOR`: multiplies a raw product before `tanh`, if scores are capped.
     - `OUTPUT_FACTOR`: the scale of quantised values.
     - `SINK`: the sink in units of a score.
     """
@@ -70,7 +69,7 @@ def constants_per_head(heads: int, kv_heads: int, scale: float, options: Attenti
 
 
 def start_softmax(per_head: Ref, shape: tuple[int, int], options: StaticOptions) -> Softmax:
-    """A softmax over no keys, or over the sink alone, for queries `[rows, lanes]`."""
+    """A softmax over no keys, or only over the sink, for queries `[rows, lanes]`."""
     rows, lanes = shape
     if options.sinks:
         largest, total = per_head[SINK], jnp.full((rows, LANES), 1 / LANES, jnp.float32)
@@ -86,19 +85,19 @@ def finish_softmax(total: jax.Array, weighted: jax.Array, output_factor: jax.Arr
 
 
 def lanewise(function: Callable[..., jax.Array], matrix: jax.Array, *columns: jax.Array) -> jax.Array:
-    """A function of each 128 columns of `[rows, n * 128]` and of `columns`, which are `[rows, 128]`."""
+    """Applies a function to each 128 columns of `[rows, n * 128]` and to `columns`, which are `[rows, 128]`."""
     tiles = [function(matrix[:, start : start + LANES], *columns) for start in range(0, matrix.shape[1], LANES)]
     return jnp.concatenate(tiles, axis=1)
 
 
 def largest_of_rows(matrix: jax.Array) -> jax.Array:
-    """`[rows, n * 128]` → `[rows, 1]`."""
+    """The maximum of each row: `[rows, n * 128]` → `[rows, 1]`."""
     tiles = [matrix[:, start : start + LANES] for start in range(0, matrix.shape[1], LANES)]
     return functools.reduce(jnp.maximum, tiles).max(axis=1, keepdims=True)
 
 
 def sum_of_lane_tiles(matrix: jax.Array) -> jax.Array:
-    """`[rows, n * 128]` → `[rows, 128]`."""
+    """The sum of tiles of 128 lanes: `[rows, n * 128]` → `[rows, 128]`."""
     return sum(matrix[:, start : start + LANES] for start in range(0, matrix.shape[1], LANES))
 
 

@@ -1,4 +1,4 @@
-"""The walk of prefill over its work: which tokens of which sequence come next, and their pages ahead of them."""
+"""The order in which the prefill kernel processes spans of sequences, and the copies of pages that run ahead of it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.pages import PageFetcher, 
 class Span:
     """The tokens `first` to `last` (exclusive) of one sequence, all in one block of queries.
 
-    A token at place t of the batch is at position `t + shift` of its sequence. The keys that the span sees lie in
-    page-table columns `first_page` and on, `pages` of them.
+    Token t of the batch is at position `t + shift` of its sequence. The span's visible keys are in its `pages`
+    page-table columns from `first_page` on.
     """
 
     sequence: Scalar
@@ -32,12 +32,12 @@ class Span:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cursor:
-    """Where a walk over the spans of all blocks of queries stands: int32 scalars.
+    """The state of a walk over the spans of all blocks of queries: int32 scalars.
 
-    - `sequence`: that of the span to come, whose first block of pages is on its way; R when there is none.
-    - `following`: the sequence with queries after it, whose page numbers are on their way; R when there is none.
-    - `place`: the span's first token.
-    - `numbers_slot`: which page numbers are the sequence's.
+    - `sequence`: the next span's sequence, whose first block of pages is being fetched; R if none is left.
+    - `following`: the next sequence with queries, whose page numbers are being fetched; R if none is left.
+    - `place`: the next span's first token.
+    - `numbers_slot`: the slot of the sequence's page numbers.
     - `slot`: the buffer of the span's first block.
     """
 
@@ -51,19 +51,19 @@ class Cursor:
 
     @classmethod
     def load(cls, state: Ref) -> Cursor:
-        """From scalar memory `[SIZE]`, where one program leaves it to the next."""
+        """Reads the previous program's cursor from scalar memory `[SIZE]`."""
         return cls(state[0], state[1], state[2], state[3], state[4])
 
     def store(self, state: Ref) -> None:
-        """Into scalar memory `[SIZE]`."""
+        """Writes the cursor to scalar memory `[SIZE]`."""
         state[0], state[1], state[2] = self.sequence, self.following, self.place
         state[3], state[4] = self.numbers_slot, self.slot
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Goes through the sequences from `num_decode` on, in blocks of `width` queries and of pages, up to the token at
-    `last_place` (exclusive), where another core goes on.
+    """A walk over the sequences from `num_decode` on, in blocks of `width` queries and of pages, up to the token at
+    `last_place` (exclusive), where another core's share starts.
 
     - `kv_lens` int32 `[R]`, `query_starts` int32 `[R + 1]`, `num_decode` int32 `[1]`: scalar memory.
     """
@@ -78,17 +78,17 @@ class Walk:
 
     @property
     def sequences(self) -> int:
-        """R."""
+        """The padded number of sequences, R."""
         return self.kv_lens.shape[0]
 
     @property
     def tokens(self) -> jax.Array:
-        """Those that are no padding."""
+        """The number of tokens without padding."""
         return self.query_starts[self.sequences]
 
     def begin(self, first_place: Scalar) -> Cursor:
-        """The cursor of a core's first program, whose queries begin at `first_place`, with the first pages on their
-        way."""
+        """Starts the first copies. Returns the cursor of a core's first program, whose queries start at
+        `first_place`."""
         sequence = self._with_queries_after(self.num_decode[0] - 1, first_place)
         following = self._with_queries_after(sequence)
         place = jnp.maximum(self.query_starts[sequence], first_place)
@@ -100,8 +100,8 @@ class Walk:
     def through_block(
         self, cursor: Cursor, end_place: Scalar, attend: Callable[[Span, Scalar, Scalar], None]
     ) -> Cursor:
-        """Calls `attend` with each span before `end_place`, the end of a block of queries, and each block of its pages
-        when it is there: the position of its first key, and its buffer."""
+        """Calls `attend(span, position of the block's first key, buffer)` for each span before `end_place`, the end of
+        a block of queries, and each block of the span's pages when it has arrived."""
         return jax.lax.while_loop(
             lambda cursor: (cursor.sequence < self.sequences) & (cursor.place < end_place),
             lambda cursor: self._through_span(cursor, end_place, attend),
@@ -149,7 +149,7 @@ class Walk:
         )
 
     def _with_queries_after(self, sequence: Scalar, first_place: Scalar = 0) -> jax.Array:
-        """The next sequence that has queries from `first_place` on, or R if that begins where another core goes on."""
+        """The next sequence that has queries from `first_place` on; R if it starts in another core's share."""
         starts, sequences = self.query_starts, self.sequences
         end = jnp.minimum(self.tokens, self.last_place)
 

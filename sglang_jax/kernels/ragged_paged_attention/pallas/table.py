@@ -1,4 +1,4 @@
-"""The table of block sizes chosen on a device or by the compiler's schedule, which `python -m tpu.tune` fills."""
+"""The table of tuned block sizes, which `python -m tpu.tune` fills."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Phase(StrEnum):
 
 
 class Source(StrEnum):
-    """How sizes were compared: by time on a device, or by the bundles of the compiler's schedule."""
+    """How sizes were compared: by time on a device, or by the instruction bundles of the compiler's schedule."""
 
     DEVICE = "device"
     SCHEDULE = "schedule"
@@ -30,7 +30,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Queries (of decode: rows) of a program, and pages of a block of keys."""
+    """Queries (for decode: rows) per program, and pages per block of keys."""
 
     shape: Shape
     phase: Phase
@@ -43,20 +43,20 @@ Table = dict[tuple[Shape, Phase], Entry]
 
 
 def read_table(path: Path = TABLE) -> Table:
-    """The table in a file, one entry a line."""
+    """Reads a table: one entry a line."""
     entries = [_from_json(fields) for fields in json.loads(path.read_text())]
     return {(entry.shape, entry.phase): entry for entry in entries}
 
 
 def write_table(entries: Iterable[Entry], path: Path = TABLE) -> None:
-    """Writes a table, in an order that does not depend on that of the entries."""
+    """Writes a table in sorted order."""
     lines = sorted(json.dumps(_as_json(entry)) for entry in entries)
     path.write_text("[\n  " + ",\n  ".join(lines) + "\n]\n")
 
 
 @cache
 def tuned() -> Table:
-    """The table that comes with the package."""
+    """The package's table."""
     return read_table()
 
 
