@@ -116,7 +116,7 @@ class Bench:
         mesh = make_mesh(jax.devices()[:1])
         model = build_model(SMOLLM2_135M, dtype=dtype, attention=AttentionImplementation.XLA)
         load_weights(model, DummyReader(SMOLLM2_135M, seed=0), SMOLLM2_135M, mesh)
-        model.arrange()
+        model.repack()
         self.dtype = jnp.dtype(dtype)
         self.graph, self.weights = nnx.split(model)
         spec = kv_cache_spec(SMOLLM2_135M, self.dtype, 1 + POOL_TOKENS // PAGE_SIZE, PAGE_SIZE)

@@ -10,7 +10,7 @@ Two engines take turns, a text at a time, and their outputs are compared token b
 - `random`: prompts of random tokens, at temperature 1: hardly anything repeats.
 
 `tok/s` are output tokens a second with and without, prefill included, medians over turns; `ratio` is the median of the
-turns' ratios. `guessed`, `right`: drafts for each output token, and the share that was right. `equal`: outputs that
+turns' ratios. `drafted`, `right`: drafts for each output token, and the share that was right. `equal`: outputs that
 were the same; in bfloat16 a sum may round otherwise beside other rows, and two tokens that are as likely change places.
 """
 
@@ -95,7 +95,7 @@ def compare(plain: Engine, guessing: Engine, kind: str, rows: int, turns: int) -
         "tok/s without": statistics.median(speed for speed, _ in speeds),
         "tok/s": statistics.median(speed for _, speed in speeds),
         "ratio": statistics.median(after / before for before, after in speeds),
-        "guessed": drafts / tokens,
+        "drafted": drafts / tokens,
         "right": right / drafts if drafts else 0.0,
         "equal": f"{equal}/{rows * turns}",
     }
@@ -121,13 +121,13 @@ def main() -> None:
         max_running_requests=max(32, 2 * max(arguments.rows)),
         disable_radix_cache=True,
     )
-    guesses = {
+    drafting = {
         "speculative_algorithm": "draft" if arguments.draft_model else "ngram",
         "speculative_draft_model_path": arguments.draft_model,
         "speculative_num_draft_tokens": arguments.drafts,
     }
-    guessing_config = EngineConfig(**{**config.model_dump(), **guesses})
-    with Engine(config) as plain, Engine(guessing_config) as guessing:
+    drafting_config = EngineConfig(**{**config.model_dump(), **drafting})
+    with Engine(config) as plain, Engine(drafting_config) as guessing:
         for engine in (plain, guessing):
             run(engine, [noise(10_000)], 0.0)
         table = [

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sglang_jax.runner.draft_model import AT_ONCE
-from sglang_jax.runner.drafts import Unfolded
+from sglang_jax.runner.drafts import FlatPlan
 from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN, Int32
 from torch_backend.batch import ForwardBatch, GroupPages
@@ -67,14 +67,14 @@ class DraftRequest:
     missed: Int32
 
     @classmethod
-    def of(cls, unfolded: Unfolded, late: Int32, missed: Int32) -> DraftRequest | None:
+    def of(cls, flat: FlatPlan, late: Int32, missed: Int32) -> DraftRequest | None:
         """Returns the drafts that a plan needs; None if it needs none."""
-        (first,) = np.nonzero(unfolded.guesses == 1)
+        (first,) = np.nonzero(flat.draft_numbers == 1)
         if not len(first):
             return None
-        counts = np.add.reduceat(unfolded.guesses > 0, first).astype(np.int32)
+        counts = np.add.reduceat(flat.draft_numbers > 0, first).astype(np.int32)
         order = np.argsort(-counts, kind="stable")
-        return cls(unfolded.plan.rows[first][order], counts[order], late, missed)
+        return cls(flat.plan.rows[first][order], counts[order], late, missed)
 
 
 class Drafter:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_jax.runner.drafts import LONGEST_MATCH, REFUSED, SHORTEST_MATCH, Unfolded
+from sglang_jax.runner.drafts import LONGEST_MATCH, REJECTED, SHORTEST_MATCH, FlatPlan
 from sglang_jax.runner.plan import DRAFT, HINT_TOKENS, Int32
 
 
@@ -62,16 +62,16 @@ class KnownTokens:
         self.tokens.index_put_((torch.where(kept, rows, self.dump_row), columns), tokens)
         self.lengths.index_copy_(0, torch.where(last, rows, self.dump_row), kv_lens + 1)
 
-    def propose(self, guesses: DraftSequences) -> torch.Tensor:
-        """Proposes the next tokens: int32 `[guesses]`, `DRAFT` where there is no match to draft from.
+    def propose(self, drafts: DraftSequences) -> torch.Tensor:
+        """Proposes the next tokens: int32 `[drafts]`, `DRAFT` where there is no match to draft from.
 
         A draft copies the tokens after the longest match of the text's end, the latest one of equals; a hint's match
         counts only if it is longer. Where the text runs out, it is assumed to repeat.
         """
-        of_text = min(guesses.longest, self.tokens.shape[1])  # the columns behind them are the hint's
-        tokens = torch.cat((self.tokens[guesses.rows, :of_text], self.hints[guesses.rows]), 1)
+        of_text = min(drafts.longest, self.tokens.shape[1])  # the columns behind them are the hint's
+        tokens = torch.cat((self.tokens[drafts.rows, :of_text], self.hints[drafts.rows]), 1)
         width = tokens.shape[1]
-        last = self.lengths[guesses.rows].long()[:, None] - 1
+        last = self.lengths[drafts.rows].long()[:, None] - 1
         columns = torch.arange(width, device=tokens.device)
         in_hint = columns >= of_text
         since_begin = torch.where(in_hint, columns - of_text, columns)
@@ -83,8 +83,8 @@ class KnownTokens:
             matched += alike
         later = torch.where(in_hint, since_begin, columns + HINT_TOKENS)
         best, place = torch.where(matched >= SHORTEST_MATCH, matched.long() * width + later, -1).max(dim=1)
-        own = guesses.owners
-        ahead = guesses.numbers - 1
+        own = drafts.owners
+        ahead = drafts.numbers - 1
         ahead = torch.where(place[own] < of_text, ahead % (last[:, 0] - place).clamp(min=1)[own], ahead)
         found = place[own] + 1 + ahead
         known = (best[own] >= 0) & (found < width)
@@ -121,15 +121,15 @@ class DraftedTokens:
         """Drops the draft model's keys and values of rejected drafts, and of last sampled tokens, not computed yet."""
         torch.minimum(self.lengths, known.lengths - 1, out=self.lengths)
 
-    def propose(self, guesses: DraftSequences) -> torch.Tensor:
+    def propose(self, drafts: DraftSequences) -> torch.Tensor:
         """Returns the draft model's tokens, shaped as by `KnownTokens.propose`."""
-        return self.tokens[guesses.rows[guesses.owners], guesses.numbers - 1]
+        return self.tokens[drafts.rows[drafts.owners], drafts.numbers - 1]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSequences:
-    """The drafts of a step, int64 each: `sequences` `[guesses]`, the sequences that hold them; `numbers` `[guesses]`,
-    the index of each in its row, from 1; `owners` `[guesses]`, the index of its row in `rows` `[drafting]`.
+    """The drafts of a step, int64 each: `sequences` `[n]`, the sequences that hold them; `numbers` `[n]`,
+    the index of each in its row, from 1; `owners` `[n]`, the index of its row in `rows` `[drafting]`.
 
     `longest`: the maximum length of a row's text.
     """
@@ -141,15 +141,15 @@ class DraftSequences:
     longest: int
 
     @classmethod
-    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> DraftSequences | None:
+    def of(cls, flat: FlatPlan, to_device: Callable[[Int32], torch.Tensor]) -> DraftSequences | None:
         """The drafts of a plan; None if it has none."""
-        places = np.flatnonzero(unfolded.guesses)
+        places = np.flatnonzero(flat.draft_numbers)
         if not len(places):
             return None
-        first = unfolded.guesses == 1
-        plan, count = unfolded.plan, len(places)
+        first = flat.draft_numbers == 1
+        plan, count = flat.plan, len(places)
         own = np.cumsum(first)[places] - 1
-        together = np.concatenate((places, unfolded.guesses[places], own, plan.rows[first]))
+        together = np.concatenate((places, flat.draft_numbers[places], own, plan.rows[first]))
         on_device = to_device(together.astype(np.int32)).long()
         sequences, numbers, owners, rows = torch.tensor_split(on_device, (count, 2 * count, 3 * count))
         # The first draft's KV length is an upper bound of the row's length.
@@ -159,7 +159,7 @@ class DraftSequences:
 @dataclass(frozen=True, slots=True)
 class StateMoves:
     """The drafts of a decode step, int64 each: `firsts` `[drafting]`, the first sequence of each row with drafts;
-    `drafts` `[guesses]`, the sequences of all drafts; `owners` `[guesses]`, the index of each draft's row in
+    `drafts` `[n]`, the sequences of all drafts; `owners` `[n]`, the index of each draft's row in
     `firsts`."""
 
     firsts: torch.Tensor
@@ -167,12 +167,12 @@ class StateMoves:
     owners: torch.Tensor
 
     @classmethod
-    def of(cls, unfolded: Unfolded, to_device: Callable[[Int32], torch.Tensor]) -> StateMoves | None:
+    def of(cls, flat: FlatPlan, to_device: Callable[[Int32], torch.Tensor]) -> StateMoves | None:
         """The drafts of a plan; None if it has none."""
-        drafts = np.flatnonzero(unfolded.guesses)
+        drafts = np.flatnonzero(flat.draft_numbers)
         if not len(drafts):
             return None
-        first = unfolded.guesses == 1
+        first = flat.draft_numbers == 1
         together = np.concatenate((np.flatnonzero(first) - 1, drafts, np.cumsum(first)[drafts] - 1))
         count = int(np.count_nonzero(first))
         on_device = to_device(together.astype(np.int32)).long()
@@ -181,20 +181,20 @@ class StateMoves:
     def slots(self, own: torch.Tensor, reported: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the slots with the state after each row's last accepted draft, and the rows' own slots, int64
         `[drafting]` each. `own` `[R]`: the slot to which each sequence wrote its state; `reported` `[R]`: its sampled
-        token, `REFUSED` after a rejected draft."""
+        token, `REJECTED` after a rejected draft."""
         accepted = torch.zeros_like(self.firsts)
-        accepted.index_add_(0, self.owners, (reported[self.drafts] != REFUSED).long())
+        accepted.index_add_(0, self.owners, (reported[self.drafts] != REJECTED).long())
         return own[self.firsts + accepted], own[self.firsts]
 
 
 def kept_samples(
-    guesses: torch.Tensor, computed: torch.Tensor, sampled: torch.Tensor, most: int
+    draft_numbers: torch.Tensor, computed: torch.Tensor, sampled: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns which lines follow only accepted drafts, and which of them are the last of their row: bool `[n]` each.
 
     `computed`: the token that each line computed; `sampled`: the one that it sampled; `most`: maximum drafts of a row.
     """
-    first = guesses == 0
+    first = draft_numbers == 0
     accepted = sampled.roll(1) == computed
     kept = first
     for _ in range(most):

@@ -204,17 +204,17 @@ class StepGraphs:
         bucket: Bucket,
         plan: StepPlan,
         deltas: PageDeltas,
-        guesses: Int32 | None = None,
+        draft_numbers: Int32 | None = None,
         settle: Callable[[StepInputs], None] | None = None,
     ) -> tuple[StepInputs, torch.Tensor]:
         """Replays a bucket on a plan. Returns its inputs and hidden states `[tokens, hidden]`, valid until the next
         replay.
 
-        `deltas`: at most the layout's number; `guesses`: as in `Unfolded`; `settle` changes the inputs first.
+        `deltas`: at most the layout's number; `draft_numbers`: as in `FlatPlan`; `settle` changes the inputs first.
         """
         captured, layout = self._get(bucket), self.layouts[bucket]
         host = self._stream.host_buffer(layout.size)
-        layout.pack(plan, deltas, self._dump_row, host.numpy(), guesses)
+        layout.pack(plan, deltas, self._dump_row, host.numpy(), draft_numbers)
         self._stream.to_device(host, into=captured.inputs)
         inputs = layout.unpack(captured.inputs)
         if settle is not None:

@@ -11,8 +11,8 @@ import torch
 from sglang_jax.runner.page_tables import pack_copies
 from sglang_jax.runner.plan import Int32, PageDeltas, StepPlan
 
-LEARNT, GUESS = 1, 2
-"""Flags of a sequence: bit `LEARNT`, plus `GUESS` times the draft's index in its row, from 1."""
+LENGTH_ON_DEVICE, DRAFT_NUMBER = 1, 2
+"""Flags of a sequence: bit `LENGTH_ON_DEVICE`, plus `DRAFT_NUMBER` times the draft's index in its row, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class StepInputs:
     - `sampled`: `[S]`, the sequences that sample a token.
     - `delta_rows`, `delta_columns`, `delta_pages`: `[D]`; padding writes page 0 into the dump row.
     - `tokens`: `[T]`, as in the plan; empty in a decode step, where each row has its own last token.
-    - `flags`: `[R]` for a runner that drafts, else empty; see `LEARNT`, `GUESS`.
+    - `flags`: `[R]` for a runner that drafts, else empty; see `LENGTH_ON_DEVICE`, `DRAFT_NUMBER`.
     - `own`: `[R]` or empty as `flags`, the token of each sequence that decodes. `settle_drafts` writes it, and the
       lengths that only the device knows.
     - `copy_sources`, `copy_targets`: `[R]`, state slots with which sequences start, and their own slots that these
@@ -108,9 +108,9 @@ class StepLayout:
         return StepInputs(self.num_decode, *(packed[start:end] for start, end in pairwise(self._ends())))
 
     def pack(
-        self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32, guesses: Int32 | None = None
+        self, plan: StepPlan, deltas: PageDeltas, dump_row: int, packed: Int32, draft_numbers: Int32 | None = None
     ) -> None:
-        """Writes a plan that fits into `packed`, `[size]`, with page `deltas`; `guesses`: as in `Unfolded`."""
+        """Writes a plan that fits into `packed`, `[size]`, with page `deltas`; `draft_numbers`: as in `FlatPlan`."""
         fields = [packed[start:end] for start, end in pairwise(self._ends())]
         rows, kv_lens, query_starts, sampled, delta_rows, delta_columns, delta_pages, tokens, *others = fields
         flags, own, *copied = others
@@ -144,15 +144,15 @@ class StepLayout:
             tokens[self.num_decode : self.num_decode + len(prompts)] = prompts
         if self.drafts:
             flags[:] = own[:] = 0
-            if plan.learnt is not None:
-                flags[places] = LEARNT * plan.learnt
-            if guesses is not None:
-                flags[places] += GUESS * guesses
+            if plan.length_on_device is not None:
+                flags[places] = LENGTH_ON_DEVICE * plan.length_on_device
+            if draft_numbers is not None:
+                flags[places] += DRAFT_NUMBER * draft_numbers
         pack_copies(plan.copies, *copied)
 
     def _ends(self) -> list[int]:
         rows, deltas = self.rows, self.deltas
-        guessed, copies = rows if self.drafts else 0, rows if self.states else 0
+        draft_entries, copies = rows if self.drafts else 0, rows if self.states else 0
         of_step = (rows, rows, rows + 1, self.sampled, deltas, deltas, deltas, self.tokens)
-        lengths = (*of_step, guessed, guessed, copies, copies)
+        lengths = (*of_step, draft_entries, draft_entries, copies, copies)
         return list(accumulate(lengths, initial=0))

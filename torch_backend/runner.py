@@ -12,7 +12,7 @@ import torch
 
 from sglang_jax.errors import ParameterError
 from sglang_jax.runner.draft_model import DraftLag
-from sglang_jax.runner.drafts import REFUSED, Unfolded, fold, pack_hints, pack_texts, unfold
+from sglang_jax.runner.drafts import REJECTED, FlatPlan, flatten_drafts, pack_hints, pack_texts, restore_rows
 from sglang_jax.runner.expert_load import ExpertLoad, load_since
 from sglang_jax.runner.page_tables import TableLayout, side_by_side
 from sglang_jax.runner.plan import (
@@ -27,10 +27,10 @@ from sglang_jax.runner.plan import (
     StepResult,
     TokenMasks,
     TopLogprobs,
+    check_page_bounds,
     one_each,
     refuse_drafts,
     refuse_drafts_of_states,
-    refuse_foreign_memory,
     refuse_states,
 )
 from sglang_jax.runner.protocol import RunnerReport
@@ -43,7 +43,7 @@ from torch_backend.drafts import DraftedTokens, DraftSequences, KnownTokens, Sta
 from torch_backend.graphs import Bucket, Capture, StepGraphs
 from torch_backend.logprobs import Logprobs, prompt_logprobs, token_logprobs
 from torch_backend.native_sampler import NativeSampler
-from torch_backend.packing import GUESS, StepInputs, StepLayout
+from torch_backend.packing import DRAFT_NUMBER, StepInputs, StepLayout
 from torch_backend.profile import Profile
 from torch_backend.sampler import MaskedLines, TokenSampler, sample
 from torch_backend.sampling_state import Needs, RowNeeds, SamplingState
@@ -78,7 +78,7 @@ class TorchStep:
     """A submitted step. `pending`: its results, set once all of it is submitted; `second`: submits the second part,
     None if there is none left to submit; `max_samples`: the runner's."""
 
-    unfolded: Unfolded
+    flat: FlatPlan
     max_samples: int
     pending: Pending[StepOutputs] | None
     second: Callable[[TokenMasks], Pending[StepOutputs]] | None = None
@@ -86,12 +86,12 @@ class TorchStep:
     def sample(self, masks: TokenMasks) -> None:
         """See `StepHandle`. Raises `RuntimeError` for a step that does not wait for masks."""
         if self.second is None:
-            raise RuntimeError(f"step {self.unfolded.plan.step} waits for no masks")
+            raise RuntimeError(f"step {self.flat.plan.step} waits for no masks")
         self.pending, self.second = self.second(masks), None
 
     def result(self) -> StepResult:
         """Blocks until the step has run. Raises the device's error."""
-        plan = self.unfolded.plan
+        plan = self.flat.plan
         assert self.pending is not None, f"step {plan.step} waits for its masks"
         outputs = self.pending.wait()
         tokens = np.full(len(plan.rows), INVALID_TOKEN, np.int32)
@@ -101,7 +101,9 @@ class TorchStep:
         if plan.top_logprobs != NO_LOGPROBS:
             logprobs = _of_all_sequences(outputs.logprobs, plan)
         of_prompts = tuple(_on_host(found) for found in outputs.prompt_logprobs)
-        return fold(self.unfolded, StepResult(*one_each(tokens, plan.samples), logprobs, of_prompts), self.max_samples)
+        return restore_rows(
+            self.flat, StepResult(*one_each(tokens, plan.samples), logprobs, of_prompts), self.max_samples
+        )
 
 
 def _on_host(found: Logprobs) -> TopLogprobs:
@@ -257,9 +259,9 @@ class TorchRunner:
             refuse_states(plan)
         else:
             refuse_drafts_of_states(plan, self._spec)
-        refuse_foreign_memory(plan, self._spec)
-        unfolded = unfold(plan)
-        plan = unfolded.plan
+        check_page_bounds(plan, self._spec)
+        flat = flatten_drafts(plan)
+        plan = flat.plan
         if plan.num_tokens > self._spec.token_budget or len(plan.rows) > self._spec.max_rows:
             raise ValueError(
                 f"a step of {plan.num_tokens} tokens in {len(plan.rows)} rows is beyond the runner's "
@@ -267,23 +269,23 @@ class TorchRunner:
             )
         if self._waiting is not None and self._waiting.second is not None:
             raise RuntimeError(
-                f"step {plan.step} was launched while step {self._waiting.unfolded.plan.step} waits for its masks"
+                f"step {plan.step} was launched while step {self._waiting.flat.plan.step} waits for its masks"
             )
         wanted = None
         if self._drafter is not None:
-            wanted = DraftRequest.of(unfolded, *self._lag.missed(unfolded))
-            self._lag.launched(unfolded)
+            wanted = DraftRequest.of(flat, *self._lag.missed(flat))
+            self._lag.launched(flat)
         self._needs.replace(plan.row_updates.sampling)
         needs = self._needs.of_step(plan, self._spec.max_samples)
         if plan.masked is None:
-            pending = self._stream.submit(partial(self._run, unfolded, needs, wanted))
-            return TorchStep(unfolded, self._spec.max_samples, pending)
-        forwarded = self._stream.submit(partial(self._forward_part, unfolded, needs, wanted))
+            pending = self._stream.submit(partial(self._run, flat, needs, wanted))
+            return TorchStep(flat, self._spec.max_samples, pending)
+        forwarded = self._stream.submit(partial(self._forward_part, flat, needs, wanted))
 
         def second(masks: TokenMasks) -> Pending[StepOutputs]:
-            return self._stream.submit(lambda: self._sample_part(unfolded, forwarded.submitted(), needs, masks))
+            return self._stream.submit(lambda: self._sample_part(flat, forwarded.submitted(), needs, masks))
 
-        self._waiting = TorchStep(unfolded, self._spec.max_samples, None, second)
+        self._waiting = TorchStep(flat, self._spec.max_samples, None, second)
         return self._waiting
 
     def start_profile(self, folder: str) -> None:
@@ -329,13 +331,13 @@ class TorchRunner:
         self._stream.close()
         self._model, self._graphs, self._warm_graphs, self._drafter = _Closed(), None, 0, None
 
-    def _run(self, unfolded: Unfolded, needs: Needs, wanted: DraftRequest | None) -> StepOutputs:
+    def _run(self, flat: FlatPlan, needs: Needs, wanted: DraftRequest | None) -> StepOutputs:
         """Runs a whole step, on the stream."""
-        return self._sample_part(unfolded, self._forward_part(unfolded, needs, wanted), needs, None)
+        return self._sample_part(flat, self._forward_part(flat, needs, wanted), needs, None)
 
-    def _forward_part(self, unfolded: Unfolded, needs: Needs, wanted: DraftRequest | None) -> _Forwarded:
+    def _forward_part(self, flat: FlatPlan, needs: Needs, wanted: DraftRequest | None) -> _Forwarded:
         """Runs a step up to its logits, on the stream. `wanted`: the drafts that the draft model computes."""
-        plan = unfolded.plan
+        plan = flat.plan
         if plan.row_updates.sampling:
             self._replace_rows(plan.row_updates.sampling)
         if plan.row_updates.texts and self._rows.known is not None:
@@ -350,30 +352,30 @@ class TorchRunner:
             self._apply_deltas(deltas)
             deltas = _no_entries(deltas)
             self._drafter.propose(wanted, partial(self._sample_drafts, needs))
-        inputs, hidden = self._hidden(unfolded, deltas)
+        inputs, hidden = self._hidden(flat, deltas)
         logits = self._logits(plan, inputs, hidden) if plan.samples.any() else None
         found = tuple(self._prompt_logprobs(plan, inputs, wanted, hidden) for wanted in plan.prompt_logprobs)
         return _Forwarded(inputs, logits, tuple(self._logprobs_to_host(part) for part in found))
 
     def _sample_part(
-        self, unfolded: Unfolded, forwarded: _Forwarded, needs: Needs, masks: TokenMasks | None
+        self, flat: FlatPlan, forwarded: _Forwarded, needs: Needs, masks: TokenMasks | None
     ) -> StepOutputs:
         """Runs the rest of a step, on the stream: sampling and copies to the host."""
         tokens, logprobs = None, None
         if forwarded.logits is not None:
-            tokens, logprobs = self._sample(unfolded.plan, forwarded.inputs, forwarded.logits, needs, masks)
+            tokens, logprobs = self._sample(flat.plan, forwarded.inputs, forwarded.logits, needs, masks)
             if self._states:
-                self._settle_states(unfolded, forwarded.inputs, tokens)
+                self._settle_states(flat, forwarded.inputs, tokens)
         return StepOutputs(
             None if tokens is None else self._stream.to_host(tokens),
             None if logprobs is None else self._logprobs_to_host(logprobs),
             forwarded.prompt_logprobs,
         )
 
-    def _settle_states(self, unfolded: Unfolded, inputs: StepInputs, reported: torch.Tensor) -> None:
+    def _settle_states(self, flat: FlatPlan, inputs: StepInputs, reported: torch.Tensor) -> None:
         """Keeps the state after the last accepted draft of each row. `reported`: tokens for the host, one per
         sequence."""
-        moves = StateMoves.of(unfolded, partial(integers_to_device, self._stream))
+        moves = StateMoves.of(flat, partial(integers_to_device, self._stream))
         if moves is None:
             return
         slots = self._rows.page_table[inputs.rows.long(), self._table.slots]
@@ -386,31 +388,31 @@ class TorchRunner:
     ) -> torch.Tensor:
         return sample(logits, self._sampling, rows, kv_lens, needs, self._sampler)
 
-    def _hidden(self, unfolded: Unfolded, deltas: PageDeltas) -> tuple[StepInputs, torch.Tensor]:
+    def _hidden(self, flat: FlatPlan, deltas: PageDeltas) -> tuple[StepInputs, torch.Tensor]:
         """Returns the step's inputs on the device, and hidden states of its tokens."""
-        plan, guesses = unfolded.plan, unfolded.guesses
+        plan, draft_numbers = flat.plan, flat.draft_numbers
         bucket = None if self._graphs is None else self._graphs.bucket(plan)
         if self._graphs is not None and bucket is not None:
             if len(deltas.rows) > self._graphs.layouts[bucket].deltas:
                 self._apply_deltas(deltas)
                 deltas = _no_entries(deltas)
-            settle = partial(self._settle_drafts, unfolded) if self._drafts else None
-            return self._graphs.run(bucket, plan, deltas, guesses, settle)
+            settle = partial(self._settle_drafts, flat) if self._drafts else None
+            return self._graphs.run(bucket, plan, deltas, draft_numbers, settle)
         layout = StepLayout.exact(plan, deltas, drafts=self._drafts, states=self._table.states)
         host = self._stream.host_buffer(layout.size)
-        layout.pack(plan, deltas, self._dump_row, host.numpy(), guesses)
+        layout.pack(plan, deltas, self._dump_row, host.numpy(), draft_numbers)
         inputs = layout.unpack(self._stream.to_device(host))
         if self._drafts:
-            self._settle_drafts(unfolded, inputs)
+            self._settle_drafts(flat, inputs)
         hidden = self._forward(inputs)
         if self._rows.drafted is not None and layout.tokens:
             starts = inputs.kv_lens - inputs.query_starts.diff()
             self._rows.drafted.computed_with(inputs.rows.long(), starts, inputs.kv_lens, layout.num_decode)
         return inputs, hidden
 
-    def _settle_drafts(self, unfolded: Unfolded, inputs: StepInputs) -> None:
+    def _settle_drafts(self, flat: FlatPlan, inputs: StepInputs) -> None:
         """Writes drafts and lengths into the inputs; not captured, because its work depends on the step's drafts."""
-        settle_drafts(inputs, self._rows, DraftSequences.of(unfolded, partial(integers_to_device, self._stream)))
+        settle_drafts(inputs, self._rows, DraftSequences.of(flat, partial(integers_to_device, self._stream)))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         return self._model.forward(build_batch(inputs, self._rows, self._page_size, self._table))
@@ -444,18 +446,18 @@ class TorchRunner:
         self, inputs: StepInputs, sampled: torch.Tensor, rows: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
         """Stores the `tokens` of the sequences `sampled` in their `rows`, `[n]` each, and returns the tokens to report
-        to the host: `REFUSED` after a rejected draft."""
+        to the host: `REJECTED` after a rejected draft."""
         known = self._rows.known
         if known is None:
             self._rows.last_tokens.index_copy_(0, rows, tokens)
             return tokens
-        guesses = inputs.flags[sampled] // GUESS
-        kept, last = kept_samples(guesses, inputs.own[sampled], tokens, self._spec.max_samples - 1)
+        draft_numbers = inputs.flags[sampled] // DRAFT_NUMBER
+        kept, last = kept_samples(draft_numbers, inputs.own[sampled], tokens, self._spec.max_samples - 1)
         self._rows.last_tokens.index_copy_(0, torch.where(last, rows, self._dump_row), tokens)
         known.append(rows, kv_lens, tokens, kept, last)
         if self._rows.drafted is not None:
             self._rows.drafted.drop_rejected(known)
-        return torch.where(kept, tokens, REFUSED)
+        return torch.where(kept, tokens, REJECTED)
 
     def _masked_lines(self, plan: StepPlan, masks: TokenMasks) -> MaskedLines:
         assert plan.masked is not None

@@ -132,8 +132,8 @@ class RowNeeds:
     def of_step(self, plan: StepPlan, max_samples: int = 1) -> Needs:
         """The parts that any sampling row of a step needs; `max_samples`: the runner's."""
         rows, kv_lens = plan.rows, plan.kv_lens
-        if plan.learnt is not None:  # the plan has the maximum lengths
-            kv_lens = kv_lens - plan.learnt * (max_samples - 1)
+        if plan.length_on_device is not None:  # the plan has the maximum lengths
+            kv_lens = kv_lens - plan.length_on_device * (max_samples - 1)
         if not plan.samples.all():
             rows, kv_lens = rows[plan.samples], kv_lens[plan.samples]
         needs = Needs(int(np.bitwise_or.reduce(self._flags[rows], initial=0)))

@@ -10,7 +10,7 @@ import torch
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from torch_backend.batch import ForwardBatch, GroupPages
 from torch_backend.drafts import DraftedTokens, DraftSequences, KnownTokens
-from torch_backend.packing import GUESS, LEARNT, StepInputs
+from torch_backend.packing import DRAFT_NUMBER, LENGTH_ON_DEVICE, StepInputs
 from torch_backend.recurrent.rows import StateRows
 
 
@@ -59,19 +59,19 @@ class RowTensors:
         )
 
 
-def settle_drafts(inputs: StepInputs, state: RowTensors, guesses: DraftSequences | None) -> None:
+def settle_drafts(inputs: StepInputs, state: RowTensors, drafts: DraftSequences | None) -> None:
     """Writes the values that only the device knows into `inputs`: the lengths of rows that continue where a step in
     flight ends, and the token of each decoding sequence: its row's last one, or one of the drafts (None: there are
     none)."""
     rows, known = inputs.rows.long(), state.known
     assert known is not None, "a runner that drafts"
-    learnt = inputs.flags % GUESS == LEARNT
-    lengths = known.lengths[rows] + inputs.flags // GUESS
-    inputs.kv_lens.copy_(torch.where(learnt, lengths, inputs.kv_lens))
+    length_on_device = inputs.flags % DRAFT_NUMBER == LENGTH_ON_DEVICE
+    lengths = known.lengths[rows] + inputs.flags // DRAFT_NUMBER
+    inputs.kv_lens.copy_(torch.where(length_on_device, lengths, inputs.kv_lens))
     inputs.own.copy_(state.last_tokens[rows])
-    if guesses is not None:
-        found = known.propose(guesses) if state.drafted is None else state.drafted.propose(guesses)
-        inputs.own.index_copy_(0, guesses.sequences, found)
+    if drafts is not None:
+        found = known.propose(drafts) if state.drafted is None else state.drafted.propose(drafts)
+        inputs.own.index_copy_(0, drafts.sequences, found)
 
 
 def build_batch(
@@ -127,7 +127,7 @@ def own_slots(inputs: StepInputs, slots: torch.Tensor, first_draft_slot: int) ->
     """Returns the slots for sequences' states, int64 `[R]`: their rows' `slots` `[R]`, or draft slots in order."""
     if not len(inputs.flags):
         return slots.long()
-    drafts = inputs.flags >= GUESS
+    drafts = inputs.flags >= DRAFT_NUMBER
     return torch.where(drafts, first_draft_slot - 1 + drafts.cumsum(0), slots.long())
 
 
@@ -148,5 +148,5 @@ def _state_rows(
         query_starts=starts,
         num_decode=inputs.num_decode,
         # Steps with prompts have no drafts.
-        drafts=(inputs.flags // GUESS).long() if len(inputs.flags) and inputs.num_decode == len(slots) else None,
+        drafts=(inputs.flags // DRAFT_NUMBER).long() if len(inputs.flags) and inputs.num_decode == len(slots) else None,
     )

@@ -27,7 +27,7 @@ from sglang_jax.checkpoint.reader import Array, Index, Role
 from sglang_jax.runner.freed_memory import FreedMemory
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.layout import PackedLayout
-from torch_backend.layers.matrix import FewOrMany, ScaledMatrix
+from torch_backend.layers.matrix import ScaledMatrix, TwoFormMatrix
 from torch_backend.layers.packed import packing_works
 from torch_backend.layers.parameter import Loadable
 from torch_backend.layers.shard import ModelShard
@@ -57,7 +57,7 @@ def load_weights(
     """Gives every parameter of `model` its value, in the model's dtype, on its device.
 
     The host never holds more than one matrix besides those of a model on the host. On a CPU where torch can, matrices
-    are then packed (see `Transformer.arrange`), unless `pack` is false. `quantization`: see `ParameterReader`; the
+    are then packed (see `Transformer.repack`), unless `pack` is false. `quantization`: see `ParameterReader`; the
     model was built with its encodings. Returns the layout, or None if matrices stay plain.
 
     **Raises:** `CheckpointError` naming tensors that are missing, extra or misshapen.
@@ -78,7 +78,7 @@ def load_weights(
     if not (pack and packs(model)):
         return None
     layout = PackedLayout()
-    model.arrange(layout)
+    model.repack(layout)
     return layout
 
 
@@ -104,7 +104,7 @@ def weight_bytes(model: Transformer) -> int:
 
 def bytes_in_blocks(model: Transformer) -> int:
     """Bytes of the blocks that quantised matrices keep in addition to their values."""
-    kept = [module for module in model.modules() if isinstance(module, FewOrMany)]
+    kept = [module for module in model.modules() if isinstance(module, TwoFormMatrix)]
     return sum(module.get_parameter(role.value).nbytes for module in kept for role in module.encoding.roles)
 
 
@@ -114,7 +114,7 @@ def matrices_in_8_bits(model: Transformer, config: ModelConfig) -> dict[Paramete
         part.name: str(module.get_parameter(name).dtype).removeprefix("torch.")
         for module, name, parts in sources(model, config)
         for part in parts
-        if part.role is Role.VALUES and not isinstance(module, FewOrMany)
+        if part.role is Role.VALUES and not isinstance(module, TwoFormMatrix)
     }
 
 

@@ -106,10 +106,10 @@ DOES_NOT_FIT = 1
     default=SpeculativeAlgorithm.NONE.value,
     show_default=True,
     type=click.Choice([algorithm.value for algorithm in SpeculativeAlgorithm]),
-    help="how the server guesses tokens ahead; draft: not supported here yet",
+    help="how the server drafts tokens ahead; draft: not supported here yet",
 )
 @option_by_all_names(
-    "speculative_num_draft_tokens", type=click.IntRange(min=1), help="maximum guesses per request and step"
+    "speculative_num_draft_tokens", type=click.IntRange(min=1), help="maximum drafts per request and step"
 )
 @click.option(
     "--all", "everything", is_flag=True, help="compile every program, not only the largest and smallest steps"

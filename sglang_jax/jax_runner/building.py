@@ -78,7 +78,7 @@ class UnloadedModel:
             restore_orbax(source.path, self.model, self.checkpoint.config, mesh, source.remote)
         else:
             load_weights(self.model, self.checkpoint.reader, self.checkpoint.config, mesh, self.quantization)
-        self.model.arrange(self.parallel.size)
+        self.model.repack(self.parallel.size)
 
 
 @dataclass(frozen=True, slots=True)

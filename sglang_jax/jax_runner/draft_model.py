@@ -1,6 +1,6 @@
-"""Guesses tokens by a draft model, on the device: see `runner.draft_model`.
+"""Drafts tokens with a draft model, on the device: see `runner.draft_model`.
 
-A guess is sampled like the token that it stands for: with the row's parameters, and the noise of its position. So
+A draft is sampled like the token that it predicts: with the row's parameters, and the noise of its position. So
 models with similar distributions sample the same tokens at any temperature (Leviathan et al. 2023 accept at random;
 here, equal samples are accepted).
 """
@@ -23,7 +23,7 @@ from sglang_jax.jax_runner.readers import reader_over
 from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.jax_runner.step import KVCaches, ModelFunctions, Weights, build_batch, on_every_device
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
-from sglang_jax.runner.drafts import Unfolded
+from sglang_jax.runner.drafts import FlatPlan
 from sglang_jax.runner.page_tables import TableLayout
 from sglang_jax.runner.plan import DRAFT, INVALID_TOKEN, Int32
 
@@ -106,22 +106,22 @@ class RowState(NamedTuple):
     sampling: SamplingState
 
 
-Guess = Callable[[Weights, DraftState, RowState, jax.Array], DraftState]
+Draft = Callable[[Weights, DraftState, RowState, jax.Array], DraftState]
 
 
-def pack_guesses(unfolded: Unfolded, size: int, dump_row: int) -> Int32:
+def pack_drafts(flat: FlatPlan, size: int, dump_row: int) -> Int32:
     """Rows with drafts, and their numbers of drafts, as int32 `[2, size]`; unused entries have the dump row."""
-    first = np.flatnonzero(unfolded.guesses == 1)
+    first = np.flatnonzero(flat.draft_numbers == 1)
     packed = np.zeros((2, size), np.int32)
     packed[0] = dump_row
-    packed[0, : len(first)] = unfolded.plan.rows[first]
-    packed[1, : len(first)] = np.add.reduceat(unfolded.guesses > 0, first)
+    packed[0, : len(first)] = flat.plan.rows[first]
+    packed[1, : len(first)] = np.add.reduceat(flat.draft_numbers > 0, first)
     return packed
 
 
-def make_guess(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Guess:
-    """A function of (weights, `DraftState`, `RowState`, packed) that guesses the next samples of up to `rows` rows: see
-    `pack_guesses`. Its loop runs once per draft of the row with the most."""
+def make_draft(draft: DraftModel, rows: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Draft:
+    """A function of (weights, `DraftState`, `RowState`, packed) that drafts the next samples of up to `rows` rows: see
+    `pack_drafts`. Its loop runs once per draft of the row with the most."""
     reader, whole = reader_over(mesh), on_every_device(mesh)
 
     def run(weights: Weights, state: DraftState, given: RowState, packed: jax.Array) -> DraftState:
@@ -175,8 +175,8 @@ def pack_missed(rows: Int32, backs: Int32, counts: Int32, size: int, dump_row: i
     return packed
 
 
-def make_catch_up(draft: DraftModel, tokens: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Guess:
-    """A function like that of `make_guess` that computes up to `tokens` tokens which the draft model has missed: see
+def make_catch_up(draft: DraftModel, tokens: int, page_size: int, mesh: Mesh | None, table: TableLayout) -> Draft:
+    """A function like that of `make_draft` that computes up to `tokens` tokens which the draft model has missed: see
     `pack_missed`."""
     whole = on_every_device(mesh)
 

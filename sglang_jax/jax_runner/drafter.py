@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from sglang_jax.jax_runner.draft_model import pack_guesses, pack_missed
+from sglang_jax.jax_runner.draft_model import pack_drafts, pack_missed
 from sglang_jax.jax_runner.programs import Programs
 from sglang_jax.jax_runner.step import DeviceState, Weights
 from sglang_jax.runner.draft_model import AT_ONCE, DraftLag
-from sglang_jax.runner.drafts import Unfolded
+from sglang_jax.runner.drafts import FlatPlan
 from sglang_jax.runner.plan import Int32
 
 
@@ -25,28 +25,28 @@ class Drafter:
         self._weights = weights
         self._lag = DraftLag(max_rows)
 
-    def guess(self, state: DeviceState, unfolded: Unfolded) -> DeviceState:
-        """The state with the guesses of `unfolded`, whose page-table deltas are applied."""
+    def draft(self, state: DeviceState, flat: FlatPlan) -> DeviceState:
+        """The state with the drafts of `flat`, whose page-table deltas are applied."""
         programs = self._programs
-        for packed in self._missed(*self._lag.missed(unfolded)):
+        for packed in self._missed(*self._lag.missed(flat)):
             state = programs.catch_up(self._weights, state, packed)
-        drafting = int(np.count_nonzero(unfolded.guesses == 1))
-        size = programs.guess_size(drafting)
-        return programs.guess(self._weights, state, pack_guesses(unfolded, size, programs.dump_row))
+        drafting = int(np.count_nonzero(flat.draft_numbers == 1))
+        size = programs.draft_size(drafting)
+        return programs.draft(self._weights, state, pack_drafts(flat, size, programs.dump_row))
 
-    def launched(self, unfolded: Unfolded) -> None:
+    def launched(self, flat: FlatPlan) -> None:
         """Notes that a plan was launched, with or without drafts."""
-        self._lag.launched(unfolded)
+        self._lag.launched(flat)
 
     def warm_up(self, state: DeviceState, names: Collection[str]) -> Iterator[tuple[str, DeviceState]]:
         """Runs each program with one of these names, in the dump row. Yields its name and the state."""
         dump_row = self._programs.dump_row
-        for size in self._programs.guess_sizes:
-            if (name := f"guess {size} rows") not in names:
+        for size in self._programs.draft_sizes:
+            if (name := f"draft {size} rows") not in names:
                 continue
             packed = np.full((2, size), 2, np.int32)
             packed[0] = dump_row
-            state = self._programs.guess(self._weights, state, packed)
+            state = self._programs.draft(self._weights, state, packed)
             yield name, state
         for size in self._programs.catch_up_sizes:
             if (name := f"catch up {size} tokens") not in names:

@@ -1,7 +1,7 @@
-"""Guesses tokens on the device, and determines which samples after guesses count.
+"""Drafts tokens on the device, and determines which samples after drafts count.
 
-Guesses are from a draft model (`draft_model.py`), or continue the row's text as after an earlier occurrence of its end:
-prompt lookup decoding (Saxena 2023). A guess costs a query of the step, and is right where a text repeats itself:
+Drafts come from a draft model (`draft_model.py`), or continue the row's text as after an earlier occurrence of its end:
+prompt lookup decoding (Saxena 2023). A draft costs a query of the step, and is accepted if a text repeats itself:
 edited code, quoted passages.
 """
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sglang_jax.jax_runner.packing import GUESS, LEARNT, SAMPLES
+from sglang_jax.jax_runner.packing import DRAFT_NUMBER, LENGTH_ON_DEVICE, SAMPLES
 from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH
 from sglang_jax.runner.plan import DRAFT, HINT_TOKENS
 
@@ -27,13 +27,13 @@ class KnownTokens:
     - `tokens`: int32 `[rows + 1, max_context + 1]`, prompt and output; arbitrary after a row's length.
     - `lengths`: int32 `[rows + 1]`, tokens of each row that has sampled; the last one is not computed yet.
     - `hints`: int32 `[rows + 1, HINT_TOKENS]`, parts of other texts to search, too; padded with `DRAFT`.
-    - `right`: int32 `[rows + 1]`, accepted drafts of the previous step, of each row in it.
+    - `accepted`: int32 `[rows + 1]`, accepted drafts of the previous step, of each row in it.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     hints: jax.Array
-    right: jax.Array
+    accepted: jax.Array
 
     @classmethod
     def empty(cls, rows: int, max_context: int) -> KnownTokens:
@@ -54,18 +54,18 @@ class KnownTokens:
             lengths=self.lengths.at[rows].max(jnp.where(kept, kv_lens + 1, 0)),
         )
 
-    def judge(self, rows: jax.Array, guesses: jax.Array, last: jax.Array) -> KnownTokens:
-        """Sets `right` of `rows` to the `guesses` of their `last` accepted sequences: all `[R]`."""
+    def set_accepted(self, rows: jax.Array, draft_numbers: jax.Array, last: jax.Array) -> KnownTokens:
+        """Sets `accepted` of `rows` to the `draft_numbers` of their `last` accepted sequences: all `[R]`."""
         dump_row = self.lengths.shape[0] - 1
-        return replace(self, right=self.right.at[jnp.where(last, rows, dump_row)].set(guesses))
+        return replace(self, accepted=self.accepted.at[jnp.where(last, rows, dump_row)].set(draft_numbers))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftedTokens:
-    """The guesses of a draft model, and the lengths that it has computed.
+    """The drafts of a draft model, and the lengths that it has computed.
 
-    - `tokens`: int32 `[rows + 1, drafts]`, guesses for the present step; `DRAFT` for none.
+    - `tokens`: int32 `[rows + 1, drafts]`, drafts for the present step; `DRAFT` for none.
     - `lengths`: int32 `[rows + 1]`, tokens of each row, from the first, with keys and values of the draft model.
     """
 
@@ -83,7 +83,7 @@ class DraftedTokens:
         return replace(self, lengths=self.lengths.at[rows].set(jnp.where(chunks | (before >= starts), ends, before)))
 
     def up_to(self, known: KnownTokens) -> DraftedTokens:
-        """Cuts lengths after a step: KV of rejected guesses does not count, and the last sample is not computed yet."""
+        """Cuts lengths after a step: KV of rejected drafts does not count, and the last sample is not computed yet."""
         return replace(self, lengths=jnp.minimum(self.lengths, known.lengths - 1))
 
 
@@ -92,14 +92,14 @@ class Sequences(NamedTuple):
 
     - `samples`: bool, whether they sample.
     - `kv_lens`: int32, length after the step, also of sequences that start where the previous step ended.
-    - `own`: int32, tokens of decode sequences: the row's last sample, or a guess; `DRAFT` if there is no guess.
-    - `guesses`: int32, number of the sequence's draft within its row, 0 for none. None in steps without drafts.
+    - `own`: int32, tokens of decode sequences: the row's last sample, or a draft; `DRAFT` if there is none.
+    - `draft_numbers`: int32, number of the sequence's draft within its row, 0 for none. None in steps without drafts.
     """
 
     samples: jax.Array
     kv_lens: jax.Array
     own: jax.Array
-    guesses: jax.Array | None
+    draft_numbers: jax.Array | None
 
     @classmethod
     def with_drafts(
@@ -111,19 +111,19 @@ class Sequences(NamedTuple):
         known: KnownTokens,
         drafted: DraftedTokens | None = None,
     ) -> Sequences:
-        """`drafted`: the guesses of a draft model; None to guess from the rows' texts."""
-        guesses = flags // GUESS
-        learnt = flags & LEARNT != 0
-        kv_lens = jnp.where(learnt, known.lengths[rows] + guesses, kv_lens)
+        """`drafted`: the drafts of a draft model; None to draft from the rows' texts."""
+        draft_numbers = flags // DRAFT_NUMBER
+        length_on_device = flags & LENGTH_ON_DEVICE != 0
+        kv_lens = jnp.where(length_on_device, known.lengths[rows] + draft_numbers, kv_lens)
         if drafted is not None:
-            own = jnp.where(guesses > 0, drafted.tokens[rows, guesses - 1], last_tokens)
-            return cls(flags & SAMPLES != 0, kv_lens, own, guesses)
+            own = jnp.where(draft_numbers > 0, drafted.tokens[rows, draft_numbers - 1], last_tokens)
+            return cls(flags & SAMPLES != 0, kv_lens, own, draft_numbers)
         own = lax.cond(
-            jnp.any(guesses > 0),
-            lambda: jnp.where(guesses > 0, _guess(known, rows, guesses), last_tokens),
+            jnp.any(draft_numbers > 0),
+            lambda: jnp.where(draft_numbers > 0, _guess(known, rows, draft_numbers), last_tokens),
             lambda: last_tokens,
         )
-        return cls(flags & SAMPLES != 0, kv_lens, own, guesses)
+        return cls(flags & SAMPLES != 0, kv_lens, own, draft_numbers)
 
 
 def set_known_tokens(known: KnownTokens, packed: jax.Array) -> KnownTokens:
@@ -142,8 +142,8 @@ def set_hints(known: KnownTokens, packed: jax.Array) -> KnownTokens:
     return replace(known, hints=known.hints.at[packed[:, 0]].set(packed[:, 1:]))
 
 
-def _guess(known: KnownTokens, rows: jax.Array, guesses: jax.Array) -> jax.Array:
-    """Guesses `[R]` that continue the texts of `rows` `[R]` as after the latest of their longest matches with the end,
+def _guess(known: KnownTokens, rows: jax.Array, draft_numbers: jax.Array) -> jax.Array:
+    """Drafts `[R]` that continue the texts of `rows` `[R]` as after the latest of their longest matches with the end,
     in the text or in the hint. If the match is so close to the end that the text runs out, it is continued
     periodically."""
     own = known.tokens.shape[1]  # columns of a text; those after them are a hint's
@@ -162,23 +162,25 @@ def _guess(known: KnownTokens, rows: jax.Array, guesses: jax.Array) -> jax.Array
     later = jnp.where(in_hint, since_begin, columns + HINT_TOKENS)
     score = jnp.where(matched >= SHORTEST_MATCH, matched * width + later, -1)
     place = jnp.argmax(score, axis=1)[:, None]
-    ahead = guesses[:, None] - 1
+    ahead = draft_numbers[:, None] - 1
     ahead = jnp.where(place < own, ahead % jnp.maximum(last - place, 1), ahead)
     found = jnp.take_along_axis(tokens, jnp.minimum(place + 1 + ahead, width - 1), axis=1)
     found = jnp.where((jnp.max(score, axis=1) >= 0)[:, None] & (place + 1 + ahead < width), found, DRAFT)
     return found[:, 0]
 
 
-def kept_samples(guesses: jax.Array, computed: jax.Array, sampled: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """Which sequences sampled after accepted guesses only, and which of them are the last of their rows: bool `[R]`
+def kept_samples(
+    draft_numbers: jax.Array, computed: jax.Array, sampled: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """Which sequences sampled after accepted drafts only, and which of them are the last of their rows: bool `[R]`
     each.
 
-    `computed`: each sequence's token; `sampled`: its sample. `most`: maximum guesses of a row.
+    `computed`: each sequence's token; `sampled`: its sample. `most`: maximum drafts of a row.
     """
-    first = guesses == 0
-    right = jnp.roll(sampled, 1) == computed
+    first = draft_numbers == 0
+    accepted = jnp.roll(sampled, 1) == computed
     kept = first
     for _ in range(most):
-        kept = first | (right & jnp.roll(kept, 1))
+        kept = first | (accepted & jnp.roll(kept, 1))
     goes_on = jnp.roll(kept & ~first, -1)
     return kept, kept & ~goes_on

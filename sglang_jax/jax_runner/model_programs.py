@@ -41,12 +41,12 @@ def programs_of(
     into another model of the same config. `draft`: the same for a draft model.
     """
     functions, placed = _placed(model, parallel, mesh)
-    kv, guesses, table = cache.memory(mesh), None, TableLayout.of(spec)
+    kv, draft_model, table = cache.memory(mesh), None, TableLayout.of(spec)
     if draft is not None:
         own, own_parallel, own_cache = draft
         own_functions, own_placed = _placed(own, own_parallel, mesh)
         windows = tuple(pool.window for pool in spec.pools if pool.draft)
-        guesses = DraftModel(own_functions, table.draft, len(own_placed), own_parallel.config.num_layers, windows)
+        draft_model = DraftModel(own_functions, table.draft, len(own_placed), own_parallel.config.num_layers, windows)
         placed, kv = [*placed, *own_placed], (*kv, *own_cache.memory(mesh))
     rows = whole(jax.eval_shape(partial(empty_rows, spec, None, drafted=draft is not None)), mesh)
     return Programs(
@@ -58,7 +58,7 @@ def programs_of(
         mesh,
         table,
         spec.max_samples - 1,
-        guesses,
+        draft_model,
     )
 
 
@@ -66,7 +66,7 @@ def _placed(
     model: Transformer, parallel: TensorParallel, mesh: Mesh
 ) -> tuple[ModelFunctions, list[jax.ShapeDtypeStruct]]:
     """A model in the layout of computing: its functions, and the shapes of its weights with their shardings."""
-    model.arrange(parallel.size)
+    model.repack(parallel.size)
     functions, weights = split_model(model)
     return functions, [
         jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, parameter.axes))

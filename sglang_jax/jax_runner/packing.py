@@ -15,8 +15,8 @@ from sglang_jax.runner.plan import MASK_WORD, NO_LOGPROBS, Bool, Int32, PageDelt
 
 NO_TARGET = -1
 
-SAMPLES, LEARNT, GUESS = 1, 2, 4
-"""The flags of a sequence: two bits, and from `GUESS` up the number of its draft."""
+SAMPLES, LENGTH_ON_DEVICE, DRAFT_NUMBER = 1, 2, 4
+"""The flags of a sequence: two bits, and from `DRAFT_NUMBER` up the number of its draft."""
 
 
 @jax.tree_util.register_dataclass
@@ -74,9 +74,9 @@ class StepLayout:
         """The fields of a packed array, on the device."""
         return StepInputs(packed[0], packed[1], packed[2], packed[3], *(packed[part] for part in self._slices))
 
-    def pack(self, plan: StepPlan, deltas: PageDeltas, guesses: Int32 | None = None) -> Int32:
-        """Packs a plan that fits the bucket. `deltas`: the page deltas that the program applies; `guesses`: as in
-        `Unfolded`. For a plan with masked sequences, no sequence samples: the second part of the step does that.
+    def pack(self, plan: StepPlan, deltas: PageDeltas, draft_numbers: Int32 | None = None) -> Int32:
+        """Packs a plan that fits the bucket. `deltas`: the page deltas that the program applies; `draft_numbers`: as in
+        `FlatPlan`. For a plan with masked sequences, no sequence samples: the second part of the step does that.
         """
         packed = np.zeros(self.size, np.int32)
         one_part = plan.masked is None
@@ -89,7 +89,7 @@ class StepLayout:
         rows[:sequences] = plan.rows
         rows[sequences:] = self.dump_row
         kv_lens[:sequences] = plan.kv_lens
-        flags[:sequences] = _flags(plan, plan.samples if one_part else None, guesses)
+        flags[:sequences] = _flags(plan, plan.samples if one_part else None, draft_numbers)
         np.cumsum(plan.query_lens, out=query_starts[1 : sequences + 1])
         query_starts[sequences + 1 :] = plan.num_tokens
         delta_rows[: len(deltas.rows)] = deltas.rows
@@ -136,15 +136,15 @@ class SampleLayout:
         rows, kv_lens, flags = packed[1 : 1 + 3 * self._rows].reshape(3, self._rows)
         return SampleInputs(packed[0], rows, kv_lens, flags, packed[1 + 3 * self._rows :].reshape(-1, self._words))
 
-    def pack(self, plan: StepPlan, masks: TokenMasks, guesses: Int32 | None = None) -> Int32:
-        """Packs a plan with at most this number of rows, and the masks of its masked sequences. `guesses`: as in
-        `Unfolded`."""
+    def pack(self, plan: StepPlan, masks: TokenMasks, draft_numbers: Int32 | None = None) -> Int32:
+        """Packs a plan with at most this number of rows, and the masks of its masked sequences. `draft_numbers`: as in
+        `FlatPlan`."""
         packed = np.zeros(self.size, np.int32)
         packed[0] = plan.top_logprobs
         count = len(plan.rows)
         fields = packed[1 : 1 + 3 * self._rows].reshape(3, self._rows)
         fields[0, count:] = self._dump_row
-        fields[:, :count] = (plan.rows, plan.kv_lens, _flags(plan, plan.samples, guesses))
+        fields[:, :count] = (plan.rows, plan.kv_lens, _flags(plan, plan.samples, draft_numbers))
         words = packed[1 + 3 * self._rows :].reshape(-1, self._words)
         words[:] = -1
         assert plan.masked is not None
@@ -152,15 +152,15 @@ class SampleLayout:
         return packed
 
 
-def _flags(plan: StepPlan, samples: Bool | None, guesses: Int32 | None) -> Int32:
+def _flags(plan: StepPlan, samples: Bool | None, draft_numbers: Int32 | None) -> Int32:
     """Flags of a plan's sequences, of which `samples` sample (None: none does)."""
     flags = np.zeros(len(plan.rows), np.int32)
     if samples is not None:
         flags += SAMPLES * samples
-    if plan.learnt is not None:
-        flags += LEARNT * plan.learnt
-    if guesses is not None:
-        flags += GUESS * guesses
+    if plan.length_on_device is not None:
+        flags += LENGTH_ON_DEVICE * plan.length_on_device
+    if draft_numbers is not None:
+        flags += DRAFT_NUMBER * draft_numbers
     return flags
 
 

@@ -18,12 +18,12 @@ from sglang_jax.jax_runner.builds import Around, Build, Builds, Executable
 from sglang_jax.jax_runner.compiler_options import options_of_step
 from sglang_jax.jax_runner.draft_model import (
     CATCH_UP_TOKENS,
+    Draft,
     DraftModel,
     DraftState,
-    Guess,
     RowState,
     make_catch_up,
-    make_guess,
+    make_draft,
 )
 from sglang_jax.jax_runner.drafts import KnownTokens, set_hints, set_known_tokens
 from sglang_jax.jax_runner.logprobs import Logprobs
@@ -62,7 +62,7 @@ class Programs:
     changes donated (KV pages are written in place) and returns it. Numpy arguments are read while the program runs, so
     they must not change afterwards.
 
-    `most_guesses`: maximum drafts of a row in a step. `draft`: the draft model or None; weights and state are then
+    `max_drafts`: maximum drafts of a row in a step. `draft`: the draft model or None; weights and state are then
     those of both models.
     """
 
@@ -75,7 +75,7 @@ class Programs:
         page_size: int,
         mesh: Mesh | None = None,
         table: TableLayout = ONE_GROUP,
-        most_guesses: int = 0,
+        max_drafts: int = 0,
         draft: DraftModel | None = None,
     ) -> None:
         self._model = model if draft is None else draft.beside(model)
@@ -86,18 +86,18 @@ class Programs:
         self._page_size = page_size
         self._mesh = mesh
         self.table = table
-        self._most_guesses = most_guesses
+        self._max_drafts = max_drafts
         self.buckets = buckets
         self.dump_row = state.last_tokens.shape[0] - 1
         self.vocab_size = state.sampling.vocab_size
         self.layouts = {bucket: StepLayout(bucket, self.dump_row, states=table.states) for bucket in buckets}
         words = mask_words(self.vocab_size)
         self.sample_layouts = {rows: SampleLayout(rows, words, self.dump_row) for rows in {one.rows for one in buckets}}
-        self.settles_states = table.states and most_guesses > 0
+        self.settles_states = table.states and max_drafts > 0
         self.row_update_sizes = tuple(sorted({1, min(8, self.dump_row), self.dump_row}))
         self.text_sizes = self.row_update_sizes[:2]  # each text takes as much memory as a context
         rows = self.dump_row
-        self.guess_sizes = () if draft is None else tuple(b.rows for b in buckets.decode if b.rows < rows) or (rows,)
+        self.draft_sizes = () if draft is None else tuple(b.rows for b in buckets.decode if b.rows < rows) or (rows,)
         self.catch_up_sizes = () if draft is None else CATCH_UP_TOKENS
         self._logits_columns: int | None = None
         self.builds = Builds()
@@ -128,10 +128,10 @@ class Programs:
         )
         return state, outputs
 
-    def guess(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
-        """Runs the draft model's guesses for one of `guess_sizes` rows; see `pack_guesses`."""
+    def draft(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
+        """Runs the draft model's drafts for one of `draft_sizes` rows; see `pack_drafts`."""
         size = packed.shape[1]
-        program = self.builds.get(f"guess {size} rows", lambda: self._build_guess(size))
+        program = self.builds.get(f"draft {size} rows", lambda: self._build_draft(size))
         return self._run_draft(program, weights, state, packed)
 
     def catch_up(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
@@ -162,7 +162,7 @@ class Programs:
         """Moves the states after rows' last accepted drafts to their slots; see `make_settle`."""
         assert state.known is not None, "a runner that drafts"
         program = self.builds.get("settle states", self._build_settle)
-        states = program(states_of(state.kv), state.page_table, state.known.right, packed)
+        states = program(states_of(state.kv), state.page_table, state.known.accepted, packed)
         return replace(state, kv=with_states(state.kv, states))
 
     def update_rows(self, sampling: SamplingState, packed: Int32) -> SamplingState:
@@ -216,7 +216,7 @@ class Programs:
         steps = list(dict.fromkeys(map(str, (mixed[-1], decode[-1], decode[0]))))
         later = {str(bucket) for bucket in self.buckets}
         later |= {f"sample {rows} rows" for rows in self.sample_layouts if rows < mixed[-1].rows}
-        later |= {f"guess {size} rows" for size in self.guess_sizes[:-1]}
+        later |= {f"draft {size} rows" for size in self.draft_sizes[:-1]}
         return [*steps, *(name for name in self.builders() if name not in later)]
 
     def build(self, names: Iterable[str], progress: Callable[[int, int, str], None]) -> None:
@@ -239,10 +239,10 @@ class Programs:
         usable = None if self.builds.complete else partial(self._is_built, masked)
         return self.buckets.pick(num_tokens, num_rows, num_decode, usable)
 
-    def guess_size(self, rows: int) -> int:
-        """The smallest of `guess_sizes` for `rows` rows, preferring built programs during background builds."""
-        sizes = [size for size in self.guess_sizes if size >= rows]
-        built = [size for size in sizes if self.builds.complete or f"guess {size} rows" in self.builds]
+    def draft_size(self, rows: int) -> int:
+        """The smallest of `draft_sizes` for `rows` rows, preferring built programs during background builds."""
+        sizes = [size for size in self.draft_sizes if size >= rows]
+        built = [size for size in sizes if self.builds.complete or f"draft {size} rows" in self.builds]
         return (built or sizes)[0]
 
     def _is_built(self, masked: bool, bucket: Bucket) -> bool:
@@ -254,7 +254,7 @@ class Programs:
         return {
             **{str(bucket): partial(self._build_step, bucket) for bucket in steps},
             **{f"sample {rows} rows": partial(self._build_sample, rows) for rows in sorted(self.sample_layouts)},
-            **{f"guess {size} rows": partial(self._build_guess, size) for size in self.guess_sizes},
+            **{f"draft {size} rows": partial(self._build_draft, size) for size in self.draft_sizes},
             **{f"catch up {size} tokens": partial(self._build_catch_up, size) for size in self.catch_up_sizes},
             **{f"update {size} rows": partial(self._build_row_updates, size) for size in self.row_update_sizes},
             **{
@@ -275,7 +275,7 @@ class Programs:
     def _build_step(self, bucket: Bucket) -> Executable:
         layout = self.layouts[bucket]
         step = jax.jit(
-            make_step(self._model, layout, self._page_size, self._mesh, self.table, self._most_guesses),
+            make_step(self._model, layout, self._page_size, self._mesh, self.table, self._max_drafts),
             donate_argnums=1,
             out_shardings=(self._placement, self._outputs_placement()),
         )
@@ -290,15 +290,15 @@ class Programs:
         device = jax.devices()[0] if self._mesh is None else self._mesh.devices.flat[0]
         return options_of_step(device.platform, device.device_kind, decode_only)
 
-    def _build_guess(self, rows: int) -> Executable:
-        build = make_guess(self._draft_model, rows, self._page_size, self._mesh, self.table)
-        return self._build_draft(build, (2, rows), decode_only=True)
+    def _build_draft(self, rows: int) -> Executable:
+        build = make_draft(self._draft_model, rows, self._page_size, self._mesh, self.table)
+        return self._compile_draft(build, (2, rows), decode_only=True)
 
     def _build_catch_up(self, tokens: int) -> Executable:
         build = make_catch_up(self._draft_model, tokens, self._page_size, self._mesh, self.table)
-        return self._build_draft(build, (3, tokens), decode_only=False)
+        return self._compile_draft(build, (3, tokens), decode_only=False)
 
-    def _build_draft(self, run: Guess, packed: tuple[int, int], *, decode_only: bool) -> Executable:
+    def _compile_draft(self, run: Draft, packed: tuple[int, int], *, decode_only: bool) -> Executable:
         placement, _ = self._parts(self._placement)
         program = jax.jit(run, donate_argnums=1, out_shardings=placement)
         weights = self._draft_model.own(self._weight_shapes)
@@ -320,7 +320,7 @@ class Programs:
     def _build_sample(self, rows: int) -> Executable:
         layout = self.sample_layouts[rows]
         sample = jax.jit(
-            make_sample(layout, self._mesh, self._most_guesses),
+            make_sample(layout, self._mesh, self._max_drafts),
             donate_argnums=0,
             out_shardings=(SampledState.of(self._placement), self._whole()),
         )
@@ -362,7 +362,7 @@ class Programs:
         run = make_settle(self.dump_row, self.table.slots)
         settle = jax.jit(run, donate_argnums=0, out_shardings=states_of(self._placement.kv))
         packed = _integers(2, self.dump_row)
-        return settle.lower(states_of(shapes.kv), shapes.page_table, known.right, packed).compile()
+        return settle.lower(states_of(shapes.kv), shapes.page_table, known.accepted, packed).compile()
 
     def _build_occurrences(self) -> Executable:
         update = jax.jit(set_occurrences, donate_argnums=0, out_shardings=self._placement.sampling)

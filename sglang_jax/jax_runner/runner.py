@@ -17,7 +17,7 @@ from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
 from sglang_jax.jax_runner.step import DeviceState, KVCaches, StepOutputs, Weights, empty_rows, pack_settled
 from sglang_jax.jax_runner.warmup import warmup_plan
-from sglang_jax.runner.drafts import Unfolded, fold, pack_hints, pack_texts, unfold
+from sglang_jax.runner.drafts import FlatPlan, flatten_drafts, pack_hints, pack_texts, restore_rows
 from sglang_jax.runner.expert_load import ExpertLoad, load_since
 from sglang_jax.runner.page_tables import side_by_side
 from sglang_jax.runner.plan import (
@@ -29,11 +29,11 @@ from sglang_jax.runner.plan import (
     StepResult,
     TokenMasks,
     TopLogprobs,
+    check_page_bounds,
     mask_words,
     one_each,
     refuse_drafts,
     refuse_drafts_of_states,
-    refuse_foreign_memory,
     refuse_states,
 )
 from sglang_jax.runner.protocol import RunnerReport
@@ -48,21 +48,21 @@ class JaxStep:
     """A launched step. JAX dispatches asynchronously, and reading an output waits for it. `second`: starts the second
     part, which completes `outputs`; None without one. `max_samples`: of the runner."""
 
-    unfolded: Unfolded
+    flat: FlatPlan
     outputs: StepOutputs
     max_samples: int
-    second: Callable[[Unfolded, StepOutputs, TokenMasks], StepOutputs] | None = None
+    second: Callable[[FlatPlan, StepOutputs, TokenMasks], StepOutputs] | None = None
 
     @property
     def plan(self) -> StepPlan:
         """The plan with one sequence per sampling query."""
-        return self.unfolded.plan
+        return self.flat.plan
 
     def sample(self, masks: TokenMasks) -> None:
         """See `StepHandle`. Raises `RuntimeError` for a step that does not wait for masks."""
         if self.second is None:
             raise RuntimeError(f"step {self.plan.step} waits for no masks")
-        self.outputs, self.second = self.second(self.unfolded, self.outputs, masks), None
+        self.outputs, self.second = self.second(self.flat, self.outputs, masks), None
 
     def result(self) -> StepResult:
         """Blocks until the step has run, and copies only the outputs that the plan asks for to the host."""
@@ -73,7 +73,7 @@ class JaxStep:
         if plan.top_logprobs != NO_LOGPROBS:
             logprobs = _on_host(outputs.logprobs, 0, len(plan.rows), plan.top_logprobs)
         found = StepResult(*one_each(tokens, plan.samples), logprobs, self._prompt_logprobs())
-        return fold(self.unfolded, found, self.max_samples)
+        return restore_rows(self.flat, found, self.max_samples)
 
     def _prompt_logprobs(self) -> tuple[TopLogprobs, ...]:
         plan, found = self.plan, self.outputs.prompt_logprobs
@@ -142,7 +142,7 @@ class JaxRunner:
         programs = self._programs
         names = programs.needed_first() if first_only else list(programs.builders())
         steps = [bucket for bucket in programs.buckets if str(bucket) in names]
-        drafts = [] if self._drafter is None else [name for name in names if name.startswith(("guess", "catch up"))]
+        drafts = [] if self._drafter is None else [name for name in names if name.startswith(("draft", "catch up"))]
         rows = {bucket.rows for bucket in steps if f"sample {bucket.rows} rows" in names}
         total = len(names) + len(steps) + len(rows) + len(drafts)
         programs.build(names, lambda done, _, what: progress(done, total, what))
@@ -187,46 +187,46 @@ class JaxRunner:
             refuse_states(plan)
         else:
             refuse_drafts_of_states(plan, self._spec)
-        refuse_foreign_memory(plan, self._spec)
+        check_page_bounds(plan, self._spec)
         if self._waiting is not None and self._waiting.second is not None:
             raise RuntimeError(
                 f"step {plan.step} was launched while step {self._waiting.plan.step} waits for its masks"
             )
-        unfolded = unfold(plan)
-        plan = unfolded.plan
+        flat = flatten_drafts(plan)
+        plan = flat.plan
         masked = plan.masked is not None
         bucket = self._programs.pick(plan.num_tokens, len(plan.rows), plan.num_decode, masked=masked)
         self._replace_rows(plan.row_updates)
         deltas = side_by_side(plan.page_deltas, self._programs.table.starts)
-        deltas = self._apply_excess(deltas, 0 if self._guesses(unfolded) else bucket.deltas)
+        deltas = self._apply_excess(deltas, 0 if self._has_drafts(flat) else bucket.deltas)
         if self._drafter is not None:
-            if self._guesses(unfolded):
-                self._state = self._drafter.guess(self._state, unfolded)
-            self._drafter.launched(unfolded)
-        packed = self._programs.layouts[bucket].pack(plan, deltas, unfolded.guesses)
+            if self._has_drafts(flat):
+                self._state = self._drafter.draft(self._state, flat)
+            self._drafter.launched(flat)
+        packed = self._programs.layouts[bucket].pack(plan, deltas, flat.draft_numbers)
         with jax.profiler.StepTraceAnnotation("step", step_num=plan.step) if self._profiling else nullcontext():
             self._state, outputs = self._programs.step(bucket, self._weights, self._state, packed)
         if plan.masked is None:
-            self._settle(unfolded)
+            self._settle(flat)
             outputs.tokens.copy_to_host_async()
             outputs = replace(outputs, logits=outputs.tokens)  # frees the logits, which are not needed any more
-            return JaxStep(unfolded, outputs, self._spec.max_samples)
-        self._waiting = JaxStep(unfolded, outputs, self._spec.max_samples, self._sample)
+            return JaxStep(flat, outputs, self._spec.max_samples)
+        self._waiting = JaxStep(flat, outputs, self._spec.max_samples, self._sample)
         return self._waiting
 
-    def _sample(self, unfolded: Unfolded, outputs: StepOutputs, masks: TokenMasks) -> StepOutputs:
+    def _sample(self, flat: FlatPlan, outputs: StepOutputs, masks: TokenMasks) -> StepOutputs:
         """Runs the second part of a step."""
-        packed = self._programs.sample_layouts[len(outputs.logits)].pack(unfolded.plan, masks, unfolded.guesses)
+        packed = self._programs.sample_layouts[len(outputs.logits)].pack(flat.plan, masks, flat.draft_numbers)
         self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs, packed)
-        self._settle(unfolded)
+        self._settle(flat)
         tokens.copy_to_host_async()
         return StepOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
 
-    def _settle(self, unfolded: Unfolded) -> None:
+    def _settle(self, flat: FlatPlan) -> None:
         """After sampling, moves the states after rows' last accepted drafts to their slots."""
         programs = self._programs
-        if programs.settles_states and unfolded.guesses.any():
-            packed = pack_settled(unfolded, self._spec.max_rows, programs.dump_row, programs.table.first_draft_slot)
+        if programs.settles_states and flat.draft_numbers.any():
+            packed = pack_settled(flat, self._spec.max_rows, programs.dump_row, programs.table.first_draft_slot)
             self._state = programs.settle(self._state, packed)
 
     def start_profile(self, folder: str) -> None:
@@ -294,9 +294,9 @@ class JaxRunner:
                 known = self._programs.set_hints(known, pack_hints(hints, size, self._programs.dump_row))
         self._state = replace(self._state, sampling=sampling, known=known)
 
-    def _guesses(self, unfolded: Unfolded) -> bool:
-        """Whether a draft model has to guess for the plan."""
-        return self._drafter is not None and bool(unfolded.guesses.any())
+    def _has_drafts(self, flat: FlatPlan) -> bool:
+        """Whether a draft model has to draft for the plan."""
+        return self._drafter is not None and bool(flat.draft_numbers.any())
 
     def _apply_excess(self, deltas: PageDeltas, most: int) -> PageDeltas:
         """Applies all deltas if they are more than the step's program takes. Returns those left for the step."""

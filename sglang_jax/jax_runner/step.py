@@ -22,7 +22,7 @@ from sglang_jax.jax_runner.sampling_state import SamplingState
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.part import States
-from sglang_jax.runner.drafts import REFUSED, Unfolded
+from sglang_jax.runner.drafts import REJECTED, FlatPlan
 from sglang_jax.runner.page_tables import ONE_GROUP, TableLayout
 from sglang_jax.runner.plan import INVALID_TOKEN, NO_LOGPROBS, Int32, RunnerSpec
 
@@ -54,7 +54,7 @@ class DeviceState:
     - `page_table`: int32 `[rows + 1, columns]`, for all cache groups (see `TableLayout`); the dump row has page 0 only.
     - `last_tokens`: int32 `[rows + 1]`, the last sample of each row.
     - `known`: the rows' texts, if steps have drafts.
-    - `drafted`: the guesses of a draft model, if there is one.
+    - `drafted`: the drafts of a draft model, if there is one.
     """
 
     kv: KVCaches
@@ -87,16 +87,17 @@ class SampledState:
         return Sequences.with_drafts(flags, rows, kv_lens, last_tokens, self.known, self.drafted)
 
     def after(
-        self, sequences: Sequences, rows: jax.Array, tokens: jax.Array, most_guesses: int
+        self, sequences: Sequences, rows: jax.Array, tokens: jax.Array, max_drafts: int
     ) -> tuple[SampledState, jax.Array]:
         """The state after the sequences of a step have sampled `tokens` `[R]`; and the tokens for the host."""
         samples, told, last = sequences.samples, tokens, sequences.samples
         known, drafted = self.known, self.drafted
-        if known is not None and sequences.guesses is not None:
-            kept, last = kept_samples(sequences.guesses, sequences.own, tokens, most_guesses)
-            told = jnp.where(kept | ~samples, tokens, REFUSED)
+        if known is not None and sequences.draft_numbers is not None:
+            kept, last = kept_samples(sequences.draft_numbers, sequences.own, tokens, max_drafts)
+            told = jnp.where(kept | ~samples, tokens, REJECTED)
             samples, last = samples & kept, samples & last
-            known = known.append(rows, sequences.kv_lens, tokens, samples).judge(rows, sequences.guesses, last)
+            known = known.append(rows, sequences.kv_lens, tokens, samples)
+            known = known.set_accepted(rows, sequences.draft_numbers, last)
             drafted = None if drafted is None else drafted.up_to(known)
         sampled = samples & (tokens != INVALID_TOKEN) & self.sampling.penalised[rows]
         state = SampledState(
@@ -113,9 +114,9 @@ class SampledState:
 class StepOutputs:
     """The outputs of a step: `tokens` int32 `[R]`, and logprobs of these and of prompt tokens (`[R]` and `[T]`).
 
-    A token sampled after a rejected draft is `REFUSED`. Logprobs are zeros if the plan asks for none; `prompt_logprobs`
-    is None in a decode program. `logits`: `[R, columns]`, after the last query of each sequence, from which the second
-    part of a step samples.
+    A token sampled after a rejected draft is `REJECTED`. Logprobs are zeros if the plan asks for none;
+    `prompt_logprobs` is None in a decode program. `logits`: `[R, columns]`, after the last query of each sequence,
+    from which the second part of a step samples.
     """
 
     tokens: jax.Array
@@ -128,15 +129,15 @@ EmptyRows = tuple[jax.Array, jax.Array, SamplingState, KnownTokens | None, Draft
 
 
 def empty_rows(spec: RunnerSpec, placement: NamedSharding | None, *, drafted: bool = False) -> EmptyRows:
-    """Empty page table, last tokens, sampling state, texts (if steps have drafts) and guesses (if a draft model makes
+    """Empty page table, last tokens, sampling state, texts (if steps have drafts) and drafts (if a draft model makes
     them), with the dump row, replicated on every device of every node."""
 
     def make() -> EmptyRows:
         rows = spec.max_rows + 1
         page_table = jnp.zeros((rows, spec.table_columns), jnp.int32)
         known = KnownTokens.empty(rows, spec.max_context) if spec.max_samples > 1 else None
-        guessed = DraftedTokens.empty(rows, spec.max_samples - 1) if drafted else None
-        return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size), known, guessed
+        drafted_tokens = DraftedTokens.empty(rows, spec.max_samples - 1) if drafted else None
+        return page_table, jnp.zeros(rows, jnp.int32), SamplingState.empty(rows, spec.vocab_size), known, drafted_tokens
 
     return jax.jit(make, out_shardings=placement)()
 
@@ -153,10 +154,10 @@ def build_batch(
     page_size: int,
     num_slots: int,
     table: TableLayout = ONE_GROUP,
-    guesses: jax.Array | None = None,
+    draft_numbers: jax.Array | None = None,
 ) -> ForwardBatch:
     """The forward batch of `num_slots` (T) tokens, with the position and the KV slot of each. `own` `[R]`: the token of
-    each decode sequence; `guesses`: as in `Sequences`."""
+    each decode sequence; `draft_numbers`: as in `Sequences`."""
     places = jnp.arange(num_slots, dtype=jnp.int32)
     if inputs.tokens.shape[0] == 0:
         sequences, tokens = places, own
@@ -178,12 +179,12 @@ def build_batch(
     states = None
     if table.slots is not None:
         slots = own_table[:, table.slots]
-        states = _state_rows(inputs, slots, sequences, places, table.first_draft_slot, guesses)
+        states = _state_rows(inputs, slots, sequences, places, table.first_draft_slot, draft_numbers)
     # If all layers keep states, there are no pages, and none are read.
     tables = [own_table[:, first:last] for first, last in table.paged] or [jnp.zeros_like(inputs.rows)[:, None]]
     first, *further = map(pages_of, tables)
     # A row whose logits were not finite has no token; its request ends when the host finds out. Neither has a draft
-    # without a guess.
+    # without a draft.
     tokens = jnp.where(real & (tokens >= 0), tokens, 0)
     return ForwardBatch(
         tokens=tokens,
@@ -204,14 +205,14 @@ def _state_rows(
     sequences: jax.Array,
     places: jax.Array,
     first_draft_slot: int,
-    guesses: jax.Array | None,
+    draft_numbers: jax.Array | None,
 ) -> StateRows:
     """The places of the sequences' states; `slots` `[R]`: of their rows."""
     # Targets are the sequences' own slots. Starting from the source instead costs nothing, unlike a copy.
     copied = slots[:, None] == inputs.copy_targets
     begin = jnp.where(copied.any(1), jnp.where(copied, inputs.copy_sources, 0).sum(1), slots)
     decode_only, own = inputs.tokens.shape[0] == 0, slots
-    drafts = guesses if decode_only else None  # steps with prompts have none
+    drafts = draft_numbers if decode_only else None  # steps with prompts have none
     if drafts is not None:
         own = jnp.where(drafts > 0, first_draft_slot - 1 + jnp.cumsum(drafts > 0), slots)
     return StateRows(
@@ -233,12 +234,12 @@ def make_step(
     page_size: int,
     mesh: Mesh | None = None,
     table: TableLayout = ONE_GROUP,
-    most_guesses: int = 0,
+    max_drafts: int = 0,
 ) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
     """The step of one bucket as a function of (weights, state, packed plan); donate the state.
 
     `mesh`: over which weights and KV are sharded; None for one device. `table`: of the model's cache groups.
-    `most_guesses`: maximum drafts of a row, above 0 if the state has the rows' texts.
+    `max_drafts`: maximum drafts of a row, above 0 if the state has the rows' texts.
 
     The logits are an output for steps with a second part. For others they only cost memory, as the sampler reads them
     from there anyway.
@@ -258,7 +259,7 @@ def make_step(
         before = SampledState.of(state)
         sequences = before.inputs_of(inputs.flags, inputs.rows, inputs.kv_lens)
         inputs = replace(inputs, kv_lens=sequences.kv_lens)
-        batch = build_batch(inputs, page_table, sequences.own, page_size, bucket.tokens, table, sequences.guesses)
+        batch = build_batch(inputs, page_table, sequences.own, page_size, bucket.tokens, table, sequences.draft_numbers)
         batch = whole(batch)
         hidden, kv = model.forward(weights, batch, state.kv)
         before = replace(before, drafted=_computed_with(before.drafted, inputs, bucket))
@@ -266,7 +267,7 @@ def make_step(
         logits = model.logits(weights, last_hidden)
         with jax.named_scope("sample"):
             tokens = reader.sample(logits, state.sampling, inputs.rows, inputs.kv_lens, sequences.samples)
-        sampled, told = before.after(sequences, inputs.rows, tokens, most_guesses)
+        sampled, told = before.after(sequences, inputs.rows, tokens, max_drafts)
         new_state = DeviceState(kv, page_table, sampled.last_tokens, sampled.sampling, sampled.known, sampled.drafted)
         logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, vocab_size)
         of_prompts = None
@@ -288,7 +289,7 @@ def _computed_with(drafted: DraftedTokens | None, inputs: StepInputs, bucket: Bu
 
 
 def make_sample(
-    layout: SampleLayout, mesh: Mesh | None = None, most_guesses: int = 0
+    layout: SampleLayout, mesh: Mesh | None = None, max_drafts: int = 0
 ) -> Callable[[SampledState, jax.Array, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
     """The second part of a step with masks, as a function of (state, logits `[R, columns]`, the first part's tokens
     `[R]`, packed plan and masks); donate the state. Returns tokens and logprobs as in `StepOutputs`.
@@ -305,7 +306,7 @@ def make_sample(
         sequences = state.inputs_of(inputs.flags, inputs.rows, inputs.kv_lens)
         masks = Masks(inputs.masks, first != INVALID_TOKEN)
         tokens = reader.sample(logits, state.sampling, inputs.rows, sequences.kv_lens, sequences.samples, masks)
-        new_state, told = state.after(sequences, inputs.rows, tokens, most_guesses)
+        new_state, told = state.after(sequences, inputs.rows, tokens, max_drafts)
         logprobs = _logprobs_of(reader, logits, tokens, inputs.top_logprobs, state.sampling.vocab_size)
         return new_state, (told, logprobs)
 
@@ -324,14 +325,14 @@ def _logprobs_of(
 
 
 def make_settle(dump_row: int, slots: int) -> Callable[[list[States], jax.Array, jax.Array, jax.Array], list[States]]:
-    """A function of (pools of states, donated, page table, `KnownTokens.right`, packed rows) to run after a step with
-    drafts: it copies the state after each row's last accepted draft to the row's slot. `slots`: the page table's column
+    """A function of (pools of states, donated, page table, `KnownTokens.accepted`, packed rows) to run after a step
+    with drafts: it copies the state after each row's last accepted draft to the row's slot. `slots`: the page table's column
     of slots; `packed`: see `pack_settled`."""
 
-    def settle(states: list[States], page_table: jax.Array, right: jax.Array, packed: jax.Array) -> list[States]:
+    def settle(states: list[States], page_table: jax.Array, accepted: jax.Array, packed: jax.Array) -> list[States]:
         rows, first_drafts = packed
-        own, right = page_table[rows, slots], right[rows]
-        sources = jnp.where(right > 0, first_drafts + right - 1, own)
+        own, accepted = page_table[rows, slots], accepted[rows]
+        sources = jnp.where(accepted > 0, first_drafts + accepted - 1, own)
 
         def one(number: jax.Array, states: list[States]) -> list[States]:
             def move(pool: jax.Array) -> jax.Array:
@@ -345,15 +346,15 @@ def make_settle(dump_row: int, slots: int) -> Callable[[list[States], jax.Array,
     return settle
 
 
-def pack_settled(unfolded: Unfolded, size: int, pad_row: int, first_draft_slot: int) -> Int32:
+def pack_settled(flat: FlatPlan, size: int, pad_row: int, first_draft_slot: int) -> Int32:
     """The rows of a plan with drafts, and the slot of the state after the first draft of each: int32 `[2, size]`.
     Unused entries have row `pad_row`."""
     packed = np.zeros((2, size), np.int32)
     packed[0] = pad_row
-    drafts = unfolded.guesses > 0
-    firsts = unfolded.guesses == 1
+    drafts = flat.draft_numbers > 0
+    firsts = flat.draft_numbers == 1
     count = int(np.count_nonzero(firsts))
-    packed[0, :count] = unfolded.plan.rows[firsts]
+    packed[0, :count] = flat.plan.rows[firsts]
     packed[1, :count] = (first_draft_slot - 1 + np.cumsum(drafts))[firsts]
     return packed
 

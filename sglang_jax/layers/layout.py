@@ -20,11 +20,11 @@ from sglang_jax.layers.sharding import named_sharding
 class Layout(Protocol):
     """The layout of a matrix in memory. Layouts are compared by value, so that layers with equal ones share a trace."""
 
-    def arrange(self, kernel: Parameter, inputs: int) -> None:
+    def repack(self, kernel: Parameter, inputs: int) -> None:
         """Changes a loaded kernel `[*in, *out]`, with `inputs` input axes, or its shape, to this layout."""
         ...
 
-    def arrange_rows(self, rows: Parameter) -> None:
+    def repack_rows(self, rows: Parameter) -> None:
         """Changes values per output, loaded as `[*out]`, to the layout of the result of `multiply`."""
         ...
 
@@ -35,13 +35,13 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class InputsFirst:
+class InOutLayout:
     """`[*in, *out]`, the layout of loading and storing."""
 
-    def arrange(self, kernel: Parameter, inputs: int) -> None:
+    def repack(self, kernel: Parameter, inputs: int) -> None:
         """Does nothing: it has this layout."""
 
-    def arrange_rows(self, rows: Parameter) -> None:
+    def repack_rows(self, rows: Parameter) -> None:
         """Does nothing: the layout is the same."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
@@ -53,10 +53,10 @@ class InputsFirst:
 class Table:
     """Embeddings `[out, in]` that are also the head."""
 
-    def arrange(self, kernel: Parameter, inputs: int) -> None:
+    def repack(self, kernel: Parameter, inputs: int) -> None:
         """Does nothing: embeddings have this layout."""
 
-    def arrange_rows(self, rows: Parameter) -> None:
+    def repack_rows(self, rows: Parameter) -> None:
         """Does nothing: the layout is the same."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
@@ -65,15 +65,15 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputsFirst:
-    """`[*out, *in]`, which XLA's CPU backend reads at memory speed: see `PlatformForm`."""
+class OutInLayout:
+    """`[*out, *in]`, which XLA's CPU backend reads at memory speed: see `PlatformLayout`."""
 
-    def arrange(self, kernel: Parameter, inputs: int) -> None:
+    def repack(self, kernel: Parameter, inputs: int) -> None:
         """Moves output axes first."""
         order = (*range(inputs, len(kernel.axes)), *range(inputs))
         _rewrite(kernel, order, [(axis,) for axis in order])
 
-    def arrange_rows(self, rows: Parameter) -> None:
+    def repack_rows(self, rows: Parameter) -> None:
         """Does nothing: the layout is the same."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
@@ -82,7 +82,7 @@ class OutputsFirst:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices:
+class TwoAxisLayout:
     """`[in, out]`, or gate and up as `[2, in, out]`: the last two axes, which a TPU stores in tiles, are those of a
     product.
 
@@ -92,13 +92,13 @@ class Matrices:
     rows costs more than it saves.
     """
 
-    def arrange(self, kernel: Parameter, inputs: int) -> None:
+    def repack(self, kernel: Parameter, inputs: int) -> None:
         """Merges the input axes into one, and the output axes into one."""
         outer, columns = _outputs(kernel, inputs)
         rows = range(inputs)
         _rewrite(kernel, (*outer, *rows, *columns), [*[(axis,) for axis in outer], tuple(rows), tuple(columns)])
 
-    def arrange_rows(self, rows: Parameter) -> None:
+    def repack_rows(self, rows: Parameter) -> None:
         """Merges the output axes of each matrix into one."""
         outer, columns = _outputs(rows, 0)
         _rewrite(rows, (*outer, *columns), [*[(axis,) for axis in outer], tuple(columns)])

@@ -17,7 +17,7 @@ from sglang_jax.checkpoint.encoding import Encoding
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.cpu_kernels.block_layout import OUTPUTS
 from sglang_jax.layers.block_matrix import BlockMatrix
-from sglang_jax.layers.layout import InputsFirst, Layout
+from sglang_jax.layers.layout import InOutLayout, Layout
 from sglang_jax.layers.parameter import Parameter, Sizes, parameter
 from sglang_jax.layers.part import PartOptions
 from sglang_jax.layers.sharding import partition_spec
@@ -31,7 +31,7 @@ class Matrix(Protocol):
         `of_outputs`: see `matmul_outputs_first`."""
         ...
 
-    def arrange(self, layout: Layout) -> None:
+    def repack(self, layout: Layout) -> None:
         """Changes the loaded arrays, or their shapes, to another layout."""
         ...
 
@@ -40,7 +40,7 @@ class PlainMatrix(nnx.Module):
     """One array of plain numbers, loaded as `[*in, *out]`."""
 
     def __init__(self, kernel: Parameter, inputs: int, layout: Layout) -> None:
-        """`inputs`: number of input axes, if the kernel has the layout `InputsFirst`."""
+        """`inputs`: number of input axes, if the kernel has the layout `InOutLayout`."""
         self.kernel = kernel
         self.inputs = inputs
         self.layout = layout
@@ -48,16 +48,16 @@ class PlainMatrix(nnx.Module):
     @classmethod
     def of(cls, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], dtype: jnp.dtype) -> PlainMatrix:
         """A matrix without values. `parts`: the matrices that it consists of."""
-        return cls(parameter([*inputs, *outputs], dtype, *parts), len(inputs), InputsFirst())
+        return cls(parameter([*inputs, *outputs], dtype, *parts), len(inputs), InOutLayout())
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `Matrix`."""
         kernel = self.kernel[...]
         return self.layout.multiply(x.astype(kernel.dtype), kernel, of_outputs=of_outputs)
 
-    def arrange(self, layout: Layout) -> None:
+    def repack(self, layout: Layout) -> None:
         """See `Matrix`."""
-        layout.arrange(self.kernel, self.inputs)
+        layout.repack(self.kernel, self.inputs)
         self.layout = layout
 
 
@@ -75,7 +75,7 @@ class ScaledMatrix(nnx.Module):
         self.inputs = len(inputs)
         self.input_axes = (Axis.TOKENS, *(axis for axis, _ in inputs))
         self.dtype = dtype
-        self.layout: Layout = InputsFirst()
+        self.layout: Layout = InOutLayout()
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `Matrix`."""
@@ -97,28 +97,28 @@ class ScaledMatrix(nnx.Module):
         product = self.layout.multiply(x, values.astype(self.dtype), of_outputs=of_outputs)
         return product.reshape(len(x), *scales.shape) * scales
 
-    def arrange(self, layout: Layout) -> None:
+    def repack(self, layout: Layout) -> None:
         """See `Matrix`."""
-        layout.arrange(self.values, self.inputs)
-        layout.arrange_rows(self.scales)
+        layout.repack(self.values, self.inputs)
+        layout.repack_rows(self.scales)
         self.layout = layout
 
 
-class FewOrMany(nnx.Module):
+class TwoFormMatrix(nnx.Module):
     """A matrix in two formats: in blocks for steps of few rows, and another one for other steps."""
 
-    def __init__(self, few: BlockMatrix, many: PlainMatrix) -> None:
-        self.few, self.many = few, many
+    def __init__(self, blocks: BlockMatrix, plain: PlainMatrix) -> None:
+        self.blocks, self.plain = blocks, plain
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
         """See `Matrix`."""
-        if self.few.serves(len(x)):
-            return self.few.multiply(x.astype(self.many.kernel.dtype))
-        return self.many.multiply(x, of_outputs=of_outputs)
+        if self.blocks.serves(len(x)):
+            return self.blocks.multiply(x.astype(self.plain.kernel.dtype))
+        return self.plain.multiply(x, of_outputs=of_outputs)
 
-    def arrange(self, layout: Layout) -> None:
+    def repack(self, layout: Layout) -> None:
         """See `Matrix`. Blocks have only one layout: see `BlockMatrix.pack`."""
-        self.many.arrange(layout)
+        self.plain.repack(layout)
 
 
 def matrix_for(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartOptions) -> Matrix:
@@ -133,4 +133,4 @@ def matrix_for(inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: Pa
     product, rows = options.block_products(encoding), math.prod(size for _, size in outputs)
     if product is None or rows % OUTPUTS:
         return plain
-    return FewOrMany(BlockMatrix(product, math.prod(size for _, size in inputs), outputs, parts), plain)
+    return TwoFormMatrix(BlockMatrix(product, math.prod(size for _, size in inputs), outputs, parts), plain)

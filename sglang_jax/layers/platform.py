@@ -12,7 +12,7 @@ _BITS = {jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16), jnp.dtype(jnp.float8_e4
 
 
 @dataclass(frozen=True, slots=True)
-class PlatformForm:
+class PlatformLayout:
     """The layouts that a platform computes with.
 
     - `kv_as_bits`: bfloat16 and float8 keys and values are stored as integers with the same bits (see
@@ -26,7 +26,7 @@ class PlatformForm:
       `layers.parameter.matmul_outputs_first`. For CPUs with AMX: all products of a decode step of SmolLM2-135M take
       10.5 ms instead of 27 at two rows, and 27 ms instead of 35 at 32. Without AMX, on a busy machine, neither layout
       was clearly faster, and the plain one reached 0.8 of memory speed on an AMD EPYC.
-    - `matrices`: weights of products have two axes (see `layout.Matrices`). With more, libtpu 0.0.51 copied the
+    - `matrices`: weights of products have two axes (see `layout.TwoAxisLayout`). With more, libtpu 0.0.51 copied the
       projections of Llama-3.1-8B in each step of 256 rows, 142 us a layer on v6e by its own estimate.
     - `wide_activations`: activations between products are float32, and are rounded to the weights' dtype for a product
       or the cache. XLA's CPU backend computes bfloat16 in float32 and rounds after each operation, and after each
@@ -47,7 +47,7 @@ class PlatformForm:
     computes_again_for_each_reader: bool
 
     @classmethod
-    def of(cls, platform: str) -> PlatformForm:
+    def of(cls, platform: str) -> PlatformLayout:
         """The layouts for `cpu`, `gpu` or `tpu`."""
         on_cpu = platform == "cpu"
         return cls(

@@ -2,7 +2,7 @@
 
 model = build_model(config, dtype=jnp.bfloat16, attention=AttentionImplementation.XLA)   # shapes only
 load_weights(model, reader, config, mesh)                # sglang_jax.jax_runner.weights
-model.arrange()                                          # into the layout that the platform computes with
+model.repack()                                          # into the layout that the platform computes with
 kv_caches = allocate(kv_cache_spec(config, jnp.bfloat16, num_pages, page_size), mesh)
 graph, state = nnx.split(model)                          # inside a jitted function: model = nnx.merge(graph, state)
 hidden, kv_caches = model(batch, kv_caches)              # [T, hidden_size]; donate kv_caches
@@ -18,7 +18,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.quantization import Encodings, all_plain
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.layers.block_matrix import BlockProducts, no_blocks
-from sglang_jax.layers.platform import PlatformForm
+from sglang_jax.layers.platform import PlatformLayout
 from sglang_jax.models.kv_cache import KVCaches, KVCacheSpec, StateDtypes, allocate, bytes_of_groups, kv_cache_spec
 from sglang_jax.models.parameters import check_shapes
 from sglang_jax.models.transformer import Transformer
@@ -60,7 +60,7 @@ def build_model(
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype)}")
-    form = PlatformForm.of(platform or jax.default_backend())
+    form = PlatformLayout.of(platform or jax.default_backend())
     model = Transformer(
         config,
         dtype=jnp.dtype(dtype),

@@ -22,7 +22,7 @@ from sglang_jax.architectures.model_config import (
 from sglang_jax.kernels.causal_convolution import tail_shape
 from sglang_jax.kernels.kv_storage import page_shape
 from sglang_jax.layers.part import LayerMemory, States
-from sglang_jax.layers.platform import PlatformForm
+from sglang_jax.layers.platform import PlatformLayout
 from sglang_jax.layers.sharding import KV_AXES, MESH_AXIS, named_sharding
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -107,7 +107,7 @@ def kv_cache_spec(
     - `platform`: JAX's default if None. `state_dtypes`: float32 if None.
     - `count_experts`: whether layers count the tokens that choose each expert.
     """
-    form = PlatformForm.of(platform or jax.default_backend())
+    form = PlatformLayout.of(platform or jax.default_backend())
     groups = group_of_layers(config)
     counts = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(cache_groups(config))
     slots = num_slots(config, counts)

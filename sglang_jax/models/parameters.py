@@ -17,7 +17,7 @@ from sglang_jax.models.transformer import Transformer
 HEAD = ParameterName(Part.HEAD)
 """A model with tied embeddings may have none: it then uses the embeddings."""
 
-_BETWEEN = ("matrix", "many")
+_BETWEEN = ("matrix", "plain")
 """Attributes between a layer and the arrays of its matrix, which names in Orbax checkpoints leave out."""
 
 

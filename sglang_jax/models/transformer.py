@@ -20,12 +20,12 @@ from sglang_jax.layers.attention import with_write_plan
 from sglang_jax.layers.batch import ForwardBatch
 from sglang_jax.layers.block_matrix import BlockMatrix, BlockProducts, no_blocks
 from sglang_jax.layers.embedding import Embedding
-from sglang_jax.layers.layout import Layout, Matrices, OutputsFirst, Table
+from sglang_jax.layers.layout import Layout, OutInLayout, Table, TwoAxisLayout
 from sglang_jax.layers.linear import Linear
-from sglang_jax.layers.matrix import FewOrMany, PlainMatrix, matrix_for
+from sglang_jax.layers.matrix import PlainMatrix, TwoFormMatrix, matrix_for
 from sglang_jax.layers.norm import Norm
 from sglang_jax.layers.part import LayerMemory, LayerStep, PartOptions, RotaryTables
-from sglang_jax.layers.platform import PlatformForm
+from sglang_jax.layers.platform import PlatformLayout
 from sglang_jax.layers.rotary import rotary_tables, rotary_tables_once
 from sglang_jax.models.decoder_layer import DecoderLayer
 from sglang_jax.models.kv_cache import KVCaches
@@ -59,7 +59,7 @@ class Transformer(nnx.Module):
         dtype: jnp.dtype,
         kv_dtype: jnp.dtype,
         attention: AttentionImplementation,
-        form: PlatformForm,
+        form: PlatformLayout,
         encodings: Encodings = all_plain,
         block_products: BlockProducts = no_blocks,
     ) -> None:
@@ -84,7 +84,7 @@ class Transformer(nnx.Module):
         self.group_of_layer = group_of_layers(config)
         self.form = form
 
-    def arrange(self, devices: int = 1) -> None:
+    def repack(self, devices: int = 1) -> None:
         """Changes the weights, or their shapes, to the layout that the platform computes with, after they were loaded
         to `devices` devices.
 
@@ -99,35 +99,35 @@ class Transformer(nnx.Module):
             self.put_outputs_first()
 
     def put_in_matrices(self) -> None:
-        """Gives every matrix of the layers one axis of inputs and one of outputs: see `PlatformForm`."""
-        self._arrange_layers(Matrices())
+        """Gives every matrix of the layers one axis of inputs and one of outputs: see `PlatformLayout`."""
+        self._repack_layers(TwoAxisLayout())
 
     def put_outputs_first(self) -> None:
-        """Stores every matrix as `[out, in]`: see `PlatformForm`. Tied embeddings have this layout already, so a model
-        with them needs no separate head."""
-        self._arrange_layers(OutputsFirst())
+        """Stores every matrix as `[out, in]`: see `PlatformLayout`. Tied embeddings have this layout already, so a
+        model with them needs no separate head."""
+        self._repack_layers(OutInLayout())
         if self.config.tie_word_embeddings:
-            self._share_table(OutputsFirst())
+            self._share_table(OutInLayout())
         else:
-            self.head.arrange(OutputsFirst())
+            self.head.repack(OutInLayout())
 
-    def _arrange_layers(self, layout: Layout) -> None:
+    def _repack_layers(self, layout: Layout) -> None:
         for _, module in nnx.iter_modules(self):
             if isinstance(module, Linear):
-                module.matrix.arrange(layout)
+                module.matrix.repack(layout)
 
     def _share_table(self, layout: Layout) -> None:
         """Makes the embeddings the head, too."""
         shared = PlainMatrix(self.embedding.table, 1, layout)
-        if isinstance(self.head, FewOrMany):
-            self.head.many = shared
+        if isinstance(self.head, TwoFormMatrix):
+            self.head.plain = shared
         else:
             self.head = shared
 
     @property
     def has_own_head(self) -> bool:
         """Whether the head is a separate array, and not the embeddings."""
-        plain = self.head.many if isinstance(self.head, FewOrMany) else self.head
+        plain = self.head.plain if isinstance(self.head, TwoFormMatrix) else self.head
         return not (isinstance(plain, PlainMatrix) and plain.kernel is self.embedding.table)
 
     def __call__(self, batch: ForwardBatch, kv_caches: KVCaches) -> tuple[jax.Array, KVCaches]:

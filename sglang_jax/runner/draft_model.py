@@ -1,10 +1,10 @@
-"""The parts of a draft model that both backends share. A draft model is a smaller model that guesses the samples of the
+"""The parts of a draft model that both backends share. A draft model is a smaller model that drafts the samples of the
 main one.
 
 Its layers are further layers of the model, with separate cache groups (`PoolSpec.draft`): scheduler and cache handle
 them like any other group. Steps with chunks compute the draft model together with the model. Steps of decode rows do
 not; before one with drafts, it computes the tokens that it has missed of each row with drafts (`DraftLag`), and then
-one guess after the other.
+one draft after the other.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from sglang_jax.checkpoint.resolve import resolve_tokenizer
 from sglang_jax.checkpoint.token_table import load_token_table
 from sglang_jax.config import EngineConfig, SpeculativeAlgorithm
 from sglang_jax.errors import CheckpointError, ConfigError
-from sglang_jax.runner.drafts import Unfolded
+from sglang_jax.runner.drafts import FlatPlan
 from sglang_jax.runner.plan import Int32
 from sglang_jax.runner.sizing import GroupMemory, Memory
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 2
-"""Tokens of a row that its first guess computes: the token sampled last, and the last guess of the previous step, which
-is not computed yet if all guesses were accepted."""
+"""Tokens of a row that its first draft computes: the token sampled last, and the last draft of the previous step, which
+is not computed yet if all drafts were accepted."""
 
 
 def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | None:
     """The draft model's checkpoint at `speculative_draft_model_path`, for the model of `checkpoint`; None without one.
 
-    It gets as many positions as the model, since guesses beyond its own are checked like any others.
+    It gets as many positions as the model, since drafts beyond its own are checked like any others.
 
     **Raises:** `ConfigError` for a draft model with another vocabulary or with recurrent states, without a path, and
     for a path without effect; `CheckpointError` for a draft model that cannot be read.
@@ -59,7 +59,7 @@ def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | Non
     _refuse_other_tokens(config, checkpoint, draft)
     if model.keeps_states:
         raise ConfigError(
-            f"speculative_draft_model_path {path} has layers with recurrent states, which wrong guesses would "
+            f"speculative_draft_model_path {path} has layers with recurrent states, which wrong drafts would "
             "corrupt: choose a draft model with attention layers only"
         )
     longest = max(model.max_position, checkpoint.config.longest_context)
@@ -73,13 +73,13 @@ def _refuse_other_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Ch
     if config.tokenizer_path is not None:
         own = resolve_tokenizer(config.tokenizer_path, config.tokenizer_revision)
     try:
-        tokens, guessed = load_token_table(own).tokens, load_token_table(draft.tokenizer_source).tokens
+        tokens, others = load_token_table(own).tokens, load_token_table(draft.tokenizer_source).tokens
     except CheckpointError as error:
         logger.warning("The draft model's vocabulary was not compared with the main model's: %s", error)
         return
-    if tokens == guessed:
+    if tokens == others:
         return
-    for number, (mine, other) in enumerate(zip(tokens, guessed, strict=False)):
+    for number, (mine, other) in enumerate(zip(tokens, others, strict=False)):
         if mine and other and mine != other:
             raise ConfigError(
                 f"speculative_draft_model_path {config.speculative_draft_model_path}: token {number} is {other!r} "
@@ -97,26 +97,26 @@ class DraftLag:
     """An upper bound of the tokens of each row that the draft model has not computed, which every rank derives from the
     plans.
 
-    Only the device knows which guesses were accepted, and skips tokens that are computed already.
+    Only the device knows which drafts were accepted, and skips tokens that are computed already.
     """
 
     def __init__(self, max_rows: int) -> None:
         self._behind: NDArray[np.intp] = np.zeros(max_rows, np.intp)
 
-    def missed(self, unfolded: Unfolded) -> tuple[Int32, Int32]:
+    def missed(self, flat: FlatPlan) -> tuple[Int32, Int32]:
         """The rows with drafts of a plan to be run whose draft model is behind by more than `AT_ONCE` tokens, and by
         how many more: `[rows]` both."""
-        rows = unfolded.plan.rows[unfolded.guesses == 1]
+        rows = flat.plan.rows[flat.draft_numbers == 1]
         count = self._behind[rows] - AT_ONCE
         late = count > 0
         return rows[late], count[late].astype(np.int32)
 
-    def launched(self, unfolded: Unfolded) -> None:
+    def launched(self, flat: FlatPlan) -> None:
         """Notes that a plan was launched."""
-        plan, guesses = unfolded.plan, unfolded.guesses
+        plan, draft_numbers = flat.plan, flat.draft_numbers
         decoding, chunks = plan.rows[: plan.num_decode], plan.rows[plan.num_decode :]
         behind = self._behind[decoding]
         in_step = (behind <= 1) & (len(chunks) > 0)  # the step with chunks computed it, too
         self._behind[decoding] = np.where(in_step, 1, behind + 1)
-        self._behind[plan.rows[guesses > 0]] = AT_ONCE
+        self._behind[plan.rows[draft_numbers > 0]] = AT_ONCE
         self._behind[chunks] = 1

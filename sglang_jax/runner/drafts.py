@@ -24,7 +24,7 @@ from sglang_jax.runner.plan import (
     TopLogprobs,
 )
 
-REFUSED = -3
+REJECTED = -3
 """Replaces a token that was sampled after a rejected draft."""
 
 SHORTEST_MATCH, LONGEST_MATCH = 2, 4
@@ -32,61 +32,61 @@ SHORTEST_MATCH, LONGEST_MATCH = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Unfolded:
+class FlatPlan:
     """A plan whose decode sequences have one query each.
 
     - `plan`: one sequence per query of the original decode rows, and the chunks.
-    - `guesses`: `[sequences]`, for a draft its number within its row, from 1; otherwise 0.
+    - `draft_numbers`: `[sequences]`, for a draft its number within its row, from 1; otherwise 0.
     - `firsts`: `[n]`, the (first) sequence of each sequence of the original plan.
     """
 
     plan: StepPlan
-    guesses: Int32
+    draft_numbers: Int32
     firsts: Int32
 
 
-def unfold(plan: StepPlan) -> Unfolded:
+def flatten_drafts(plan: StepPlan) -> FlatPlan:
     """Makes each query of a sequence with drafts a sequence that samples, in order."""
     sequences = len(plan.rows)
     drafted = plan.tokens == DRAFT
     if not drafted.any():
-        return Unfolded(plan, np.zeros(sequences, np.int32), np.arange(sequences, dtype=np.int32))
+        return FlatPlan(plan, np.zeros(sequences, np.int32), np.arange(sequences, dtype=np.int32))
     starts = np.cumsum(plan.query_lens) - plan.query_lens
     drafts = np.add.reduceat(drafted, starts)
     times = 1 + drafts
     firsts = np.cumsum(times) - times
-    guesses = np.arange(int(times.sum())) - np.repeat(firsts, times)
-    unfolded = replace(
+    draft_numbers = np.arange(int(times.sum())) - np.repeat(firsts, times)
+    flat = replace(
         plan,
         rows=np.repeat(plan.rows, times),
         num_decode=plan.num_decode + int(times[drafts > 0].sum()),
         query_lens=np.repeat(np.where(drafts > 0, 1, plan.query_lens), times).astype(np.int32),
-        kv_lens=(np.repeat(plan.kv_lens - drafts, times) + guesses).astype(np.int32),
+        kv_lens=(np.repeat(plan.kv_lens - drafts, times) + draft_numbers).astype(np.int32),
         samples=np.repeat(plan.samples, times),
-        learnt=None if plan.learnt is None else np.repeat(plan.learnt, times),
+        length_on_device=None if plan.length_on_device is None else np.repeat(plan.length_on_device, times),
         masked=None if plan.masked is None else np.repeat(plan.masked, times),
         prompt_logprobs=tuple(
             replace(wanted, sequence=int(firsts[wanted.sequence])) for wanted in plan.prompt_logprobs
         ),
     )
-    return Unfolded(unfolded, guesses.astype(np.int32), firsts.astype(np.int32))
+    return FlatPlan(flat, draft_numbers.astype(np.int32), firsts.astype(np.int32))
 
 
-def fold(unfolded: Unfolded, found: StepResult, width: int) -> StepResult:
-    """The result of the original plan, from that of the unfolded one (`found`), with `REFUSED` after rejected drafts.
+def restore_rows(flat: FlatPlan, found: StepResult, width: int) -> StepResult:
+    """The result of the original plan, from that of the flat one (`found`), with `REJECTED` after rejected drafts.
     `width`: the runner's `max_samples`."""
-    firsts, sequences = unfolded.firsts, len(unfolded.guesses)
+    firsts, sequences = flat.firsts, len(flat.draft_numbers)
     if len(firsts) == sequences:
         return found
     times = np.diff(firsts, append=sequences)
     own = np.minimum(firsts[:, None] + np.arange(width), sequences - 1)
-    tokens = np.where(np.arange(width) < times[:, None], found.tokens[own, 0], REFUSED)
-    counts = (tokens != REFUSED).sum(axis=1) * (found.counts[firsts] > 0)
+    tokens = np.where(np.arange(width) < times[:, None], found.tokens[own, 0], REJECTED)
+    counts = (tokens != REJECTED).sum(axis=1) * (found.counts[firsts] > 0)
     logprobs = found.logprobs
     if logprobs is not None:
         places = own.reshape(-1)
         logprobs = TopLogprobs(logprobs.logprobs[places], logprobs.top_ids[places], logprobs.top_logprobs[places])
-    tokens = np.where(tokens == REFUSED, INVALID_TOKEN, tokens).astype(np.int32)
+    tokens = np.where(tokens == REJECTED, INVALID_TOKEN, tokens).astype(np.int32)
     return StepResult(tokens, counts.astype(np.int32), logprobs, found.prompt_logprobs)
 
 

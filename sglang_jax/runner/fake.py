@@ -183,7 +183,7 @@ class FakeRunner:
             assert plan.samples[plan.masked].all(), "a mask for a sequence that does not sample"
             ends = np.cumsum(plan.query_lens)[plan.masked] - 1
             assert (plan.tokens[ends] != DRAFT).all(), "a masked sequence with drafts"
-        assert plan.learnt is None or self._spec.max_samples > 1, "the runner was not asked to learn lengths"
+        assert plan.length_on_device is None or self._spec.max_samples > 1, "the runner was not asked to learn lengths"
         assert plan.num_tokens <= self._spec.token_budget, f"{plan.num_tokens} tokens in one step"
         assert plan.samples[: plan.num_decode].all()
         assert int(plan.kv_lens.max()) <= self._spec.max_context
@@ -256,7 +256,7 @@ class FakeRunner:
         """Position of a sequence's first query."""
         row, length = int(plan.rows[index]), int(plan.query_lens[index])
         start = int(plan.kv_lens[index]) - length
-        if plan.learnt is not None and plan.learnt[index]:
+        if plan.length_on_device is not None and plan.length_on_device[index]:
             assert self._kv_lens[row] <= start, f"row {row} is at {self._kv_lens[row]}, the plan says at most {start}"
             return int(self._kv_lens[row])
         return start
@@ -308,7 +308,7 @@ class FakeRunner:
 
     @staticmethod
     def _kept_tokens(tokens: int, drafts: int, sampled: int) -> int:
-        """How many of a sequence's tokens, of which `drafts` are guesses, belong to the row after `sampled` samples:
+        """How many of a sequence's tokens, of which `drafts` are drafts, belong to the row after `sampled` samples:
         the last sample is of the token after them."""
         return tokens - drafts + max(sampled - 1, 0)
 
@@ -337,8 +337,8 @@ class FakeRunner:
         width = tokens.shape[1]
         drafts = np.add.reduceat(plan.tokens == DRAFT, np.cumsum(plan.query_lens) - plan.query_lens).tolist()
         seen: list[int] = []
-        for queries, guessed in zip(seen_after, drafts, strict=True):
-            seen += (queries[-1 - guessed :] + [0] * width)[:width]
+        for queries, count in zip(seen_after, drafts, strict=True):
+            seen += (queries[-1 - count :] + [0] * width)[:width]
         return _report(seen, tokens.reshape(-1), plan.top_logprobs)
 
     def _prompt_logprobs(self, asked: PromptLogprobs, plan: StepPlan, seen_after: list[list[int]]) -> TopLogprobs:

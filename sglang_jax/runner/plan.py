@@ -32,7 +32,7 @@ MASK_WORD = 32
 """Tokens per word of a mask."""
 
 DRAFT = -2
-"""In `StepPlan.tokens`, after a `LAST_TOKEN`: the runner's guess of the row's next token. Only for runners whose
+"""In `StepPlan.tokens`, after a `LAST_TOKEN`: the runner's draft of the row's next token. Only for runners whose
 `RunnerSpec.max_samples` is above 1."""
 
 
@@ -161,7 +161,7 @@ class SamplingUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """The text of a row's new request, from which drafts are guessed: `tokens` `[tokens]`, prompt and kept output. The
+    """The text of a row's new request, from which the runner drafts: `tokens` `[tokens]`, prompt and kept output. The
     runner adds tokens that are sampled later."""
 
     row: int
@@ -218,10 +218,10 @@ class StepPlan:
     - `tokens`: `[sum(query_lens)]`, the source of each query's token: an id, `LAST_TOKEN` or `DRAFT`.
     - `samples`: `[n]` True if the sequence samples a token after its last query; False for a chunk that does not end
       its prompt, or whose request only scores the prompt. The token sampled last becomes the row's last token.
-    - `learnt`: `[n]` True if the sequence continues where the row's previous step ends, which only the device knows
-      while that step is in flight; `kv_lens` is then the maximum. None if this applies to no sequence. Only for runners
-      whose `RunnerSpec.max_samples` is above 1. A sequence with drafts samples after its last token and after each
-      correct draft, up to the first wrong one.
+    - `length_on_device`: `[n]` True if the sequence continues where the row's previous step ends, which only the device
+      knows while that step is in flight; `kv_lens` is then the maximum. None if this applies to no sequence. Only for
+      runners whose `RunnerSpec.max_samples` is above 1. A sequence with drafts samples after its last token and after
+      each correct draft, up to the first wrong one.
     - `masked`: `[n]` True if the sequence samples under a mask; such a sequence has no drafts. The step then runs in
       two parts: `Runner.launch` starts the forward pass, and `StepHandle.sample`, which supplies the masks, samples for
       all sequences. None if no sequence is masked; the step then has one part.
@@ -245,7 +245,7 @@ class StepPlan:
     samples: Bool
     page_deltas: tuple[PageDeltas, ...]
     copies: tuple[SlotCopies, ...] = ()
-    learnt: Bool | None = None
+    length_on_device: Bool | None = None
     masked: Bool | None = None
     row_updates: RowUpdates = NO_UPDATES
     top_logprobs: int = NO_LOGPROBS
@@ -330,7 +330,7 @@ def refuse_drafts(plan: StepPlan) -> None:
 
     **Raises:** `ValueError` for a plan with drafts, or with rows that learn their length on the device.
     """
-    if plan.learnt is not None or int(plan.tokens.min()) < LAST_TOKEN:
+    if plan.length_on_device is not None or int(plan.tokens.min()) < LAST_TOKEN:
         raise ValueError(f"step {plan.step} has drafts, or rows after drafts: this runner samples one token a row")
 
 
@@ -347,7 +347,7 @@ def refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
         raise ValueError(f"step {plan.step} has drafts alongside prompts: their states would be lost")
 
 
-def refuse_foreign_memory(plan: StepPlan, spec: RunnerSpec) -> None:
+def check_page_bounds(plan: StepPlan, spec: RunnerSpec) -> None:
     """Checks that every page and slot is inside its pool, and that no row is longer than its page table. On a device,
     such a fault would end the process without an error.
 

@@ -80,7 +80,7 @@ class Runner(Protocol):
     def report(self) -> RunnerReport: ...
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """Of each layer with experts, the tokens of all launched steps since warm-up, guessed ones included and padding
+        """Of each layer with experts, the tokens of all launched steps since warm-up, drafted ones included and padding
         not; waits until those steps have run. Empty unless `enable_expert_distribution_metrics`."""
         ...
 

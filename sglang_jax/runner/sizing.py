@@ -280,7 +280,7 @@ def describe_pools(memory: Memory, sizes: Sizes, page_size: int) -> str:
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
     ]
     if sizes.draft_slots:
-        parts.append(f"{sizes.draft_slots} states after guesses in {_mib(sizes.draft_slots * _slot_bytes(memory))}")
+        parts.append(f"{sizes.draft_slots} states after drafts in {_mib(sizes.draft_slots * _slot_bytes(memory))}")
     return ", ".join(parts)
 
 

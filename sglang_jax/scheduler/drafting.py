@@ -89,7 +89,7 @@ class WhatPays:
 
     def __init__(self, max_rows: int, max_samples: int, *, one_by_one: bool = False) -> None:
         self._one_by_one = one_by_one
-        self._guess_seconds, self._guess_hope = 0.0, 1.0
+        self._draft_seconds, self._draft_hope = 0.0, 1.0
         self._right: Float64 = np.zeros(max_rows)
         self._tried: Float64 = np.zeros(max_rows)
         self._idle: Int32 = np.zeros(max_rows, np.int32)
@@ -130,7 +130,7 @@ class WhatPays:
         seconds = self._expect(len(rows))
         self._to_spend += _PROBE_SHARE * seconds
         idle = np.flatnonzero((self._idle[rows] >= _PROBE_EVERY) & (most > 1))[: room - len(rows)]
-        cost = self._seconds.get(_padded(len(rows) + len(idle)), seconds) - seconds + self._guess_seconds
+        cost = self._seconds.get(_padded(len(rows) + len(idle)), seconds) - seconds + self._draft_seconds
         if cost > self._to_spend:
             return idle[:0]
         self._to_spend -= cost
@@ -152,9 +152,9 @@ class WhatPays:
         """See `Drafting`."""
         if self._one_by_one and most_drafts:
             own = max(seconds - self._expect(queries), 0.0) / most_drafts
-            self._guess_seconds, self._guess_hope = _learn(self._guess_seconds, own), 1.0
+            self._draft_seconds, self._draft_hope = _learn(self._draft_seconds, own), 1.0
             return
-        self._guess_hope = max(_HOPE * self._guess_hope, 1e-3)
+        self._draft_hope = max(_HOPE * self._draft_hope, 1e-3)
         size = _padded(queries)
         self._seconds[size], self._hopes[size] = _learn(self._seconds.get(size), max(seconds, _LEAST_SECONDS)), 1.0
         for other in self._seconds:
@@ -182,7 +182,7 @@ class WhatPays:
         larger = min((took for other, took in hoped.items() if other > size), default=math.inf)
         smaller = max((other for other in hoped if other <= size), default=0)
         own = min(hoped[smaller], larger) if smaller else 0.5 * larger
-        return own + most_drafts * self._guess_hope * self._guess_seconds
+        return own + most_drafts * self._draft_hope * self._draft_seconds
 
 
 def _learn(known: float | None, seconds: float) -> float:

@@ -171,14 +171,14 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
     """A request got its row for the first time, `queue_seconds` after its arrival. `cached_tokens`: prompt tokens found
-    in the prefix cache; `prompt_tokens`: of the prompt, with all earlier turns of a session; `guesses`: whether the
+    in the prefix cache; `prompt_tokens`: of the prompt, with all earlier turns of a session; `drafting`: whether the
     engine speculates."""
 
     id: int
     cached_tokens: int
     queue_seconds: float = 0.0
     prompt_tokens: int = 0
-    guesses: bool = False
+    drafting: bool = False
 
 
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):

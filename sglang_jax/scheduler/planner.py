@@ -198,7 +198,7 @@ class Planner:
             samples=self._yes[:count],
             page_deltas=self._cache.take_deltas(),
             copies=self._cache.take_copies(rows, step),
-            learnt=self._learnt(rows),
+            length_on_device=self._lengths_on_device(rows),
             masked=masked,
             row_updates=self._row_updates(()),
             top_logprobs=self._top_logprobs(rows),
@@ -231,12 +231,12 @@ class Planner:
         tokens[np.cumsum(widths) - widths] = LAST_TOKEN
         return int(np.count_nonzero(widths == 1)), widths, tokens
 
-    def _learnt(self, rows: Index) -> Bool | None:
+    def _lengths_on_device(self, rows: Index) -> Bool | None:
         """Which rows start where a step in flight ends, bool `[rows]`; None if none do."""
         if self._max_samples == 1:
             return None
-        learnt: Bool = self._rows.last_step[rows] > self._cache.finished_step
-        return learnt if learnt.any() else None
+        length_on_device: Bool = self._rows.last_step[rows] > self._cache.finished_step
+        return length_on_device if length_on_device.any() else None
 
     def _work(self) -> list[int]:
         """Remaining tokens of each running prompt."""
@@ -322,7 +322,7 @@ class Planner:
             samples=samples,
             page_deltas=self._cache.take_deltas(),
             copies=self._cache.take_copies(rows, step),
-            learnt=self._learnt_beside(decode.rows, len(chunks)),
+            length_on_device=self._lengths_on_device_mixed(decode.rows, len(chunks)),
             masked=masked,
             row_updates=self._row_updates(newcomers),
             top_logprobs=self._top_logprobs(rows[picks]),
@@ -343,10 +343,10 @@ class Planner:
         texts = [TextUpdate(one.row, one.token_slice(0, one.prefill_len)) for one in newcomers if one.samples]
         return RowUpdates(sampling, tuple(texts), hints)
 
-    def _learnt_beside(self, decode_rows: Index, chunks: int) -> Bool | None:
-        """Like `_learnt`, with chunks after the decode rows, whose starts the host knows."""
-        learnt = self._learnt(decode_rows)
-        return None if learnt is None else np.concatenate((learnt, np.zeros(chunks, np.bool_)))
+    def _lengths_on_device_mixed(self, decode_rows: Index, chunks: int) -> Bool | None:
+        """Like `_lengths_on_device`, with chunks after the decode rows, whose starts the host knows."""
+        length_on_device = self._lengths_on_device(decode_rows)
+        return None if length_on_device is None else np.concatenate((length_on_device, np.zeros(chunks, np.bool_)))
 
     def _top_logprobs(self, rows: Index) -> int:
         if not self._rows.num_with_logprobs or not len(rows):

@@ -49,12 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (FAMILY, Backend.TORCH, True),
         ("mamba2", Backend.TORCH, False),
     ],
-    ids=lambda param: f"{param[0]}-{param[1].value}{' with guesses' if param[2] else ''}",
+    ids=lambda param: f"{param[0]}-{param[1].value}{' with drafts' if param[2] else ''}",
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     """States beside pages, and states alone. Guesses are as many as fit, as the scheduler is not told of them and does
     not go by the time that they take."""
-    family, backend, guesses = request.param
+    family, backend, drafting = request.param
     folder = make_tiny_checkpoint(tmp_path_factory.mktemp(family), family)
     config = EngineConfig(
         model_path=str(folder),
@@ -70,7 +70,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         skip_warmup=True,
         debug_memory=True,
     )
-    algorithm = SpeculativeAlgorithm.NGRAM if guesses else SpeculativeAlgorithm.NONE
+    algorithm = SpeculativeAlgorithm.NGRAM if drafting else SpeculativeAlgorithm.NONE
     loading = config.model_copy(update={"speculative_algorithm": algorithm})
     runner = load_backend(loading)(loading, open_checkpoint(str(folder)))
     yield make_tiny_model(family), config, runner

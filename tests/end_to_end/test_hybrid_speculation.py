@@ -1,4 +1,4 @@
-"""Guessing tokens of models that keep recurrent states changes no token: wrong guesses leave nothing in them."""
+"""Guessing tokens of models that keep recurrent states changes no token: wrong drafts leave nothing in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRAFT, WINDOWS = SpeculativeAlgorithm.DRAFT, "gemma3"
 SOAK = pytest.mark.soak
 
 CHANGES = {CONVOLUTIONS: {"layer_types": ["full_attention", "conv"]}}
-"""Of the first layer's inputs a state has the same behind guesses of one token over and over, right or wrong."""
+"""Of the first layer's inputs a state has the same behind drafts of one token over and over, right or wrong."""
 
 
 @pytest.fixture(
@@ -55,10 +55,10 @@ CHANGES = {CONVOLUTIONS: {"layer_types": ["full_attention", "conv"]}}
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     family, backend, *by_draft = request.param
     folder = Path(tmp_path_factory.mktemp(family))
-    guesses: dict[str, object] = {"speculative_algorithm": SpeculativeAlgorithm.NGRAM}
+    drafting: dict[str, object] = {"speculative_algorithm": SpeculativeAlgorithm.NGRAM}
     if by_draft:
         draft = tiny(WINDOWS, folder / "draft")
-        guesses = {"speculative_algorithm": DRAFT, "speculative_draft_model_path": str(draft.source.path)}
+        drafting = {"speculative_algorithm": DRAFT, "speculative_draft_model_path": str(draft.source.path)}
     with pytest.MonkeyPatch.context() as patch:
         checkpoint = mixed(folder, patch) if family == MIXED else tiny(family, folder)
         config = EngineConfig(
@@ -76,7 +76,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             skip_warmup=True,
             debug_memory=True,
             speculative_num_draft_tokens=5,
-            **guesses,
+            **drafting,
         )
         runner = load_backend(config)(config, checkpoint)
     yield config, runner
@@ -112,7 +112,7 @@ def mixed(folder: Path, patch: pytest.MonkeyPatch) -> Checkpoint:
 def test_outputs_are_the_same_with_guesses_and_without(
     served: tuple[EngineConfig, Runner], at_once: int, reuse: bool
 ) -> None:
-    """Eight requests leave room for eight guesses a step."""
+    """Eight requests leave room for eight drafts a step."""
     right = check_same_outputs(*served, count=15, at_once=at_once, reuse=reuse, words=3, atol=2e-5)
     assert right > 5, "hardly any guess was right"
 
@@ -121,8 +121,8 @@ def test_outputs_are_the_same_with_guesses_and_without(
 def test_states_that_take_in_wrong_guesses_are_noticed(
     served: tuple[EngineConfig, Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A planted fault: after a step with guesses a row goes on from the state behind its own token."""
+    """A planted fault: after a step with drafts a row goes on from the state behind its own token."""
     monkeypatch.setattr(TorchRunner, "_settle_states", lambda self, *arguments: None)
-    monkeypatch.setattr(JaxRunner, "_settle", lambda self, unfolded: None)
+    monkeypatch.setattr(JaxRunner, "_settle", lambda self, flat: None)
     with pytest.raises(AssertionError):
         check_same_outputs(*served, count=15, at_once=1, reuse=False, words=3, atol=2e-5)

@@ -1,5 +1,5 @@
 """Guessing tokens changes how many steps an output takes, and no token of it: real models on both backends, with the
-guesses that their runners make."""
+drafts that their runners make."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def backend_of_many(request: pytest.FixtureRequest) -> str:
 def served_to_many(
     request: pytest.FixtureRequest, backend_of_many: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple]:
-    """With room for guesses next to 32 requests."""
+    """With room for drafts next to 32 requests."""
     case = FAMILIES["gemma3"]
     folder, draft = (Path(tmp_path_factory.mktemp(name)) for name in ("model", "draft"))
     make_tiny_checkpoint(folder, case.architecture, **case.changes)
@@ -171,7 +171,7 @@ def served_to_many(
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("at_once", [1, 8, 32])
 def test_many_outputs_are_the_same(served_to_many: tuple[EngineConfig, Runner], at_once: int, reuse: bool) -> None:
-    """200 requests, greedy and sampled, some with stop strings, some under a grammar; as many guesses as fit, and as
+    """200 requests, greedy and sampled, some with stop strings, some under a grammar; as many drafts as fit, and as
     pay."""
     for adaptive in (False, True):
         check_same_outputs(*served_to_many, count=200, at_once=at_once, reuse=reuse, adaptive=adaptive)

@@ -146,8 +146,8 @@ async def test_streams_that_nobody_reads_have_a_size_together(monkeypatch: pytes
     await client.close()
 
 
-@pytest.mark.parametrize("guesses", [True, False])
-async def test_a_stop_string_ends_an_output_with_what_came_of_its_guesses(guesses: bool) -> None:
+@pytest.mark.parametrize("drafting", [True, False])
+async def test_a_stop_string_ends_an_output_with_what_came_of_its_guesses(drafting: bool) -> None:
     """The core has no last word on it, in which it says so of others."""
     core = ScriptedCore()
     client = core.client()
@@ -161,13 +161,13 @@ async def test_a_stop_string_ends_an_output_with_what_came_of_its_guesses(guesse
             StepOutputs(
                 ids=np.array([number] * len(text), "<i8").tobytes(),
                 tokens=np.array(list(text.encode()), "<i4").tobytes(),
-                started=[Started(number, 0, guesses=guesses)] if text == "ab" else [],
-                drafts=np.array([(number, *one) for one in drafts if guesses], "<i8").tobytes(),
+                started=[Started(number, 0, drafting=drafting)] if text == "ab" else [],
+                drafts=np.array([(number, *one) for one in drafts if drafting], "<i8").tobytes(),
             )
         )
     output = await reader
     assert output.text == "abc"
-    assert output.drafts == (DraftCounts(2, 8, 5) if guesses else None)
+    assert output.drafts == (DraftCounts(2, 8, 5) if drafting else None)
     assert core.stopped == [number]
 
 

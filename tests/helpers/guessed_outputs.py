@@ -1,4 +1,4 @@
-"""Outputs with guessed tokens and without, of a runner that guesses: they must be the same."""
+"""Outputs with drafted tokens and without, of a runner that drafts: they must be the same."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def stopped_at(tokens: Sequence[int], stop: Sequence[str]) -> int | None:
 
 def requests(count: int, words: int | None = None) -> list[tuple[list[int], SamplingParams, int]]:
     """Prompts that repeat themselves, some of which begin alike; ways to sample; logprobs or none. `words`: outputs are
-    of so many tokens alone, so that guesses are right at random, whatever a model likes to say."""
+    of so many tokens alone, so that drafts are right at random, whatever a model likes to say."""
     rng = np.random.default_rng(count)
     made = []
     shared = np.tile(rng.integers(10, TINY_VOCAB_SIZE, 6), 5).tolist()

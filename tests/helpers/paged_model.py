@@ -73,7 +73,7 @@ class PagedModel:
         )
         load_weights(model, checkpoint.reader, checkpoint.config, mesh, quantization)
         if mesh.size == 1:
-            model.arrange()
+            model.repack()
         graph, self.state = nnx.split(model)
         spec = kv_cache_spec(parallel.config, stored, 1 + ROWS * columns, page_size)
         self.num_groups = num_paged_groups(parallel.config)

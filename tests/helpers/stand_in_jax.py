@@ -66,7 +66,7 @@ def stand_in_runner(
     window: int | None = None,
 ) -> JaxRunner:
     """A runner of the stand-in, whose unused pages hold NaN: reading one shows. `draft`: the weights of another one
-    that guesses; `window`: see `windows_of_layers`."""
+    that drafts; `window`: see `windows_of_layers`."""
     models = 1 if draft is None else 2
     names = ("full", "draft full")[:models]
     pools = tuple(PoolSpec(name, CacheKind.FULL, num_pages, page_size, draft=name != "full") for name in names)
@@ -94,7 +94,7 @@ def stand_in_runner(
         Buckets.ladder(max_rows, token_budget, page_size, len(pools)),
         page_size,
         table=TableLayout.of(spec),
-        most_guesses=max_samples - 1,
+        max_drafts=max_samples - 1,
         draft=None if draft is None else DraftModel(STAND_IN, (1,), len(draft), LAYERS, (None,)),
     )
     return JaxRunner(programs, on_device, kv, spec, {})

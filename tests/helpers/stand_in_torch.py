@@ -68,7 +68,7 @@ def stand_in_runner(
     window: int | None = None,
 ) -> TorchRunner:
     """A runner of the stand-in on the CPU. One that drafts captures no steps with prompts. `draft`: the weights of
-    another one that guesses; `window`: see `windows_of_layers`."""
+    another one that drafts; `window`: see `windows_of_layers`."""
     names = ("full",) if draft is None else ("full", "draft full")
     pools = tuple(PoolSpec(name, CacheKind.FULL, num_pages, page_size, draft=name != "full") for name in names)
     if window is not None:

@@ -79,7 +79,7 @@ def calibrated(
     model = build_model(parallel.config, dtype=kind, attention=attention, kv_dtype=jnp.dtype(jnp.int8))
     load_weights(model, reader, checkpoint.config, mesh)
     if devices == 1:
-        model.arrange()
+        model.repack()
     calibrate_kv_scales(model, parallel, mesh, dtype=kind, page_size=page_size)
     found = [layer.attention.kv_scales.get_value() for layer in model.layers if layer.attention is not None]
     assert all(scales.dtype == jnp.float32 for scales in found)

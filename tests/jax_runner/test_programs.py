@@ -244,10 +244,10 @@ def test_a_draft_model_guesses_for_more_rows_until_programs_for_fewer_are_built(
     held = Held(monkeypatch, 4, draft=True)
     held.runner.warm_up(lambda done, total, what: None, first_only=True)
     programs = held.runner._programs
-    assert programs.guess_size(1) == programs.guess_sizes[-1]
+    assert programs.draft_size(1) == programs.draft_sizes[-1]
     held.release.set()
     wait_until(lambda: not held.runner.report().programs_left)
-    assert programs.guess_size(1) == programs.guess_sizes[0] < programs.guess_sizes[-1]
+    assert programs.draft_size(1) == programs.draft_sizes[0] < programs.draft_sizes[-1]
     held.runner.close()
 
 

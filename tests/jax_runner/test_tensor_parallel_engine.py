@@ -26,7 +26,7 @@ from pathlib import Path
 from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax import Engine, SamplingParams, json_grammar, regex_grammar
 from sglang_jax.config import EngineConfig
-from sglang_jax.layers.platform import PlatformForm
+from sglang_jax.layers.platform import PlatformLayout
 
 # A vocabulary that no number of devices divides: each pads it.
 folder = make_tiny_checkpoint(
@@ -57,8 +57,8 @@ def run(tp_size):
 
 alone = run(1)
 # As a TPU has its weights.
-in_matrices = replace(PlatformForm.of("cpu"), matrices=True)
-PlatformForm.of = lambda platform: in_matrices
+in_matrices = replace(PlatformLayout.of("cpu"), matrices=True)
+PlatformLayout.of = lambda platform: in_matrices
 for tp_size in map(int, sys.argv[3:]):
     assert run(tp_size) == alone, tp_size
 """

@@ -21,7 +21,7 @@ from sglang_jax.jax_runner.weights import load_weights
 from sglang_jax.layers.batch import ForwardBatch, GroupPages
 from sglang_jax.layers.parameter import matmul, matmul_outputs_first
 from sglang_jax.layers.part import LayerMemory, LayerStep
-from sglang_jax.layers.platform import PlatformForm
+from sglang_jax.layers.platform import PlatformLayout
 from sglang_jax.layers.sharding import make_mesh
 from sglang_jax.models import AttentionImplementation, KVCaches, allocate, build_model, bytes_of_groups, kv_cache_spec
 from sglang_jax.models.decoder_layer import DecoderLayer
@@ -268,11 +268,11 @@ def test_outputs_come_first_on_a_cpu_with_tiles_alone(
 ) -> None:
     (tmp_path / "cpuinfo").write_text(features + "\n")
     monkeypatch.setattr(this_machine, "_CPU_FEATURES", tmp_path / "cpuinfo")
-    assert PlatformForm.of("cpu").outputs_first is expected
-    assert not PlatformForm.of("tpu").outputs_first
-    assert not PlatformForm.of("gpu").outputs_first
-    assert not PlatformForm.of("tpu").wide_activations
-    assert [PlatformForm.of(platform).matrices for platform in ("tpu", "cpu", "gpu")] == [True, False, False]
+    assert PlatformLayout.of("cpu").outputs_first is expected
+    assert not PlatformLayout.of("tpu").outputs_first
+    assert not PlatformLayout.of("gpu").outputs_first
+    assert not PlatformLayout.of("tpu").wide_activations
+    assert [PlatformLayout.of(platform).matrices for platform in ("tpu", "cpu", "gpu")] == [True, False, False]
 
 
 def test_other_types_are_refused() -> None:

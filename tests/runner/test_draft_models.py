@@ -1,4 +1,4 @@
-"""A second model that guesses: what it says changes how many steps an output takes, and no token of it; its keys and
+"""A second model that drafts: what it says changes how many steps an output takes, and no token of it; its keys and
 values are in step with the model's, whatever becomes of rows and pages. On both backends, with small models."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from helpers.stand_in_torch import stand_in_runner as stand_in_torch
 from sglang_jax.config import EngineConfig
 from sglang_jax.mem_cache.invariants import check_everything
 from sglang_jax.runner.draft_model import DraftLag
-from sglang_jax.runner.drafts import unfold
+from sglang_jax.runner.drafts import flatten_drafts
 from sglang_jax.runner.plan import DRAFT, LAST_TOKEN, PageDeltas, RunnerSpec, StepPlan
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.sampling.params import SamplingParams
@@ -171,8 +171,8 @@ def test_keys_of_the_draft_model_that_are_a_token_off_show(alike: Runner, monkey
     monkeypatch.setattr(AllThatFit, "choose", lambda self, *arguments: seldom.choose(*arguments))
     missed = DraftLag.missed
 
-    def short(self: DraftLag, unfolded: object) -> tuple[np.ndarray, np.ndarray]:
-        rows, counts = missed(self, unfolded)  # type: ignore[arg-type]
+    def short(self: DraftLag, flat: object) -> tuple[np.ndarray, np.ndarray]:
+        rows, counts = missed(self, flat)  # type: ignore[arg-type]
         return rows, np.maximum(counts - 2, 0).astype(np.int32)
 
     monkeypatch.setattr(DraftLag, "missed", short)
@@ -194,7 +194,7 @@ def test_a_group_of_the_draft_model_that_is_not_told_of_a_retraction_shows(alike
     found = serve(alike, 3, retract=7, seed=5, edit=keep_from)
     plain = serve(alike, 3, drafts=False, seed=5)
     assert found.right < found.drafts
-    assert found.outputs == plain.outputs, "guesses never show in outputs"
+    assert found.outputs == plain.outputs, "drafts never show in outputs"
 
 
 def plan(rows: list[int], widths: list[int], chunks: int = 0) -> StepPlan:
@@ -217,8 +217,8 @@ def test_what_a_draft_model_has_missed_is_known_from_the_plans() -> None:
     lag = DraftLag(4)
 
     def missed(found: StepPlan) -> dict[int, int]:
-        rows, counts = lag.missed(unfold(found))
-        lag.launched(unfold(found))
+        rows, counts = lag.missed(flatten_drafts(found))
+        lag.launched(flatten_drafts(found))
         return dict(zip(rows.tolist(), counts.tolist(), strict=True))
 
     assert missed(plan([0, 1], [], chunks=2)) == {}
@@ -227,5 +227,5 @@ def test_what_a_draft_model_has_missed_is_known_from_the_plans() -> None:
         assert missed(plan([0, 1], [1, 1])) == {}
     assert missed(plan([1, 0], [1, 4])) == {0: 3}
     assert missed(plan([0, 1], [2, 2])) == {1: 4}
-    lag.launched(unfold(plan([0, 1, 2], [1, 1], chunks=1)))
+    lag.launched(flatten_drafts(plan([0, 1, 2], [1, 1], chunks=1)))
     assert missed(plan([2, 0, 1], [1, 2, 2])) == {0: 1, 1: 1}, "two are computed at once, three were missed"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_jax.jax_runner import drafts as jax_drafts
-from sglang_jax.jax_runner.packing import GUESS, LEARNT, SAMPLES
+from sglang_jax.jax_runner.packing import DRAFT_NUMBER, LENGTH_ON_DEVICE, SAMPLES
 from sglang_jax.runner.drafts import LONGEST_MATCH, SHORTEST_MATCH, pack_hints
 from sglang_jax.runner.plan import DRAFT, HINT_TOKENS, INVALID_TOKEN, HintUpdate
 from torch_backend import drafts as torch_drafts
@@ -64,12 +64,12 @@ def by_jax(texts: list[list[int]], hints: list[list[int]], stale: int) -> list[l
     updates = [HintUpdate(row, np.array(hint, np.int32)) for row, hint in enumerate(hints)]
     known = SET_HINTS(replace(known, tokens=jnp.array(tokens), lengths=lengths), pack_hints(updates, 8, len(texts)))
     rows = np.repeat(np.arange(len(texts)), MOST + 1)
-    guesses = np.tile(np.arange(MOST + 1), len(texts))
-    flags = jnp.array(SAMPLES | LEARNT | GUESS * guesses, jnp.int32)
+    drafts = np.tile(np.arange(MOST + 1), len(texts))
+    flags = jnp.array(SAMPLES | LENGTH_ON_DEVICE | DRAFT_NUMBER * drafts, jnp.int32)
     last_tokens = jnp.full(len(rows), 77, jnp.int32)
     nothing = jnp.zeros(len(rows), jnp.int32)
     found = WITH_DRAFTS(flags, jnp.array(rows), nothing, last_tokens, known)
-    assert found.kv_lens.tolist() == (np.repeat([*map(len, texts)], MOST + 1) + guesses).tolist()
+    assert found.kv_lens.tolist() == (np.repeat([*map(len, texts)], MOST + 1) + drafts).tolist()
     own = np.array(found.own).reshape(len(texts), MOST + 1)
     assert (own[:, 0] == 77).all()
     return own[:, 1:].tolist()
@@ -86,8 +86,8 @@ def by_torch(texts: list[list[int]], hints: list[list[int]], stale: int) -> list
     numbers = torch.arange(1, MOST + 1).repeat(len(texts))
     rows = torch.arange(len(texts))
     owners, longest = rows.repeat_interleave(MOST), max(map(len, texts)) + 1
-    guesses = torch_drafts.DraftSequences(torch.arange(len(numbers)), numbers, owners, rows, longest)
-    return known.propose(guesses).view(len(texts), MOST).tolist()
+    drafts = torch_drafts.DraftSequences(torch.arange(len(numbers)), numbers, owners, rows, longest)
+    return known.propose(drafts).view(len(texts), MOST).tolist()
 
 
 Guesser = Callable[[list[list[int]], list[list[int]], int], list[list[int]]]
@@ -114,7 +114,7 @@ def test_what_counts_ends_with_the_first_sample_that_was_not_guessed(backend: st
     tokens = st.lists(st.sampled_from([1, 2, INVALID_TOKEN]), min_size=sum(widths), max_size=sum(widths))
     sampled = np.array(data.draw(tokens), np.int32)
     computed = np.array(data.draw(st.lists(st.integers(1, 2), min_size=sum(widths), max_size=sum(widths))), np.int32)
-    guesses = np.concatenate([np.arange(width) for width in widths]).astype(np.int32)
+    drafts = np.concatenate([np.arange(width) for width in widths]).astype(np.int32)
     kept, last = [], []
     for first, width in zip(np.cumsum(widths) - widths, widths, strict=True):
         right = 1
@@ -122,7 +122,7 @@ def test_what_counts_ends_with_the_first_sample_that_was_not_guessed(backend: st
             right += 1
         kept += [place < right for place in range(width)]
         last += [place == right - 1 for place in range(width)]
-    given = [np.pad(array, (0, LINES - len(array))) for array in (guesses, computed, sampled)]
+    given = [np.pad(array, (0, LINES - len(array))) for array in (drafts, computed, sampled)]
     if backend == "jax":
         found = KEPT_SAMPLES(*map(jnp.array, given), MOST)
     else:

@@ -51,8 +51,8 @@ def test_a_step_with_drafts_says_so() -> None:
     assert (first.tokens.tolist(), first.num_decode) == (prompt(9), 0)
     assert second.tokens.tolist() == third.tokens.tolist() == [LAST_TOKEN, DRAFT, DRAFT, DRAFT]
     assert (second.query_lens.tolist(), second.kv_lens.tolist(), third.kv_lens.tolist()) == ([4], [13], [17])
-    assert third.learnt is not None
-    assert third.learnt.all()
+    assert third.length_on_device is not None
+    assert third.length_on_device.all()
 
 
 @pytest.mark.parametrize("limit", range(1, 9))
@@ -184,7 +184,7 @@ def test_guesses_are_right_about_half_of_the_time() -> None:
 
 
 def test_a_request_that_lost_its_row_brings_its_output_and_keeps_its_counts() -> None:
-    """What is guessed from is the whole text, and what came of guesses is told of all of its rows."""
+    """What is drafted from is the whole text, and what came of drafts is told of all of its rows."""
     bench = drafting()
     request = bench.add(prompt(9), sampling=endless(60))
     while not bench.scheduler.log.counts.accepted_tokens > 4:

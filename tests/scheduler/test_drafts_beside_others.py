@@ -20,8 +20,8 @@ from sglang_jax.runner.plan import (
     RunnerSpec,
     SlotCopies,
     StepPlan,
+    check_page_bounds,
     refuse_drafts,
-    refuse_foreign_memory,
     refuse_states,
 )
 from sglang_jax.sampling.params import SamplingParams
@@ -183,7 +183,11 @@ def test_learnt_is_none_where_no_sequence_learns_its_length() -> None:
     bench = drafting()
     bench.add(prompt(40), sampling=endless(9))
     bench.run()
-    assert [plan.step for plan in bench.runner.plans if plan.learnt is not None and not plan.learnt.any()] == []
+    assert [
+        plan.step
+        for plan in bench.runner.plans
+        if plan.length_on_device is not None and not plan.length_on_device.any()
+    ] == []
 
 
 def test_a_runner_without_drafts_refuses_drafts() -> None:
@@ -236,8 +240,8 @@ def test_slots_outside_the_pool_are_not_copied() -> None:
     pools = (PoolSpec("full", CacheKind.FULL, 9, 16), PoolSpec("mamba", CacheKind.STATE, 4, 16))
     spec = RunnerSpec(pools, max_rows=1, token_budget=1, max_context=32, vocab_size=9)
     with pytest.raises(ValueError, match=r"between slots \[1\] and \[4\]: pool mamba has slots 0 to 3"):
-        refuse_foreign_memory(plan, spec)
-    refuse_foreign_memory(replace(plan, copies=(SlotCopies(1, one, 3 * one),)), spec)
+        check_page_bounds(plan, spec)
+    check_page_bounds(replace(plan, copies=(SlotCopies(1, one, 3 * one),)), spec)
 
 
 def test_the_benchmark_of_fair_prefill_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ class SpiedHandle:
 
 def assert_same(plan: StepPlan, copied: StepPlan) -> None:
     """Every array of the plan holds what it held at the launch."""
-    for name in ("rows", "query_lens", "kv_lens", "tokens", "samples", "learnt"):
+    for name in ("rows", "query_lens", "kv_lens", "tokens", "samples", "length_on_device"):
         assert np.array_equal(getattr(plan, name), getattr(copied, name)), name
     for deltas, before in zip(plan.page_deltas, copied.page_deltas, strict=True):
         for name in ("rows", "columns", "pages"):

@@ -385,13 +385,13 @@ def count_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begin_where_the_host_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row goes on at the most that its length may be."""
-    learnt = Planner._learnt
+    length_on_device = Planner._lengths_on_device
 
     def none_is(self: Planner, rows: np.ndarray) -> np.ndarray | None:
-        found = learnt(self, rows)
+        found = length_on_device(self, rows)
         return None if found is None else np.zeros_like(found)
 
-    monkeypatch.setattr(Planner, "_learnt", none_is)
+    monkeypatch.setattr(Planner, "_lengths_on_device", none_is)
 
 
 def keep_what_is_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from torch_backend.kernel_choice import Kernels
 from torch_backend.layers import matrix_by_size
 from torch_backend.layers.blocks import BlockMatrices
 from torch_backend.layers.layout import PackedLayout
-from torch_backend.layers.matrix import FewOrMany
+from torch_backend.layers.matrix import TwoFormMatrix
 from torch_backend.layers.matrix_by_size import MatrixBySize, MatrixShape, Product, set_limits
 from torch_backend.models import Transformer
 from torch_backend.native_operations import NativeOperations
@@ -136,7 +136,7 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(tied: bool, tmp_path: 
     widened = TorchPagedModel(file, dtype=torch.bfloat16)
     plain = weight_bytes(TorchPagedModel(file, dtype=torch.bfloat16, load=False).model)
     blocks = TorchPagedModel(file, dtype=torch.bfloat16, load=False, block_matrices=block_products())
-    kept = [module for module in blocks.model.modules() if isinstance(module, FewOrMany)]
+    kept = [module for module in blocks.model.modules() if isinstance(module, TwoFormMatrix)]
     # Of each layer queries with keys and values, output, gate with up, down; and the head.
     assert len(kept) == 4 * len(checkpoint.config.layers) + 1
     assert weight_bytes(blocks.model) - plain == sum(each.weight.numel() for each in kept) * 20 // 32

@@ -102,10 +102,10 @@ def test_a_row_whose_length_the_device_learns_may_be_shorter_than_its_plan_says(
     needs = RowNeeds(ROWS)
     needs.replace([update(1, replace(GREEDY, min_new_tokens=6), (7,))])
 
-    def masked(kv_len: int, learnt: bool) -> bool:
+    def masked(kv_len: int, length_on_device: bool) -> bool:
         plan = decode_plan(np.array([1], np.int32), np.array([kv_len], np.int32))
-        plan = replace(plan, learnt=np.array([True]) if learnt else None)
+        plan = replace(plan, length_on_device=np.array([True]) if length_on_device else None)
         return bool(needs.of_step(plan, max_samples=4) & Needs.STOP_MASK)
 
-    assert [masked(length, learnt=False) for length in (15, 16, 18, 19)] == [True, False, False, False]
-    assert [masked(length, learnt=True) for length in (15, 16, 18, 19)] == [True, True, True, False]
+    assert [masked(length, length_on_device=False) for length in (15, 16, 18, 19)] == [True, False, False, False]
+    assert [masked(length, length_on_device=True) for length in (15, 16, 18, 19)] == [True, True, True, False]

@@ -107,7 +107,7 @@ def test_two_processes_with_a_draft_model_say_what_one_does_without(
     folder: Path, tmp_path: Path, beats: list[tuple[int, int]]
 ) -> None:
     draft = make_tiny_checkpoint(tmp_path, "qwen3", vocab_size=385)
-    guesses = {
+    drafting = {
         "speculative_algorithm": SpeculativeAlgorithm.DRAFT,
         "speculative_draft_model_path": str(draft),
         "speculative_num_draft_tokens": 2,
@@ -115,7 +115,7 @@ def test_two_processes_with_a_draft_model_say_what_one_does_without(
     }
     with Engine(config=config(folder, tp_size=1)) as alone:
         expected = [run(alone, GREEDY), run(alone, RANDOM)]
-    with Engine(config=config(folder, tp_size=2).model_copy(update=guesses)) as engine:
+    with Engine(config=config(folder, tp_size=2).model_copy(update=drafting)) as engine:
         outputs = [engine.generate(PROMPTS, params) for params in (GREEDY, RANDOM)]
     assert [[output.output_ids for output in found] for found in outputs] == expected
     assert sum(output.drafts.drafts for found in outputs for output in found if output.drafts is not None) > 0

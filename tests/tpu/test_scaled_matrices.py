@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.tensor_names import Part
 from sglang_jax.checkpoint.quantization import FLOAT8_ROWS, INT8_ROWS
-from sglang_jax.layers.layout import Matrices
+from sglang_jax.layers.layout import TwoAxisLayout
 from sglang_jax.layers.matrix import ScaledMatrix
 
 device = topologies.get_topology_desc("v6e:1x1", "tpu", chips_per_host_bounds=[1, 1, 1]).devices[0]
@@ -33,7 +33,7 @@ x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16, sharding=place)
 outputs = [(Axis.GATE_OR_UP, 2), (Axis.INTERMEDIATE, 8192)]
 for encoding in (INT8_ROWS, FLOAT8_ROWS):
     matrix = ScaledMatrix(encoding, [(Axis.HIDDEN, 4096)], outputs, (Part.GATE, Part.UP), jnp.dtype(jnp.bfloat16))
-    matrix.arrange(Matrices())
+    matrix.repack(TwoAxisLayout())
     graph, state = nnx.split(matrix)
     shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place), state)
     multiply = jax.jit(lambda state, x: nnx.merge(graph, state).multiply(x))

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from sglang_jax.architectures.kinds.feed_forward import Activation
-from torch_backend.layers.matrix import FewOrMany, PlainMatrix
+from torch_backend.layers.matrix import PlainMatrix, TwoFormMatrix
 from torch_backend.layers.matrix_by_size import MatrixBySize, MatrixShape, Product, set_limits
 from torch_backend.layers.packed import PackedMatrix
 
@@ -38,7 +38,7 @@ class PackedLayout:
     def product(self, matrix: PlainMatrix) -> Product:
         """See `Layout`."""
         packed = PackedMatrix(matrix.weight, matrix.bias).multiply
-        if not isinstance(matrix, FewOrMany):
+        if not isinstance(matrix, TwoFormMatrix):
             return packed
         return self._by_size(matrix, matrix.take_blocks().multiply, packed, gated=False)
 
@@ -53,7 +53,7 @@ class PackedLayout:
         def multiply(x: torch.Tensor) -> torch.Tensor:
             return second.multiply_then_scale(x, activated_gate(x))
 
-        if not isinstance(gate_up, FewOrMany):
+        if not isinstance(gate_up, TwoFormMatrix):
             return multiply
         small_batch = partial(gate_up.take_blocks().multiply_gated, activation=activation)
         return self._by_size(gate_up, small_batch, multiply, gated=True)
@@ -66,7 +66,7 @@ class PackedLayout:
                 ", ".join(f"{form.outputs}x{form.inputs} {limit}" for form, limit in set_limits(self.products).items()),
             )
 
-    def _by_size(self, matrix: FewOrMany, small_batch: Product, large_batch: Product, *, gated: bool) -> Product:
+    def _by_size(self, matrix: TwoFormMatrix, small_batch: Product, large_batch: Product, *, gated: bool) -> Product:
         outputs, inputs = matrix.weight.shape
         form = MatrixShape(outputs, inputs, matrix.encoding.bits, gated)
         product = MatrixBySize(form, small_batch, large_batch, matrix.weight.dtype)

@@ -31,14 +31,14 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x)
 
-    def arrange(self, layout: Layout, *, keep_plain: bool = False) -> None:
+    def repack(self, layout: Layout, *, keep_plain: bool = False) -> None:
         """Moves a loaded weight of plain values to a layout, and releases it unless it is needed elsewhere."""
         if isinstance(self.matrix, PlainMatrix):
-            self._product = self._arranged(layout, self.matrix)
+            self._product = self._repack(layout, self.matrix)
             if not keep_plain:
                 self.matrix.release()
 
-    def _arranged(self, layout: Layout, matrix: PlainMatrix) -> Product:
+    def _repack(self, layout: Layout, matrix: PlainMatrix) -> Product:
         return layout.product(matrix)
 
 
@@ -64,5 +64,5 @@ class GatedLinear(Linear):
     def _in_two_steps(self, x: torch.Tensor) -> torch.Tensor:
         return self._activate(self.matrix.multiply(x))
 
-    def _arranged(self, layout: Layout, matrix: PlainMatrix) -> Product:
+    def _repack(self, layout: Layout, matrix: PlainMatrix) -> Product:
         return layout.gated(matrix, self._activation)

@@ -69,7 +69,7 @@ class ScaledMatrix(Loadable):
         return self._product(x, self.values, self.scales, self.bias)
 
 
-class FewOrMany(PlainMatrix):
+class TwoFormMatrix(PlainMatrix):
     """The same matrix twice: plain values, and a checkpoint's quantised blocks for steps with few rows.
 
     Blocks are loaded as stored: values `[outputs, blocks, bytes]`, scales and offsets `[outputs, blocks]`.
@@ -120,4 +120,4 @@ def matrix_for(
     whole = not (inputs % encoding.block or outputs % (_OUTPUTS_TOGETHER * (2 if gated else 1)))
     if matrices is None or not whole or not matrices.work(encoding, gated=gated):
         return PlainMatrix(inputs, outputs, parts, bias=bias, dtype=dtype)
-    return FewOrMany(encoding, inputs, outputs, parts, bias=bias, dtype=dtype, matrices=matrices)
+    return TwoFormMatrix(encoding, inputs, outputs, parts, bias=bias, dtype=dtype, matrices=matrices)

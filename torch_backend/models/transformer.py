@@ -128,14 +128,14 @@ class Transformer(nn.Module):
             found = torch.tanh(found / self.config.logit_cap) * self.config.logit_cap
         return found
 
-    def arrange(self, layout: Layout) -> None:
+    def repack(self, layout: Layout) -> None:
         """Changes loaded matrices to a layout, one at a time, so that at most one of them is in memory twice.
 
         Tied embeddings stay in memory in both layouts: rows are looked up in the plain one."""
         freed = FreedMemory()
         for module in self.modules():
             if isinstance(module, Linear):
-                module.arrange(layout, keep_plain=self.tied and module is self.head.linear)
+                module.repack(layout, keep_plain=self.tied and module is self.head.linear)
                 freed.add(sum(each.nbytes for each in module.matrix.parameters()))
         freed.give_back()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_jax.runner.drafts import REFUSED, fold, pack_texts, unfold
+from sglang_jax.runner.drafts import REJECTED, flatten_drafts, pack_texts, restore_rows
 from sglang_jax.runner.plan import (
     DRAFT,
     INVALID_TOKEN,
@@ -32,40 +32,40 @@ def plan(**changes: object) -> StepPlan:
         "tokens": integers(*[LAST_TOKEN] * 3, DRAFT, DRAFT, LAST_TOKEN, DRAFT, 7, 8, 9, 5),
         "samples": np.array([True, True, True, True, False]),
         "page_deltas": (),
-        "learnt": np.array([False, True, True, False, False]),
+        "length_on_device": np.array([False, True, True, False, False]),
         "prompt_logprobs": (PromptLogprobs(4, 1, integers(9)),),
     }
     return StepPlan(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_every_query_that_samples_becomes_a_sequence() -> None:
-    unfolded = unfold(plan())
-    found = unfolded.plan
+    flat = flatten_drafts(plan())
+    found = flat.plan
     assert found.rows.tolist() == [4, 1, 6, 6, 6, 0, 0, 2]
     assert found.query_lens.tolist() == [1, 1, 1, 1, 1, 1, 1, 4]
     assert found.kv_lens.tolist() == [10, 20, 31, 32, 33, 41, 42, 4]
     assert found.num_decode == 7
     assert found.samples.tolist() == [True] * 7 + [False]
-    assert found.learnt is not None
-    assert found.learnt.tolist() == [False, True, True, True, True, False, False, False]
-    assert unfolded.guesses.tolist() == [0, 0, 0, 1, 2, 0, 1, 0]
-    assert unfolded.firsts.tolist() == [0, 1, 2, 5, 7]
+    assert found.length_on_device is not None
+    assert found.length_on_device.tolist() == [False, True, True, True, True, False, False, False]
+    assert flat.draft_numbers.tolist() == [0, 0, 0, 1, 2, 0, 1, 0]
+    assert flat.firsts.tolist() == [0, 1, 2, 5, 7]
     assert found.prompt_logprobs[0].sequence == 7
     assert found.num_tokens == found.query_lens.sum() == 11
 
 
 def test_a_plan_without_drafts_stays_what_it_is() -> None:
     before = plan(rows=integers(4), query_lens=integers(1), tokens=integers(LAST_TOKEN), prompt_logprobs=())
-    unfolded = unfold(before)
-    assert unfolded.plan is before
+    flat = flatten_drafts(before)
+    assert flat.plan is before
     result = StepResult(integers(5)[:, None], integers(1))
-    assert fold(unfolded, result, 4) is result
+    assert restore_rows(flat, result, 4) is result
 
 
 def test_what_stands_behind_a_wrong_draft_is_no_part_of_the_result() -> None:
-    tokens = integers(11, 12, 13, 14, REFUSED, 15, INVALID_TOKEN, 16)
+    tokens = integers(11, 12, 13, 14, REJECTED, 15, INVALID_TOKEN, 16)
     logprobs = TopLogprobs(np.arange(8, dtype=np.float32), tokens[:, None], np.ones((8, 1), np.float32))
-    result = fold(unfold(plan()), StepResult(tokens[:, None], integers(*[1] * 7, 0), logprobs), 4)
+    result = restore_rows(flatten_drafts(plan()), StepResult(tokens[:, None], integers(*[1] * 7, 0), logprobs), 4)
     assert result.counts.tolist() == [1, 1, 2, 2, 0]
     assert [row[:count] for row, count in zip(result.tokens.tolist(), result.counts.tolist(), strict=True)] == [
         [11],
