@@ -326,8 +326,8 @@ def _logprobs_of(
 
 def make_settle(dump_row: int, slots: int) -> Callable[[list[States], jax.Array, jax.Array, jax.Array], list[States]]:
     """A function of (pools of states, donated, page table, `KnownTokens.accepted`, packed rows) to run after a step
-    with drafts: it copies the state after each row's last accepted draft to the row's slot. `slots`: the page table's column
-    of slots; `packed`: see `pack_settled`."""
+    with drafts: it copies the state after each row's last accepted draft to the row's slot. `slots`: the page table's
+    column of slots; `packed`: see `pack_settled`."""
 
     def settle(states: list[States], page_table: jax.Array, accepted: jax.Array, packed: jax.Array) -> list[States]:
         rows, first_drafts = packed
