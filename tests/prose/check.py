@@ -25,6 +25,7 @@ SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reaso
 """Keywords whose texts a user reads."""
 
 READ_WHOLE = (
+    "sglang_jax/architectures",
     "sglang_jax/batch",
     "sglang_jax/config",
     "sglang_jax/engine",
