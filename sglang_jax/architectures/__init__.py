@@ -1,7 +1,5 @@
-"""What models are made of: families of checkpoints, lists of layers, and one manifest of parameters for each model.
-
-Framework-free. A family is a module of `families/`: see `registry`.
-"""
+"""Descriptions of models, independent of JAX and torch: families of checkpoints (`registry`), lists of layers
+(`ModelConfig`), and the manifest of a model's parameters (`manifest`)."""
 
 from sglang_jax.architectures.kinds.attention import AttentionConfig, QKNorm
 from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig
@@ -20,7 +18,7 @@ from sglang_jax.architectures.model_config import (
     CacheKind,
     LayerConfig,
     ModelConfig,
-    SideBySide,
+    ParallelMixer,
     SublayerNorms,
     cache_groups,
     group_names,
@@ -38,12 +36,12 @@ __all__ = [
     "ModelConfig",
     "NormConfig",
     "NormKind",
+    "ParallelMixer",
     "QKNorm",
     "RecurrentConfig",
     "RopeConfig",
     "RopeKind",
     "ShortConvConfig",
-    "SideBySide",
     "StateArray",
     "StateDtype",
     "SublayerNorms",

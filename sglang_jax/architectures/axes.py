@@ -1,4 +1,4 @@
-"""What the axes of weights and caches run over; both backends say by it how a model is spread over devices."""
+"""Names of the axes of weights and caches, by which both backends shard a model over devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Axis(StrEnum):
-    """What an axis of a weight or a cache runs over."""
+    """The meaning of an axis of a weight or a cache."""
 
     TOKENS = "tokens"
     HIDDEN = "hidden"
@@ -18,21 +18,21 @@ class Axis(StrEnum):
     GATE_OR_UP = "gate_or_up"
     INTERMEDIATE = "intermediate"
     LATENT = "latent"
-    """Of the short vectors that keys, values and queries of latent attention are projected from."""
+    """The latent vectors from which keys, values and queries of latent attention are projected."""
     EXPERTS = "experts"
     PAGES = "pages"
     PAGE_OFFSET = "page_offset"
     KEY_OR_VALUE = "key_or_value"
     CHANNELS = "channels"
-    """Of what a recurrent layer reads: those of its convolution, or of all its heads."""
+    """Channels of a recurrent layer: those of its convolution, or those of all its heads."""
     STATE_HEADS = "state_heads"
     TAPS = "taps"
-    """How far back a convolution reaches."""
+    """Taps of a convolution."""
     IN_BLOCKS = "in_blocks"
-    """Blocks along the inputs of a matrix."""
+    """Blocks along the inputs of a block-quantised matrix."""
     IN_BLOCK = "in_block"
-    """What a block holds: bytes of its values."""
+    """Bytes of a block."""
     IN_TILES = "in_tiles"
-    """Of a matrix in blocks as a kernel reads it: tiles of it, blocks of a tile, what these hold."""
+    """Tiles along the inputs of a block-quantised matrix, as a kernel reads it."""
     ONE = "one"
-    """Of what is a single number."""
+    """An axis of length 1."""

@@ -1,4 +1,4 @@
-"""What most families read from config.json alike, with the defaults of each."""
+"""Fields of config.json that most families share, with each family's defaults."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_jax.architectures.hf_rope import MOST_POSITIONS, rope_from_hf
-from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
+from sglang_jax.architectures.hf_rope import MAX_POSITIONS, rope_from_hf
+from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What transformers takes for granted where config.json is silent. `num_kv_heads` 0: as many as heads."""
+    """transformers' defaults for fields that config.json lacks. `num_kv_heads` 0: equal to `num_attention_heads`."""
 
     max_position: int
     num_kv_heads: int = 0
@@ -35,8 +35,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonFields:
-    """The fields that every family has. `rope` and `eps` are those of most layers; `declared` is
-    `max_position_embeddings`."""
+    """The common fields of a config.json. `rope`: that of most layers; `declared`: `max_position_embeddings`."""
 
     fields: JsonFields
     defaults: Defaults
@@ -57,8 +56,8 @@ class CommonFields:
         *,
         rope: RopeConfig | None = None,
     ) -> CommonFields:
-        """Raises `CheckpointError` for what is missing, mistyped, or does not fit together. `rope`: where the family
-        reads it in its own way."""
+        """Reads and checks the fields. Raises `CheckpointError` for missing, mistyped or inconsistent ones. `rope`: of
+        families that parse it themselves."""
         heads = fields.required_integer("num_attention_heads")
         hidden = fields.required_integer("hidden_size")
         declared = fields.size("max_position_embeddings", defaults.max_position)
@@ -67,7 +66,7 @@ class CommonFields:
             fields=fields,
             defaults=defaults,
             hidden_size=hidden,
-            num_layers=fields.required_integer("num_hidden_layers", MOST_LAYERS),
+            num_layers=fields.required_integer("num_hidden_layers", MAX_LAYERS),
             num_heads=heads,
             num_kv_heads=_kv_heads(fields, defaults, heads),
             head_dim=_head_dim(fields, defaults, hidden // heads),
@@ -76,19 +75,19 @@ class CommonFields:
             max_position=rope.longest_context(declared) if rope.kind is RopeKind.YARN else declared,
         )
         longest = rope.longest_context(declared)
-        if longest > MOST_POSITIONS:
-            raise CheckpointError(f"{fields.file}: a context of {shown(longest)} tokens; the limit is {MOST_POSITIONS}")
+        if longest > MAX_POSITIONS:
+            raise CheckpointError(f"{fields.file}: a context of {shown(longest)} tokens; the limit is {MAX_POSITIONS}")
         common.check_heads(common.num_heads, common.num_kv_heads, common.head_dim)
         rotated = rope.rotated_numbers(common.head_dim)
         if rotated % 2 or not rotated:
             raise CheckpointError(
-                f"{fields.file}: partial_rotary_factor {rope.rotated:g} rotates {rotated} of the {common.head_dim} "
-                "numbers of a head; it must be an even number, at least 2"
+                f"{fields.file}: partial_rotary_factor {rope.partial_rotary_factor:g} rotates {rotated} of the "
+                f"{common.head_dim} numbers of a head; it must be an even number, at least 2"
             )
         return common
 
     def check_heads(self, heads: int, kv_heads: int, head_dim: int) -> None:
-        """Raises `CheckpointError` if heads cannot share kv heads, or cannot be rotated."""
+        """Raises `CheckpointError` if `kv_heads` does not divide `heads`, or if `head_dim` is odd."""
         if heads % kv_heads:
             raise CheckpointError(
                 f"{self.fields.file}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
@@ -102,7 +101,7 @@ class CommonFields:
         return NormConfig(eps=self.fields.positive(field, self.defaults.eps))
 
     def attention(self) -> AttentionConfig:
-        """Attention over all keys, rotated, without biases; families change what is theirs."""
+        """Attention over all keys, with the common rope and without biases; families replace fields that differ."""
         return AttentionConfig(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -112,7 +111,7 @@ class CommonFields:
         )
 
     def activation(self, field: str = "hidden_act") -> Activation:
-        """Raises `CheckpointError` for one that no backend has."""
+        """Reads the activation. Raises `CheckpointError` for an unsupported one."""
         name = self.fields.string(field) or self.defaults.activation
         known = [activation.value for activation in Activation]
         if name not in known:
@@ -122,7 +121,7 @@ class CommonFields:
         return Activation(name)
 
     def feed_forward(self, *, field: str = "hidden_act", bias: bool = False) -> FeedForwardConfig:
-        """Raises `CheckpointError` for an activation that no backend has."""
+        """A gated feed-forward part. Raises `CheckpointError` for an unsupported activation."""
         activation = self.activation(field)
         return FeedForwardConfig(
             size=self.fields.required_integer("intermediate_size"), activation=activation, bias=bias
@@ -131,29 +130,25 @@ class CommonFields:
     def pre_norm_layer(
         self, attention: AnyAttention, feed_forward: FeedForward, norm: NormConfig | None = None
     ) -> LayerConfig:
-        """A layer with a norm before attention and one before the feed-forward part: `norm`, or the usual one."""
+        """A layer with `norm`, by default `self.norm()`, before attention and before the feed-forward part."""
         norms = SublayerNorms(pre=norm or self.norm())
         return LayerConfig(mixer=attention, feed_forward=feed_forward, mixer_norms=norms, feed_forward_norms=norms)
 
-    def sees(self, window: int | None) -> int | None:
-        """A window, or None where no sequence outgrows it, as it then changes nothing. Raises `CheckpointError` for one
-        of 0 tokens."""
+    def effective_window(self, window: int | None) -> int | None:
+        """`window`, or None if no sequence can be longer than it. Raises `CheckpointError` if it is 0."""
         if window == 0:
             raise CheckpointError(f"{self.fields.file}: the sliding window is 0 tokens, it must be at least 1")
         return None if window is None or window >= self.rope.longest_context(self.max_position) else window
 
     def sliding_layers(self, every: int | None) -> list[bool]:
-        """Which layers have a window: by `layer_types`, or else all but each `every`-th; None: none of them."""
+        """Whether each layer has a window: by `layer_types`, or else all but every `every`-th (None: no layer)."""
         types = self.kinds_of_layers("sliding_attention", "full_attention")
         if types is None:
             return [every is not None and bool((number + 1) % every) for number in range(self.num_layers)]
         return [kind == "sliding_attention" for kind in types]
 
     def kinds_of_layers(self, *known: str) -> tuple[str, ...] | None:
-        """`layer_types`, one of `known` for each layer; None where the file is silent.
-
-        **Raises:** `CheckpointError` for other kinds, and for too few or too many.
-        """
+        """`layer_types`, one of `known` per layer, or None. Raises `CheckpointError` for any other list."""
         types = self.fields.strings("layer_types")
         if types is None:
             return None
@@ -173,8 +168,8 @@ class CommonFields:
         *,
         tied: str = "tie_word_embeddings",
     ) -> ModelConfig:
-        """The model of these layers; multipliers and caps are for families to add. `tied`: the field that says whether
-        the head is the embeddings, where a file has it in the place of the usual one."""
+        """A model of these layers, to which families add multipliers and caps. `tied`: the family's field that ties the
+        head to the embeddings; `tie_word_embeddings` is read if it is absent."""
         fields, defaults = self.fields, self.defaults
         is_tied = fields.boolean(tied)
         if is_tied is None:

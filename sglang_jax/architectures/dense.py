@@ -1,4 +1,4 @@
-"""Models whose layers are all alike: pre-norm decoders of Llama's kind, from a few numbers."""
+"""Builds Llama-like models, whose layers are identical, from a few numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dense_decoder(
     bos_token_id: int | None = None,
     dtype: str = "bfloat16",
 ) -> ModelConfig:
-    """A model of `num_layers` equal layers: RMS norms before attention and SwiGLU; `qk_norm`: of each head."""
+    """A model with RMS norms before attention and before SwiGLU. `qk_norm`: norms of each query and key head."""
     norm = NormConfig(eps=rms_norm_eps)
     layer = LayerConfig(
         mixer=AttentionConfig(

@@ -1,4 +1,4 @@
-"""What families with mixtures of experts read alike: how many experts there are, and which layers have them."""
+"""Fields that families with mixtures of experts share: the number of experts, and which layers have them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig
 from sglang_jax.errors import CheckpointError, shown
 
-MOST_EXPERTS = 1 << 16
-"""A limit for those of all layers together, which may have a tensor each. Far above that of any model."""
+MAX_EXPERTS = 1 << 16
+"""Limit for the experts of all layers together, which may have a tensor each; far above that of any model."""
 
 _COUNTS = ("num_experts", "num_local_experts")
-"""transformers takes either name for a number of experts."""
+"""transformers accepts either name for the number of experts."""
 
 
 def read_experts(
@@ -26,17 +26,17 @@ def read_experts(
     default_size: int = 0,
     counts: Sequence[str] = _COUNTS,
 ) -> ExpertsConfig:
-    """Experts with the file's numbers, or those given where it is silent; families change what is theirs. `size`: the
-    field with the columns of one; `default_size` 0: it must be there. `counts`: fields with the number of experts.
+    """The experts of a config.json; families replace fields that differ. `num_experts` and `chosen` are defaults.
+    `size`: the field with an expert's columns, required if `default_size` is 0. `counts`: fields with `num_experts`.
 
-    **Raises:** `CheckpointError` for no experts, for too many, and for more chosen ones than there are.
+    **Raises:** `CheckpointError` for no experts, too many, or fewer than a token chooses.
     """
     fields = common.fields
     count = _count(fields, counts) or num_experts
-    if count * common.num_layers > MOST_EXPERTS:
+    if count * common.num_layers > MAX_EXPERTS:
         raise CheckpointError(
             f"{fields.file}: {shown(count)} experts in each of {common.num_layers} layers; the limit for all layers "
-            f"together is {MOST_EXPERTS}"
+            f"together is {MAX_EXPERTS}"
         )
     of_token = fields.size("num_experts_per_tok", chosen)
     if of_token > count:
@@ -50,8 +50,8 @@ def read_experts(
 def sparse_layers(
     common: CommonFields, experts: ExpertsConfig, dense_size: int
 ) -> list[ExpertsConfig | FeedForwardConfig]:
-    """The part of each layer in Qwen's models: experts in each `decoder_sparse_step`-th that `mlp_only_layers` does not
-    have. The others are dense, of `intermediate_size` columns or, where the file is silent, `dense_size`."""
+    """The feed-forward part of each layer in Qwen's models: `experts` in every `decoder_sparse_step`-th layer that is
+    not in `mlp_only_layers`; the others are dense, with `intermediate_size` columns (default: `dense_size`)."""
     fields = common.fields
     step = fields.size("decoder_sparse_step", 1)
     without = set(fields.integers("mlp_only_layers"))

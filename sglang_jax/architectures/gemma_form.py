@@ -1,4 +1,4 @@
-"""What Gemma 2 and 3 have in common: norms that multiply by 1 + w, scaled embeddings, names of norms."""
+"""Shared by the Gemma families: norms that multiply by 1 + w, scaled embeddings, names of norms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GEMMA_NAMES: TensorNames = {
 
 
 def gemma_gguf(name: str, *, layers_of_27b: int, fields: Mapping[str, str]) -> GgufForm:
-    """Files hold norms as they multiply, and no scale of scores: it follows from the size of the model."""
+    """Gemma in GGUF: norm weights include the 1, and the scale of scores is derived from the size of the model."""
 
     def derive(values: Mapping[str, Any]) -> dict[str, Any]:
         a_head = values["hidden_size"] // values["num_attention_heads"]
@@ -34,17 +34,15 @@ def gemma_gguf(name: str, *, layers_of_27b: int, fields: Mapping[str, str]) -> G
 
 
 def gemma_norm(common: CommonFields) -> NormConfig:
-    """Multiplies by 1 + w in float32."""
-    return replace(common.norm(), wide=True, offset=1.0)
+    """The RMS norm, which multiplies by 1 + w in float32."""
+    return replace(common.norm(), weight_in_float32=True, offset=1.0)
 
 
 def gemma_model(
     common: CommonFields, name: str, layers: Iterable[LayerConfig], *, logit_cap: float | None
 ) -> ModelConfig:
-    """The model of these layers, with embeddings times the root of the hidden size.
-
-    **Raises:** `CheckpointError` for one whose tokens see those after them.
-    """
+    """A model of these layers, whose embeddings are multiplied by the square root of the hidden size. Raises
+    `CheckpointError` for bidirectional attention."""
     fields = common.fields
     if fields.boolean("use_bidirectional_attention"):
         raise CheckpointError(f"{fields.file}: use_bidirectional_attention is not supported: attention here is causal")

@@ -1,7 +1,7 @@
-"""Rotary parameters of config.json, in both spellings, → `RopeConfig`, and back.
+"""Converts the rotary parameters of config.json to `RopeConfig`, and back.
 
-transformers up to 4 writes `rope_theta` and `rope_scaling: {"rope_type" | "type": ...}` side by side; transformers 5
-writes everything into `rope_parameters`.
+transformers up to 4 writes `rope_theta` and `rope_scaling: {"rope_type" | "type": ...}`; transformers 5 writes both
+into `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -14,39 +14,35 @@ from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
 from sglang_jax.errors import CheckpointError, cut
 
 DEFAULT_THETA = 10000.0
-MOST_POSITIONS = 1 << 27
+MAX_POSITIONS = 1 << 27
 
-_TURNS = ("beta_fast", "beta_slow")
-"""YaRN's numbers of turns within a context."""
-
+_ROTATIONS = ("beta_fast", "beta_slow")
+"""YaRN's bounds, as numbers of full rotations within the original context."""
 
 _ROTATE_IN_PART = (RopeKind.DEFAULT, RopeKind.LINEAR, RopeKind.LLAMA3)
-"""Kinds that a part of a head may rotate by: the others multiply what rotates by a factor, or are of whole heads."""
+"""Kinds that support heads of which only a part rotates. The others scale the rotated numbers, or need whole heads."""
 
 
 def partial_rope_from_hf(
     fields: JsonFields, max_position: int, default_theta: float, default_share: float
 ) -> RopeConfig:
-    """As `rope_from_hf`, for families whose heads may rotate in part: by `default_share` where the file is silent.
-
-    **Raises:** `CheckpointError` for a share that is none, or of a kind that rotates whole heads.
-    """
+    """As `rope_from_hf`, for families with `partial_rotary_factor` (default: `default_share`). Raises `CheckpointError`
+    also for a factor outside (0, 1], and for a kind that rotates whole heads."""
     scaling = rope_parameters(fields)
     share = scaling.number("partial_rotary_factor") or fields.number("partial_rotary_factor") or default_share
     whole = JsonFields({**scaling.values, "partial_rotary_factor": None}, fields.file, scaling.within)
-    rest = JsonFields({**fields.values, "partial_rotary_factor": None}, fields.file, fields.within, fields.asked)
+    rest = JsonFields({**fields.values, "partial_rotary_factor": None}, fields.file, fields.within, fields.accessed)
     rope = rope_from_hf(rest, max_position, default_theta, whole)
     if not 0.0 < share <= 1.0 or (share < 1.0 and rope.kind not in _ROTATE_IN_PART):
         raise CheckpointError(
             f"{fields.file}: partial_rotary_factor {share} of rope scaling {rope.kind} is not supported: a share in "
             f"(0, 1], with {', '.join(_ROTATE_IN_PART)}"
         )
-    return replace(rope, rotated=share)
+    return replace(rope, partial_rotary_factor=share)
 
 
 def rope_parameters(fields: JsonFields) -> JsonFields:
-    """The rotary parameters, in the field of transformers 5 or of earlier versions; an empty object if neither has
-    any."""
+    """The rotary parameters from the field of transformers 5 or of earlier versions; an empty object without any."""
     found = [fields.nested("rope_parameters"), fields.nested("rope_scaling")]
     return next((one for one in found if one is not None and one.values), JsonFields({}, fields.file))
 
@@ -54,10 +50,10 @@ def rope_parameters(fields: JsonFields) -> JsonFields:
 def rope_from_hf(
     fields: JsonFields, max_position: int, default_theta: float = DEFAULT_THETA, scaling: JsonFields | None = None
 ) -> RopeConfig:
-    """`max_position` is the config's `max_position_embeddings`; `scaling` are the parameters, where a family keeps
-    several sets of them.
+    """Reads the rotary embedding. `max_position`: the config's `max_position_embeddings`; `scaling`: the set of
+    parameters to read, for families with several.
 
-    **Raises:** `CheckpointError` for an unknown kind, a missing parameter, heads that are rotated in part only, or
+    **Raises:** `CheckpointError` for an unknown kind, a missing or impossible parameter, partially rotated heads, or
     several sets of parameters.
     """
     if scaling is None:
@@ -87,11 +83,11 @@ def rope_from_hf(
             return RopeConfig(theta=theta)
         case RopeKind.LINEAR:
             factor = scaling.required_number("factor")
-            # Without it, whether max_position_embeddings is the context before or after scaling is unknown.
+            # Without this field, max_position_embeddings may be the context before or after scaling.
             stated = scaling.count("original_max_position_embeddings")
             return RopeConfig(kind=RopeKind.LINEAR, theta=theta, factor=factor, original_max_position=stated)
         case RopeKind.DYNAMIC:
-            # The scaled range begins at max_position_embeddings, whatever the original context was.
+            # Scaling starts at max_position_embeddings, whatever the original context was.
             factor = scaling.required_number("factor")
             return RopeConfig(kind=RopeKind.DYNAMIC, theta=theta, factor=factor, original_max_position=max_position)
         case RopeKind.PROPORTIONAL:
@@ -99,7 +95,7 @@ def rope_from_hf(
                 kind=RopeKind.PROPORTIONAL,
                 theta=theta,
                 factor=scaling.number("factor") or 1.0,
-                turning=scaling.number_or("partial_rotary_factor", 1.0) or 0.0,
+                rotated_pairs=scaling.number_or("partial_rotary_factor", 1.0) or 0.0,
             )
         case RopeKind.LLAMA3:
             return RopeConfig(
@@ -115,17 +111,18 @@ def rope_from_hf(
 
 
 def length_independent_longrope(
-    fields: JsonFields, *, max_position: int, default_theta: float, rotated: int
+    fields: JsonFields, *, max_position: int, default_theta: float, rotary_dim: int
 ) -> RopeConfig:
-    """As `rope_from_hf`, for a family whose files may have `longrope` scaling by the same factors for all lengths: of
-    the `rotated` numbers of a head, a factor for each pair.
+    """As `rope_from_hf`, for families with `longrope` scaling that never switches to its long factors. There is one
+    factor for each pair of the `rotary_dim` rotated numbers of a head.
 
-    **Raises:** `CheckpointError` for factors that depend on the length, of cosines too, or that do not fit.
+    **Raises:** `CheckpointError` also if rotations or their scale depend on the length, and for a wrong number of
+    factors.
     """
     scaling = rope_parameters(fields)
     if "longrope" not in (scaling.string("rope_type"), scaling.string("type")):
         return rope_from_hf(fields, max_position, default_theta, scaling)
-    divisors = _factors(scaling, "short_factor", rotated)  # the long ones are of longer sequences than there are
+    divisors = _factors(scaling, "short_factor", rotary_dim)  # long factors are for sequences beyond max_position
     original = (
         scaling.count("original_max_position_embeddings")
         or fields.count("original_max_position_embeddings")
@@ -143,23 +140,23 @@ def length_independent_longrope(
     return replace(rope, divisors=divisors)
 
 
-def _factors(scaling: JsonFields, name: str, rotated: int) -> tuple[float, ...]:
+def _factors(scaling: JsonFields, name: str, rotary_dim: int) -> tuple[float, ...]:
     values = scaling.value(name)
     numbers = [value for value in values if _is_factor(value)] if isinstance(values, list) else []
-    if not isinstance(values, list) or len(numbers) != len(values) or 2 * len(values) != rotated:
+    if not isinstance(values, list) or len(numbers) != len(values) or 2 * len(values) != rotary_dim:
         raise CheckpointError(
-            f"{scaling.file}: {scaling.within}{name} must be a list of {rotated // 2} numbers above 0, one for each "
+            f"{scaling.file}: {scaling.within}{name} must be a list of {rotary_dim // 2} numbers above 0, one for each "
             "pair that rotates"
         )
     return tuple(float(number) for number in numbers)
 
 
 def _is_factor(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MOST_POSITIONS
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_POSITIONS
 
 
 def _yarn(scaling: JsonFields, theta: float, original: int, max_position: int) -> RopeConfig:
-    """YaRN (Peng et al. 2023). Without a factor, it is the ratio of the context lengths."""
+    """Reads YaRN (Peng et al. 2023). The default factor is the ratio of the context lengths."""
     truncate = scaling.boolean("truncate")
     return RopeConfig(
         kind=RopeKind.YARN,
@@ -176,11 +173,11 @@ def _yarn(scaling: JsonFields, theta: float, original: int, max_position: int) -
 
 
 def _check_numbers(fields: JsonFields, scaling: JsonFields, kind: str, theta: float, max_position: int) -> None:
-    """Raises `CheckpointError` for numbers that give frequencies or contexts which are none."""
-    given = {name: scaling.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor", *_TURNS)}
-    impossible = {name: value for name, value in given.items() if value is not None and value <= 0.0}
-    factor = given["factor"]
-    if factor is not None and not 1.0 / MOST_POSITIONS <= factor <= MOST_POSITIONS:
+    """Raises `CheckpointError` for numbers that give impossible frequencies or context lengths."""
+    numbers = {name: scaling.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor", *_ROTATIONS)}
+    impossible = {name: value for name, value in numbers.items() if value is not None and value <= 0.0}
+    factor = numbers["factor"]
+    if factor is not None and not 1.0 / MAX_POSITIONS <= factor <= MAX_POSITIONS:
         impossible["factor"] = factor
     if theta <= 0.0 or (theta == 1.0 and kind == RopeKind.YARN):
         impossible["rope_theta"] = theta
@@ -200,12 +197,12 @@ def _refuse_partial(fields: JsonFields, scaling: JsonFields) -> None:
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The `rope_parameters` that `rope_from_hf` reads back."""
+    """The `rope_parameters` from which `rope_from_hf` reads the same config."""
     values: dict[str, Any] = {"rope_type": str(rope.kind), "rope_theta": rope.theta}
     if rope.kind is not RopeKind.DEFAULT:
         values["factor"] = rope.factor
     if rope.kind is RopeKind.PROPORTIONAL:
-        values["partial_rotary_factor"] = rope.turning
+        values["partial_rotary_factor"] = rope.rotated_pairs
     if rope.kind in (RopeKind.LLAMA3, RopeKind.YARN) or (rope.kind is RopeKind.LINEAR and rope.original_max_position):
         values["original_max_position_embeddings"] = rope.original_max_position
     if rope.kind is RopeKind.LLAMA3:

@@ -1,4 +1,4 @@
-"""`ModelConfig` → fields of config.json, for families whose layers are all alike."""
+"""Writes a `ModelConfig` as config.json, for families whose layers are identical."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_jax.architectures.model_config import ModelConfig
 
 
 def dense_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The common fields of a pre-norm decoder; what they cannot express is left to a comparison."""
+    """The common fields of a pre-norm decoder. Callers check that they express `config` by reading them back."""
     layer = config.layers[0]
     attention = layer.kv_attention
     inner = layer.feed_forward

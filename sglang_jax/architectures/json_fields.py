@@ -1,4 +1,4 @@
-"""Typed access to the fields of a JSON file, with errors that name file, field and value."""
+"""Typed access to the fields of a JSON file. Errors name the file, the field and the value."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from sglang_jax.errors import CheckpointError, shown
 
 _MAX_BYTES = 4 << 20
 
-MOST = 1 << 24
-"""A limit for sizes, far above those of any model: what follows from them is built before tensors are looked at."""
+MAX_SIZE = 1 << 24
+"""Limit for sizes, far above those of any model: shapes are computed from them before tensors are checked."""
 
-MOST_LAYERS = 1024
+MAX_LAYERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class JsonFields:
-    """One JSON object and where it came from. Accessors give None for a field that is absent or null.
+    """A JSON object and the file that holds it. Accessors return None for a field that is absent or null, and raise
+    `CheckpointError` for a value of another type.
 
-    `asked` gathers the names that were asked for: the others were not understood.
-
-    **Raises:** `CheckpointError` from every accessor if the value has another type.
+    `within`: the path of the object in the file, for errors. `accessed`: names of the fields that were accessed, to
+    find those that nothing reads.
     """
 
     values: dict[str, Any]
     file: Path
     within: str = ""
-    asked: set[str] = field(default_factory=set, compare=False, repr=False)
+    accessed: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def read(cls, file: Path) -> JsonFields:
-        """Raises `CheckpointError` if there is no such file, it is too large, or it is not a JSON object."""
+        """Reads a file. Raises `CheckpointError` if it is missing, too large, or not a JSON object."""
         try:
             values = json.loads(read_file(file, _MAX_BYTES))
         except (ValueError, RecursionError) as error:
@@ -45,12 +45,12 @@ class JsonFields:
         return cls(values, file)
 
     def value(self, name: str) -> Any:
-        """The field as it is, of whatever type."""
-        self.asked.add(name)
+        """The value as parsed, of any type."""
+        self.accessed.add(name)
         return self.values.get(name)
 
     def nested(self, name: str) -> JsonFields | None:
-        """The object in a field."""
+        """A field that holds an object."""
         value = self.value(name)
         if value is None:
             return None
@@ -68,40 +68,40 @@ class JsonFields:
             raise self._mistyped(name, "an integer")
         return value
 
-    def count(self, name: str, most: int = MOST) -> int | None:
-        """An integer that is not negative, and at most `most`."""
+    def count(self, name: str, limit: int = MAX_SIZE) -> int | None:
+        """An integer from 0 to `limit`."""
         value = self.integer(name)
-        if value is not None and not 0 <= value <= most:
-            raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be in [0, {most}]")
+        if value is not None and not 0 <= value <= limit:
+            raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be in [0, {limit}]")
         return value
 
     def count_or(self, name: str, default: int | None) -> int | None:
         """`default` for a field that is absent; None for null."""
-        self.asked.add(name)
+        self.accessed.add(name)
         return self.count(name) if name in self.values else default
 
     def number_or(self, name: str, default: float | None) -> float | None:
         """`default` for a field that is absent; None for null."""
-        self.asked.add(name)
+        self.accessed.add(name)
         return self.number(name) if name in self.values else default
 
-    def required_integer(self, name: str, most: int = MOST) -> int:
-        """A field that must be there, positive, and at most `most`."""
+    def required_integer(self, name: str, limit: int = MAX_SIZE) -> int:
+        """A required integer from 1 to `limit`."""
         value = self.integer(name)
         if value is None:
             raise CheckpointError(f"{self.file}: {self.within}{name} is missing")
         if value < 1:
             raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be at least 1")
-        if value > most:
-            raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be at most {most}")
+        if value > limit:
+            raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be at most {limit}")
         return value
 
     def size(self, name: str, default: int) -> int:
-        """An integer that is at least 1; `default` for a field that is absent or null."""
+        """An integer of at least 1; `default` for a field that is absent or null."""
         return default if self.value(name) is None else self.required_integer(name)
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A field that holds one integer or a list of them; empty where it is absent or null."""
+        """One integer or a list of them; empty for a field that is absent or null."""
         value = self.value(name)
         if isinstance(value, list):
             if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
@@ -121,7 +121,7 @@ class JsonFields:
         return float(value)
 
     def positive(self, name: str, default: float) -> float:
-        """A number above 0; `default` where the field is absent or null."""
+        """A number above 0; `default` for a field that is absent or null."""
         value = self.number(name)
         if value is not None and value <= 0.0:
             raise CheckpointError(f"{self.file}: {self.within}{name} is {value:g}, it must be greater than 0")

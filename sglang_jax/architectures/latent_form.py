@@ -1,4 +1,4 @@
-"""What families with latent attention read alike: its sizes and the scale of its scores, and DeepSeek's experts."""
+"""Fields that families with latent attention share: its sizes, the scale of scores, and DeepSeek's experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from sglang_jax.architectures.common_fields import CommonFields, Defaults
 from sglang_jax.architectures.experts_form import read_experts
 from sglang_jax.architectures.hf_rope import rope_parameters
-from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
+from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.latent_attention import LatentAttentionConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
@@ -24,7 +24,7 @@ from sglang_jax.architectures.tensor_names import (
 from sglang_jax.errors import CheckpointError, shown
 
 DENSE_LATENT_NAMES: TensorNames = {**LLAMA_NAMES, **LATENT_NAMES}
-"""Of families without experts."""
+"""Names of families without experts."""
 
 DEEPSEEK_NAMES: TensorNames = {
     **EXPERTS_NAMES,
@@ -34,18 +34,17 @@ DEEPSEEK_NAMES: TensorNames = {
     Part.SHARED_UP: TensorName("mlp.shared_experts.up_proj"),
     Part.SHARED_DOWN: TensorName("mlp.shared_experts.down_proj"),
 }
-"""Of families with DeepSeek's experts."""
+"""Names of families with DeepSeek's experts."""
 
 _LATENT_EPS = 1e-6
-"""Of the norms of latent vectors, whatever `rms_norm_eps` is."""
+"""Epsilon of the norms of latent vectors, which does not depend on `rms_norm_eps`."""
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentDefaults:
-    """What transformers takes for granted where config.json is silent. `value_dim` 0: of the hidden size, a part for
-    each head."""
+    """transformers' defaults for the sizes of latent attention. `value_dim` 0: hidden size / heads."""
 
     latent: int = 512
     query_latent: int | None = 1536
@@ -56,7 +55,7 @@ class LatentDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertDefaults:
-    """The same for experts. `chosen` 0: the file must say how many."""
+    """transformers' defaults for experts. `chosen` 0: `num_experts_per_tok` is required."""
 
     num_experts: int
     chosen: int
@@ -70,14 +69,14 @@ class ExpertDefaults:
 def read_common(
     fields: JsonFields, defaults: Defaults, latent: LatentDefaults, *, rope: RopeConfig | None = None
 ) -> CommonFields:
-    """The common fields. Of a head, `qk_rope_head_dim` numbers rotate, whatever `head_dim` is."""
+    """Reads the common fields, with `qk_rope_head_dim`, the rotated numbers of a head, in place of `head_dim`."""
     rotary_dim = fields.size("qk_rope_head_dim", latent.rotary_dim)
-    silent = JsonFields({**fields.values, "head_dim": rotary_dim}, fields.file, fields.within, fields.asked)
+    silent = JsonFields({**fields.values, "head_dim": rotary_dim}, fields.file, fields.within, fields.accessed)
     return replace(CommonFields.read(silent, defaults, rope=rope), fields=fields)
 
 
 def read_attention(common: CommonFields, defaults: LatentDefaults, *, interleaved: bool) -> LatentAttentionConfig:
-    """Latent attention with the file's sizes."""
+    """Reads latent attention. `interleaved`: see `LatentAttentionConfig.interleaved_rope`."""
     fields = common.fields
     key_dim = fields.size("qk_nope_head_dim", defaults.key_dim)
     of_query = fields.count_or("q_lora_rank", defaults.query_latent)
@@ -101,10 +100,8 @@ def read_attention(common: CommonFields, defaults: LatentDefaults, *, interleave
 
 
 def read_deepseek_experts(common: CommonFields, defaults: ExpertDefaults) -> ExpertsConfig:
-    """DeepSeek's experts: chosen in groups, with shared ones, which are as one. Families add how they are scored.
-
-    **Raises:** `CheckpointError` for groups that do not fit the experts.
-    """
+    """Reads DeepSeek's experts: chosen in groups, with shared experts, which become one that is as large as all of
+    them. Families add the scores, and call `check_groups`."""
     fields = common.fields
     experts = read_experts(
         common,
@@ -128,15 +125,15 @@ def read_deepseek_experts(common: CommonFields, defaults: ExpertDefaults) -> Exp
 
 
 def _groups(fields: JsonFields, name: str, default: int) -> int:
-    """At least 1; 1 for null, `default` where the field is absent."""
+    """A field of at least 1; 1 for null, `default` if it is absent."""
     return fields.size(name, 1 if name in fields.values else default)
 
 
 def read_balanced_experts(common: CommonFields, defaults: ExpertDefaults) -> ExpertsConfig:
-    """DeepSeek-V3's: scores are sigmoids, to which a correction is added for the choice."""
+    """Reads DeepSeek-V3's experts: scores are sigmoids, and a correction is added for the choice only."""
     fields = common.fields
-    check_word(fields, "scoring_func", "sigmoid")
-    check_word(fields, "topk_method", "noaux_tc")
+    check_choice(fields, "scoring_func", "sigmoid")
+    check_choice(fields, "topk_method", "noaux_tc")
     renormalised = fields.boolean("norm_topk_prob")
     experts = replace(
         read_deepseek_experts(common, defaults),
@@ -149,7 +146,7 @@ def read_balanced_experts(common: CommonFields, defaults: ExpertDefaults) -> Exp
 
 
 def check_groups(fields: JsonFields, experts: ExpertsConfig) -> None:
-    """Raises `CheckpointError` for experts that cannot be chosen from groups."""
+    """Raises `CheckpointError` unless the experts divide into groups of which enough are chosen."""
     groups, chosen_groups = experts.groups, experts.chosen_groups
     of_group, rest = divmod(experts.num_experts, groups)
     least = experts.best_of_group if groups > 1 else 1
@@ -161,8 +158,8 @@ def check_groups(fields: JsonFields, experts: ExpertsConfig) -> None:
         )
 
 
-def check_word(fields: JsonFields, name: str, *supported: str) -> str:
-    """A field that must be one of these, or absent, which is the first."""
+def check_choice(fields: JsonFields, name: str, *supported: str) -> str:
+    """Reads a field that must be one of `supported`; the first of them if it is absent."""
     word = fields.string(name)
     if word is not None and word not in supported:
         raise CheckpointError(
@@ -171,20 +168,20 @@ def check_word(fields: JsonFields, name: str, *supported: str) -> str:
     return word or supported[0]
 
 
-def first_dense(common: CommonFields, default: int) -> list[bool]:
-    """Which layers have experts: all but the first `first_k_dense_replace`."""
+def layers_with_experts(common: CommonFields, default: int) -> list[bool]:
+    """Whether each layer has experts: all except the first `first_k_dense_replace`."""
     dense = common.fields.count_or("first_k_dense_replace", default) or 0
     return [number >= dense for number in range(common.num_layers)]
 
 
-def guessing_layers(fields: JsonFields, default: int) -> int:
-    """Layers behind the last, which guess further tokens; a checkpoint may have their tensors."""
-    found = [fields.count(name, MOST_LAYERS) for name in ("num_nextn_predict_layers", "num_mtp_layers")]
+def mtp_layers(fields: JsonFields, default: int) -> int:
+    """Reads the number of multi-token-prediction layers after the last layer (see `ModelConfig.mtp_layers`)."""
+    found = [fields.count(name, MAX_LAYERS) for name in ("num_nextn_predict_layers", "num_mtp_layers")]
     return next((count for count in found if count is not None), default)
 
 
 def _temperature(fields: JsonFields, rope: RopeConfig) -> float:
-    """By scaling of any kind with `mscale_all_dim`, scores are multiplied by the square of YaRN's temperature."""
+    """The factor of scores: for scaling of any kind with `mscale_all_dim`, the square of YaRN's temperature."""
     mscale = rope_parameters(fields).number("mscale_all_dim")
     if rope.kind is RopeKind.DEFAULT or not mscale or rope.factor <= 1.0:
         return 1.0

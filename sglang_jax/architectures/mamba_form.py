@@ -1,4 +1,4 @@
-"""What families with Mamba-2 layers read alike: names of tensors, and the fields of `mamba_` that hybrids share."""
+"""Shared by families with Mamba-2 layers: names of tensors, and the `mamba_*` fields of hybrid models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_jax.errors import CheckpointError, shown
 
 
 def mamba_names(module: str, layers: str = "model.layers") -> TensorNames:
-    """The tensors of a Mamba-2 layer that is called `module` in each of `layers`."""
+    """Names of the tensors of Mamba-2 layers, `{layers}.N.{module}.*`."""
 
     def name(tensor: str, *, bare: bool = False) -> TensorName:
         return TensorName(f"{module}.{tensor}", bare=bare, layers=layers)
@@ -29,10 +29,10 @@ def mamba_names(module: str, layers: str = "model.layers") -> TensorNames:
 
 
 def mamba_of_hybrid(fields: JsonFields, hidden_size: int, inner: int | None = None) -> Mamba2Config:
-    """The layer that the fields of `mamba_` describe, without a norm; `inner`: its numbers, by `mamba_expand` unless
-    given.
+    """Reads a Mamba-2 layer, without its norm, from `mamba_*` fields. `inner`: numbers of all heads; by default
+    `mamba_expand` * `hidden_size`.
 
-    **Raises:** `CheckpointError` for what does not fit together.
+    **Raises:** `CheckpointError` for inconsistent fields.
     """
     heads = fields.size("mamba_n_heads", 128)
     inner = inner or fields.size("mamba_expand", 2) * hidden_size
@@ -55,8 +55,8 @@ def mamba_of_hybrid(fields: JsonFields, hidden_size: int, inner: int | None = No
 
 
 def check_mamba(fields: JsonFields, mamba: Mamba2Config, inner: int, activation: str = "hidden_act") -> None:
-    """Raises `CheckpointError` for heads that are not so many numbers, or do not share groups, and unless the field
-    `activation` says silu."""
+    """Raises `CheckpointError` unless all heads together have `inner` numbers, groups divide the heads, and the field
+    `activation` is silu."""
     if mamba.inner != inner or mamba.num_heads % mamba.num_groups:
         raise CheckpointError(
             f"{fields.file}: {mamba.num_heads} heads of {mamba.head_dim} in {mamba.num_groups} groups; there must be "
@@ -69,20 +69,20 @@ def check_mamba(fields: JsonFields, mamba: Mamba2Config, inner: int, activation:
 
 
 def is_set(fields: JsonFields, name: str, *, default: bool) -> bool:
-    """A field that is true or false, or absent."""
+    """Reads a boolean field."""
     found = fields.boolean(name)
     return default if found is None else found
 
 
 class StepLimits(TypedDict):
-    """Fields of `Mamba2Config`."""
+    """Bounds of step sizes, as fields of `Mamba2Config`."""
 
     least_step: float
     most_step: float
 
 
 def step_limits(fields: JsonFields) -> StepLimits:
-    """`time_step_limit`: the least and the largest step size. Raises `CheckpointError` unless it is two numbers."""
+    """Reads `time_step_limit`. Raises `CheckpointError` unless it is two numbers."""
     limits = fields.value("time_step_limit")
     if limits is None:
         return {"least_step": 0.0, "most_step": math.inf}

@@ -1,7 +1,7 @@
-"""The parameters of a model: name, shape, axes and place in the checkpoint of each, all from its config.
+"""The parameters of a model, derived from its config: the name, shape, axes and place in the checkpoint of each.
 
-Whatever deals with parameters follows from this list: the check of a checkpoint's tensors, both backends' loaders, the
-names in GGUF files, random weights, Orbax checkpoints, and what the TPU tools count.
+Used by everything that handles parameters: the check of a checkpoint's tensors, both backends' loaders, GGUF files,
+random weights, Orbax checkpoints, and the TPU tools.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_jax.architectures.tensor_names import (
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """A parameter by what it is. `layer` is None for those of the whole model."""
+    """Identifies a parameter. `layer`: None for one of the whole model."""
 
     part: Part
     kind: Kind = Kind.WEIGHT
@@ -41,10 +41,10 @@ class ParameterName:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlace:
-    """Where a checkpoint has a parameter of all experts of a layer.
+    """Where a checkpoint stores a parameter of all experts of a layer.
 
-    - `tensor`: a name with `{expert}` for the number of an expert, of a tensor for each; or that of one for all.
-    - `part`, `parts`: which of so many parts along its rows this is. `transposed`, `alternating`: see `Stacked`.
+    - `tensor`: the name of the tensor with all experts; or, with `{expert}` for an expert's number, of one per expert.
+    - `part`, `parts`: this is part `part` of `parts` in the tensor's rows. `transposed`, `alternating`: see `Stacked`.
     """
 
     tensor: str
@@ -54,18 +54,18 @@ class ExpertsPlace:
     alternating: bool = False
 
     @property
-    def one_each(self) -> bool:
-        """Each expert has a tensor of its own."""
+    def tensor_per_expert(self) -> bool:
+        """Whether each expert has a separate tensor."""
         return EXPERT in self.tensor
 
     def tensor_of(self, expert: int) -> str:
-        """The name of the tensor with an expert."""
+        """The name of the tensor that holds `expert`."""
         return self.tensor.replace(EXPERT, str(expert))
 
     def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor, of a parameter `[experts, rows, ...]` of this shape."""
+        """Names and shapes of the tensors with a parameter of shape `[experts, rows, ...]`."""
         experts, rows, *rest = shape
-        if self.one_each:
+        if self.tensor_per_expert:
             return {self.tensor_of(expert): shape[1:] for expert in range(experts)}
         sides = (rows * self.parts, *rest)
         return {self.tensor: (experts, *(sides[::-1] if self.transposed else sides))}
@@ -73,26 +73,24 @@ class ExpertsPlace:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter, and where a checkpoint has it.
+    """A parameter, and where a checkpoint stores it.
 
-    - `axes`, `sizes`: of each axis as stored, matrices as [out, in], what it runs over and how far.
-    - `tensor`: the Hugging Face name of the tensor that holds it, in the rows from `first_row` on. `gguf`: that tensor
-      in a GGUF file.
+    - `axes`, `sizes`: see `kinds.part.Axes`, `Sizes`; as stored, so matrices are [out, in].
+    - `tensor`: the Hugging Face name of the tensor that holds it, from row `first_row` on. `gguf`: its name in GGUF
+      files, or None.
     - `offset`: added to the stored values.
-    - `interleaved`: of each head the rows that rotate are stored as pairs of neighbours, and otherwise in halves; the
-      model has pairs half a head apart.
-    - `rotated`: of each head so many rows at its beginning rotate; in the model they are spread over both halves. 0
-      where all do, or none.
-    - `factors`: runs of rows, and what each is multiplied by when it is read: the multipliers of a model are part of
-      its loaded weights. Empty where all are 1.
-    - `sections`: of channels along the first axis, of each of which a device has a part where several share the layer
-      (`kinds.sections`). Empty where it has a part of the axis.
-    - `stored_head`, `first_in_head`: the tensor has so many rows for each head, of which those of this parameter begin
-      there. 0: it has the parameter's alone.
-    - `places`: of a parameter of experts, where it may lie, one of which a checkpoint has; `tensor` and `gguf` name the
-      first and the last.
-    - `also`: other Hugging Face names of its tensor, one of which a checkpoint may have instead.
-    - `default`: its values where a checkpoint has no tensor of it; None for one that it must have.
+    - `interleaved`: the rotary pairs of each head are stored as adjacent rows; otherwise, in halves. When loaded, pairs
+      are half a head apart.
+    - `rotated_rows`: only this many rows at the start of each stored head rotate; when loaded, they are in both halves
+      of the head. 0: all or none rotate.
+    - `factors`: the multipliers of runs of rows, applied when the parameter is loaded. Empty if all are 1.
+    - `sections`: runs of channels along the first axis, each of which is sharded separately (see `kinds.sections`).
+      Empty if the axis is sharded as a whole.
+    - `stored_head`, `first_in_head`: the tensor has `stored_head` rows per head, and this parameter starts at row
+      `first_in_head` of them. 0: all rows of the tensor's heads belong to the parameter.
+    - `places`: alternative places of a parameter of experts; `tensor` and `gguf` name the first and the last.
+    - `also`: other Hugging Face names that the tensor may have.
+    - `default`: its value if a checkpoint lacks the tensor; None if the tensor is required.
     """
 
     name: ParameterName
@@ -103,7 +101,7 @@ class ParameterSpec:
     first_row: int = 0
     offset: float = 0.0
     interleaved: bool = False
-    rotated: int = 0
+    rotated_rows: int = 0
     stored_head: int = 0
     first_in_head: int = 0
     factors: Factors = ()
@@ -113,68 +111,68 @@ class ParameterSpec:
     default: float | None = None
 
     def tensor_of(self, names: Container[str]) -> str:
-        """The name of its tensor in a checkpoint with tensors of these names; the first where it has none."""
+        """The name of its tensor in a checkpoint with tensors `names`; `tensor` if it has none."""
         return next((name for name in self.spellings if name in names), self.tensor)
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All names that its tensor may have."""
+        """All Hugging Face names that its tensor may have."""
         return (self.tensor, *self.also)
 
     def place(self, names: Container[str]) -> ExpertsPlace:
-        """Where a checkpoint with tensors of these names has a parameter of experts; the first where it has none."""
+        """Where a checkpoint with tensors `names` stores a parameter of experts; the first place if it does not."""
         return next((place for place in self.places if place.tensor_of(0) in names), self.places[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As stored."""
+        """The shape as stored."""
         return tuple(math.prod(sizes) for sizes in self.sizes)
 
     @property
     def stored_rows(self) -> int:
-        """Rows of its tensor, from `first_row` on, that hold it and what lies between."""
+        """Rows of its tensor from `first_row` on, including rows of other parameters between those of its heads."""
         return self.sizes[0][0] * self.stored_head if self.stored_head else self.shape[0]
 
     @property
     def lengths(self) -> dict[Axis, int]:
-        """How far each of its axes runs."""
+        """The length of each of its axes."""
         pairs = zip(self.axes, self.sizes, strict=True)
         return {axis: size for axes, sizes in pairs for axis, size in zip(axes, sizes, strict=True)}
 
     @property
     def is_matrix(self) -> bool:
-        """It multiplies, and so do the matrices of experts."""
+        """Whether it is a weight matrix, or one per expert."""
         return len(self.shape) == (3 if self.places else 2) and self.name.kind is Kind.WEIGHT
 
     @property
     def is_scale(self) -> bool:
-        """Its values multiply activations one by one, as those of norms do: 1 in a model that is not trained."""
+        """Whether it multiplies activations elementwise, like the weight of a norm: 1 in an untrained model."""
         return self.name.part in _SCALES
 
 
 class Manifest:
-    """Every parameter of a model, in the order of the model."""
+    """The parameters of a model, in the order of the model."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
 
     @cached_property
     def specs(self) -> dict[ParameterName, ParameterSpec]:
-        """What a checkpoint must have."""
+        """Parameters that a checkpoint must have."""
         return {spec.name: spec for spec in _specs(self._config)}
 
     @cached_property
     def optional(self) -> dict[ParameterName, ParameterSpec]:
-        """What it may have besides. No family is asked: the model may be one that transformers makes."""
+        """Parameters that a checkpoint may lack. Their names need no family: transformers' models may have none."""
         return {spec.name: spec for spec in _optional(self._config)}
 
     def spec(self, name: ParameterName) -> ParameterSpec:
-        """A parameter of either sort. Raises `KeyError` for one that the model does not have."""
+        """A required or optional parameter. Raises `KeyError` for an unknown one."""
         return self.optional.get(name) or self.specs[name]
 
     def tensors(self, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that a checkpoint must have, by the names of Hugging Face. `present`: names of
-        those that it has, which tell how it keeps experts."""
+        """The Hugging Face names and shapes of the tensors that a checkpoint must have. `present`: names of the tensors
+        that it has, which show how it stores experts."""
         shapes: dict[str, tuple[int, ...]] = {}
         for spec in self.specs.values():
             if spec.places:
@@ -186,14 +184,14 @@ class Manifest:
         return shapes
 
     def of_layer(self, layer: int | None) -> list[ParameterSpec]:
-        """The parameters of one layer, or of none."""
+        """The required parameters of a layer, or, for None, those outside of layers."""
         return [spec for spec in self.specs.values() if spec.name.layer == layer]
 
     def fused_shape(self, names: Iterable[ParameterName], axes: Iterable[Axis]) -> tuple[int, ...]:
-        """The shape of an array with these axes that holds parameters of one layer, or of the whole model.
+        """The shape of an array with these axes that holds several parameters of one layer, or of the whole model.
 
-        Along `HEAD_PART` lie the queries of a kv head, its key and its value; along `GATE_OR_UP` and `KEY_OR_VALUE` the
-        parameters.
+        `HEAD_PART` runs over the queries of a kv head, its key and its value; `GATE_OR_UP` and `KEY_OR_VALUE` run over
+        the parameters.
         """
         wanted = list(names)
         lengths = {axis: size for name in wanted for axis, size in self.spec(name).lengths.items()}
@@ -203,7 +201,7 @@ class Manifest:
         return tuple(lengths[axis] for axis in axes)
 
     def matrix_weights(self, layer: int | None) -> int:
-        """Numbers in the matrices of one layer, experts included, or in those of none."""
+        """Numbers in the matrices of a layer, including experts, or, for None, in those outside of layers."""
         return sum(math.prod(spec.shape) for spec in self.of_layer(layer) if spec.is_matrix)
 
     def expert_weights(self, layer: int) -> int:
@@ -213,7 +211,7 @@ class Manifest:
 
 @lru_cache(maxsize=16)
 def manifest_of(config: ModelConfig) -> Manifest:
-    """The manifest of a model."""
+
     return Manifest(config)
 
 
@@ -254,7 +252,7 @@ def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
 
 
 def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -> Iterator[ParameterSpec]:
-    """Parts that share a tensor follow each other along its rows, but for one that is stored as another."""
+    """Adds names. Parameters that share a tensor follow each other along its rows, except those with `stored_as`."""
     names = family_named(config.architecture).names
     assert layer is None or not WHOLE_MODEL & {parameter.part for parameter in parameters}
     rows: dict[str, int] = {}
@@ -277,7 +275,7 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
             first,
             parameter.offset,
             parameter.interleaved,
-            parameter.rotated,
+            parameter.rotated_rows,
             parameter.stored_head,
             parameter.first_in_head,
             parameter.factors if any(factor != 1.0 for _, factor in parameter.factors) else (),
@@ -297,14 +295,14 @@ def _optional(config: ModelConfig) -> Iterator[ParameterSpec]:
 
 
 def _of_experts(parameter: Declared, name: TensorName, names: TensorNames, layer: int | None) -> ParameterSpec:
-    """A parameter of experts: in a tensor for each, in one that it may share with other parts, or in one as in GGUF."""
+    """A parameter of experts: stored as a tensor per expert, stacked, perhaps with other parts, or as in GGUF."""
     places = [ExpertsPlace(hf_name(name, parameter.kind, layer))] if EXPERT in name.hf else []
     for stacked in name.stacked:
         sharers = [part for part, other in names.items() if stacked in other.stacked]
         tensor = f"{name.layers}.{layer}.{stacked.hf}" + ("_bias" if parameter.kind is Kind.BIAS else "")
-        turned = stacked.transposed and parameter.kind is Kind.WEIGHT
+        transposed = stacked.transposed and parameter.kind is Kind.WEIGHT
         at = sharers.index(parameter.part), len(sharers)
-        places.append(ExpertsPlace(tensor, *at, turned, stacked.alternating))
+        places.append(ExpertsPlace(tensor, *at, transposed, stacked.alternating))
     gguf = gguf_name(name, parameter.kind, layer)
     places += [] if gguf is None else [ExpertsPlace(gguf)]
     own = ParameterName(parameter.part, parameter.kind, layer)

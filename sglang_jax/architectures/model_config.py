@@ -1,4 +1,4 @@
-"""The description of a model for both backends: a list of layers, and the parts before and after them."""
+"""The description of a model for both backends: its layers, and the parts before and after them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ AnyAttention = AttentionConfig | LatentAttentionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SideBySide:
+class ParallelMixer:
     """Attention and a recurrent layer with the same input; their outputs are added (Falcon-H1)."""
 
     attention: AnyAttention
     recurrent: RecurrentConfig
 
-    def sharded(self, size: int) -> SideBySide:
+    def sharded(self, size: int) -> ParallelMixer:
         """See `LayerPart`."""
-        return SideBySide(attention=self.attention.sharded(size), recurrent=self.recurrent.sharded(size))
+        return ParallelMixer(attention=self.attention.sharded(size), recurrent=self.recurrent.sharded(size))
 
 
-Mixer = AnyAttention | RecurrentConfig | SideBySide
+Mixer = AnyAttention | RecurrentConfig | ParallelMixer
 """The part of a layer that mixes tokens."""
 
 FeedForward = FeedForwardConfig | SquaredReluConfig | ExpertsConfig
-"""The part of a layer that sees each token by itself."""
+"""The part of a layer that transforms each token separately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class SublayerNorms:
 
 
 class CacheKind(StrEnum):
-    """What layers cache of a sequence: all keys and values, those of its last tokens, or a recurrent state."""
+    """What layers cache of a sequence: all its keys and values, those of its last tokens, or a recurrent state."""
 
     FULL = "full"
     WINDOW = "window"
@@ -55,7 +55,7 @@ class CacheKind(StrEnum):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether pools have slots for states, and no pages."""
+        """Whether pools have slots for states instead of pages."""
         return self is CacheKind.STATE
 
 
@@ -65,10 +65,9 @@ class LayerConfig:
     residual stream.
 
     - `mixer`, `feed_forward`: one of them may be None.
-
     - `parallel`: both read the same normalised input (`mixer_norms.pre`), and their sum is added.
-    - `residual_multiplier`: of the added outputs.
-    - `learnt_scale`: the residual stream is multiplied by a number from the checkpoint after the layer.
+    - `residual_multiplier`: multiplies the added outputs.
+    - `learnt_scale`: after the layer, the residual stream is multiplied by a number from the checkpoint.
     """
 
     mixer: Mixer | None
@@ -82,35 +81,35 @@ class LayerConfig:
     @property
     def attention(self) -> AnyAttention | None:
         """The attention part of the mixer, if any."""
-        if isinstance(self.mixer, SideBySide):
+        if isinstance(self.mixer, ParallelMixer):
             return self.mixer.attention
         return self.mixer if isinstance(self.mixer, AnyAttention) else None
 
     @property
     def kv_attention(self) -> AttentionConfig | None:
-        """The attention part, if it keeps keys and values of heads."""
+        """The attention part, if it caches keys and values of heads."""
         return self.attention if isinstance(self.attention, AttentionConfig) else None
 
     @property
     def recurrent(self) -> RecurrentConfig | None:
         """The recurrent part of the mixer, if any."""
-        if isinstance(self.mixer, SideBySide):
+        if isinstance(self.mixer, ParallelMixer):
             return self.mixer.recurrent
         return None if isinstance(self.mixer, AnyAttention) else self.mixer
 
     @property
     def num_experts(self) -> int:
-        """How many experts the layer has; 0 if its feed-forward part has none."""
+        """Experts of the layer; 0 if its feed-forward part is dense."""
         return self.feed_forward.num_experts if isinstance(self.feed_forward, ExpertsConfig) else 0
 
     @property
     def parts(self) -> tuple[LayerPart, ...]:
-        """Its attention, recurrent and feed-forward part, of those that it has, in the order of the model."""
+        """Its attention, recurrent and feed-forward parts, without those that it lacks."""
         found: tuple[LayerPart | None, ...] = (self.attention, self.recurrent, self.feed_forward)
         return tuple(part for part in found if part is not None)
 
     def sharded(self, size: int) -> LayerConfig:
-        """The layer as it is built for `size` devices that share it. Raises `ConfigError` if it cannot be."""
+        """The layer as it is built for `size` devices. Raises `ConfigError` if they cannot share it."""
         mixer = None if self.mixer is None else self.mixer.sharded(size)
         feed_forward = None if self.feed_forward is None else self.feed_forward.sharded(size)
         return replace(self, mixer=mixer, feed_forward=feed_forward)
@@ -120,13 +119,13 @@ class LayerConfig:
 class ModelConfig:
     """A decoder-only model.
 
-    - `architecture`: the name of its family (see `architectures.registry`), which has the names of tensors.
-    - `embedding_multiplier`: of embeddings, rounded to their dtype. `logit_multiplier`: of logits, before `logit_cap`
-      makes them `logit_cap * tanh(logit / logit_cap)`.
+    - `architecture`: the name of its family (see `architectures.registry`), which defines the names of tensors.
+    - `embedding_multiplier`: multiplies embeddings; it is rounded to their dtype. `logit_multiplier`: multiplies
+      logits, before `logit_cap` makes them `logit_cap * tanh(logit / logit_cap)`.
     - `eos_token_ids`: those of config.json and of generation_config.json.
-    - `guessing_layers`: layers behind the last that guess further tokens. A checkpoint may have their tensors; nothing
-      uses them.
-    - `max_position`: the context length that the checkpoint declares, or that it was tuned to by YaRN.
+    - `mtp_layers`: multi-token-prediction layers after the last layer. A checkpoint may have their tensors, which are
+      not used.
+    - `max_position`: the context length that the checkpoint declares, or to which it was tuned with YaRN.
     """
 
     architecture: str
@@ -141,7 +140,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_cap: float | None = None
-    guessing_layers: int = 0
+    mtp_layers: int = 0
     dtype: str = "bfloat16"
 
     @property
@@ -150,29 +149,29 @@ class ModelConfig:
 
     @property
     def attention(self) -> tuple[AnyAttention, ...]:
-        """Attention of the layers that have it, in order."""
+        """The attention parts of all layers, in order."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
     def kv_attention(self) -> tuple[AttentionConfig, ...]:
-        """Those of them that keep keys and values of heads."""
+        """The attention parts that cache keys and values of heads, in order."""
         return tuple(layer.kv_attention for layer in self.layers if layer.kv_attention is not None)
 
     @property
     def feed_forward(self) -> tuple[FeedForward, ...]:
-        """Feed-forward parts of the layers that have one, in order."""
+        """The feed-forward parts of all layers, in order."""
         return tuple(layer.feed_forward for layer in self.layers if layer.feed_forward is not None)
 
     @property
     def longest_context(self) -> int:
-        """Tokens that a context may have at most, where rope scaling reaches beyond `max_position`."""
+        """Maximum tokens of a context: `max_position`, or more if rope scaling extends it."""
         ropes = [attention.rope for attention in self.attention if attention.rope is not None]
         return max((rope.longest_context(self.max_position) for rope in ropes), default=self.max_position)
 
     @property
     def default_context(self) -> int:
-        """Tokens of a context unless the user asks for more or fewer. `dynamic` scaling changes nothing before
-        `max_position`, so it comes without asking; `linear` may be declared in `max_position` already."""
+        """Tokens of a context if the user sets no length. `dynamic` scaling changes nothing below `max_position`, so
+        its full range is the default; `linear` scaling may already be included in `max_position`."""
         ropes = {attention.rope.kind for attention in self.attention if attention.rope is not None}
         return self.longest_context if RopeKind.DYNAMIC in ropes else self.max_position
 
@@ -193,11 +192,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers with attention that share pages, because they need the same tokens of a sequence and keep the same arrays
-    of each; or the layers with a recurrent state. `name`: see `group_names`. `window`: tokens that a query attends to,
-    its own included; None for the other kinds.
+    """Attention layers that share pages, because they need the same tokens of a sequence and cache the same arrays per
+    token; or all layers with a recurrent state. `name`: see `group_names`. `window`: tokens that a query attends to,
+    its own included; None for other kinds.
 
-    `runner.sizing.GroupMemory` has the size of a group's pages, `PoolSpec` the pages that a runner has for it."""
+    `runner.sizing.GroupMemory` has the size of a group's pages, and `PoolSpec` their number in a runner."""
 
     name: str
     kind: CacheKind
@@ -209,9 +208,9 @@ _NAMES = {CacheKind.FULL: "full", CacheKind.WINDOW: "swa", CacheKind.STATE: "mam
 
 
 def group_names(lifetimes: Sequence[tuple[CacheKind, int | None]]) -> tuple[str, ...]:
-    """A name for each group of a model, by kind and window, for metrics, logs and errors: `full`, `swa` (with the
-    window's size if there are several), `mamba` for states. Groups that differ only in the arrays of a token have a
-    number from 2 on."""
+    """The name of each group of a model, by kind and window, for metrics, logs and errors: `full`, `swa` (with the
+    window's size if there are several), or `mamba` for states. Groups of the same kind and window are numbered from
+    2 on."""
     several = sum(window is not None for _, window in lifetimes) > 1
     names = [f"{_NAMES[kind]} {window}" if window and several else _NAMES[kind] for kind, window in lifetimes]
     numbers = [names[: place + 1].count(name) for place, name in enumerate(names)]
@@ -219,23 +218,22 @@ def group_names(lifetimes: Sequence[tuple[CacheKind, int | None]]) -> tuple[str,
 
 
 def group_of_layers(config: ModelConfig) -> tuple[int | None, ...]:
-    """For each layer, the index in `cache_groups` of the group with its pages; None without attention."""
+    """For each layer, the index in `cache_groups` of the group with its pages; None for a layer without attention."""
     groups = enumerate(cache_groups(config))
     number_of = {layer: number for number, group in groups if not group.kind.keeps_states for layer in group.layers}
     return tuple(number_of.get(layer) for layer in range(config.num_layers))
 
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The groups of a model's layers: full attention first, then windows by their size, then recurrent states.
-    Layers that keep other arrays of a token, as of other kv heads, are in separate groups, in the order of the
-    layers."""
-    alike: dict[tuple[int | None, tuple[CachedArray, ...]], list[int]] = {}
+    """The cache groups of a model: full attention first, then windows by size, then recurrent states. Layers that cache
+    different arrays per token (e.g. other kv heads) are in separate groups, in the order of the layers."""
+    members: dict[tuple[int | None, tuple[CachedArray, ...]], list[int]] = {}
     for number, layer in enumerate(config.layers):
         if (attention := layer.attention) is not None:
-            alike.setdefault((attention.window, attention.cached), []).append(number)
+            members.setdefault((attention.window, attention.cached), []).append(number)
     found = [
         (CacheKind.FULL if window is None else CacheKind.WINDOW, tuple(layers), window)
-        for (window, _), layers in sorted(alike.items(), key=lambda group: group[0][0] or 0)
+        for (window, _), layers in sorted(members.items(), key=lambda group: group[0][0] or 0)
     ]
     if kept := tuple(number for number, layer in enumerate(config.layers) if layer.recurrent is not None):
         found.append((CacheKind.STATE, kept, None))
@@ -244,10 +242,10 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 
 def num_paged_groups(config: ModelConfig) -> int:
-    """The number of `cache_groups` with pages: all except the one for states."""
+    """The number of `cache_groups` with pages: all except the group for states."""
     return sum(not group.kind.keeps_states for group in cache_groups(config))
 
 
 def num_slots(config: ModelConfig, counts: Sequence[int]) -> int:
-    """Of `counts` of pages, or slots, of each of `cache_groups`, that of the group for states; 0 if there is none."""
+    """The slots of the group for states, 0 without one. `counts`: pages or slots of each of `cache_groups`."""
     return sum(count for group, count in zip(cache_groups(config), counts, strict=True) if group.kind.keeps_states)

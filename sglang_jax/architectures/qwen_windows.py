@@ -1,4 +1,4 @@
-"""Which layers of Qwen2 and Qwen3 have a sliding window."""
+"""The sliding windows of Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _DEFAULT_FIRST_SLIDING_LAYER = 28
 
 
 def qwen_windows(common: CommonFields) -> list[int | None]:
-    """The window of each layer, or None: `use_sliding_window` gives one to layers from `max_window_layers` on."""
+    """The window of each layer: None without `use_sliding_window`, and by default below layer `max_window_layers`."""
     fields = common.fields
     window = fields.count("sliding_window") if "sliding_window" in fields.values else _DEFAULT_WINDOW
     first = fields.count("max_window_layers")
@@ -19,4 +19,4 @@ def qwen_windows(common: CommonFields) -> list[int | None]:
     sliding = [number >= first for number in range(common.num_layers)]
     if "layer_types" in fields.values:
         sliding = common.sliding_layers(every=None)
-    return [common.sees(window) if slides else None for slides in sliding]
+    return [common.effective_window(window) if slides else None for slides in sliding]

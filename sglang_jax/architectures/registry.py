@@ -1,7 +1,6 @@
 """The supported model families: the `FAMILY` of every module in `families/`.
 
-A family built from existing layer types needs only a new file there.
-"""
+A new family of existing layer types needs only a new file there."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from sglang_jax.architectures.tensor_names import LLAMA_NAMES, TensorNames
 from sglang_jax.errors import CheckpointError
 
 
-def _nothing_more(values: Mapping[str, Any]) -> dict[str, Any]:
-    """No further fields."""
+def _no_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
@@ -34,12 +32,12 @@ class GgufForm:
     - `interleaved`: q and k are stored for adjacent rotary pairs; in other formats, for halves.
     - `norms_hold_offset`: stored norm weights include the offset, unlike those in Hugging Face's folders.
     - `windowed`: if two families have the same name, this is the one with a window.
-    - `experts`: files have mixtures of experts; also this tells families with the same name apart.
+    - `experts`: files have mixtures of experts; this also distinguishes families with the same name.
     """
 
     name: str
     fields: Mapping[str, str] = field(default_factory=dict)
-    derive: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing_more
+    derive: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields
     interleaved: bool = False
     norms_hold_offset: bool = False
     windowed: bool = False
@@ -50,11 +48,11 @@ class GgufForm:
 class Family:
     """Checkpoints of one architecture.
 
-    - `name`: `model_type` of config.json, and `ModelConfig.architecture`. `class_name`: the entry of `architectures` in
-      it.
-    - `configure`: reads a config.json, or a GGUF file's metadata with the same names. Raises
-      `CheckpointError` for missing, mistyped or unsupported fields.
-    - `to_hf`: fields of config.json that describe a model, or None if config.json cannot be written.
+    - `name`: `model_type` of config.json, and `ModelConfig.architecture`.
+    - `class_name`: the entry of config.json's `architectures`.
+    - `configure`: reads a config.json, or a GGUF file's metadata with the same names. Raises `CheckpointError` for
+      missing, mistyped or unsupported fields.
+    - `to_hf`: writes the fields of config.json for a model; None if unsupported.
     """
 
     name: str
@@ -86,8 +84,8 @@ def family_named(name: str) -> Family:
 
 
 def family_of_hf(fields: JsonFields) -> Family | None:
-    """The family of a config.json: by `architectures` or, without that field, by `model_type`. None if no family of
-    that name exists."""
+    """The family of a config.json: by `architectures` or, without that field, by `model_type`. None if it is not
+    supported."""
     match fields.value("architectures"):
         case [str(seen)]:
             found = [family for family in known_families() if family.class_name == seen]

@@ -1,4 +1,4 @@
-"""How checkpoints call the tensors of a model: the parts that a model has, and a family's names for them."""
+"""Names of tensors in checkpoints: the parts of models, and the families' names for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Part(StrEnum):
-    """What a parameter is in the model, whatever a checkpoint calls it."""
+    """The role of a parameter in the model, independent of its name in a checkpoint."""
 
     EMBEDDING = "embedding"
     FINAL_NORM = "final_norm"
@@ -60,27 +60,27 @@ class Part(StrEnum):
 
 
 class Kind(StrEnum):
-    """Of a part's parameters: the last word of their names."""
+    """The kind of a part's parameter: the last word of its name."""
 
     WEIGHT = "weight"
     BIAS = "bias"
     SCALE = "scale"
-    """What a kv head's keys or values are stored divided by, in a cache of 8 bits."""
+    """Divides a kv head's keys or values when they are stored in an 8-bit cache."""
     MEAN = "mean"
-    """Of each kv head's keys: what a cache that keeps them in int8 subtracts. No quantiser writes one yet."""
+    """Subtracted from a kv head's keys when they are stored in an int8 cache. No quantiser writes one yet."""
 
 
 EXPERT = "{expert}"
-"""In a tensor's name, where the number of an expert stands."""
+"""Stands for the number of an expert in a tensor's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """One tensor with a part of all experts of a layer, `[experts, rows, columns]`, or their biases `[experts, rows]`.
+    """A tensor with a part of all experts of a layer, `[experts, rows, columns]`, or its biases, `[experts, rows]`.
 
-    - `hf`: its name, without layer; biases have `_bias` behind it.
-    - `transposed`: it is `[experts, columns, rows]`.
-    - `alternating`: parts that share it do so row by row, and otherwise one follows the other.
+    - `hf`: its name, without the layer; biases have the suffix `_bias`.
+    - `transposed`: matrices are `[experts, columns, rows]`.
+    - `alternating`: the rows of parts that share the tensor alternate; otherwise the parts follow each other.
     """
 
     hf: str
@@ -90,13 +90,13 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """A tensor's name without layer and kind, in Hugging Face folders and, where that is known, in GGUF files.
+    """A tensor's name, without layer and kind, in Hugging Face folders and in GGUF files (None if unknown).
 
-    - `bare`: its Hugging Face name does not end with the kind.
-    - `layers`: what its Hugging Face name begins with, before the number of a layer.
-    - `stacked`: of a part of experts, what may hold it in place of a tensor for each. GGUF files have one too, as plain
-      as can be.
-    - `also`: another Hugging Face name of the same tensor, which a folder may have instead.
+    - `bare`: the Hugging Face name does not end with the kind.
+    - `layers`: the prefix of the Hugging Face name before the number of the layer.
+    - `stacked`: for a part of experts, tensors that may hold it instead of one tensor per expert. GGUF files always
+      have one tensor for all experts, which is not shared, transposed or alternating.
+    - `also`: another Hugging Face name that the tensor may have.
     """
 
     hf: str
@@ -108,10 +108,10 @@ class TensorName:
 
 
 TensorNames = Mapping[Part, TensorName]
-"""Parts with the same name lie in one tensor, one after the other along its rows, in the order of `Part`."""
+"""The names of a family. Parts with the same name share a tensor: they follow each other along its rows, in the order
+in which the layer declares them."""
 
 OF_EXPERTS = frozenset({Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN})
-"""Parts that every expert has."""
 
 WHOLE_MODEL = frozenset({Part.EMBEDDING, Part.FINAL_NORM, Part.HEAD})
 
@@ -132,10 +132,10 @@ LLAMA_NAMES: TensorNames = {
     Part.UP: TensorName("mlp.up_proj", "ffn_up"),
     Part.DOWN: TensorName("mlp.down_proj", "ffn_down"),
 }
-"""Most families' names; others change some of them."""
+"""The names of Llama, which most families share or extend."""
 
 OPTIONAL = {Kind.SCALE: "scales of keys and values", Kind.MEAN: "means of keys"}
-"""Kinds that a checkpoint may lack: it has all parameters of such a kind, or none."""
+"""Kinds that a checkpoint may lack. It has either all parameters of such a kind or none."""
 
 _SCALES = (
     ("self_attn.k_scale", "self_attn.v_scale"),  # compressed-tensors
@@ -144,7 +144,7 @@ _SCALES = (
     ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),  # ModelOpt
     ("self_attn.qkv_proj.k_scale", "self_attn.qkv_proj.v_scale"),
     ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),  # AutoFP8, Quark
-    ("self_attn.kv_scale", "self_attn.kv_scale"),  # one for both: the first versions of AutoFP8
+    ("self_attn.kv_scale", "self_attn.kv_scale"),  # one scale for both: the first versions of AutoFP8
     ("self_attn.attn.kv_scale", "self_attn.attn.kv_scale"),
 )
 
@@ -153,10 +153,10 @@ OPTIONAL_NAMES: Mapping[tuple[Part, Kind], tuple[str, ...]] = {
     (Part.VALUE, Kind.SCALE): tuple(values for _, values in _SCALES),
     (Part.KEY, Kind.MEAN): ("self_attn.k_mean",),
 }
-"""What quantisers call optional parameters, whatever the family: one of these names, behind `model.layers.N.`."""
+"""Quantisers' names for optional parameters, in all families: one of these, after `model.layers.N.`."""
 
 STACKED_GATE_UP, STACKED_DOWN = Stacked("mlp.experts.gate_up_proj"), Stacked("mlp.experts.down_proj")
-"""As transformers 5 has them in memory, and saves them if `save_original_format` is false."""
+"""As in transformers 5 in memory, and in its folders if `save_original_format` is false."""
 
 EXPERTS_NAMES: TensorNames = {
     **LLAMA_NAMES,
@@ -169,8 +169,7 @@ EXPERTS_NAMES: TensorNames = {
     Part.SHARED_DOWN: TensorName("mlp.shared_expert.down_proj", "ffn_down_shexp"),
     Part.SHARED_ROUTER: TensorName("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
 }
-"""Of families with experts that have Qwen's names. transformers 5 stacks experts; its folders have those of each as a
-rule."""
+"""Names of families with experts, after Qwen's. transformers 5 stacks experts, but usually saves a tensor for each."""
 
 LATENT_NAMES: TensorNames = {
     Part.QUERY_LATENT: TensorName("self_attn.q_a_proj"),
@@ -181,24 +180,24 @@ LATENT_NAMES: TensorNames = {
     Part.LATENT_NORM: TensorName("self_attn.kv_a_layernorm"),
     Part.KEY_UP: TensorName("self_attn.kv_b_proj"),
 }
-"""Of latent attention. Queries that rotate, and values, lie in the tensors of other queries, and of keys."""
+"""Names of latent attention. Rotated queries are in the tensor of the other queries, and values in that of keys."""
 
 POST_NORM_NAMES: TensorNames = {
     **LLAMA_NAMES,
     Part.ATTENTION_POST_NORM: TensorName("post_attention_layernorm", "post_attention_norm"),
     Part.FEED_FORWARD_POST_NORM: TensorName("post_feedforward_layernorm", "post_ffw_norm"),
 }
-"""Of families that norm what attention and feed-forward give, and not what they take."""
+"""Names of families that normalise outputs of attention and feed-forward parts, not inputs."""
 
 
 def hf_name(name: TensorName, kind: Kind, layer: int | None) -> str:
-    """The whole name in a Hugging Face folder; `layer` is None for a tensor of the whole model."""
+    """The complete name in a Hugging Face folder. `layer`: None for a tensor of the whole model."""
     stem = name.hf if layer is None else f"{name.layers}.{layer}.{name.hf}"
     return stem if name.bare else f"{stem}.{kind}"
 
 
 def gguf_name(name: TensorName, kind: Kind, layer: int | None) -> str | None:
-    """The whole name in a GGUF file; None where it is not known."""
+    """The complete name in a GGUF file; None if unknown."""
     if name.gguf is None:
         return None
     return f"{name.gguf}.{kind}" if layer is None else f"blk.{layer}.{name.gguf}.{kind}"

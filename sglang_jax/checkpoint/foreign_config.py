@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
+from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
@@ -88,7 +88,7 @@ def foreign_model_config(fields: JsonFields, ends: tuple[int, ...], dtype: str) 
         raise CheckpointError(f"{fields.file}: head_dim is {head_dim}, it must be even")
     context = fields.required_integer("max_position_embeddings")
     window = fields.count("sliding_window")
-    count = fields.required_integer("num_hidden_layers", MOST_LAYERS)
+    count = fields.required_integer("num_hidden_layers", MAX_LAYERS)
 
     def layer(sees: int | None) -> LayerConfig:
         attention = AttentionConfig(

@@ -123,7 +123,7 @@ def check_unread(fields: JsonFields) -> None:
     **Raises:** `CheckpointError` naming the field and its value.
     """
     unread = {
-        name: value for name, value in fields.values.items() if name not in fields.asked and not _says_nothing(value)
+        name: value for name, value in fields.values.items() if name not in fields.accessed and not _says_nothing(value)
     }
     for name in sorted(_CHANGES_OUTPUTS & unread.keys()):
         raise CheckpointError(
@@ -257,7 +257,7 @@ def _known_fields() -> frozenset[str]:
             fields = JsonFields({**_COMMON_VALUES, "num_local_experts": experts}, Path("config.json"))
             with suppress(CheckpointError):
                 family.configure(fields)
-            found |= fields.asked
+            found |= fields.accessed
     return frozenset(found)
 
 

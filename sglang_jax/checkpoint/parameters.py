@@ -147,13 +147,17 @@ class ParameterReader:
             return [spec.tensor_of(self._names)]
         place = spec.place(self._names)
         experts, *_ = whole_index(spec.shape, index)
-        return [place.tensor_of(each) for each in range(*experts.indices(spec.shape[0]))] if place.one_each else []
+        return (
+            [place.tensor_of(each) for each in range(*experts.indices(spec.shape[0]))]
+            if place.tensor_per_expert
+            else []
+        )
 
     def _read_experts(self, spec: ParameterSpec, index: Index | None) -> Array:
         """`[experts, rows, ...]`: from a tensor of each expert, or from the part of one that has all."""
         place = spec.place(self._names)
         experts, rows, *rest = whole_index(spec.shape, index)
-        if place.one_each:
+        if place.tensor_per_expert:
             numbers = range(*experts.indices(spec.shape[0]))
             return np.stack([self._reader.read(place.tensor_of(each), (rows, *rest)) for each in numbers])
         first, last, _ = rows.indices(spec.shape[1])
@@ -196,9 +200,9 @@ def _rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
     if spec.stored_head:
         own = slice(spec.first_in_head, spec.first_in_head + spec.lengths[Axis.HEAD_DIM])
         found = found.reshape(-1, spec.stored_head, *found.shape[1:])[:, own].reshape(-1, *found.shape[1:])
-    if spec.interleaved or spec.rotated:
+    if spec.interleaved or spec.rotated_rows:
         head_dim = spec.lengths[Axis.HEAD_DIM]
-        order = order_in_halves(head_dim, spec.rotated or head_dim, interleaved=spec.interleaved)
+        order = order_in_halves(head_dim, spec.rotated_rows or head_dim, interleaved=spec.interleaved)
         found = found.reshape(-1, head_dim, *found.shape[1:])[:, order].reshape(found.shape)
     return found
 

@@ -65,7 +65,7 @@ class RotaryScaling:
             case RopeKind.LINEAR:
                 return base / rope.factor
             case RopeKind.PROPORTIONAL:
-                turning = int(rope.turning * self.head_dim // 2)
+                turning = int(rope.rotated_pairs * self.head_dim // 2)
                 return np.where(np.arange(len(base)) < turning, base / rope.factor, 0.0)
             case RopeKind.LLAMA3:
                 return _llama3(base, rope, self._original_max())

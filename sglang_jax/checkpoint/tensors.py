@@ -32,7 +32,7 @@ _MOST_TOLD = 500
 
 def of_guessing_layers(config: ModelConfig) -> tuple[str, ...]:
     """What names of tensors begin with that belong to layers which guess further tokens: nothing reads them."""
-    behind = range(config.num_layers, config.num_layers + config.guessing_layers)
+    behind = range(config.num_layers, config.num_layers + config.mtp_layers)
     return (_GUESSING, *(f"model.layers.{number}." for number in behind))
 
 

@@ -20,10 +20,10 @@ class Norm(nnx.Module):
     """A norm over the last axes, computed in float32: see `NormConfig`."""
 
     def __init__(self, sizes: Sizes, config: NormConfig, dtype: jnp.dtype, part: Part) -> None:
-        self.scale = parameter(sizes, jnp.dtype(jnp.float32) if config.wide else dtype, part)
+        self.scale = parameter(sizes, jnp.dtype(jnp.float32) if config.weight_in_float32 else dtype, part)
         self.kind = config.kind
         self.epsilon = config.eps
-        self.wide = config.wide
+        self.weight_in_float32 = config.weight_in_float32
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., *sizes]` → the same shape and dtype."""
@@ -36,7 +36,7 @@ class Norm(nnx.Module):
         if self.kind is NormKind.LAYER:
             wide = wide - jnp.mean(wide, axis=axes, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=axes, keepdims=True) + self.epsilon)
-        return (scale * wide).astype(x.dtype) if self.wide else scale * wide.astype(x.dtype)
+        return (scale * wide).astype(x.dtype) if self.weight_in_float32 else scale * wide.astype(x.dtype)
 
     def add(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Adds x to the residual stream. Returns the normalised sum, and the sum."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.kinds.recurrent import LAST_INPUTS, StateArray, StateDtype
+from sglang_jax.architectures.kinds.recurrent import CONV_STATE, StateArray, StateDtype
 from sglang_jax.architectures.model_config import (
     CacheGroup,
     LayerConfig,
@@ -152,7 +152,7 @@ def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes, *, tiled: bool) 
 
     def of(array: StateArray) -> StatePool:
         shape = array.shape
-        if array.name == LAST_INPUTS:
+        if array.name == CONV_STATE:
             shape = tail_shape(*shape, tiled=tiled, shards=recurrent.shards)
         spread = PartitionSpec(*[None] * (1 + array.spread), MESH_AXIS[Axis.STATE_HEADS])
         return StatePool((slots, *shape), dtypes.of(array.dtype), spread)

@@ -361,7 +361,7 @@ def test_released_models_with_experts(
     assert config.vocab_size == values["vocab_size"]
     ends = values["eos_token_id"]
     assert config.eos_token_ids == (tuple(ends) if isinstance(ends, list) else (ends,))
-    assert config.guessing_layers == values.get("num_nextn_predict_layers", 0)
+    assert config.mtp_layers == values.get("num_nextn_predict_layers", 0)
     assert config.dtype == "bfloat16"
     assert len(set(config.attention)) == 1
     found = config.attention[0]

@@ -100,7 +100,7 @@ def mixed(folder: Path, patch: pytest.MonkeyPatch) -> Checkpoint:
     windows, states = (tiny(family, folder / family).config for family in (WINDOWS, DELTA_NET))
     window = next(layer for layer in windows.layers if layer.attention is not None and layer.attention.window)
     layers = (latent.config.layers[0], window, states.layers[0], latent.config.layers[-1])
-    config = replace(latent.config, layers=layers, guessing_layers=0)
+    config = replace(latent.config, layers=layers, mtp_layers=0)
     families = [family_named(model.architecture) for model in (windows, states, config)]
     names = {part: name for family in families for part, name in family.names.items()}
     patch.setattr(manifest, "family_named", lambda name: replace(family_named(name), names=names))

@@ -97,7 +97,12 @@ def test_options_of_a_layer_reach_its_attention(options: dict[str, Any]) -> None
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "norm",
-    [None, NormConfig(eps=1e-6), NormConfig(eps=1e-6, wide=True), NormConfig(eps=1e-6, kind=NormKind.LAYER)],
+    [
+        None,
+        NormConfig(eps=1e-6),
+        NormConfig(eps=1e-6, weight_in_float32=True),
+        NormConfig(eps=1e-6, kind=NormKind.LAYER),
+    ],
     ids=["no", "plain", "wide", "layer"],
 )
 @pytest.mark.parametrize("rotated", [True, False])

@@ -119,7 +119,7 @@ def build(config):
     return build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")
 
 plain = small_config(num_heads=8, num_kv_heads=2, vocab_size=97, attention_bias=True, tie_word_embeddings=False)
-norm = QKNorm(norm=NormConfig(eps=1e-5, wide=True), whole=True)
+norm = QKNorm(norm=NormConfig(eps=1e-5, weight_in_float32=True), whole=True)
 whole_norms = plain.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, qk_norm=norm)))
 # Channels that devices have each a part of: of 7 sections of unlike length, some of them copied.
 mamba = Mamba2Config(

@@ -41,7 +41,7 @@ class Attention(Loadable):
         self.query_norm = self.key_norm = None
         if config.qk_norm is not None:
             whole = config.qk_norm.whole
-            kept = torch.float32 if config.qk_norm.norm.wide else dtype
+            kept = torch.float32 if config.qk_norm.norm.weight_in_float32 else dtype
             self.query_norm = self.declare("query_norm", (self._queries if whole else head_dim,), kept, Part.QUERY_NORM)
             self.key_norm = self.declare("key_norm", (self._keys if whole else head_dim,), kept, Part.KEY_NORM)
         self.sinks = self.declare("sinks", (heads,), torch.float32, Part.SINKS) if config.sinks else None

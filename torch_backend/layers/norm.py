@@ -18,7 +18,7 @@ class Norm(Loadable):
         self, size: int, config: NormConfig, part: Part, *, dtype: torch.dtype, operations: Operations
     ) -> None:
         super().__init__()
-        self.weight = self.declare("weight", (size,), torch.float32 if config.wide else dtype, part)
+        self.weight = self.declare("weight", (size,), torch.float32 if config.weight_in_float32 else dtype, part)
         self.eps = config.eps
         self._kind = config.kind
         self._operations = operations

@@ -1,1 +1,1 @@
-"""One module a family of checkpoints, each with a `FAMILY`: see `architectures.registry`."""
+"""One module per family of checkpoints, each with a `FAMILY`: see `architectures.registry`."""

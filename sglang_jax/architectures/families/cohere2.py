@@ -1,5 +1,5 @@
-"""Command R7B and Command A (Cohere 2, 2024): attention and feed-forward side by side behind one norm; layers with a
-window rotate, those that see all know no positions."""
+"""Command R7B and Command A (Cohere 2, 2024): attention and feed-forward in parallel after one norm. Layers with a
+window rotate; layers with full attention have no positions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _DEFAULTS = Defaults(max_position=8192, eps=1e-5, tie_word_embeddings=True, bos_
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
-    norm = replace(common.norm("layer_norm_eps"), kind=NormKind.LAYER, wide=True)
+    norm = replace(common.norm("layer_norm_eps"), kind=NormKind.LAYER, weight_in_float32=True)
     bias = fields.boolean("attention_bias") or False
     window = fields.count_or("sliding_window", 4096)
     attention = replace(common.attention(), rope=None, interleaved_rope=True, bias=bias, out_bias=bias)
-    rotated = replace(attention, rope=common.rope, window=common.sees(window))
+    rotated = replace(attention, rope=common.rope, window=common.effective_window(window))
     layers = [
         LayerConfig(
             mixer=rotated if slides and window is not None else attention,

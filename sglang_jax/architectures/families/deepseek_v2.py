@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (2024): latent attention, and experts chosen by softmax, from all or from the best groups."""
+"""DeepSeek-V2 (2024): latent attention, and experts chosen by softmax from all experts or from the best groups."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sglang_jax.architectures.latent_form import (
     DEEPSEEK_NAMES,
     ExpertDefaults,
     LatentDefaults,
+    check_choice,
     check_groups,
-    check_word,
-    first_dense,
+    layers_with_experts,
     read_attention,
     read_common,
     read_deepseek_experts,
@@ -33,21 +33,21 @@ def configure(fields: JsonFields) -> ModelConfig:
     common = read_common(fields, _DEFAULTS, _LATENT)
     attention = read_attention(common, _LATENT, interleaved=True)
     dense, experts = common.feed_forward(), _experts(common)
-    sparse = first_dense(common, default=0)
+    sparse = layers_with_experts(common, default=0)
     layers = [common.pre_norm_layer(attention, experts if has_experts else dense) for has_experts in sparse]
     return common.model(_NAME, layers)
 
 
 def _experts(common: CommonFields) -> ExpertsConfig:
     fields = common.fields
-    check_word(fields, "scoring_func", "softmax")
+    check_choice(fields, "scoring_func", "softmax")
     if fields.boolean("norm_topk_prob"):
         raise CheckpointError(
             f"{fields.file}: norm_topk_prob true of {_NAME} is not supported: transformers ignores it, and DeepSeek's "
             "own code then leaves out routed_scaling_factor; supported: false"
         )
     experts = replace(read_deepseek_experts(common, _EXPERTS), best_of_group=1)
-    if check_word(fields, "topk_method", _GREEDY, _GROUPS) == _GREEDY:
+    if check_choice(fields, "topk_method", _GREEDY, _GROUPS) == _GREEDY:
         return replace(experts, groups=1, chosen_groups=1)
     check_groups(fields, experts)
     return experts

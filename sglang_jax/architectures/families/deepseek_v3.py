@@ -1,7 +1,5 @@
 """DeepSeek-V3 and R1 (2024), and Kimi-K2 (2025), which has the same class: latent attention; experts chosen from groups
-by the sigmoids of their scores, with a correction.
-
-The layers that guess further tokens are not used."""
+by sigmoid scores with a correction. Multi-token-prediction layers are not used."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from sglang_jax.architectures.latent_form import (
     DEEPSEEK_NAMES,
     ExpertDefaults,
     LatentDefaults,
-    first_dense,
-    guessing_layers,
+    layers_with_experts,
+    mtp_layers,
     read_attention,
     read_balanced_experts,
     read_common,
@@ -32,9 +30,9 @@ def configure(fields: JsonFields) -> ModelConfig:
     common = read_common(fields, _DEFAULTS, _LATENT)
     attention = read_attention(common, _LATENT, interleaved=fields.boolean("rope_interleave") is not False)
     dense, experts = common.feed_forward(), read_balanced_experts(common, _EXPERTS)
-    sparse = first_dense(common, default=3)
+    sparse = layers_with_experts(common, default=3)
     layers = [common.pre_norm_layer(attention, experts if has_experts else dense) for has_experts in sparse]
-    return replace(common.model(_NAME, layers), guessing_layers=guessing_layers(fields, default=1))
+    return replace(common.model(_NAME, layers), mtp_layers=mtp_layers(fields, default=1))
 
 
 FAMILY = Family(name=_NAME, class_name="DeepseekV3ForCausalLM", configure=configure, names=DEEPSEEK_NAMES)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (2025), dense: Llama whose rotary pairs are neighbours."""
+"""ERNIE 4.5 (2025), dense: Llama with adjacent rotary pairs."""
 
 from __future__ import annotations
 

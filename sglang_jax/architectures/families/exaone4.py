@@ -1,5 +1,5 @@
-"""EXAONE 4 (2025): norms after each block, norms of each query and key head; where there are windows, layers that see
-all know no positions."""
+"""EXAONE 4 (2025): norms after each block and of each query and key head. In models with windows, layers with full
+attention have no positions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def configure(fields: JsonFields) -> ModelConfig:
     norms = SublayerNorms(post=common.norm())
     attention = replace(common.attention(), qk_norm=QKNorm(norm=common.norm()))
     sees_all = attention if window is None else replace(attention, rope=None)
-    sliding = replace(attention, window=None if window is None else common.sees(window))
+    sliding = replace(attention, window=None if window is None else common.effective_window(window))
     layers = [
         LayerConfig(
             mixer=sliding if slides else sees_all,
@@ -37,7 +37,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _every(fields: JsonFields) -> int:
-    """Of how many layers the last sees all: a number, or a pattern such as LLLG."""
+    """Every how many layers one has full attention: a number, or the length of a pattern such as LLLG."""
     pattern = fields.value("sliding_window_pattern")
     match pattern:
         case None:

@@ -1,4 +1,4 @@
-"""Falcon-H1 (TII, 2025): attention and Mamba-2 side by side in each layer; most products have multipliers."""
+"""Falcon-H1 (TII, 2025): attention and Mamba-2 in parallel in each layer, and multipliers for most matrices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig
 from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.mamba_form import is_set, mamba_names, mamba_of_hybrid
-from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SideBySide, SublayerNorms
+from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, ParallelMixer, SublayerNorms
 from sglang_jax.architectures.registry import Family
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName
 from sglang_jax.errors import CheckpointError, shown
@@ -31,7 +31,7 @@ def configure(fields: JsonFields) -> ModelConfig:
     )
     norms = SublayerNorms(pre=common.norm())
     layer = LayerConfig(
-        mixer=SideBySide(attention=attention, recurrent=_mamba(common)),
+        mixer=ParallelMixer(attention=attention, recurrent=_mamba(common)),
         feed_forward=_feed_forward(common),
         mixer_norms=norms,
         feed_forward_norms=norms,
@@ -71,7 +71,7 @@ def _multiplier(fields: JsonFields, name: str) -> float:
 
 
 def _multipliers(fields: JsonFields, name: str, count: int) -> list[float]:
-    """Raises `CheckpointError` unless the field is absent or has so many numbers."""
+    """Reads `count` numbers, by default 1. Raises `CheckpointError` for anything else."""
     found = fields.value(name)
     if found is None:
         return [1.0] * count

@@ -37,7 +37,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _feed_forward(common: CommonFields) -> FeedForwardConfig:
-    """The first files say `gelu` and mean its approximation by tanh."""
+    """The first files say `gelu` but mean its tanh approximation."""
     if common.fields.string("hidden_act") != "gelu":
         return common.feed_forward()
     return FeedForwardConfig(size=common.fields.required_integer("intermediate_size"), activation=Activation.GELU_TANH)

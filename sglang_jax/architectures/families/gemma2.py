@@ -1,4 +1,4 @@
-"""Gemma 2 (2024): windows in every second layer, soft caps, norms before and after each block."""
+"""Gemma 2 (2024): windows in every second layer, soft caps, and norms before and after each block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEFAULTS = Defaults(
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
-    window = common.sees(fields.count_or("sliding_window", 4096))
+    window = common.effective_window(fields.count_or("sliding_window", 4096))
     bias = fields.boolean("attention_bias") or False
     norms = SublayerNorms(pre=gemma_norm(common), post=gemma_norm(common))
     attention = replace(

@@ -1,4 +1,4 @@
-"""Gemma 3 (2025), text alone: five layers with a window and a rope of their own for each that sees all."""
+"""Gemma 3 (2025), text only: five layers with a window, and a different rope, per layer with full attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEFAULTS = Defaults(
 def configure(fields: JsonFields) -> ModelConfig:
     whole, sliding = _ropes(fields)
     common = CommonFields.read(fields, _DEFAULTS, rope=whole)
-    window = common.sees(fields.count_or("sliding_window", 4096))
+    window = common.effective_window(fields.count_or("sliding_window", 4096))
     bias = fields.boolean("attention_bias") or False
     norms = SublayerNorms(pre=gemma_norm(common), post=gemma_norm(common))
     attention = replace(
@@ -51,7 +51,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _ropes(fields: JsonFields) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers that see all, and of those with a window: a set of parameters for each, or the spelling of before."""
+    """The ropes of layers with full attention and with a window, from fields of transformers 5 or earlier."""
     context = fields.size("max_position_embeddings", _DEFAULTS.max_position)
     parameters = fields.nested("rope_parameters")
     if parameters is not None and ({"full_attention", "sliding_attention"} & parameters.values.keys()):

@@ -1,5 +1,5 @@
-"""Gemma 4 (2026), dense and text alone: layers that see all have larger heads than those with a window, and fewer kv
-heads whose values are their keys."""
+"""Gemma 4 (2026), dense, text only: layers with full attention have larger heads than those with a window, and fewer kv
+heads, whose values are their keys."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def configure(fields: JsonFields) -> ModelConfig:
     _refuse_unsupported(fields)
     whole_rope, sliding_rope = (_rope(fields, kind) for kind in ("full_attention", "sliding_attention"))
     common = CommonFields.read(fields, _DEFAULTS, rope=whole_rope)
-    norm = replace(common.norm(), wide=True)
+    norm = replace(common.norm(), weight_in_float32=True)
     norms = SublayerNorms(pre=norm, post=norm)
     bias = fields.boolean("attention_bias") or False
     attention = replace(
         common.attention(), scale=1.0, qk_norm=QKNorm(norm=norm), value_norm=norm, bias=bias, out_bias=bias
     )
-    window = common.sees(fields.count_or("sliding_window", 512))
+    window = common.effective_window(fields.count_or("sliding_window", 512))
     sliding = replace(attention, window=window, rope=sliding_rope)
     whole = replace(attention, values_are_keys=fields.boolean("attention_k_eq_v") or False)
     slides = common.sliding_layers(every=6)
     slides[-1] = False
     layers = [
         LayerConfig(
-            mixer=_with_own_heads(common, number, sliding if slides[number] else whole),
+            mixer=_with_layer_heads(common, number, sliding if slides[number] else whole),
             feed_forward=common.feed_forward(field="hidden_activation"),
             mixer_norms=norms,
             feed_forward_norms=norms,
@@ -66,9 +66,9 @@ def configure(fields: JsonFields) -> ModelConfig:
     )
 
 
-def _with_own_heads(common: CommonFields, number: int, mixer: AttentionConfig) -> AttentionConfig:
-    """A layer with the size and number of its kv heads: by `per_layer_config`, as transformers writes it, or by two
-    fields for all layers that see all."""
+def _with_layer_heads(common: CommonFields, number: int, mixer: AttentionConfig) -> AttentionConfig:
+    """`mixer` with its layer's head size and kv heads: from `per_layer_config`, as transformers writes it, or from two
+    fields for all layers with full attention."""
     fields = common.fields
     of_layers = fields.nested("per_layer_config")
     whole = mixer.rope == common.rope
@@ -115,7 +115,7 @@ def _refuse_unsupported(fields: JsonFields) -> None:
             f"{fields.file}: hidden_size_per_layer_input is {size} (default 256), but per-layer embeddings are not "
             "supported; use a model without them (0)"
         )
-    for harmless in ("use_double_wide_mlp", "vocab_size_per_layer_input"):  # of what is refused here
+    for harmless in ("use_double_wide_mlp", "vocab_size_per_layer_input"):  # options of features that are refused above
         fields.value(harmless)
     if fields.value("use_bidirectional_attention") == "all":
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""GLM-4 of 2025 (0414): norms before and after each block, and heads of which half rotates, in pairs of neighbours."""
+"""GLM-4 of 2025 (0414): norms before and after each block; half of each head rotates, in adjacent pairs."""
 
 from __future__ import annotations
 

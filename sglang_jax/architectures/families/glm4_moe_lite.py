@@ -10,8 +10,8 @@ from sglang_jax.architectures.latent_form import (
     DEEPSEEK_NAMES,
     ExpertDefaults,
     LatentDefaults,
-    first_dense,
-    guessing_layers,
+    layers_with_experts,
+    mtp_layers,
     read_attention,
     read_balanced_experts,
     read_common,
@@ -33,12 +33,12 @@ def configure(fields: JsonFields) -> ModelConfig:
     dense, experts = common.feed_forward(), read_balanced_experts(common, _EXPERTS)
     sparse = _sparse_layers(common)
     layers = [common.pre_norm_layer(attention, experts if has_experts else dense) for has_experts in sparse]
-    return replace(common.model(_NAME, layers), guessing_layers=guessing_layers(fields, default=0))
+    return replace(common.model(_NAME, layers), mtp_layers=mtp_layers(fields, default=0))
 
 
 def _sparse_layers(common: CommonFields) -> list[bool]:
-    """Which layers have experts: by `mlp_layer_types`, or else all but the first."""
-    first = first_dense(common, default=1)
+    """Whether each layer has experts: by `mlp_layer_types`, or else all except the first."""
+    first = layers_with_experts(common, default=1)
     types = common.fields.strings("mlp_layer_types")
     if types is None:
         return first

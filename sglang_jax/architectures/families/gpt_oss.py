@@ -1,6 +1,5 @@
 """gpt-oss (2025): experts with a clamped gate and biases; attention with sinks, and windows in every second layer.
-
-Its folders in MXFP4 are quantised, and refused as such."""
+Folders in MXFP4 are refused as quantised."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, Stacked, Te
 
 _NAME = "gpt_oss"
 _DEFAULTS = Defaults(num_kv_heads=8, max_position=131072, head_dim=64, eps=1e-5, theta=150000.0)
-_SILENT_ROPE = {
+_DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -28,16 +27,16 @@ _SILENT_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What transformers takes where the file has no parameters of the rotation."""
+"""transformers' default if the file has no rotary parameters."""
 
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS, rope=_rope(fields))
-    norm = replace(common.norm(), wide=True)
+    norm = replace(common.norm(), weight_in_float32=True)
     bias = fields.boolean("attention_bias")
     bias = True if bias is None else bias
     whole = replace(common.attention(), bias=bias, out_bias=bias, sinks=True)
-    sliding = replace(whole, window=common.sees(fields.count_or("sliding_window", 128)))
+    sliding = replace(whole, window=common.effective_window(fields.count_or("sliding_window", 128)))
     experts = replace(
         read_experts(common, num_experts=128, chosen=4, default_size=2880),
         clamped=_gate(fields),
@@ -54,8 +53,8 @@ def configure(fields: JsonFields) -> ModelConfig:
 def _rope(fields: JsonFields) -> RopeConfig:
     context = fields.size("max_position_embeddings", _DEFAULTS.max_position)
     scaling = rope_parameters(fields)
-    silent = JsonFields(_SILENT_ROPE, fields.file)
-    return rope_from_hf(fields, context, _DEFAULTS.theta, scaling if scaling.values else silent)
+    default = JsonFields(_DEFAULT_ROPE, fields.file)
+    return rope_from_hf(fields, context, _DEFAULTS.theta, scaling if scaling.values else default)
 
 
 def _gate(fields: JsonFields) -> ClampedGate:
@@ -82,7 +81,7 @@ _GGUF_FIELDS = {
 
 
 def _untruncated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Files do not say how YaRN's limits are rounded: not at all."""
+    """GGUF files lack the rounding of YaRN's bounds; gpt-oss does not round them."""
     return {"rope_parameters": {**values["rope_parameters"], "truncate": False}}
 
 

@@ -1,4 +1,4 @@
-"""Granite 4 (2025), hybrid and dense: Mamba-2 or attention in each layer, with Granite's multipliers."""
+"""Granite 4 (2025), dense hybrids: Mamba-2 or attention in each layer, with Granite's multipliers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _feed_forward(common: CommonFields) -> FeedForwardConfig:
-    """Without experts there is the part that they would share."""
+    """Models without experts have only the shared expert."""
     size = common.fields.count("shared_intermediate_size")
     return replace(common.feed_forward(), size=1024 if size is None else size)
 

@@ -1,4 +1,4 @@
-"""Granite with windows (2026), dense: Granite's multipliers, a learnt sink in every head, and a rope of its own, or
+"""Granite with windows (2026), dense: Granite's multipliers, a learnt sink in every head, and a separate rope, or
 none, in each layer."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def configure(fields: JsonFields) -> ModelConfig:
         out_bias=bias,
     )
     feed_forward = common.feed_forward(bias=fields.boolean("mlp_bias") or False)
-    window = common.sees(fields.count_or("sliding_window", 128))
+    window = common.effective_window(fields.count_or("sliding_window", 128))
     slides = [bool(number % 4) for number in range(common.num_layers)]
     if fields.strings("layer_types") is not None:
         slides = common.sliding_layers(every=None)
@@ -53,7 +53,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _ropes(common: CommonFields) -> list[RopeConfig | None]:
-    """`layer_rope_theta` has the base of each layer, 0 for one without positions."""
+    """The rope of each layer. `layer_rope_theta` has the base of each, or 0 for a layer without positions."""
     thetas = common.fields.value("layer_rope_theta")
     if thetas is None:
         return [common.rope] * common.num_layers

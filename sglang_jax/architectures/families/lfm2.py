@@ -57,7 +57,7 @@ def _kinds(common: CommonFields) -> tuple[str, ...]:
 
 
 def _feed_forward(fields: JsonFields) -> FeedForwardConfig:
-    """The declared size is cut to two thirds, multiplied, and rounded up, unless the file says that it is the size."""
+    """The declared size or, unless `block_auto_adjust_ff_dim` is false, 2/3 of it times a multiplier, rounded up."""
     size = fields.count("block_ff_dim") or fields.required_integer("intermediate_size")
     adjusted = fields.boolean("block_auto_adjust_ff_dim")
     if adjusted or adjusted is None:

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and the many models that share their form."""
+"""Llama 2 and 3, and the many models with the same layers."""
 
 from __future__ import annotations
 

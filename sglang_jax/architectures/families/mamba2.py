@@ -1,8 +1,8 @@
-"""Mamba-2 (Dao and Gu 2024): layers that keep a state, without attention and without feed-forward parts."""
+"""Mamba-2 (Dao and Gu 2024): recurrent layers without attention or feed-forward parts."""
 
 from __future__ import annotations
 
-from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
+from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.mamba_form import check_mamba, is_set, mamba_names, step_limits
@@ -12,8 +12,8 @@ from sglang_jax.architectures.tensor_names import Part, TensorName
 
 _NAME = "mamba2"
 _LAYERS = "backbone.layers"
-_MOST_POSITIONS = 1 << 20
-"""A state takes as much whatever the length, and checkpoints declare none: so it is bounded here."""
+_MAX_POSITIONS = 1 << 20
+"""Limit of the context: checkpoints declare none, and a state has the same size for all lengths."""
 
 
 def configure(fields: JsonFields) -> ModelConfig:
@@ -43,9 +43,9 @@ def configure(fields: JsonFields) -> ModelConfig:
         architecture=_NAME,
         vocab_size=fields.required_integer("vocab_size"),
         hidden_size=hidden,
-        layers=(layer,) * fields.required_integer("num_hidden_layers", MOST_LAYERS),
+        layers=(layer,) * fields.required_integer("num_hidden_layers", MAX_LAYERS),
         final_norm=norm,
-        max_position=_MOST_POSITIONS,
+        max_position=_MAX_POSITIONS,
         tie_word_embeddings=is_set(fields, "tie_word_embeddings", default=False),
         eos_token_ids=fields.integers("eos_token_id") if "eos_token_id" in fields.values else (2,),
         bos_token_id=fields.integer("bos_token_id") if "bos_token_id" in fields.values else 0,

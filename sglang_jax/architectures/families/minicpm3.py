@@ -22,7 +22,7 @@ def configure(fields: JsonFields) -> ModelConfig:
         fields,
         max_position=fields.size("max_position_embeddings", _DEFAULTS.max_position),
         default_theta=_DEFAULTS.theta,
-        rotated=fields.size("qk_rope_head_dim", _LATENT.rotary_dim),
+        rotary_dim=fields.size("qk_rope_head_dim", _LATENT.rotary_dim),
     )
     common = read_common(fields, _DEFAULTS, _LATENT, rope=rope)
     attention = read_attention(common, _LATENT, interleaved=False)
@@ -40,7 +40,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _multiplier(fields: JsonFields, name: str, default: float, *, neutral: float) -> float:
-    """A field above 0; `neutral` for null."""
+    """Reads a number above 0: `default` if the field is absent, `neutral` for null."""
     return fields.positive(name, neutral if name in fields.values else default)
 
 

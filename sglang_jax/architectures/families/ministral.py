@@ -1,4 +1,4 @@
-"""Ministral (2024): Mistral whose windows may be in some layers alone."""
+"""Ministral (2024): Mistral with windows in some or all layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEFAULTS = Defaults(num_kv_heads=8, max_position=131072, bos_token_id=1, eos_to
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
-    window = common.sees(fields.count_or("sliding_window", 4096))
+    window = common.effective_window(fields.count_or("sliding_window", 4096))
     slides = [True] * common.num_layers
     if fields.strings("layer_types") is not None:
         slides = common.sliding_layers(every=None)

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023): Llama with a sliding window in every layer, in the versions that have one."""
+"""Mistral (Jiang et al. 2023): Llama; some versions have a sliding window in every layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _DEFAULT_WINDOW = 4096
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
     window = fields.count("sliding_window") if "sliding_window" in fields.values else _DEFAULT_WINDOW
-    layer = common.pre_norm_layer(replace(common.attention(), window=common.sees(window)), common.feed_forward())
+    attention = replace(common.attention(), window=common.effective_window(window))
+    layer = common.pre_norm_layer(attention, common.feed_forward())
     return common.model(_NAME, [layer] * common.num_layers)
 
 

@@ -28,7 +28,7 @@ def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
     if noise := fields.number("router_jitter_noise"):
         raise CheckpointError(f"{fields.file}: router_jitter_noise is {noise:g}; only 0 is supported")
-    attention = replace(common.attention(), window=common.sees(fields.count("sliding_window")))
+    attention = replace(common.attention(), window=common.effective_window(fields.count("sliding_window")))
     experts = replace(read_experts(common, num_experts=8, chosen=2), renormalised=True)
     return common.model(_NAME, [common.pre_norm_layer(attention, experts)] * common.num_layers)
 

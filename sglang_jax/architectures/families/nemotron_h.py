@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_jax.architectures.json_fields import MOST_LAYERS, JsonFields
+from sglang_jax.architectures.json_fields import MAX_LAYERS, JsonFields
 from sglang_jax.architectures.kinds.attention import AttentionConfig
 from sglang_jax.architectures.kinds.feed_forward import SquaredReluConfig
 from sglang_jax.architectures.kinds.norm import NormConfig
@@ -42,8 +42,8 @@ _UNUSED = (
     "topk_group",
     "use_mamba_kernels",
 )
-"""Every file has these: of layers with experts, of heads for training, of kernels, and what transformers' own class
-does not compute by."""
+"""Fields that all files have and that do not matter here: of layers with experts, of training heads, of kernels, and
+others that transformers' class ignores."""
 
 
 def configure(fields: JsonFields) -> ModelConfig:
@@ -74,16 +74,16 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _kinds(fields: JsonFields) -> list[str]:
-    """Of each layer. Raises `CheckpointError` for kinds that are not known, and for experts."""
+    """The kind of each layer. Raises `CheckpointError` for unknown kinds and for experts."""
     pattern = fields.string("hybrid_override_pattern")
     found = fields.strings("layers_block_type") or fields.strings("layer_types") or tuple(pattern or "")
     unknown = sorted({one for one in found if one not in _SPELLINGS})
     count = fields.count("num_hidden_layers") or len(found)
-    if not found or unknown or len(found) != count or count > MOST_LAYERS:
+    if not found or unknown or len(found) != count or count > MAX_LAYERS:
         seen = ", ".join(map(shown, unknown)) or f"{len(found)} entries for {count} layers"
         raise CheckpointError(
             f"{fields.file}: layers_block_type (or hybrid_override_pattern) has {seen}; supported: {_MAMBA} (M), "
-            f"{_ATTENTION} (*) or {_FEED_FORWARD} (-) for each layer, at most {MOST_LAYERS}"
+            f"{_ATTENTION} (*) or {_FEED_FORWARD} (-) for each layer, at most {MAX_LAYERS}"
         )
     kinds = [_SPELLINGS[one] for one in found]
     if _EXPERTS in kinds:

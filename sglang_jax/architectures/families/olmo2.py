@@ -1,4 +1,4 @@
-"""OLMo 2 (2024): norms after each block and none before, and norms of all queries and of all keys together."""
+"""OLMo 2 (2024): norms after each block, none before it, and norms over all query heads and over all key heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEFAULTS = Defaults(max_position=2048, eps=1e-5, eos_token_id=50279)
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
-    norm = replace(common.norm(), wide=True)
+    norm = replace(common.norm(), weight_in_float32=True)
     bias = fields.boolean("attention_bias") or False
     layer = LayerConfig(
         mixer=replace(common.attention(), qk_norm=QKNorm(norm=norm, whole=True), bias=bias, out_bias=bias),

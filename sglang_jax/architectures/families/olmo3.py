@@ -1,4 +1,4 @@
-"""OLMo 3 (2025): OLMo 2 with windows in three of four layers, and a rope for each of the two kinds of layers."""
+"""OLMo 3 (2025): OLMo 2 with windows in three of four layers, which may have a different rope."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _DEFAULTS = Defaults(max_position=2048, eps=1e-5, theta=5e5, eos_token_id=50279)
 def configure(fields: JsonFields) -> ModelConfig:
     whole_rope, sliding_rope = _ropes(fields)
     common = CommonFields.read(fields, _DEFAULTS, rope=whole_rope)
-    norm = replace(common.norm(), wide=True)
+    norm = replace(common.norm(), weight_in_float32=True)
     norms = SublayerNorms(post=norm)
     bias = fields.boolean("attention_bias") or False
     whole = replace(common.attention(), qk_norm=QKNorm(norm=norm, whole=True), bias=bias, out_bias=bias)
-    sliding = replace(whole, rope=sliding_rope, window=common.sees(fields.count_or("sliding_window", 4096)))
+    sliding = replace(whole, rope=sliding_rope, window=common.effective_window(fields.count_or("sliding_window", 4096)))
     layers = [
         LayerConfig(
             mixer=sliding if slides else whole,
@@ -38,8 +38,8 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _ropes(fields: JsonFields) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers that see all, and of those with a window: a set of parameters for each, or one set, whose scaling is
-    that of layers that see all."""
+    """The ropes of layers with full attention and with a window. If the file has only one set of parameters, its
+    scaling applies to full attention."""
     context = fields.size("max_position_embeddings", _DEFAULTS.max_position)
     parameters = fields.nested("rope_parameters")
     if parameters is None or not {"full_attention", "sliding_attention"} & parameters.values.keys():

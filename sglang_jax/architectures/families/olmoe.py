@@ -1,5 +1,5 @@
-"""OLMoE (Muennighoff et al. 2024): a mixture of experts in every layer, norms of all queries and of all keys
-together."""
+"""OLMoE (Muennighoff et al. 2024): a mixture of experts in every layer, and norms over all query heads and over all key
+heads."""
 
 from __future__ import annotations
 

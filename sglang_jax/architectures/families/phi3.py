@@ -1,4 +1,4 @@
-"""Phi-3 (2024): Llama's layers, whose checkpoints keep q, k and v in one tensor, and gate and up in another."""
+"""Phi-3 (2024): Llama's layers; checkpoints store q, k and v in one tensor, and gate and up in another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES = {
 
 def configure(fields: JsonFields) -> ModelConfig:
     common = CommonFields.read(fields, _DEFAULTS)
-    window = common.sees(fields.count("sliding_window"))
+    window = common.effective_window(fields.count("sliding_window"))
     layer = common.pre_norm_layer(replace(common.attention(), window=window), common.feed_forward())
     return common.model(_NAME, [layer] * common.num_layers)
 

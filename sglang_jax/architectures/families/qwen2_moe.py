@@ -36,7 +36,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _windows(common: CommonFields) -> list[int | None]:
-    """The window of each layer: by `layer_types`, or of every second layer below `max_window_layers`."""
+    """The window of each layer: by `layer_types`, or else in every second layer below `max_window_layers`."""
     fields = common.fields
     window = fields.count_or("sliding_window", 4096)
     slides = fields.boolean("use_sliding_window") or False
@@ -45,7 +45,7 @@ def _windows(common: CommonFields) -> list[int | None]:
     sliding = [number % 2 == 0 and number < first for number in range(common.num_layers)]
     if fields.values.get("layer_types") is not None:
         sliding = common.sliding_layers(every=None)
-    return [common.sees(window) if slides and of_layer else None for of_layer in sliding]
+    return [common.effective_window(window) if slides and of_layer else None for of_layer in sliding]
 
 
 _GGUF_FIELDS = {

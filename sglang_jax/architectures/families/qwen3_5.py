@@ -1,6 +1,6 @@
 """Qwen3.5 and Qwen3.6, dense text models: gated delta nets, and gated attention in every fourth layer.
 
-Positions of texts are the same on all three axes of the multimodal rotation, which then is the plain one.
+For text, positions are equal on all three axes of the multimodal rotation, so it is the plain one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LINEAR, _ATTENTION = "linear_attention", "full_attention"
 def configure(fields: JsonFields) -> ModelConfig:
     context = fields.size("max_position_embeddings", _DEFAULTS.max_position)
     common = CommonFields.read(fields, _DEFAULTS, rope=partial_rope_from_hf(fields, context, _DEFAULTS.theta, 0.25))
-    norm = replace(common.norm(), wide=True, offset=1.0)
+    norm = replace(common.norm(), weight_in_float32=True, offset=1.0)
     bias = fields.boolean("attention_bias") or False
     attention = replace(common.attention(), qk_norm=QKNorm(norm=norm), output_gate=True, bias=bias, out_bias=bias)
     delta_net = _delta_net(common)

@@ -27,7 +27,7 @@ def configure(fields: JsonFields) -> ModelConfig:
         bias=bias,
         out_bias=bias,
         qk_norm=QKNorm(norm=common.norm()),
-        window=common.sees(window) if fields.boolean("use_sliding_window") else None,
+        window=common.effective_window(window) if fields.boolean("use_sliding_window") else None,
     )
     experts = read_experts(common, num_experts=128, chosen=8, size="moe_intermediate_size", default_size=768)
     experts = replace(experts, renormalised=fields.boolean("norm_topk_prob") or False)
@@ -39,7 +39,7 @@ _GGUF_FIELDS = {"moe_intermediate_size": "expert_feed_forward_length", "norm_top
 
 
 def _norms_weights(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Files need not say what holds for all of these models, as llama.cpp takes it for granted."""
+    """GGUF files may lack this field, because it is true for all of these models and llama.cpp assumes it."""
     return {"norm_topk_prob": True}
 
 

@@ -10,8 +10,8 @@ from sglang_jax.architectures.latent_form import (
     DEEPSEEK_NAMES,
     ExpertDefaults,
     LatentDefaults,
-    first_dense,
-    guessing_layers,
+    layers_with_experts,
+    mtp_layers,
     read_attention,
     read_balanced_experts,
     read_common,
@@ -30,13 +30,13 @@ def configure(fields: JsonFields) -> ModelConfig:
     common = read_common(fields, _DEFAULTS, _LATENT)
     attention = read_attention(common, _LATENT, interleaved=fields.boolean("rope_interleave") is not False)
     dense, experts = common.feed_forward(), read_balanced_experts(common, _EXPERTS)
-    sparse = first_dense(common, default=1)
+    sparse = layers_with_experts(common, default=1)
     layers = [common.pre_norm_layer(attention, experts if has_experts else dense) for has_experts in sparse]
-    return replace(common.model(_NAME, layers), guessing_layers=guessing_layers(fields, default=0))
+    return replace(common.model(_NAME, layers), mtp_layers=mtp_layers(fields, default=0))
 
 
 def _renamed(fields: JsonFields) -> JsonFields:
-    """With DeepSeek's names. `deepseek_yarn` is YaRN; `q_head_dim` follows from other fields."""
+    """The fields with DeepSeek's names. `deepseek_yarn` is YaRN; `q_head_dim` is redundant."""
     fields.value("q_head_dim")
     values = dict(fields.values)
     shared = fields.value("num_shared_experts")
@@ -45,7 +45,7 @@ def _renamed(fields: JsonFields) -> JsonFields:
     scaling = fields.nested("rope_scaling")
     if scaling is not None and "deepseek_yarn" in (scaling.value("type"), scaling.value("rope_type")):
         values["rope_scaling"] = {**scaling.values, "type": "yarn", "rope_type": "yarn"}
-    return JsonFields(values, fields.file, fields.within, fields.asked)
+    return JsonFields(values, fields.file, fields.within, fields.accessed)
 
 
 FAMILY = Family(name=_NAME, class_name="SarvamMLAForCausalLM", configure=configure, names=DEEPSEEK_NAMES)

@@ -1,4 +1,4 @@
-"""SmolLM3 (2025): Llama with layers that know no positions, every fourth unless the file says which."""
+"""SmolLM3 (2025): Llama with layers without positions, by default every fourth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def configure(fields: JsonFields) -> ModelConfig:
     feed_forward = common.feed_forward(bias=fields.boolean("mlp_bias") or False)
     attention = replace(common.attention(), bias=bias, out_bias=bias)
     rotated = _rotated_layers(common)
-    window = common.sees(fields.count("sliding_window")) if fields.boolean("use_sliding_window") else None
+    window = common.effective_window(fields.count("sliding_window")) if fields.boolean("use_sliding_window") else None
     sliding = [not rotates for rotates in rotated]
     if fields.strings("layer_types") is not None:
         sliding = common.sliding_layers(every=None)
@@ -41,7 +41,7 @@ def configure(fields: JsonFields) -> ModelConfig:
 
 
 def _rotated_layers(common: CommonFields) -> list[bool]:
-    """`no_rope_layers` has, in spite of its name, 1 for a layer that rotates."""
+    """Whether each layer rotates: despite its name, `no_rope_layers` has 1 for a layer that does."""
     fields = common.fields
     every = fields.size("no_rope_layer_interval", 4)
     given = fields.integers("no_rope_layers")

@@ -1,5 +1,5 @@
-"""Kinds of parts that layers are made of, a file each.
+"""Kinds of parts of layers, one per file.
 
-A kind is a frozen config, which says by itself which parameters it has (`parameters`), what it keeps of sequences, and
-how several devices share it (`sharded`): see `part.LayerPart`. Backends register what computes it by the config's type.
+A kind is a frozen config that declares its parameters (`parameters`), what it caches of sequences, and how devices
+share it (`sharded`): see `part.LayerPart`. Backends register an implementation for each config type.
 """

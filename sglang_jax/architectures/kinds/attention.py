@@ -1,4 +1,4 @@
-"""Attention: grouped queries over cached keys and values."""
+"""Grouped-query attention over cached keys and values."""
 
 from __future__ import annotations
 
@@ -65,46 +65,46 @@ class AttentionConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that tables of rotations are made for."""
+        """Numbers of a head for which tables of rotations are made."""
         return self.head_dim
 
     @property
     def products_per_key(self) -> int:
-        """Numbers that are multiplied for each query and key that it sees, of all heads, for scores and for values."""
+        """Multiply-adds of all heads for each pair of a query and a key, for scores and values."""
         return 2 * self.num_heads * self.head_dim
 
     @property
     def cached(self) -> tuple[CachedArray, ...]:
-        """What is kept of each token: keys and values."""
+        """The arrays that are cached of each token: keys and values."""
         return tuple(CachedArray(name, self.num_kv_heads, self.head_dim) for name in ("keys", "values"))
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
         """See `LayerPart`."""
         queries, keys = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
-        order, taken = self._order(), self.input_multiplier
+        order, scale = self._order(), self.input_multiplier
         stored_head = 2 * self.head_dim if self.output_gate else 0
         of_queries = (queries, (hidden,)), (_HEADS, HIDDEN), self.bias
-        for parameter in linear(Part.QUERY, *of_queries, order=order, input_scale=taken):
+        for parameter in linear(Part.QUERY, *of_queries, order=order, input_scale=scale):
             yield replace(parameter, stored_head=stored_head)
         if self.output_gate:
-            gate = linear(Part.OUTPUT_GATE, *of_queries, stored_as=Part.QUERY, input_scale=taken)
+            gate = linear(Part.OUTPUT_GATE, *of_queries, stored_as=Part.QUERY, input_scale=scale)
             yield from (replace(each, stored_head=stored_head, first_in_head=self.head_dim) for each in gate)
         of_keys = (keys, (hidden,)), (_KV_HEADS, HIDDEN), self.bias
-        yield from linear(Part.KEY, *of_keys, order=order, input_scale=taken, output_scale=self.key_multiplier)
+        yield from linear(Part.KEY, *of_keys, order=order, input_scale=scale, output_scale=self.key_multiplier)
         stored_as = Part.KEY if self.values_are_keys else None
-        yield from linear(Part.VALUE, *of_keys, stored_as=stored_as, input_scale=taken)
+        yield from linear(Part.VALUE, *of_keys, stored_as=stored_as, input_scale=scale)
         outputs = ((hidden,), queries), (HIDDEN, _HEADS), self.out_bias
         yield from linear(Part.OUTPUT, *outputs, output_scale=self.output_multiplier)
         if self.qk_norm is not None:
             first, offset = 0 if self.qk_norm.whole else 1, self.qk_norm.norm.offset
             for part, sizes, axes in ((Part.QUERY_NORM, queries, _HEADS), (Part.KEY_NORM, keys, _KV_HEADS)):
                 norm = Declared(part, Kind.WEIGHT, (axes[first:],), (sizes[first:],), offset)
-                yield replace(norm, interleaved=order.interleaved, rotated=order.rotated)
+                yield replace(norm, interleaved=order.interleaved, rotated_rows=order.rotated_rows)
         if self.sinks:
             yield Declared(Part.SINKS, Kind.WEIGHT, ((Axis.HEADS,),), ((self.num_heads,),))
 
     def optional(self) -> Iterator[Declared]:
-        """What a checkpoint may have for a cache of 8 bits: scales of keys and of values, and the mean of keys."""
+        """Optional parameters, for 8-bit caches: scales of keys and of values, and means of keys."""
         axes, sizes = ((Axis.KV_HEADS,), (Axis.HEAD_DIM,)), ((self.num_kv_heads,), (self.head_dim,))
         for part in (Part.KEY, Part.VALUE):
             yield Declared(part, Kind.SCALE, axes[:1], sizes[:1], default=1.0)
@@ -112,12 +112,12 @@ class AttentionConfig:
 
     def _order(self) -> HeadOrder:
         rope = self.rope
-        partly = 0 if rope is None or rope.rotated == 1.0 else rope.rotated_numbers(self.head_dim)
-        return HeadOrder(self.interleaved_rope, partly)
+        rotated_rows = 0 if rope is None or rope.partial_rotary_factor == 1.0 else rope.rotated_numbers(self.head_dim)
+        return HeadOrder(self.interleaved_rope, rotated_rows)
 
     def sharded(self, size: int) -> AttentionConfig:
-        """See `LayerPart`. With fewer kv heads than devices, neighbours have the same head of the checkpoint: each
-        serves the query heads of its own device."""
+        """See `LayerPart`. With fewer kv heads than devices, kv heads are replicated on adjacent devices; each copy
+        serves the query heads of its device."""
         if self.num_heads % size or not can_share(self.num_kv_heads, size):
             raise ConfigError(
                 f"{self.num_heads} heads and {self.num_kv_heads} kv heads cannot be spread over {size} devices: choose "

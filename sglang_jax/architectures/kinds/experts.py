@@ -1,4 +1,4 @@
-"""Mixtures of experts (Shazeer et al. 2017): of many feed-forward parts, each token passes through a few."""
+"""Mixtures of experts (Shazeer et al. 2017): each token passes through a few of many feed-forward parts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class ExpertScores(StrEnum):
     """How the router's logits become scores of experts."""
 
     SOFTMAX = "softmax"
-    """Over all experts, before some are chosen."""
+    """Softmax over all experts, before some are chosen."""
     CHOSEN_SOFTMAX = "softmax of those chosen"
-    """Over the experts that were chosen by their logits. It is `SOFTMAX`, renormalised."""
+    """Softmax over the experts with the highest logits. Equal to `SOFTMAX`, renormalised."""
     SIGMOID = "sigmoid"
-    """Of each expert by itself."""
+    """The sigmoid of each logit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """gpt-oss's form of a gated layer: `(up + 1) * gate * sigmoid(alpha * gate)`, with gates at most `limit`, and ups
-    between `-limit` and `limit`."""
+    """gpt-oss's gated layer: `(up + 1) * gate * sigmoid(alpha * gate)`, with gates clamped to at most `limit`, and ups
+    to [-limit, limit]."""
 
     alpha: float
     limit: float
@@ -36,16 +36,16 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A router, experts, and perhaps a shared expert through which every token passes.
+    """A router, experts, and optionally a shared expert, which all tokens use.
 
-    - `chosen`: experts of each token, those with the highest scores; of equal ones, those with the lower number.
-    - `size`: columns of each expert, a gated layer as in `FeedForwardConfig`; `clamped`: with another gate.
-    - `scores`; `renormalised`: scores of the chosen experts are divided by their sum. `scale`: multiplies them then.
-    - `correction`: the checkpoint has a number for each expert, which is added to its score for the choice alone
-      (DeepSeek-V3's balance without a loss).
-    - `groups`: experts are chosen from the best `chosen_groups` of so many groups, by the sum of the best
+    - `chosen`: experts per token: those with the highest scores, and of equal scores those with the lower number.
+    - `size`: columns of each expert, a gated layer as in `FeedForwardConfig`; `clamped`: replaces its gate.
+    - `renormalised`: the scores of the chosen experts are divided by their sum. `scale` multiplies them after that.
+    - `correction`: the checkpoint has a number per expert, which is added to its score for the choice only
+      (DeepSeek-V3's load balancing without an auxiliary loss).
+    - `groups`: experts are chosen from the best `chosen_groups` of `groups` groups, ranked by the sum of the best
       `best_of_group` scores of each.
-    - `router_bias`, `bias`: of the router, and of the experts.
+    - `router_bias`, `bias`: whether the router, and the experts, have biases.
     - `shared_size`: columns of the shared expert; 0 without one. `shared_gate`: its output is multiplied by the sigmoid
       of a projection of the input.
     """
@@ -85,23 +85,22 @@ class ExpertsConfig:
             yield from linear(Part.SHARED_ROUTER, ((1,), outer), ((Axis.ONE,), HIDDEN), False)
 
     def sharded(self, size: int) -> ExpertsConfig:
-        """See `LayerPart`. Each device has a part of the columns of every expert."""
+        """See `LayerPart`. The columns of every expert are sharded."""
         check_columns(self.size, size)
         check_columns(self.shared_size, size)
         return self
 
     @property
     def share_computed(self) -> float:
-        """Of the weights of experts, those that one token is multiplied by."""
+        """The fraction of the experts' weights that one token is multiplied by."""
         return self.chosen / self.num_experts
 
     def share_read(self, tokens: int) -> float:
-        """Of the experts, those that are expected to be chosen by at least one of so many tokens, if each is chosen
-        as often as any other."""
+        """The expected fraction of experts that at least one of `tokens` chooses, if all are equally likely."""
         return 1 - (1 - self.share_computed) ** tokens
 
     def with_biases(self, has: Callable[[Part], bool]) -> ExpertsConfig:
-        """With biases where a checkpoint has them."""
+        """The same part with biases if the checkpoint has them. `has`: whether it has the bias of a part."""
         return replace(self, bias=has(Part.EXPERT_UP), router_bias=has(Part.ROUTER))
 
 

@@ -1,4 +1,4 @@
-"""Feed-forward parts, which see each token by itself."""
+"""Feed-forward parts, which transform each token separately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERMEDIATE = (Axis.INTERMEDIATE,)
 
 
 class Activation(StrEnum):
-    """The nonlinearity of a gated feed-forward layer. Names are those of `hidden_act` in HF configs."""
+    """The nonlinearity of a gated feed-forward layer, named as in `hidden_act` of HF configs."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
@@ -23,8 +23,8 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForwardConfig:
-    """`down(activation(gate(x)) * up(x))` (Shazeer 2020). `gate_multiplier`: of `gate(x)`; `output_multiplier`: of the
-    result."""
+    """`down(activation(gate(x)) * up(x))` (Shazeer 2020). `gate_multiplier` multiplies `gate(x)`, and
+    `output_multiplier` the result."""
 
     size: int
     activation: Activation = Activation.SILU
@@ -41,7 +41,7 @@ class FeedForwardConfig:
         yield from linear(Part.DOWN, (outer, inner), (HIDDEN, INTERMEDIATE), self.bias, output_scale=by)
 
     def with_biases(self, has: Callable[[Part], bool]) -> FeedForwardConfig:
-        """With biases where a checkpoint has them."""
+        """See `ExpertsConfig`."""
         return replace(self, bias=has(Part.UP))
 
     def sharded(self, size: int) -> FeedForwardConfig:
@@ -64,7 +64,7 @@ class SquaredReluConfig:
         yield from linear(Part.DOWN, (outer, inner), (HIDDEN, INTERMEDIATE), self.bias)
 
     def with_biases(self, has: Callable[[Part], bool]) -> SquaredReluConfig:
-        """With biases where a checkpoint has them."""
+        """See `ExpertsConfig`."""
         return replace(self, bias=has(Part.UP))
 
     def sharded(self, size: int) -> SquaredReluConfig:
@@ -74,7 +74,7 @@ class SquaredReluConfig:
 
 
 def check_columns(columns: int, size: int) -> None:
-    """Raises `ConfigError` if `size` devices cannot share so many columns."""
+    """Raises `ConfigError` unless `size` divides `columns`."""
     if columns % size:
         raise ConfigError(
             f"the intermediate size {columns} cannot be spread over {size} devices: choose a tp_size that divides it"

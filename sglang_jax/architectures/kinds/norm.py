@@ -1,4 +1,4 @@
-"""Norms."""
+"""Norms and their weights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class NormKind(StrEnum):
 class NormConfig:
     """A norm and its weight.
 
-    - `wide`: multiply by the weight in float32, before rounding to the dtype of activations. Otherwise the
+    - `weight_in_float32`: multiply by the weight in float32, before rounding to the dtype of activations. Otherwise the
       result is rounded first.
     - `offset`: added to the stored weight when it is loaded; 1 if a checkpoint stores w for a weight of 1 + w.
     """
 
     eps: float
     kind: NormKind = NormKind.RMS
-    wide: bool = False
+    weight_in_float32: bool = False
     offset: float = 0.0

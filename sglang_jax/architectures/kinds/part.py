@@ -1,4 +1,4 @@
-"""What every kind of part says of itself, and how it declares parameters."""
+"""The interface of parts of layers, and how they declare parameters."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from sglang_jax.architectures.kinds.sections import Sections
 from sglang_jax.architectures.tensor_names import Kind, Part
 
 Axes = tuple[tuple[Axis, ...], ...]
-"""Of each axis of a tensor what it runs over, outermost first: (heads, head_dim) are the rows of a projection."""
+"""The meaning of each axis of a tensor, a product of `Axis`, outermost first: rows of queries are (heads, head_dim)."""
 
 Sizes = tuple[tuple[int, ...], ...]
-"""Of `Axes`, in the same form, how far each runs."""
+"""The lengths of `Axes`, in the same structure."""
 
 Factors = tuple[tuple[int, float], ...]
-"""Numbers of rows, one run behind the other, and what each run is multiplied by."""
+"""Consecutive runs of rows: the number of rows of each, and its multiplier."""
 
 HIDDEN = (Axis.HIDDEN,)
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A parameter of a part, before it has a name in a checkpoint. Fields are those of `manifest.ParameterSpec`;
-    `stored_as`: the part of the model whose tensor this is as well."""
+    """A parameter before it has a name in a checkpoint. Fields: see `manifest.ParameterSpec`. `stored_as`: the part
+    whose tensor, from the same row on, holds this one too."""
 
     part: Part
     kind: Kind
@@ -35,7 +35,7 @@ class Declared:
     offset: float = 0.0
     interleaved: bool = False
     stored_as: Part | None = None
-    rotated: int = 0
+    rotated_rows: int = 0
     stored_head: int = 0
     first_in_head: int = 0
     factors: Factors = ()
@@ -45,15 +45,15 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class CachedArray:
-    """What attention keeps of each token in pages: numbers `[heads, width]`, of which a device has whole heads; or
-    `[width]`, which every device has, where `heads` is None. States have `recurrent.StateArray`."""
+    """An array that attention caches in pages. Shape per token: `[heads, width]`, sharded by heads; or, if `heads` is
+    None, `[width]`, replicated on every device. Recurrent states have `recurrent.StateArray`."""
 
     name: str
     heads: int | None
     width: int
 
     def numbers(self, devices: int = 1) -> int:
-        """Of a token, that each of so many devices has."""
+        """Numbers per token on each of `devices`."""
         return self.width if self.heads is None else -(-self.heads // devices) * self.width
 
 
@@ -61,24 +61,24 @@ class LayerPart(Protocol):
     """A part of a layer: attention, a recurrent layer, or a feed-forward one."""
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
-        """Its parameters, in the order of the model. `hidden`: numbers of the residual stream."""
+        """Its parameters, in the order of the model. `hidden`: width of the residual stream."""
         ...
 
     def sharded(self, size: int) -> Self:
-        """The part as it is built for `size` devices that share it, each with whole heads or columns: what there is too
-        little of for that is there several times.
+        """The whole part as it is built for `size` devices, each of which gets complete heads or columns. Heads of
+        which there are fewer than devices are replicated.
 
-        **Raises:** `ConfigError` if it cannot be divided so.
+        **Raises:** `ConfigError` if `size` devices cannot share the part.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOrder:
-    """How the rows of each head are stored: see `ParameterSpec`."""
+    """The order in which the rows of each head are stored: see `ParameterSpec`."""
 
     interleaved: bool = False
-    rotated: int = 0
+    rotated_rows: int = 0
 
 
 _AS_STORED = HeadOrder()
@@ -95,9 +95,10 @@ def linear(
     input_scale: float = 1.0,
     output_scale: float = 1.0,
 ) -> Iterator[Declared]:
-    """A matrix, and its bias if it has one. Both scales become part of what is loaded."""
+    """A matrix, and its bias if it has one. Both are multiplied by `output_scale` when loaded, and the matrix also by
+    `input_scale`."""
     rows = math.prod(sizes[0])
-    own = Declared(part, Kind.WEIGHT, axes, sizes, 0.0, order.interleaved, stored_as, order.rotated)
+    own = Declared(part, Kind.WEIGHT, axes, sizes, 0.0, order.interleaved, stored_as, order.rotated_rows)
     yield replace(own, factors=((rows, input_scale * output_scale),))
     if bias:
         yield replace(own, kind=Kind.BIAS, axes=axes[:1], sizes=sizes[:1], factors=((rows, output_scale),))

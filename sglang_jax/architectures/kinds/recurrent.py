@@ -1,4 +1,4 @@
-"""Layers that keep a recurrent state of each sequence: short convolutions, gated delta nets, Mamba-2."""
+"""Layers with a recurrent state per sequence: short convolutions, gated delta nets, Mamba-2."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class StateDtype(StrEnum):
     """`mamba_ssm_dtype`, by default float32."""
 
 
-LAST_INPUTS = "tail"
-"""Name of a convolution's state array, `[width - 1, channels]`."""
+CONV_STATE = "conv_state"
+"""Name of the state array of convolutions: the last inputs, `[width - 1, channels]`."""
+SSM_STATE = "ssm_state"
+"""Name of the state array with a matrix per head."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One array of a layer's recurrent state: `shape` of one slot. `spread`: the axis of
-    `shape` that is divided among devices that share the layer."""
+    """An array of a layer's recurrent state. `shape`: that of one slot; `spread`: its axis that is sharded."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +48,7 @@ class ShortConvConfig:
     convolution runs over the last `width` tokens of each channel separately.
 
     - `bias`: of both projections and of the convolution.
-    - `shards`: devices that share it (`sharded`); channels of its parameters are ordered by device.
+    - `shards`: devices that share the layer (`sharded`); the channels of its parameters are ordered by device.
     """
 
     channels: int
@@ -58,16 +59,16 @@ class ShortConvConfig:
     @property
     def state(self) -> tuple[StateArray, ...]:
         """The last inputs of the convolution."""
-        return (_tail(self.width, self.channels),)
+        return (_conv_state(self.width, self.channels),)
 
     @property
     def input_sections(self) -> Sections:
-        """Of the rows of the projection."""
+        """Sections of the rows of the input projection."""
         return self.convolution_sections * 3
 
     @property
     def convolution_sections(self) -> Sections:
-        """Of the channels of the convolution."""
+        """Sections of the channels of the convolution."""
         return (Section(self.channels, 1),)
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
@@ -85,7 +86,7 @@ class ShortConvConfig:
         return replace(self, shards=size)
 
     def of_one_device(self) -> ShortConvConfig:
-        """What each of the devices that share it computes by itself."""
+        """The part of the layer that each device computes."""
         return replace(self, channels=self.channels // self.shards, shards=1)
 
 
@@ -109,23 +110,23 @@ class GatedDeltaNetConfig:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: all queries, all keys, all values."""
+        """Channels of the convolution: all queries, all keys, all values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
     def state(self) -> tuple[StateArray, ...]:
         """The last inputs of the convolution, and each head's matrix."""
         matrix = (self.num_value_heads, self.key_dim, self.value_dim)
-        return (_tail(self.width, self.channels), StateArray("matrix", matrix, StateDtype.RECURRENT, 0))
+        return (_conv_state(self.width, self.channels), StateArray(SSM_STATE, matrix, StateDtype.RECURRENT, 0))
 
     @property
     def input_sections(self) -> Sections:
-        """Of the rows of the projection to queries, keys and values."""
+        """Sections of the rows of the projection to queries, keys and values."""
         return self.convolution_sections
 
     @property
     def convolution_sections(self) -> Sections:
-        """Of the channels of the convolution."""
+        """Sections of the channels of the convolution."""
         keys = Section(self.num_key_heads, self.key_dim)
         return (keys, keys, Section(self.num_value_heads, self.value_dim))
 
@@ -137,7 +138,7 @@ class GatedDeltaNetConfig:
         for part in (Part.UPDATE_RATE, Part.DECAY_INPUT):
             yield from linear(part, ((heads,), (hidden,)), (_STATE_HEADS, HIDDEN), False)
         yield from (_of_state_heads(part, heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG))
-        # One for all heads, so every device has it.
+        # All heads share this weight, so it is replicated.
         norm = (((Axis.HEAD_DIM,),), ((self.value_dim,),))
         yield Declared(Part.STATE_NORM, Kind.WEIGHT, *norm, self.norm.offset)
         yield from _convolution(self, bias=False)
@@ -157,7 +158,7 @@ class GatedDeltaNetConfig:
         return replace(self, num_key_heads=max(keys, size), shards=size)
 
     def of_one_device(self) -> GatedDeltaNetConfig:
-        """What each of the devices that share it computes by itself."""
+        """The part of the layer that each device computes."""
         keys, values = self.num_key_heads // self.shards, self.num_value_heads // self.shards
         return replace(self, num_key_heads=keys, num_value_heads=values, shards=1)
 
@@ -171,8 +172,8 @@ class Mamba2Config:
     A group of adjacent heads shares directions. Inputs and directions pass through a convolution over the last
     `width` tokens and a SiLU.
 
-    - `norm`: over each of `norm_groups` parts of the output; None without a norm. `norm_before_gate`: the norm is
-      applied before the output is multiplied by the SiLU of the gate.
+    - `norm`: applied to each of `norm_groups` parts of the output; None without a norm. `norm_before_gate`: before the
+      output is multiplied by the SiLU of the gate, and otherwise after.
     - `least_step`, `most_step`: bounds of step sizes.
     - `bias`: of the input projection; `out_bias`: of the output projection; `conv_bias`: of the convolution.
     - `input_multiplier`, `output_multiplier`: of the layer's input and output; `part_multipliers`: of the parts of
@@ -205,39 +206,39 @@ class Mamba2Config:
 
     @property
     def parts(self) -> tuple[int, int, int, int, int]:
-        """Rows of the parts of the projection."""
+        """Rows of each part of the input projection."""
         directions = self.num_groups * self.state_size
         return (self.inner, self.inner, directions, directions, self.num_heads)
 
     @property
     def channels(self) -> int:
-        """Of the convolution: all inputs, all directions that are written, all that are read."""
+        """Channels of the convolution: all inputs, all directions written, all directions read."""
         return self.inner + 2 * self.num_groups * self.state_size
 
     @property
     def state(self) -> tuple[StateArray, ...]:
         """The last inputs of the convolution, and each head's matrix."""
         matrix = (self.num_heads, self.state_size, self.head_dim)
-        return (_tail(self.width, self.channels), StateArray("matrix", matrix, StateDtype.RECURRENT, 0))
+        return (_conv_state(self.width, self.channels), StateArray(SSM_STATE, matrix, StateDtype.RECURRENT, 0))
 
     @property
     def input_sections(self) -> Sections:
-        """Of the rows of the projection: the gate, what passes the convolution, step sizes."""
+        """Sections of the rows of the input projection: the gate, the channels of the convolution, step sizes."""
         gate, heads = Section(self.num_heads, self.head_dim), Section(self.num_heads, 1)
         return (gate, *self.convolution_sections, heads)
 
     @property
     def convolution_sections(self) -> Sections:
-        """Of the channels of the convolution."""
+        """Sections of the channels of the convolution."""
         directions = Section(self.num_groups, self.state_size)
         return (Section(self.num_heads, self.head_dim), directions, directions)
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
         """See `LayerPart`."""
         for parameter in _input(self, hidden, self.bias):
-            taken = self.input_multiplier if parameter.kind is Kind.WEIGHT else 1.0
+            scale = self.input_multiplier if parameter.kind is Kind.WEIGHT else 1.0
             pairs = zip(self.parts, self.part_multipliers, strict=True)
-            yield replace(parameter, factors=tuple((rows, by * taken) for rows, by in pairs))
+            yield replace(parameter, factors=tuple((rows, by * scale) for rows, by in pairs))
         yield from (_of_state_heads(part, self.num_heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG, Part.SKIP))
         if self.norm is not None:
             yield Declared(Part.STATE_NORM, Kind.WEIGHT, (_CHANNELS,), ((self.inner,),), self.norm.offset)
@@ -260,7 +261,7 @@ class Mamba2Config:
         return replace(self, num_groups=max(groups, size), shards=size)
 
     def of_one_device(self) -> Mamba2Config:
-        """What each of the devices that share it computes by itself, which its norm over all heads is not."""
+        """The part of the layer that each device computes, apart from the norm."""
         heads, groups = self.num_heads // self.shards, self.num_groups // self.shards
         return replace(self, num_heads=heads, num_groups=groups, shards=1)
 
@@ -269,13 +270,13 @@ RecurrentConfig = ShortConvConfig | GatedDeltaNetConfig | Mamba2Config
 """Layers that mix tokens through a recurrent state."""
 
 
-def _tail(width: int, channels: int) -> StateArray:
-    """The previous inputs that a convolution needs for the next token, oldest first."""
-    return StateArray(LAST_INPUTS, (width - 1, channels), StateDtype.ACTIVATIONS, 1)
+def _conv_state(width: int, channels: int) -> StateArray:
+    """The inputs of a convolution that its next output needs, oldest first."""
+    return StateArray(CONV_STATE, (width - 1, channels), StateDtype.ACTIVATIONS, 1)
 
 
 def _input(config: RecurrentConfig, hidden: int, bias: bool) -> Iterator[Declared]:
-    """The projection to what passes the convolution, and to what stands beside it in the same product."""
+    """The input projection: to the channels of the convolution, and to others that are computed with them."""
     rows = sum(section.units * section.rows for section in config.input_sections)
     for parameter in linear(Part.STATE_INPUT, ((rows,), (hidden,)), (_CHANNELS, HIDDEN), bias):
         yield replace(parameter, sections=config.input_sections, factors=())

@@ -1,4 +1,4 @@
-"""How queries and keys are rotated by their positions."""
+"""Rotary position embeddings of queries and keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class RopeKind(StrEnum):
-    """How rotary frequencies are scaled. Names are those of `rope_scaling.rope_type` in HF configs."""
+    """The scaling of rotary frequencies, named as in `rope_scaling.rope_type` of HF configs."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -22,10 +22,13 @@ class RopeKind(StrEnum):
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021) and its long-context variants.
 
-    Fields that a kind does not use keep their default. `original_max_position` is the context length before scaling;
-    `turning`: fraction of the pairs that rotate (`PROPORTIONAL`). `rotated`: fraction of a head, from its start, that
-    rotates like a head of that size; the rest has no positions. `divisors`: of the frequency of each pair, before all
-    scaling; empty where they are 1.
+    Fields that a kind does not use keep their default.
+
+    - `original_max_position`: the context length before scaling.
+    - `rotated_pairs`: the fraction of pairs that rotate (`PROPORTIONAL`).
+    - `partial_rotary_factor`: the fraction of a head, from its start, that rotates like a head of that size; the rest
+      has no positions.
+    - `divisors`: divide the frequency of each pair before scaling; empty if all are 1.
     """
 
     kind: RopeKind = RopeKind.DEFAULT
@@ -40,17 +43,17 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
-    turning: float = 1.0
-    rotated: float = 1.0
+    rotated_pairs: float = 1.0
+    partial_rotary_factor: float = 1.0
     divisors: tuple[float, ...] = ()
 
     def longest_context(self, max_position: int) -> int:
-        """Tokens that the scaling reaches, for a model that declares `max_position`. Of YaRN it is what the model was
-        tuned to; `dynamic` and `linear` scaling stretch the context by their factor."""
+        """Tokens of the longest context with this scaling, for a model that declares `max_position`. YaRN, `dynamic`
+        and `linear` scaling stretch the original context by their factor; with YaRN, the model was tuned to it."""
         if self.kind not in (RopeKind.YARN, RopeKind.DYNAMIC, RopeKind.LINEAR):
             return max_position
         return max(max_position, int((self.original_max_position or max_position) * self.factor))
 
     def rotated_numbers(self, head_dim: int) -> int:
         """Numbers of a head that rotate."""
-        return int(head_dim * self.rotated)
+        return int(head_dim * self.partial_rotary_factor)
