@@ -24,14 +24,14 @@ _HARMLESS = (
 and probabilities: neither is ever rounded to 8 bits here."""
 
 _GUESSING = "mtp."
-"""Layers that guess further tokens, which some checkpoints (Qwen3.5) bring; nothing here uses them."""
+"""Layers that predict further tokens, which some checkpoints (Qwen3.5) bring; nothing here uses them."""
 
 _MOST_TOLD = 500
 """Faults that an error names: a model with experts may lack very many tensors."""
 
 
 def of_guessing_layers(config: ModelConfig) -> tuple[str, ...]:
-    """What names of tensors begin with that belong to layers which guess further tokens: nothing reads them."""
+    """What names of tensors begin with that belong to layers which predict further tokens: nothing reads them."""
     behind = range(config.num_layers, config.num_layers + config.mtp_layers)
     return (_GUESSING, *(f"model.layers.{number}." for number in behind))
 
