@@ -4,16 +4,16 @@
         [--latency 0.4 0.6 1.0] [--rival FOLDER] [--json FILE]
 
 Needs libtpu and no TPU: `pip install --no-deps --target FOLDER libtpu` and PYTHONPATH=FOLDER. Every kernel is compiled
-for the chip and its final schedule is read (`tpu.schedule`). `--rival`: where the package tpu-inference lies
+for the chip and its final schedule is read (`tpu_kernels.schedule`). `--rival`: where the package tpu-inference lies
 (`pip install --no-deps --target FOLDER tpu-inference`), whose third ragged kernel, in the blocks that its own table
-says, is compiled in the same run (`tpu_kernel_compiles`). Columns:
+says, is compiled in the same run (`tpu_kernels.compiles`). Columns:
 
-- `loop`, `per_key_head`, `spills`: see `tpu.kernel_costs.Cost`, which also says what such an estimate leaves out.
+- `loop`, `per_key_head`, `spills`: see `tpu_kernels.kernel_costs.Cost`, which also lists what it excludes.
 - `compute_us`: `cycles` by the clock that the chip's peak of products implies.
 - `bytes_us`: `keys_read` by the bandwidth of the chip's memory. Where `compute_us` is below it, copies run beside
   computing and the step is expected to take the time of the bytes and a little.
 - `of_memory_L`: of decode rows, the share of the memory's speed that they reach where blocks wait for copies whose
-  first byte takes L microseconds (`--latency`): see `tpu.kernel_costs.decode_with_copies`.
+  first byte takes L microseconds (`--latency`): see `tpu_kernels.kernel_costs.decode_with_copies`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import report
-
-from tpu.schedule import DUMP_FLAGS
+from tpu_kernels.schedule import DUMP_FLAGS
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}
 HEADS = {
@@ -54,7 +53,7 @@ def main() -> None:
     parser.add_argument("--dumped-to", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dumped_to is not None:
-        from tpu_kernel_compiles import Kernels  # here: in a process of its own, as libtpu reads its flags once
+        from tpu_kernels.compiles import Kernels  # here: in a process of its own, as libtpu reads its flags once
 
         heads, kv_heads = HEADS[args.models[0]]
         topology = TOPOLOGIES[args.chips[0]]

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from machine import report
+from tpu_kernels.schedule import DUMP_FLAGS, Loop, read_schedule
 
 from tpu.operations import Module
-from tpu.schedule import DUMP_FLAGS, Loop, read_schedule
 
 TOPOLOGIES = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}
 PASSES = 31

@@ -7,7 +7,7 @@ of the model's layers is compiled as `tpu.check` does. Microseconds of one layer
 
 - `layer`: the compiler's estimate of all that is no Pallas kernel and no exchange.
 - `attention`: bundles of the decode kernel, or the wait for its copies where that is longer
-  (`tpu.kernel_costs.decode_with_copies`), each copy taking `--latency` microseconds to begin.
+  (`tpu_kernels.kernel_costs.decode_with_copies`), each copy taking `--latency` microseconds to begin.
 - `kv_write`: `WRITE_BUNDLES` for each row.
 
 Milliseconds of a step: `around` the layers, by the same estimate; `exchange`, the bytes that devices send over the
@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from machine import report
+from tpu_kernels.schedule import DUMP_FLAGS
 
 from sglang_jax.config import Device as Backend
 from sglang_jax.config import EngineConfig
 from tpu.choices import memory_fraction, weight_bytes
 from tpu.figures import Deployment, ProgramFailure, ProgramFigures, Refusal, Request, Selection
 from tpu.roofline import Device, Work, roofline
-from tpu.schedule import DUMP_FLAGS
 from tpu.shapes import load_shape
 from tpu.topologies import Topology, parse_topology
 from tpu.worker import compile_in_child
@@ -164,10 +164,9 @@ def attention_in_child(text: str, latency: float) -> float:
 
 
 def attention_here(wanted: Wanted, folder: Path, latency: float) -> float:
-    from tpu_kernel_compiles import Kernels  # here: libtpu reads its flags once
     from tpu_kernel_estimate import TOPOLOGIES
-
-    from tpu.kernel_costs import Step
+    from tpu_kernels.compiles import Kernels  # here: libtpu reads its flags once
+    from tpu_kernels.kernel_costs import Step
 
     mixer = load_shape(wanted.model).attention[0]
     heads, kv_heads = mixer.num_heads // wanted.tp, mixer.num_kv_heads // wanted.tp

@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 import click
 import pytest
+import tpu_tune
 from helpers.documented_commands import Command, commands_of, documented_commands
 
 import tpu.check
 import tpu.launch
-import tpu.tune
 from sglang_jax.cli.bench.commands import bench_offline, bench_serving
 from sglang_jax.cli.main import cli, run
 from sglang_jax.cli.serve import serve
@@ -30,7 +30,6 @@ MODULES: dict[str, click.Command] = {
     "sglang_jax.bench_offline_throughput": bench_offline,
     "tpu.check": tpu.check.check,
     "tpu.launch": tpu.launch.launch,
-    "tpu.tune": tpu.tune.tune,
 }
 """What `python -m` starts."""
 
@@ -47,7 +46,7 @@ STARTS = (
     "sglang_jax.checkpoint.open_checkpoint",
     "tpu.check.require_compiler",
     "tpu.launch.detect_machine",
-    "tpu.tune.has_tpu",
+    "tpu_tune.has_tpu",
 )
 """What commands call once they have read their options: a server, an engine, a model or another machine."""
 
@@ -93,6 +92,8 @@ def readings(command: Command) -> list[tuple[click.Command, list[str]]]:
             return [(tpu.launch.launch, arguments), (serve, arguments)]
         case ("python", "-m", module, *arguments):
             return [(MODULES[module], arguments)]
+        case ("python", "benchmarks/tpu_tune.py", *arguments):
+            return [(tpu_tune.tune, arguments)]
         case ("docker", "run", *words):
             image = next(place for place, word in enumerate(words) if word.startswith("sglang-jax:"))
             return [(serve, words[image + 1 :])]

@@ -30,7 +30,6 @@ STARTS = {
     "torch_backend.follower",
     "tpu.check",
     "tpu.launch",
-    "tpu.tune",
 }
 
 

@@ -12,15 +12,10 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_jax.errors import ConfigError, NoRoomError, how_to_install
 from tpu.figures import Deployment, Message, ProgramFailure, ProgramFigures, Refusal, Request
-from tpu.schedule import DUMP_FLAGS
-from tpu.topologies import Generation
-
-if TYPE_CHECKING:
-    from tpu.tuning import Comparison, Heads
 
 
 class _DiedError(ConfigError):
@@ -65,7 +60,7 @@ def compile_in_child(request: Request) -> Iterator[Message]:
     left: list[str] = []
     start = time.monotonic()
     try:
-        for message in _in_child(_compile_programs, request):
+        for message in run_in_child(_compile_programs, request):
             if isinstance(message, Deployment):
                 left = list(message.programs)
             elif isinstance(message, ProgramFigures | ProgramFailure):
@@ -78,18 +73,11 @@ def compile_in_child(request: Request) -> Iterator[Message]:
         yield ProgramFailure(left[0], time.monotonic() - start, str(error))
 
 
-def estimate_in_child(generation: Generation, every: tuple[Heads, ...]) -> Iterator[Comparison]:
-    """Yields the cost of block sizes by the compiler's schedule: see `tpu.tuning.compare_by_schedule`.
+def run_in_child(work: Work, *arguments: Any) -> Iterator[Any]:
+    """Runs `work` in a process without the chip's lock, and yields the messages that it sends.
 
-    **Raises:** as `compile_in_child`, and `ConfigError` for a chip that libtpu does not support.
+    **Raises:** as `compile_in_child`, whenever the process dies.
     """
-    for message in _in_child(_estimate_kernels, generation, every):
-        if isinstance(message, Refusal):
-            raise ConfigError(message.reason)
-        yield message
-
-
-def _in_child(work: Work, *arguments: Any) -> Iterator[Any]:
     require_compiler()
     with tempfile.TemporaryDirectory(prefix="tpu-check-") as folder:
         log = Path(folder) / "log"
@@ -158,17 +146,6 @@ def _compile_programs(folder: Path, send: Callable[[Message], None], request: Re
     from tpu.compiling import compile_all  # imports jax, which reads the environment
 
     compile_all(request, dumps, send)
-
-
-def _estimate_kernels(
-    folder: Path, send: Callable[[Comparison], None], generation: Generation, every: tuple[Heads, ...]
-) -> None:
-    dumps = prepare_compiler(folder)
-    os.environ["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(folder=dumps)
-    from tpu.tuning import compare_by_schedule  # imports jax, which reads the environment
-
-    for comparison in compare_by_schedule(generation, every, dumps):
-        send(comparison)
 
 
 def _log_tail(log: Path) -> str:

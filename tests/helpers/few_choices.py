@@ -1,4 +1,4 @@
-"""`tpu.tune` with a few sizes of blocks instead of all: `python -m helpers.few_choices`, with the command's arguments.
+"""`benchmarks/tpu_tune.py` with a few sizes of blocks instead of all: `python -m helpers.few_choices`.
 
 Everything else is the command: the process that compiles is started by it, and reads the schedules that libtpu writes.
 """
@@ -10,21 +10,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tpu_kernels import tuning_process
+from tpu_tune import tune
+
 import tpu.worker
 from sglang_jax.cli.main import run
 from tpu.topologies import Generation
-from tpu.tune import tune
 
 if TYPE_CHECKING:
-    from tpu.tuning import Comparison, Heads
+    from tpu_kernels.tuning import Comparison, Heads
 
-_estimate, _prepare = tpu.worker._estimate_kernels, tpu.worker.prepare_compiler
+_estimate, _prepare = tuning_process.estimate_kernels, tpu.worker.prepare_compiler
 
 
 def _prepare_for_few(folder: Path) -> Path:
     dumps = _prepare(folder)
+    from tpu_kernels import tuning
+
     from sglang_jax.kernels.ragged_paged_attention.pallas.table import Phase  # imports jax, which reads the environment
-    from tpu import tuning
 
     tuning._KEYS = {Phase.DECODE: (256, 1024), Phase.PREFILL: (512,)}
     tuning._QUERIES[Phase.PREFILL] = (64, 256)
@@ -34,7 +37,7 @@ def _prepare_for_few(folder: Path) -> Path:
 def estimate_few(
     folder: Path, send: Callable[[Comparison], None], generation: Generation, every: tuple[Heads, ...]
 ) -> None:
-    """What the process that compiles does in the place of `tpu.worker._estimate_kernels`."""
+    """What the process that compiles does in the place of `tuning_process.estimate_kernels`."""
     tpu.worker.prepare_compiler = _prepare_for_few
     _estimate(folder, send, generation, every)
 
@@ -42,5 +45,5 @@ def estimate_few(
 if __name__ == "__main__":
     from helpers import few_choices  # by this name the process that compiles finds the function
 
-    tpu.worker._estimate_kernels = few_choices.estimate_few
-    sys.exit(run(tune, "python -m tpu.tune"))
+    tuning_process.estimate_kernels = few_choices.estimate_few
+    sys.exit(run(tune, "benchmarks/tpu_tune.py"))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from tpu.schedule import DUMP_FLAGS
+from tpu_kernels.schedule import DUMP_FLAGS
 
 TOPOLOGIES = {
     "v4": "v4:2x2x1",

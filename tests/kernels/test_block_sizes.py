@@ -55,7 +55,7 @@ def test_a_shape_that_is_not_in_the_table_is_told_once(table: Table, caplog: pyt
     assert found == [DecodeBlocks(16, 1024 // 32)] * 3
     (record,) = caplog.records
     assert "No tuned blocks of decode on v6e for 12 heads, 4 kv heads of 64, pages of 32, bfloat16" in record.message
-    assert "python -m tpu.tune" in record.message
+    assert "benchmarks/tpu_tune.py" in record.message
 
 
 LATENT = Shape(Chip.V4, 16, 1, 1, 640, 64, "bfloat16")
@@ -66,7 +66,7 @@ def test_wide_queries_of_many_heads(table: Table, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         assert decode_blocks(LATENT, 64, 512) == DecodeBlocks(16, 16)
     assert "for 16 heads, latent vectors of 640, pages of 64, bfloat16: using a cost model" in caplog.text
-    assert "tpu.tune" not in caplog.text
+    assert "tpu_tune" not in caplog.text
     assert prefill_blocks(LATENT, 512, 512).queries >= 16
     whole = replace(LATENT, heads=128)
     assert decode_blocks(whole, 64, 512) == DecodeBlocks(4, 8)

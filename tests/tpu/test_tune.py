@@ -1,4 +1,4 @@
-"""`tpu.tune`: the kernels' calls that it compares, what it chooses, and what it writes, with libtpu's compiler."""
+"""Tuning: the kernels' calls that it compares, its choices, and its output, with libtpu's compiler."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from helpers.tpu_interpreter import CopyMode, Interpreted
+from tpu_kernels import tuning
+from tpu_kernels.kernel_costs import Blocks, Cost, Step, decode_cost, decode_with_copies, prefill_cost
+from tpu_kernels.schedule import Loop
+from tpu_kernels.tuning import Comparison, Heads, KernelCall, choices
+from tpu_tune import _best_of_each, tune
 
 from sglang_jax.errors import ConfigError
 from sglang_jax.kernels.ragged_paged_attention.options import AttentionOptions
@@ -22,12 +27,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import Chip, Shape
 from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source, read_table
 from sglang_jax.kernels.ragged_paged_attention.reference import reference_attention
 from sglang_jax.layers.batch import ForwardBatch
-from tpu import tuning
-from tpu.kernel_costs import Blocks, Cost, Step, decode_cost, decode_with_copies, prefill_cost
-from tpu.schedule import Loop
 from tpu.topologies import Generation
-from tpu.tune import _best_of_each, tune
-from tpu.tuning import Comparison, Heads, KernelCall, choices
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "program", ["helpers.few_choices", pytest.param("tpu.tune", marks=pytest.mark.soak)], ids=["some", "all"]
+    "program", ["helpers.few_choices", pytest.param("tpu_tune", marks=pytest.mark.soak)], ids=["some", "all"]
 )
 def test_the_best_by_the_schedule_is_written(model: Path, tmp_path: Path, program: str) -> None:
     """Into a table that had something else in it. Of two sizes of blocks in each phase, whose kernels are compiled;
@@ -66,7 +66,12 @@ def test_the_best_by_the_schedule_is_written(model: Path, tmp_path: Path, progra
     old = {"chip": "v4", "heads": 8, "kv_heads": 8, "head_dim": 64, "page_size": 16, "dtype": "int8"}
     table.write_text(json.dumps([old | {"phase": "decode", "queries": 16, "pages": 8, "by": "device"}]))
     # `make test` keeps libtpu in a folder of its own: wherever JAX can import it, it looks for a TPU.
-    paths = [str(Path(sys.prefix) / "libtpu"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(Path(sys.prefix) / "libtpu"),
+        str(ROOT / "tests"),
+        str(ROOT / "benchmarks"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     command = ["-m", program, "--model", str(model), "--tp", "2", "--chip", "v6e", "--output", str(table)]
     finished = subprocess.run(
         [sys.executable, *command],

@@ -90,5 +90,5 @@ def _warn(shape: Shape, phase: Phase) -> None:
             shape.head_dim,
             shape.page_size,
             shape.storage,
-            "" if shape.shared else ". To tune them: python -m tpu.tune",
+            "" if shape.shared else ". To tune them: benchmarks/tpu_tune.py",
         )

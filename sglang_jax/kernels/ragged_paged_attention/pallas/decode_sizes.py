@@ -32,7 +32,7 @@ class DecodeBlocks:
 
 def depth_of(block_bytes: int, vmem_limit: int) -> int:
     """The number of buffers. Two lose the bandwidth of a copy's latency: half of it for one kv head of Qwen3-32B on
-    v6e, by a model of the pipeline (`tpu.kernel_costs`); four lose almost nothing. Rows of a few hundred keys fill only
+    v6e, by a model of the pipeline; four lose almost nothing. Rows of a few hundred keys fill only
     part of a buffer and need more. Buffers take half of the vector memory at most, except for the two that any
     pipeline needs."""
     wanted = min(max(_BYTES_OF_BUFFERS // block_bytes, _LEAST_DEPTH), _MOST_DEPTH)

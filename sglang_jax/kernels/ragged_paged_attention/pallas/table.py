@@ -1,4 +1,4 @@
-"""The table of tuned block sizes, which `python -m tpu.tune` fills."""
+"""The table of tuned block sizes, which `benchmarks/tpu_tune.py` fills."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import PrefillBloc
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Chip, Shape, chip_of
 from sglang_jax.kernels.ragged_paged_attention.pallas.softmax import type_of_products
 from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry, Phase, Source
-from tpu.kernel_costs import (
+from tpu.topologies import CHIPS, Generation, Topology
+from tpu.topologies import Chip as ChipFigures
+from tpu_kernels.kernel_costs import (
     DECODE_KERNEL,
     LATENCY,
     PREFILL_KERNEL,
@@ -39,9 +41,7 @@ from tpu.kernel_costs import (
     decode_with_copies,
     prefill_cost,
 )
-from tpu.schedule import read_schedule
-from tpu.topologies import CHIPS, Generation, Topology
-from tpu.topologies import Chip as ChipFigures
+from tpu_kernels.schedule import read_schedule
 
 DECODE_STEP = Step("decode", (1,) * 64, (200, 1000, 1500, 4000) * 16)
 PREFILL_STEPS = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import Sizes
 from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGETHER, ROWS_TOGETHER
-from tpu.schedule import Loop
+from tpu_kernels.schedule import Loop
 
 DECODE_KERNEL = "paged_attention_decode"
 PREFILL_KERNEL = "paged_attention_prefill"

@@ -1,4 +1,4 @@
-"""`python -m tpu.tune`: chooses block sizes of the attention kernels for a model, on a TPU or without one."""
+"""Chooses block sizes of the attention kernels for a model, on a TPU or without one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from tpu_kernels.tuning_process import estimate_in_child
 
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.opening import open_checkpoint
@@ -21,11 +22,11 @@ from tpu.choices import PAGE_SIZE
 from tpu.shapes import SHAPES, load_shape
 from tpu.tables import table
 from tpu.topologies import Generation
-from tpu.worker import estimate_in_child
 
 if TYPE_CHECKING:
+    from tpu_kernels.tuning import Comparison, Heads
+
     from sglang_jax.kernels.ragged_paged_attention.pallas.table import Entry
-    from tpu.tuning import Comparison, Heads
 
 _STORAGE = {KVCacheDtype.FLOAT8_E4M3: "float8_e4m3fn", KVCacheDtype.INT8: "int8"}
 
@@ -149,7 +150,7 @@ def _heads(config: ModelConfig, sizes: Sequence[int], page_sizes: Sequence[int],
 
     **Raises:** `ConfigError` if a page size is not a power of two, or the model cannot be sharded over the devices.
     """
-    from tpu.tuning import Heads
+    from tpu_kernels.tuning import Heads
 
     found = []
     for size in sizes:
@@ -164,7 +165,7 @@ def _heads(config: ModelConfig, sizes: Sequence[int], page_sizes: Sequence[int],
 
 
 def _on_device(every: tuple[Heads, ...]) -> Iterator[Comparison]:
-    from tpu.tuning import compare_on_device
+    from tpu_kernels.tuning import compare_on_device
 
     return compare_on_device(every)
 
@@ -211,4 +212,4 @@ def _best(group: list[Comparison], unit: str) -> Entry:
 
 
 if __name__ == "__main__":
-    sys.exit(run(tune, "python -m tpu.tune"))
+    sys.exit(run(tune, "python benchmarks/tpu_tune.py"))

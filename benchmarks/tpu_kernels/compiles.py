@@ -29,7 +29,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.decode_sizes import sizes_
 from sglang_jax.kernels.ragged_paged_attention.pallas.shapes import VMEM_LIMITS, Shape, current_chip
 from sglang_jax.layers.batch import ForwardBatch
 from tpu.hlo import take_text
-from tpu.kernel_costs import (
+from tpu_kernels.kernel_costs import (
     DECODE_KERNEL,
     PREFILL_KERNEL,
     Cost,
@@ -40,7 +40,7 @@ from tpu.kernel_costs import (
     loops_with_products,
     prefill_cost,
 )
-from tpu.schedule import Loop, read_schedule
+from tpu_kernels.schedule import Loop, read_schedule
 
 HEAD_DIM = 128
 PAGES = 1024
