@@ -71,7 +71,8 @@ def test_each_script_tells_its_options_and_reads_those_of_the_pages() -> None:
     helps = dict(zip(scripts, told, strict=False))
     commands = {script for script in scripts if "__main__" in (ROOT / script).read_text()}
     assert len(commands) > 30
-    assert {name: text for name, text in helps.items() if not text.lower().startswith("usage: " * (name in commands))} == {}
+    starts = {name: "usage: " * (name in commands) for name in helps}
+    assert {name: text for name, text in helps.items() if not text.lower().startswith(starts[name])} == {}
     assert {name: text for name, text in helps.items() if name not in commands and text} == {}
     read = [" ".join([*words, "->", text]) for words, text in zip(documented, told[len(scripts) :], strict=True)]
     assert [line for line in read if not line.endswith("-> read")] == []
