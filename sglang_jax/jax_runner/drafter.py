@@ -25,14 +25,14 @@ class Drafter:
         self._weights = weights
         self._lag = DraftLag(max_rows)
 
-    def draft(self, state: DeviceState, flat: FlatPlan) -> DeviceState:
+    def propose(self, state: DeviceState, flat: FlatPlan) -> DeviceState:
         """The state with the drafts of `flat`, whose page-table deltas are applied."""
         programs = self._programs
         for packed in self._missed(*self._lag.missed(flat)):
             state = programs.catch_up(self._weights, state, packed)
         drafting = int(np.count_nonzero(flat.draft_numbers == 1))
         size = programs.draft_size(drafting)
-        return programs.draft(self._weights, state, pack_drafts(flat, size, programs.dump_row))
+        return programs.propose(self._weights, state, pack_drafts(flat, size, programs.dump_row))
 
     def launched(self, flat: FlatPlan) -> None:
         """Notes that a plan was launched, with or without drafts."""
@@ -46,7 +46,7 @@ class Drafter:
                 continue
             packed = np.full((2, size), 2, np.int32)
             packed[0] = dump_row
-            state = self._programs.draft(self._weights, state, packed)
+            state = self._programs.propose(self._weights, state, packed)
             yield name, state
         for size in self._programs.catch_up_sizes:
             if (name := f"catch up {size} tokens") not in names:

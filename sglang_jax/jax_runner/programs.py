@@ -128,7 +128,7 @@ class Programs:
         )
         return state, outputs
 
-    def draft(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
+    def propose(self, weights: Weights, state: DeviceState, packed: Int32) -> DeviceState:
         """Runs the draft model's drafts for one of `draft_sizes` rows; see `pack_drafts`."""
         size = packed.shape[1]
         program = self.builds.get(f"draft {size} rows", lambda: self._build_draft(size))

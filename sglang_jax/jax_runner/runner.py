@@ -201,7 +201,7 @@ class JaxRunner:
         deltas = self._apply_excess(deltas, 0 if self._has_drafts(flat) else bucket.deltas)
         if self._drafter is not None:
             if self._has_drafts(flat):
-                self._state = self._drafter.draft(self._state, flat)
+                self._state = self._drafter.propose(self._state, flat)
             self._drafter.launched(flat)
         packed = self._programs.layouts[bucket].pack(plan, deltas, flat.draft_numbers)
         with jax.profiler.StepTraceAnnotation("step", step_num=plan.step) if self._profiling else nullcontext():

@@ -92,14 +92,14 @@ def test_all_parts_of_steps_are_compiled_with_the_options_for_the_chip(monkeypat
     monkeypatch.setattr(own_programs, "options_of_step", options)
     runner = stand_in_runner(random_weights(), max_rows=2, token_budget=16, max_samples=3, draft=random_weights())
     builders = runner._programs.builders()
-    for name in ("decode 2", "mixed 16 tokens, 2 rows", "sample 2 rows", "guess 2 rows", "catch up 16 tokens"):
+    for name in ("decode 2", "mixed 16 tokens, 2 rows", "sample 2 rows", "draft 2 rows", "catch up 16 tokens"):
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nobody_knows_this"):
             builders[name]()
     assert asked == [
         ("decode 2", "cpu", True),
         ("mixed 16 tokens, 2 rows", "cpu", False),
         ("sample 2 rows", "cpu", True),
-        ("guess 2 rows", "cpu", True),
+        ("draft 2 rows", "cpu", True),
         ("catch up 16 tokens", "cpu", False),
     ]
     runner.close()

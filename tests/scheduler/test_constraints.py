@@ -74,7 +74,7 @@ def test_a_request_may_end_while_its_grammar_is_compiled(end: str) -> None:
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone() -> None:
     bench = Bench()
-    bad = bench.add([1, 2], sampling=sampling(fake_grammars.REJECTED))
+    bad = bench.add([1, 2], sampling=sampling(fake_grammars.REFUSED))
     good = bench.add([1, 2], 3)
     bench.run()
     error = bench.channel.finished[bad].error
