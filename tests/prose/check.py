@@ -29,7 +29,6 @@ SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reaso
 NOT_YET = (
     "benchmarks/",
     "sglang_jax/architectures/",
-    "sglang_jax/checkpoint/",
     "sglang_jax/kernels/",
     "tests/",
 )
