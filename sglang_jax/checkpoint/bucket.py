@@ -56,10 +56,8 @@ class RemoteObject:
 
 
 class RemoteFolder:
-    """The objects directly in `gs://BUCKET/PATH` at the time of opening; implements `WeightFiles`.
-
-    **Raises:** `CheckpointError` if gcsfs is missing, the address is malformed, or the folder cannot be listed.
-    """
+    """The objects directly in `gs://BUCKET/PATH` at the time of opening; implements `WeightFiles`. Raises
+    `CheckpointError` if gcsfs is missing, the address is malformed, or the folder cannot be listed."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -106,9 +104,7 @@ class RemoteFolder:
 
     def copy_small(self) -> Path:
         """Copies config, tokenizer and index to a local folder, which is kept for the next start, and returns it.
-
-        **Raises:** `CheckpointError` if they are too large, or cannot be read or written.
-        """
+        Raises `CheckpointError` if they are too large, or cannot be read or written."""
         small = {name: each for name, each in sorted(self.objects.items()) if name.endswith(_SMALL)}
         if (total := sum(each.size for each in small.values())) > _MOST_SMALL_BYTES:
             raise CheckpointError(
@@ -138,7 +134,6 @@ class RemoteFolder:
         return target
 
     def _listed(self) -> tuple[dict[str, RemoteObject], frozenset[str]]:
-        """Lists the objects and the names of the folders directly in this folder."""
         path = f"{self.bucket}/{self.folder}".rstrip("/")
         entries = self._system.ls(path, detail=True, refresh=True, max_results=_MOST_OBJECTS + 1)
         if len(entries) > _MOST_OBJECTS:
@@ -201,7 +196,6 @@ def _move(whole: Path, target: Path) -> None:
 
 @contextmanager
 def _failures_of(place: str) -> Iterator[None]:
-    """Turns the exceptions of gcsfs into a `CheckpointError` that names `place`."""
     import aiohttp
     from gcsfs.retry import ChecksumError, HttpError, NonRetryableError
     from google.auth.exceptions import GoogleAuthError

@@ -55,7 +55,6 @@ def in_parts(message: Message) -> Message:
 
 
 def text_of(content: object) -> str:
-    """The text of a message's content; parts are joined by newlines."""
     return "\n".join(part["text"] for part in content) if isinstance(content, list) else str(content)
 
 

@@ -59,7 +59,6 @@ class ChatRoles:
                 )
 
     def rendered_as(self, role: object) -> object:
-        """The role under which a message is passed to the template."""
         return "system" if role == "developer" and self.developer_is_system else role
 
 
@@ -117,7 +116,6 @@ def _printed_as_token(special_tokens: Sequence[str], render: Callable[[Sequence[
 
 
 def is_heard(role: str, render: Callable[[Sequence[Message]], str]) -> bool:
-    """Whether the message of this role appears in any rendered conversation."""
     return any(_heard(role, render))
 
 

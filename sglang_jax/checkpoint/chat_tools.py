@@ -116,7 +116,6 @@ def _as_object(arguments: Any) -> Any:
 
 
 def _deeper(value: object, most: int) -> bool:
-    """Whether lists and objects are nested more than `most` levels deep."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return inner is not None and (most == 0 or any(_deeper(one, most - 1) for one in inner))
 
@@ -132,7 +131,6 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def learn_tools(render: Render) -> ToolSupport:
-    """Finds out how a template renders tools and calls."""
     user: Message = {"role": "user", "content": "a"}
     shown = any(
         _TOOL in _rendered(render, conversation, [PROBE])
@@ -153,7 +151,6 @@ def _argument_form(render: Render, user: Message) -> ArgumentForm:
 
 
 def _calls(render: Render, user: Message, arguments: object) -> list[str]:
-    """Renders conversations with a call of a tool and its result."""
     call = {"id": _ID, "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
     called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     result: Message = {"role": "tool", "content": "b", "name": _TOOL, "tool_call_id": _ID}
@@ -200,5 +197,4 @@ def template_names(template: str) -> frozenset[str]:
 
 
 def is_variable(name: str) -> bool:
-    """Whether a client may set a template variable of this name."""
     return _VARIABLE.fullmatch(name) is not None and name not in RESERVED and not name.endswith("_token")

@@ -22,8 +22,6 @@ Value = TypeVar("Value")
 
 
 class ControlTokens:
-    """The control tokens of a vocabulary, by their spellings."""
-
     def __init__(self, spellings: Iterable[str]) -> None:
         self._spellings = sorted(filter(None, spellings))
         self._numbers = {spelling: number for number, spelling in enumerate(self._spellings)}

@@ -62,7 +62,6 @@ class Encoding:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The roles of its arrays."""
         input_scale = (Role.INPUT_SCALE,) if self.activations is ActivationScales.TENSOR else ()
         return (Role.VALUES, Role.SCALES, *((Role.OFFSETS,) if self.offsets else ()), *input_scale)
 

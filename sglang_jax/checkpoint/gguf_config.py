@@ -54,7 +54,6 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
 
 
 def gguf_family(file: GgufFile) -> tuple[Family, GgufForm]:
-    """The family of a file. Raises `CheckpointError` with the supported ones."""
     name = file.require("general.architecture", str)
     windowed = bool(file.metadata.get(f"{name}.{_WINDOW}"))
     known = [(family, family.gguf) for family in known_families() if family.gguf is not None]
@@ -90,12 +89,10 @@ def _common_values(file: GgufFile, family: Family, name: str) -> dict[str, Any]:
 
 
 def _tensor(family: Family, part: Part, kind: Kind, layer: int | None = None) -> str | None:
-    """The name of a parameter's tensor in GGUF files."""
     return gguf_name(family.names[part], kind, layer)
 
 
 def _epsilon(file: GgufFile, name: str) -> dict[str, float]:
-    """Epsilon of RMS norms or of layer norms."""
     keys = {"rms_norm_eps": "layer_norm_rms_epsilon", "layer_norm_eps": "layer_norm_epsilon"}
     found = {field: file.get(f"{name}.attention.{key}", float) for field, key in keys.items()}
     if set(found.values()) == {None}:
@@ -115,7 +112,6 @@ def _windows(file: GgufFile, name: str, window: object) -> dict[str, Any]:
 
 
 def _with_biases(layer: LayerConfig, number: int, family: Family, file: GgufFile) -> LayerConfig:
-    """Sets the biases of a layer by the tensors in the file."""
 
     def has(part: Part) -> bool:
         return _tensor(family, part, Kind.BIAS, number) in file.tensors

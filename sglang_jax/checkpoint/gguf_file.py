@@ -80,7 +80,6 @@ class GgufFile:
         return value
 
     def require(self, key: str, kind: type[_T]) -> _T:
-        """A metadata value. Raises `CheckpointError` naming the key if it is missing."""
         value = self.get(key, kind)
         if value is None:
             raise CheckpointError(f"{self.path}: metadata {key} is missing")
@@ -88,11 +87,8 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Reads metadata and tensor table; an unchanged file is not parsed again.
-
-    **Raises:** `CheckpointError` if it is not a GGUF file of version 2 or 3, is one part of a split model, or is
-    truncated.
-    """
+    """Reads metadata and tensor table; an unchanged file is not parsed again. Raises `CheckpointError` if it is not a
+    GGUF file of version 2 or 3, is one part of a split model, or is truncated."""
     check_regular(path)
     status = path.stat()
     return _parse(path, status.st_mtime_ns, status.st_size)

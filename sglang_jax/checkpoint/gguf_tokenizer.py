@@ -31,8 +31,6 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 class _TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
-
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -108,7 +106,6 @@ class GgufTokenizer:
         return template
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the files that transformers writes."""
         from transformers import PreTrainedTokenizerFast
 
         written = PreTrainedTokenizerFast(
@@ -149,7 +146,6 @@ def gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
 
 
 def _around_text(backend: Tokenizer, first: str | None, last: str | None) -> processors.TemplateProcessing:
-    """Adds special tokens before and after a text."""
     parts = [*([f"{first}:0"] if first else []), "$A:0", *([f"{last}:0"] if last else [])]
     tokens = {token: backend.token_to_id(token) for token in (first, last) if token}
     return processors.TemplateProcessing(single=parts, special_tokens=list(tokens.items()))
@@ -165,7 +161,6 @@ def token_spelling(file: GgufFile) -> tuple[list[str], TokenSpelling]:
 
 
 def control_tokens(file: GgufFile) -> frozenset[int]:
-    """Ids of the tokens that are not text."""
     return _of_types(file, {_TokenType.CONTROL})
 
 

@@ -80,10 +80,7 @@ class StoredQuantization:
 
 def read_quantization(fields: JsonFields, beside: JsonFields | None = None) -> StoredQuantization | None:
     """How the weights of a folder are quantised; None if they are plain. `beside`: ModelOpt's file, used if config.json
-    has no such field.
-
-    **Raises:** `CheckpointError` naming the file, the field and its value if it is not supported.
-    """
+    has no such field. Raises `CheckpointError` naming the file, the field and its value if it is not supported."""
     given = fields.value(_FIELD)
     if given is None:
         quantization = None if beside is None else beside.nested("quantization")
@@ -100,10 +97,8 @@ def read_quantization(fields: JsonFields, beside: JsonFields | None = None) -> S
 
 
 def kv_scales_made_for(fields: JsonFields, beside: JsonFields | None = None) -> KVCacheDtype | None:
-    """The KV cache type for which the checkpoint's KV scales were made; None if neither file says.
-
-    **Raises:** `CheckpointError` for a scheme that one scale per kv head cannot express.
-    """
+    """The KV cache type for which the checkpoint's KV scales were made; None if neither file says. Raises
+    `CheckpointError` for a scheme that one scale per kv head cannot express."""
     quantization = fields.nested(_FIELD)
     if quantization is None:
         quantization = None if beside is None else beside.nested("quantization")
@@ -181,7 +176,6 @@ def _compressed_tensors(quantization: JsonFields) -> StoredQuantization | None:
 
 
 def _scheme(quantization: JsonFields, group: JsonFields) -> Scheme:
-    """Reads the scheme of a group: its weights and their input."""
     of_group = group.string("format")
     packing = of_group or quantization.string("format")
     if packing not in _FORMATS:

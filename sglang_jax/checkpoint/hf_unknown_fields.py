@@ -246,7 +246,6 @@ def _abbreviate(value: object) -> str:
 
 @cache
 def _known_fields() -> frozenset[str]:
-    """All fields that some family reads."""
     found: set[str] = set()
     for family in known_families():
         for experts in _NUMBERS_OF_EXPERTS:

@@ -30,7 +30,6 @@ class LayerPatterns:
     patterns: tuple[re.Pattern[str], ...] = ()
 
     def match(self, layer: str, layer_class: str) -> bool:
-        """Whether a layer, of a torch class, is in the set."""
         if layer in self.names or layer_class in self.names:
             return True
         if self.modules and not self.modules.isdisjoint(accumulate(layer.split("."), "{}.{}".format)):

@@ -71,7 +71,6 @@ class MarkedText:
 
     @cached_property
     def _joining(self) -> Backend:
-        """The tokenizer for text that follows other text."""
         if not any(map(_puts_space, self._steps)):
             return self._backend
         stored = json.loads(self._backend.to_str())

@@ -92,9 +92,8 @@ def open_checkpoint(
 
     With `LoadFormat.DUMMY`, only the config is read, and weights are random, a function of `seed`. With
     `ModelImpl.TRANSFORMERS`, the family need not be known, and tensors are checked when the model is built. Special
-    token ids outside the vocabulary are removed, with a warning.
-
-    **Raises:** `CheckpointError` naming the file, field or tensors at fault.
+    token ids outside the vocabulary are removed, with a warning. Raises `CheckpointError` naming the file, field or
+    tensors at fault.
     """
     found = _open(model_path, resolve_model(model_path, load_format, revision), load_format, seed, model_impl)
     return replace(found, config=_with_known_ids(found.config, found.source))

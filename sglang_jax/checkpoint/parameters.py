@@ -34,15 +34,12 @@ class ParameterReader:
         return self._manifest.spec(name)
 
     def has(self, kind: Kind) -> bool:
-        """Whether the checkpoint has optional parameters of a kind."""
         return any(spec.tensor_of(self._names) in self._names for spec in self._optional(kind))
 
     def check(self, kind: Kind) -> None:
         """Checks that the optional parameters of a kind are finite, and scales also positive: at least the smallest
-        normal float32, because devices flush smaller numbers to 0.
-
-        **Raises:** `CheckpointError` naming every tensor with other numbers, and these.
-        """
+        normal float32, because devices flush smaller numbers to 0. Raises `CheckpointError` naming every tensor with
+        other numbers, and these."""
         minimum = np.finfo(np.float32).tiny if kind is Kind.SCALE else -np.inf
         faults: dict[str, None] = {}
         for spec in self._optional(kind):
@@ -93,7 +90,6 @@ class ParameterReader:
         return None if looked_up and found is not None and found.block is None else found
 
     def _quantized(self, spec: ParameterSpec) -> Encoding | None:
-        """The encoding of a parameter that is quantised when read; None for others."""
         quantization = self._quantization
         return None if quantization is None or not quantization.takes(spec) else quantization.encoding
 

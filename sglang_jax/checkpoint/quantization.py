@@ -42,7 +42,6 @@ class Quantization:
     encoding: Encoding
 
     def takes(self, spec: ParameterSpec) -> bool:
-        """Whether it quantises a parameter: matrices of layers and of experts."""
         return spec.is_matrix and spec.name.part not in _STAY_PLAIN
 
     def arrays(self, rows: Array, roles: Collection[Role]) -> dict[Role, Array]:

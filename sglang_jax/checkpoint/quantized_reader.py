@@ -36,11 +36,9 @@ _DTYPES = {ValueType.INT8: np.dtype(np.int8), ValueType.FLOAT8_E4M3: np.dtype(ml
 
 class QuantizedReader:
     """The tensors of a folder. Scales are hidden, and packed weights have the names of plain ones. Weights in 8 bits
-    have an encoding, and `read` dequantises them to float32; other tensors are not changed.
-
-    **Raises:** `CheckpointError` naming the tensors (at most 500) that are not as `quantization` says. Scales, and
-    stored shapes of packed weights, are checked when they are read.
-    """
+    have an encoding, and `read` dequantises them to float32; other tensors are not changed. Raises `CheckpointError`
+    naming the tensors (at most 500) that are not as `quantization` says. Scales, and stored shapes of packed weights,
+    are checked when they are read."""
 
     def __init__(self, reader: SafetensorsReader, quantization: StoredQuantization, config: ModelConfig) -> None:
         self._reader = reader
@@ -127,7 +125,6 @@ class QuantizedReader:
         return shapes
 
     def _unpack(self, name: str, index: Index | None) -> Array:
-        """Unpacks a packed weight to int8."""
         shape, stored = self.shape(name), self._cached.get(_companion(name, _SHAPE))
         if tuple(stored.tolist()) != shape:
             raise CheckpointError(f"{_companion(name, _SHAPE)} is {stored.tolist()}, the config requires {list(shape)}")
@@ -141,7 +138,6 @@ class QuantizedReader:
         return values
 
     def _faults(self, name: str) -> Iterator[str]:
-        """Describes the faults of a tensor and of its scales and shape."""
         if name.endswith(_ZERO_POINTS):
             yield f"unsupported: {name} (quantised weights and inputs may have no zero points)"
             return
@@ -197,5 +193,4 @@ class QuantizedReader:
 
 
 def _companion(weight: str, suffix: str) -> str:
-    """The name of a companion tensor of a weight, such as its scale."""
     return weight.removesuffix(_WEIGHT) + suffix

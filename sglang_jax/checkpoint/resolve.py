@@ -28,8 +28,6 @@ _IGNORED_PATTERNS = ("consolidated*", "original/*", "*/*")
 
 
 class SourceKind(StrEnum):
-    """How a checkpoint is stored."""
-
     SAFETENSORS = "safetensors"
     GGUF = "gguf"
     ORBAX = "orbax"
@@ -47,7 +45,6 @@ class ModelSource:
 
     @property
     def address(self) -> str:
-        """Its location, for error texts."""
         return str(self.path) if self.remote is None else self.remote.address
 
 
@@ -58,9 +55,8 @@ def resolve_model(
 
     `model_path` is `demo`, a folder, a .gguf file, the id of a repository on the Hugging Face hub, or
     `gs://BUCKET/PATH`, whose weights are not copied. `load_format` must agree with the format found; `dummy` accepts
-    any format and downloads no weights. `revision`: branch, tag or commit of a repository.
-
-    **Raises:** `CheckpointError` saying what was searched, where, and what to do.
+    any format and downloads no weights. `revision`: branch, tag or commit of a repository. Raises `CheckpointError`
+    saying what was searched, where, and what to do.
     """
     if is_address(model_path):
         source = _of_bucket(model_path, revision)

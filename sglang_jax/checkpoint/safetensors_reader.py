@@ -81,10 +81,8 @@ class _Tensor:
 
 class SafetensorsReader(PlainReader):
     """The tensors of a folder: the files in `model.safetensors.index.json`, or `model.safetensors`, or else all
-    `.safetensors` files. `files`: the weights, if they are not in `folder`, which has the index.
-
-    **Raises:** `CheckpointError` naming the file that is missing, truncated, or not in the format.
-    """
+    `.safetensors` files. `files`: the weights, if they are not in `folder`, which has the index. Raises
+    `CheckpointError` naming the file that is missing, truncated, or not in the format."""
 
     def __init__(self, folder: Path, files: WeightFiles | None = None) -> None:
         self._tensors: dict[str, _Tensor] = {}
@@ -136,7 +134,6 @@ class SafetensorsReader(PlainReader):
         return rows[(slice(None), *wanted[1:])]
 
     def _start(self, file: str) -> bytes:
-        """The first bytes of a file, which usually contain the whole header."""
         return self._files.read(file, 0, min(self._files.size(file), _FIRST_BYTES)).tobytes()
 
     def _add_file(self, file: str, start: bytes) -> None:
@@ -164,7 +161,6 @@ class SafetensorsReader(PlainReader):
 
 
 def _weight_map(folder: Path, files: WeightFiles) -> dict[str, str] | None:
-    """The file of each tensor; None if there is no index."""
     index_file = folder / INDEX_FILE
     if not index_file.exists():
         return None

@@ -72,7 +72,6 @@ class TemplateProcess:
         raise _too_much("exceeded its memory limit", rendering)
 
     def close(self) -> None:
-        """Ends the process; the next use starts another."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
@@ -108,7 +107,6 @@ class TemplateProcess:
         return mine
 
     def _end(self) -> int | None:
-        """Ends the process and returns its exit status."""
         process = self._process
         assert process is not None
         try:

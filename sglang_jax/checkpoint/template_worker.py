@@ -54,7 +54,6 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  # as jinja has it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Parses the block to its body, with a separate scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body, lineno=line)
@@ -121,7 +120,6 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Adds the reasoning of a message under the names that templates use."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -173,7 +171,6 @@ def _limit_memory() -> None:
 
 
 def _read(connection: socket.socket, size: int) -> bytearray | None:
-    """Reads `size` bytes; None at the end of the stream."""
     content = bytearray(size)
     view, there = memoryview(content), 0
     while there < size:

@@ -46,9 +46,8 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     """Checks names and shapes of a checkpoint's tensors against its config; reads no values.
 
     Ignores an output matrix next to tied embeddings, rotary frequencies, multi-token prediction layers, and scales of
-    queries and probabilities. Optional parameters of one kind must be all present or all absent.
-
-    **Raises:** `CheckpointError` naming the missing, extra and misshapen tensors, at most 500 of them.
+    queries and probabilities. Optional parameters of one kind must be all present or all absent. Raises
+    `CheckpointError` naming the missing, extra and misshapen tensors, at most 500 of them.
     """
     expected = expected_tensors(config, reader.names())
     unused = mtp_prefixes(config)
@@ -97,6 +96,5 @@ def _faults_of_optional(specs: Sequence[ParameterSpec], present: Container[str],
 
 
 def listed(faults: Sequence[str]) -> str:
-    """One line per fault, at most 500."""
     more = f"\n  and {len(faults) - _MAX_LISTED} more" if len(faults) > _MAX_LISTED else ""
     return "".join(f"\n  {fault}" for fault in faults[:_MAX_LISTED]) + more

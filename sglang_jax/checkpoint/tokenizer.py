@@ -66,9 +66,7 @@ class TokenizerFiles(TemplateFiles, Protocol):
     @property
     def pad_token_id(self) -> int | None: ...
 
-    def save_pretrained(self, folder: str | Path) -> object:
-        """Writes tokenizer.json, its config and the chat template."""
-        ...
+    def save_pretrained(self, folder: str | Path) -> object: ...
 
 
 class Tokenizer:
@@ -140,7 +138,6 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The chat template; empty if there is none."""
         return self._chat.text
 
     @property
@@ -224,7 +221,6 @@ class Tokenizer:
         return TextStream(self.token_bytes, skipped, stripped)
 
     def check_roles(self, roles: Sequence[object]) -> None:
-        """See `ChatTemplate.check_roles`."""
         self._chat.check_roles(roles)
 
     def render_chat(
@@ -258,7 +254,6 @@ class Tokenizer:
         return {token_id: text for token_id, text in texts.items() if text != self._spelling.bytes_of(added[token_id])}
 
     def save(self, folder: Path) -> None:
-        """Writes the files that `load_tokenizer` reads."""
         self._files.save_pretrained(folder)
 
 
@@ -277,10 +272,8 @@ def load_tokenizer(
     template_seconds: float = TEMPLATE_SECONDS,
 ) -> Tokenizer:
     """Loads the tokenizer of `Checkpoint.tokenizer_source` or `resolve_tokenizer`. `chat_template` replaces the
-    checkpoint's: a Jinja file, or the template itself. The other arguments: see `Tokenizer`.
-
-    **Raises:** `CheckpointError` for a missing or unsupported tokenizer, and for an unreadable template.
-    """
+    checkpoint's: a Jinja file, or the template itself. The other arguments: see `Tokenizer`. Raises `CheckpointError`
+    for a missing or unsupported tokenizer, and for an unreadable template."""
     files: TokenizerFiles = _from_gguf(source.path) if source.kind is SourceKind.GGUF else _from_folder(source.path)
     if chat_template is not None:
         files.chat_template = _template_text(chat_template)
@@ -290,7 +283,6 @@ def load_tokenizer(
 
 
 def import_tokenizers() -> type[Any]:
-    """Imports the class of tokenizers of folders: see the module's docstring."""
     from transformers import PreTrainedTokenizerFast
 
     found: type[Any] = PreTrainedTokenizerFast

@@ -18,10 +18,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 def load_transformers_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """Returns the values of a folder's config.json, and a `ModelConfig` whose layers describe only attention: heads and
-    window.
-
-    **Raises:** `CheckpointError` if transformers cannot read the file, or some layers are not attention.
-    """
+    window. Raises `CheckpointError` if transformers cannot read the file, or some layers are not attention."""
     file = folder / CONFIG_FILE
     given = JsonFields.read(file)
     quantization = load_quantization(folder)

@@ -29,9 +29,7 @@ class WeightFiles(Protocol):
         """Bytes `first` to `last` (exclusive) of a file. Raises `CheckpointError` if they cannot be read."""
         ...
 
-    def where(self, name: str) -> str:
-        """A file's location, for error texts."""
-        ...
+    def where(self, name: str) -> str: ...
 
 
 class LocalFiles:
