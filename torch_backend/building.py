@@ -98,7 +98,7 @@ class TorchBackend:
     def build(self, models: Models) -> UnloadedModel:
         """See `Backend`. Builds this project's model, or that of transformers."""
         checkpoint, quantization = models.main, models.quantization
-        if checkpoint.foreign is not None:
+        if checkpoint.transformers_config is not None:
             return self._build_traced(checkpoint)
         build = self._builder(checkpoint, quantization)
         model = build(block_matrices=_block_matrices(self.config, checkpoint, build, self.kernels))
@@ -234,7 +234,7 @@ def _block_matrices(
 
 def refuse_orbax(checkpoint: Checkpoint) -> None:
     """Raises `CheckpointError` for an Orbax checkpoint, whose weights only JAX restores."""
-    if checkpoint.reader is None and checkpoint.foreign is None:
+    if checkpoint.reader is None and checkpoint.transformers_config is None:
         raise CheckpointError(
             f"{checkpoint.source.address} is an Orbax checkpoint, which only the JAX backend restores: "
             "choose --backend jax, or give the checkpoint that it was converted from"

@@ -1,7 +1,7 @@
 """Checkpoints: model configs, tensors and tokenizers from Hugging Face folders, GGUF files and the hub.
 
-Framework-free: tensors are numpy arrays, and neither jax nor torch is imported. Nor is transformers, which takes a
-second: `checkpoint.tokenizer`, which does, is imported where text is cut into tokens.
+Tensors are numpy arrays; neither jax nor torch is imported. `checkpoint.tokenizer` imports transformers, which takes a
+second, and so is imported only where text is tokenized.
 """
 
 from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind

@@ -1,8 +1,8 @@
 """Checkpoints in a bucket of Google Cloud Storage: `gs://BUCKET/PATH`, by gcsfs.
 
-What is small (config, tokenizer, the index of weights) is copied to the user's cache folder and read there as of any
-checkpoint; of weights the parts that are asked for are read as they lie. A copy's folder is named by the generations of
-its objects, and parts are asked for by them too: a checkpoint that somebody replaces meanwhile is an error.
+Small files (config, tokenizer, index of weights) are copied to the user's cache folder; byte ranges of weights are read
+from the bucket. The copy's folder name depends on the generations of its objects, and ranges are requested by
+generation too, so replacing a checkpoint while it is read is an error.
 """
 
 from __future__ import annotations
@@ -28,38 +28,36 @@ SCHEME = "gs://"
 
 _ADDRESS = re.compile(r"gs://([a-z0-9][a-z0-9._-]{1,221})((?:/[^/\x00-\x1f]+)*)")
 _SMALL = (".json", ".jinja")
-"""Endings of what is copied: as of a repository on the hub."""
+"""Endings of the files that are copied, as from a repository on the hub."""
 
 _MOST_OBJECTS = 2000
-"""In a folder. The largest checkpoints have some 200."""
+"""Maximum objects in a folder. The largest checkpoints have some 200."""
 
 _MOST_SMALL_BYTES = 256 << 20
-"""Of all that is copied; the limits of each kind of file hold besides."""
+"""Maximum total size of the copied files; each kind of file has its own limit too."""
 
 _MOST_NAME = 255
 _PART = 8 << 20
-"""Bytes of one request."""
+"""Bytes per request."""
 
 _REQUESTS = 32
-"""At a time, by one folder."""
+"""Concurrent requests per folder."""
 
 _SECONDS = 120.0
-"""That one request may take."""
+"""Timeout of one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteObject:
-    """One version of an object of a bucket. `size`: in bytes."""
+    """One version of an object in a bucket. `size`: in bytes."""
 
     size: int
     generation: str
 
 
 class RemoteFolder:
-    """The objects right below `gs://BUCKET/PATH`, as they were when it was opened: `WeightFiles`.
-
-    **Raises:** `CheckpointError` if gcsfs is missing, for what is no such address, and if the folder cannot be listed.
-    """
+    """The objects directly in `gs://BUCKET/PATH` at the time of opening; implements `WeightFiles`. Raises
+    `CheckpointError` if gcsfs is missing, the address is malformed, or the folder cannot be listed."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -91,7 +89,7 @@ class RemoteFolder:
         return f"{self.address}/{name}"
 
     def read(self, name: str, first: int, last: int) -> Bytes:
-        """See `WeightFiles.read`. Long ranges are read in parts side by side."""
+        """See `WeightFiles.read`. Long ranges are read as concurrent requests."""
         found = np.empty(last - first, np.uint8)
         parts = [(start, min(start + _PART, last)) for start in range(first, last, _PART)]
 
@@ -105,10 +103,8 @@ class RemoteFolder:
         return found
 
     def copy_small(self) -> Path:
-        """A folder of this machine with the objects that are config, tokenizer or index; it stays for the next start.
-
-        **Raises:** `CheckpointError` for too much of them, and if they cannot be read or the copy not be written.
-        """
+        """Copies config, tokenizer and index to a local folder, which is kept for the next start, and returns it.
+        Raises `CheckpointError` if they are too large, or cannot be read or written."""
         small = {name: each for name, each in sorted(self.objects.items()) if name.endswith(_SMALL)}
         if (total := sum(each.size for each in small.values())) > _MOST_SMALL_BYTES:
             raise CheckpointError(
@@ -138,7 +134,6 @@ class RemoteFolder:
         return target
 
     def _listed(self) -> tuple[dict[str, RemoteObject], frozenset[str]]:
-        """What lies right below the folder: objects, and names of folders."""
         path = f"{self.bucket}/{self.folder}".rstrip("/")
         entries = self._system.ls(path, detail=True, refresh=True, max_results=_MOST_OBJECTS + 1)
         if len(entries) > _MOST_OBJECTS:
@@ -170,12 +165,13 @@ class RemoteFolder:
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is one of another machine: `gs://BUCKET/PATH`, or of a storage that is not known here."""
+    """Whether a path is a URL: `gs://BUCKET/PATH`, or one of an unsupported storage."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
 def open_folder(address: str) -> RemoteFolder:
-    """The folder at an address. Raises `CheckpointError` for a storage that is not read, and as `RemoteFolder` does."""
+    """Opens the folder at an address. Raises `CheckpointError` for an unsupported storage, or as `RemoteFolder`
+    does."""
     if not address.startswith(SCHEME):
         raise CheckpointError(
             f"{cut(address)}: checkpoints are read from {SCHEME}BUCKET/PATH, from folders and from the Hugging Face "
@@ -185,12 +181,12 @@ def open_folder(address: str) -> RemoteFolder:
 
 
 def _is_name(name: str) -> bool:
-    """Whether an object's name may be that of a file in a folder. What is not is none of a checkpoint's."""
+    """Whether an object's name is a valid file name; other objects do not belong to a checkpoint."""
     return 0 < len(name.encode()) <= _MOST_NAME and name not in (".", "..") and not re.search(r"[/\\\x00-\x1f]", name)
 
 
 def _move(whole: Path, target: Path) -> None:
-    """Another process may have copied the same meanwhile."""
+    """Renames a finished copy, unless another process has made the same copy meanwhile."""
     try:
         os.rename(whole, target)
     except OSError:
@@ -200,7 +196,6 @@ def _move(whole: Path, target: Path) -> None:
 
 @contextmanager
 def _failures_of(place: str) -> Iterator[None]:
-    """Raises `CheckpointError` naming `place` for whatever gcsfs raises over a bucket that it cannot read."""
     import aiohttp
     from gcsfs.retry import ChecksumError, HttpError, NonRetryableError
     from google.auth.exceptions import GoogleAuthError
@@ -220,6 +215,6 @@ def _failures_of(place: str) -> Iterator[None]:
 
 
 def described(folder: RemoteFolder) -> str:
-    """What a folder holds, as errors list it: the first ten names."""
+    """The first ten names in a folder, for error texts."""
     names = [*sorted(f"{name}/" for name in folder.folders), *folder.names()]
     return (", ".join(map(cut, names[:10])) or "nothing") + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -1,7 +1,7 @@
-"""As what a chat template takes the content of a message: text, or a list of parts.
+"""Whether a chat template takes the content of a message as text, or as a list of parts.
 
-Templates do not say it, so it is found out as roles are (`chat_roles.py`). A template that goes through parts, such as
-Llama Guard's, shows nothing of a text; most others fail on a list.
+This is found out by trial renderings, as for roles (`chat_roles.py`). A template that loops over parts, such as Llama
+Guard's, renders nothing of a text; most others fail on a list.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from sglang_jax.checkpoint.chat_roles import OPENAI_ROLES, Message, is_heard
 
 _ROLES = ("user", *(role for role in OPENAI_ROLES if role != "user"))
-"""The user's form comes first: most conversations of the others hold messages of a user."""
+"""`user` is tried first, because most trial conversations for the other roles have a user's message."""
 
 
 class JoinedParts(str):
-    """The text of a message that its client sent in parts: a line for each of `parts`, which a template may take."""
+    """The text of a message that a client sent as a list of parts, joined by newlines; keeps the `parts` too."""
 
     parts: tuple[str, ...]
 
@@ -29,12 +29,13 @@ class JoinedParts(str):
 
 @dataclass(frozen=True, slots=True)
 class ContentForms:
-    """`of_parts`: the roles whose messages are lists of parts; other roles than OpenAI's are like the user."""
+    """`of_parts`: roles whose content is a list of parts. Roles other than OpenAI's are treated as `user`."""
 
     of_parts: frozenset[str] = frozenset()
 
     def formed(self, message: Message) -> Message:
-        """The message in the form that the template takes. Parts that are not text stay as they are."""
+        """Returns the message with its content as the template takes it. Lists with parts that are not text are not
+        changed."""
         role = message.get("role")
         content = message.get("content")
         takes_parts = (role if role in _ROLES else "user") in self.of_parts
@@ -46,7 +47,7 @@ class ContentForms:
 
 
 def in_parts(message: Message) -> Message:
-    """The message with its client's parts as a list of them."""
+    """Returns the message with `JoinedParts` content as a list of parts again."""
     content = message.get("content")
     if not isinstance(content, JoinedParts):
         return message
@@ -54,7 +55,6 @@ def in_parts(message: Message) -> Message:
 
 
 def text_of(content: object) -> str:
-    """A message's words: its text, or those of its parts in lines of their own."""
     return "\n".join(part["text"] for part in content) if isinstance(content, list) else str(content)
 
 
@@ -65,10 +65,8 @@ def _are_texts(parts: list[object]) -> bool:
 
 
 def learn_contents(render: Callable[[Sequence[Message]], str]) -> ContentForms:
-    """Tries texts, then parts, for each of OpenAI's roles.
-
-    **Arguments:** `render` gives the text of a conversation as it is given, or raises `RequestError`.
-    """
+    """Tries text, then parts, for each of OpenAI's roles. `render` returns the text of a conversation, or raises
+    `RequestError`."""
     forms = ContentForms()
     for role in _ROLES:
         tried = ContentForms(forms.of_parts | {role})

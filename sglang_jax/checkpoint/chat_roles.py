@@ -1,5 +1,5 @@
-"""Which roles a chat template knows. Templates do not say it, so it is found out: by rendering conversations that hold
-the role, and looking for what it said."""
+"""Which roles a chat template knows: found out by rendering conversations with each role, and looking for the content
+of its message in the text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Message = dict[str, object]
 
 _SAID = "Qz7probe"
-"""What the role under trial says. Letters and digits alone, so that no template's quoting changes it."""
+"""Content of the tested role's message. Only letters and digits, so that no template's quoting changes it."""
 
 _CALL_ID = "callprobe"
-"""Of nine letters, as Mistral's templates demand."""
+"""Nine letters, as Mistral's templates require."""
 
 _MADE_UP = "qz7role"
 """A role that no template names."""
@@ -28,10 +28,10 @@ _READ = r"""role\b|\[\s*['"]role['"]\s*\]|\bget\(\s*['"]role['"][^()]*\)"""
 """The end of `message.role`, `message['role']` and `message.get('role')`."""
 
 _OWNER = r"\(*\s*[\w.]*(?:\[[^\][]*\][\w.]*)?"
-"""What stands before it: `message`, `messages[0]` and the like."""
+"""The expression before it, such as `message` or `messages[0]`."""
 
 _FILTERS = r"(?P<filters>(?:\s*\|\s*\w+(?:\([^()]*\))?|\.\w+\(\)|\s*\))*)"
-"""What is made of it, such as `|lower`, `.upper()`, and the brackets that close around it."""
+"""Filters and methods after it, such as `|lower` and `.upper()`, and closing brackets."""
 
 _KEPT = re.compile(rf"\bset\s+(?P<variable>[\w.]+)\s*=\s*{_OWNER}(?:{_READ}){_FILTERS}\s*(?:[-+]?%\}}|(?:or|if)\b)")
 """`set r = message.role`."""
@@ -41,14 +41,14 @@ _OTHER_CASE = re.compile(r"\b(?:upper|lower|capitalize|title)\b")
 
 @dataclass(frozen=True, slots=True)
 class ChatRoles:
-    """What roles messages may have. With `developer_is_system`, a developer's message is rendered as the system's:
-    OpenAI's newer name of it, which few models were trained on."""
+    """The roles that messages may have. With `developer_is_system`, a `developer` message is rendered as `system`:
+    `developer` is OpenAI's newer name for it, which few models were trained on."""
 
     known: tuple[str, ...]
     developer_is_system: bool = False
 
     def check(self, roles: Sequence[object]) -> None:
-        """Raises `ParameterError` for the first role that is not known, naming those that are."""
+        """Raises `ParameterError` for the first unknown role, with the list of known ones."""
         for number, role in enumerate(roles):
             if role not in self.known:
                 path = f"messages[{number}].role"
@@ -59,27 +59,26 @@ class ChatRoles:
                 )
 
     def rendered_as(self, role: object) -> object:
-        """The role that the template is given."""
         return "system" if role == "developer" and self.developer_is_system else role
 
 
 def learn_roles(
     template: str, render: Callable[[Sequence[Message]], str], special_tokens: Sequence[str] = ()
 ) -> ChatRoles:
-    """Tries OpenAI's roles, those that the template compares a role with, such as Llama's `ipython`, and those that it
-    prints as one of the special tokens, such as GLM-4's `observation`.
+    """Tries OpenAI's roles, roles that the template compares with, such as Llama's `ipython`, and roles that it prints
+    as a special token, such as GLM-4's `observation`.
 
-    A role is known if some conversation that holds it renders with what the role said; `user` and `assistant` are in
-    any case, for no chat is without. Many templates print any role as it is, so others are not tried: the model was
-    not trained on them. For the same reason `developer` is its own role only where the template names it.
+    A role is known if its message appears in some rendered conversation; `user` and `assistant` always are. Many
+    templates print any role, so others are not tried: the model was not trained on them. For the same reason
+    `developer` is a separate role only if the template names it.
 
-    **Arguments:** `render` gives a conversation's text, or raises `RequestError` if the template refuses it;
-    `special_tokens` are the texts of those that may stand for a role, so not of the end of a sequence.
+    **Arguments:** `render` returns a conversation's text, or raises `RequestError` if the template refuses it;
+    `special_tokens`: texts of the special tokens that may stand for a role (so not the end of a sequence).
     """
     named = [*_compared(template), *_printed_as_token(special_tokens, render)]
     own = [role for role in OPENAI_ROLES if role != "developer" or role in named]
     candidates = list(dict.fromkeys([*own, *named]))
-    # A template that shows nobody's words (it takes lists of parts alone, say) tells nothing; let it decide by itself.
+    # If no message appears in any text, nothing was learnt: accept all candidates, and let the template decide.
     known = {role for role in candidates if is_heard(role, render)} or set(candidates)
     known |= {"user", "assistant"}
     developer_is_system = "developer" not in known and "system" in known
@@ -90,7 +89,7 @@ def learn_roles(
 
 
 def _compared(template: str) -> list[str]:
-    """The names in `message['role'] == 'x'`, `'x' == message.role`, `message.role|lower in ["x", "y"]` and the like."""
+    """The names in comparisons such as `message['role'] == 'x'`, `'x' == message.role`, `role|lower in ["x", "y"]`."""
     kept = {found["variable"]: found["filters"] for found in _KEPT.finditer(template)}
     variables = "|".join(map(re.escape, kept)) or r"(?!)"
     role = rf"(?:(?P<variable>(?<![\w.])(?:{variables})\b)|{_READ}){_FILTERS}"
@@ -99,15 +98,15 @@ def _compared(template: str) -> list[str]:
     before = rf"(?P<names>{name})[=!]=\s*{_OWNER}{role}"
     names: list[str] = []
     for found in [*re.finditer(behind, template), *re.finditer(before, template)]:
-        # `role|upper == 'USER'` is what a template says of `user`.
+        # `role|upper == 'USER'` compares with `user`.
         changed = _OTHER_CASE.search(found["filters"] + kept.get(found["variable"], ""))
         names += re.findall(r"[\w-]+", found["names"].lower() if changed else found["names"])
     return names
 
 
 def _printed_as_token(special_tokens: Sequence[str], render: Callable[[Sequence[Message]], str]) -> list[str]:
-    """The roles R that have a special token `<|R|>`, if the template prints any role so. A token that it prints for
-    another's words as well is none: it marks the end of a message, say."""
+    """The roles R with a special token `<|R|>`, if the template prints roles in this way. Tokens that also appear for a
+    made-up role, such as the end of a message, do not count."""
     always = "".join(text for text in _heard(_MADE_UP, render) if f"<|{_MADE_UP}|>" in text)
     if not always:
         return []
@@ -117,12 +116,11 @@ def _printed_as_token(special_tokens: Sequence[str], render: Callable[[Sequence[
 
 
 def is_heard(role: str, render: Callable[[Sequence[Message]], str]) -> bool:
-    """Whether any conversation that holds the role shows what it said."""
     return any(_heard(role, render))
 
 
 def _heard(role: str, render: Callable[[Sequence[Message]], str]) -> Iterator[str]:
-    """The texts of conversations that show what the role said, in whatever case."""
+    """Yields the rendered conversations in which the role's message appears, ignoring case."""
     for conversation in _probes(role):
         try:
             text = render(conversation)
@@ -133,7 +131,7 @@ def _heard(role: str, render: Callable[[Sequence[Message]], str]) -> Iterator[st
 
 
 def _probes(role: str) -> Iterator[list[Message]]:
-    """Conversations that hold the role, each with a system's message in front as well, which some templates demand."""
+    """Conversations with the role, each also with a system message in front, which some templates require."""
     for conversation in _placed(role):
         yield conversation
         if role not in ("system", "developer"):
@@ -141,8 +139,8 @@ def _probes(role: str) -> Iterator[list[Message]]:
 
 
 def _placed(role: str) -> Iterator[list[Message]]:
-    """Conversations that hold the role where it belongs, or anywhere if it is none of OpenAI's. Not elsewhere: Gemma's
-    template, which has no system, prints one that stands in the assistant's place."""
+    """Conversations with the role in its usual places, or anywhere if it is not one of OpenAI's. Other places would
+    mislead: Gemma's template, which has no system role, prints a system message in the assistant's place."""
     user: Message = {"role": "user", "content": "a"}
     answer: Message = {"role": "assistant", "content": "b"}
     said: Message = {"role": role, "content": _SAID, "name": "probe", "tool_call_id": _CALL_ID}

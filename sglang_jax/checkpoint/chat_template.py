@@ -1,6 +1,6 @@
-"""The chat template of a checkpoint: from a conversation to a text, as transformers' `apply_chat_template` renders it.
+"""Renders conversations with a checkpoint's chat template, as transformers' `apply_chat_template` does.
 
-A template does not say which roles, tools and forms of contents it takes, so each is found out by trying.
+Which roles, tools and kinds of content a template supports is found out by trial renderings.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Tools = Sequence[Mapping[str, object]]
 
 
 class TemplateFiles(Protocol):
-    """What is read of a tokenizer's files for chats, by the names that transformers has.
+    """The parts of a tokenizer that chats need, under transformers' names.
 
-    - `chat_template`: the template, or several by their names.
-    - `special_tokens_map`: the tokens that have a role, such as `bos_token`.
+    - `chat_template`: the template, or several by name.
+    - `special_tokens_map`: the tokens with a role, such as `bos_token`.
     """
 
     chat_template: str | dict[str, str] | None
@@ -33,16 +33,15 @@ class TemplateFiles(Protocol):
     def special_tokens_map(self) -> Mapping[str, object]: ...
 
     def get_chat_template(self, chat_template: str | None = None, tools: list[Any] | None = None) -> str:
-        """The template of chats with these tools. Raises `ValueError` if there is none."""
+        """The template for chats with these tools. Raises `ValueError` if there is none."""
         ...
 
 
 class ChatTemplate:
-    """Thread-safe: nothing changes after construction but what is known of tools, which is found out at their first
-    use.
+    """A chat template and what it supports. Thread-safe; support of tools is found out at their first use.
 
-    **Arguments:** `control`: the tokens that messages cannot write; `others`: special tokens that may stand for a role;
-    `seconds`: what a conversation may take to render.
+    **Arguments:** `control`: tokens that messages cannot produce; `others`: special tokens that may stand for a role;
+    `seconds`: time limit for rendering a conversation.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class ChatTemplate:
         self._control = control
         self._seconds = seconds
         self._contents = {True: ContentForms(), False: ContentForms()}
-        """By whether there are tools: those may have a template of their own."""
+        """By whether there are tools: these may have a separate template."""
         self._roles: ChatRoles | None = None
         self._tool_support: ToolSupport | None = None
         if files.chat_template is not None:
@@ -60,12 +59,11 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The template, that of chats with tools if there are two; empty if there is none."""
+        """The template (the one for tools if there are two); empty if there is none."""
         return "" if self._files.chat_template is None else self._template(tools=True)
 
     def check_roles(self, roles: Sequence[object]) -> None:
-        """Raises `ParameterError` for the first role of a conversation's messages that the template does not know,
-        naming those that it knows."""
+        """Raises `ParameterError` for the first role that the template does not know, with the list of known ones."""
         if self._roles is not None:
             self._roles.check(roles)
 
@@ -77,17 +75,16 @@ class ChatTemplate:
         tools: Tools = (),
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The text of a conversation. Control tokens that messages, tools and variables spell out are marked (see
-        `ControlTokens`). Where the template does not name the role `developer`, such messages are rendered as the
-        system's.
+        """Returns the text of a conversation. Control tokens spelt in messages, tools and variables are marked (see
+        `ControlTokens`). If the template does not name the role `developer`, it is rendered as `system`.
 
-        **Arguments:** `tools`: in OpenAI's form; a template that shows none gets them in the system's words. Calls in
-        `messages` have their arguments as objects or as JSON text, and contents are texts or lists of parts; the
-        template gets them as it takes them.
-        `variables`: what else the template is given, by names that `is_variable` lets pass.
+        **Arguments:** `tools`: in OpenAI's format; if the template does not support tools, they are described in the
+        system message. In `messages`, arguments of calls are objects or JSON text, and contents are texts or lists of
+        parts; both are converted to what the template takes. `variables`: further variables of the template, with
+        names accepted by `is_variable`.
 
-        **Raises:** `RequestError` if there is no template, or it refuses the messages; `ParameterError` for a role
-        that it does not know.
+        **Raises:** `RequestError` if there is no template, or it refuses the messages; `ParameterError` for an unknown
+        role.
         """
         if self._roles is None:
             raise RequestError(
@@ -117,14 +114,13 @@ class ChatTemplate:
         )
 
     def render_probe(self, messages: Sequence[Message], tools: Tools = ()) -> str:
-        """The text of messages with contents in the form that the template takes, and otherwise as they are. Raises
-        `RequestError` if the template refuses them."""
+        """Renders messages with only their contents converted. Raises `RequestError` if the template refuses them."""
         return self._rendered(self._formed(messages, tools), tools)
 
     def _learn(self, others: Sequence[str]) -> None:
         try:
             template, with_tools = self._template(), self._template(tools=True)
-        except RequestError:  # several templates and none for chats, of which whoever sends one is told
+        except RequestError:  # several templates, none for chats: each chat request gets the error
             template = with_tools = ""
         self._contents[False] = self._contents[True] = learn_contents(self._rendered)
         if with_tools != template:
@@ -135,9 +131,9 @@ class ChatTemplate:
         return [self._contents[bool(tools)].formed(message) for message in messages]
 
     def _template(self, *, tools: bool = False) -> str:
-        """The template of chats, or the one of chats with tools where there are two. Raises `RequestError`."""
+        """The template for chats, or for chats with tools if there are two. Raises `RequestError` if there is none."""
         try:
-            # Of `tools` it looks only whether there are any.
+            # Only whether `tools` is empty matters.
             return self._files.get_chat_template(tools=[{}] if tools else None)
         except ValueError as error:  # several templates and none for chats
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
@@ -153,7 +149,7 @@ class ChatTemplate:
         template = self._template(tools=bool(tools))
         if not messages:
             raise RequestError("messages is empty; a conversation needs at least one message", param="messages")
-        # transformers leaves out what is None, which templates would write as it is.
+        # As in transformers, None values are left out: templates would print them.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         names: dict[str, object] = {**(variables or {}), **self._files.special_tokens_map}
         return TEMPLATES.render(

@@ -1,8 +1,7 @@
-"""What a chat template does with tools. Templates do not say it, so it is found out as roles are (`chat_roles.py`): by
-rendering conversations that have tools, calls and results.
+"""Whether a chat template supports tools: found out by rendering conversations with tools, calls and results.
 
-A template that shows no tools gets them told in the system's words, and calls in the assistant's, as Hermes' models
-write them: the form that most others have learnt too.
+If it does not, tools are described in the system message, and calls are written in the assistant's message, in the
+format of Hermes' models, which most others have learnt too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sglang_jax.errors import RequestError
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], str]
-"""The text of a conversation and tools. Raises `RequestError` where the template refuses it."""
+"""Returns the text of a conversation with tools. Raises `RequestError` if the template refuses it."""
 
 _TOOL, _KEY, _VALUE, _ID = "qz7tool", "qz7key", "qz7value", "callprobe"
 PROBE = {
@@ -31,9 +30,9 @@ PROBE = {
 }
 
 _MOST_DEPTH = 100
-"""Levels of arguments that are taken apart."""
+"""Maximum nesting of arguments that are decoded."""
 
-_TOLD = """You may call functions. Each line between <tools> and </tools> describes one in JSON:
+_INSTRUCTIONS = """You may call functions. Each line between <tools> and </tools> describes one in JSON:
 <tools>
 {tools}
 </tools>
@@ -45,7 +44,7 @@ To call a function, write its name and its arguments as JSON between these tags,
 
 
 class ArgumentForm(Enum):
-    """As what a template takes the arguments of a call: an object, its JSON text, or not at all."""
+    """How a template takes the arguments of a call: as an object, as JSON text, or not at all."""
 
     OBJECT = auto()
     TEXT = auto()
@@ -54,14 +53,14 @@ class ArgumentForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """What a template does with tools. `shown`: it tells the model of them."""
+    """How a template handles tools. `shown`: it renders their descriptions."""
 
     shown: bool
     arguments: ArgumentForm
 
     def decoded(self, message: Message) -> Message:
-        """The message with its calls' arguments as objects, if the template takes them so. What is to be marked in
-        them is marked behind this: as text they may hold it in escapes."""
+        """Returns the message with its calls' arguments as objects, if the template takes objects. Control tokens are
+        marked after this, because JSON text may hold them in escapes."""
         calls = message.get("tool_calls")
         if not calls or self.arguments is not ArgumentForm.OBJECT:
             return message
@@ -70,22 +69,20 @@ class ToolSupport:
     def prepared(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, has_system: bool
     ) -> tuple[list[Message], Sequence[Mapping[str, Any]]]:
-        """Messages, `decoded`, and tools as the template takes them.
-
-        **Arguments:** `has_system`: the template knows the role.
-        """
+        """Returns messages (already `decoded`) and tools as the template takes them. `has_system`: whether it knows the
+        role `system`."""
         given = [self._with_calls(message) for message in messages]
         if not tools or self.shown:
             return given, tools
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        told = _TOLD.format(tools=lines)
+        instructions = _INSTRUCTIONS.format(tools=lines)
         if not has_system:
             place = next((number for number, message in enumerate(given) if message["role"] == "user"), 0)
-            given[place] = {**given[place], "content": f"{told}\n\n{text_of(given[place]['content'])}"}
+            given[place] = {**given[place], "content": f"{instructions}\n\n{text_of(given[place]['content'])}"}
         elif given and given[0]["role"] == "system":
-            given[0] = {**given[0], "content": f"{text_of(given[0]['content'])}\n\n{told}"}
+            given[0] = {**given[0], "content": f"{text_of(given[0]['content'])}\n\n{instructions}"}
         else:
-            given.insert(0, {"role": "system", "content": told})
+            given.insert(0, {"role": "system", "content": instructions})
         return given, ()
 
     def _with_calls(self, message: Message) -> Message:
@@ -108,7 +105,7 @@ def _with_arguments(call: Mapping[str, Any], form: Callable[[Any], Any]) -> Mess
 
 
 def _as_object(arguments: Any) -> Any:
-    """Text that is no JSON object stays what it is; the template says what it makes of it."""
+    """Decodes JSON text. Text that is not a JSON object is passed to the template unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -119,13 +116,12 @@ def _as_object(arguments: Any) -> Any:
 
 
 def _deeper(value: object, most: int) -> bool:
-    """Whether lists and objects lie in one another more than `most` deep."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return inner is not None and (most == 0 or any(_deeper(one, most - 1) for one in inner))
 
 
 def _as_text(arguments: Any) -> str:
-    """As the client wrote it: that is what the model wrote, and what is cached."""
+    """Keeps the client's JSON text: it is what the model wrote, and so what is in the prefix cache."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
@@ -135,7 +131,6 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def learn_tools(render: Render) -> ToolSupport:
-    """Tries what a template makes of tools and of calls."""
     user: Message = {"role": "user", "content": "a"}
     shown = any(
         _TOOL in _rendered(render, conversation, [PROBE])
@@ -156,7 +151,6 @@ def _argument_form(render: Render, user: Message) -> ArgumentForm:
 
 
 def _calls(render: Render, user: Message, arguments: object) -> list[str]:
-    """The texts of conversations in which somebody has called a tool and was answered."""
     call = {"id": _ID, "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
     called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     result: Message = {"role": "tool", "content": "b", "name": _TOOL, "tool_call_id": _ID}
@@ -186,12 +180,12 @@ RESERVED = frozenset(
         "return_assistant_tokens_mask",
     }
 )
-"""Names of a template that are not for clients to set; the special tokens are not either."""
+"""Variables of a template that clients may not set; nor may they set the special tokens."""
 
 
 @lru_cache(maxsize=4)
 def template_names(template: str) -> frozenset[str]:
-    """Names of variables in a template's code: no attributes (`message.thinking`), and no words of its text."""
+    """Names of the variables in a template's code, without attributes (`message.thinking`)."""
     found: set[str] = set()
     before = ""
     for _, kind, value in jinja2.Environment().lex(template):
@@ -203,5 +197,4 @@ def template_names(template: str) -> frozenset[str]:
 
 
 def is_variable(name: str) -> bool:
-    """Whether a client may give a variable of a template this name."""
     return _VARIABLE.fullmatch(name) is not None and name not in RESERVED and not name.endswith("_token")

@@ -1,7 +1,7 @@
-"""Control tokens that a message spells out are text: the chat template alone begins and ends turns.
+"""Keeps control tokens that a message spells out as plain text: only the chat template starts and ends turns.
 
-Rendered, a conversation is one string, in which nothing tells the template's `<|im_start|>` from one that a client
-wrote. So what messages spell is marked before it is rendered, and the marks are taken out when the text is tokenized.
+A rendered conversation is one string, in which the template's `<|im_start|>` and one that a client wrote look the same.
+So spellings in messages are replaced by marks before rendering, and the marks are resolved when the text is tokenized.
 """
 
 from __future__ import annotations
@@ -11,27 +11,24 @@ from collections.abc import Iterable, Iterator, Set
 from typing import TypeVar
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Code points that Unicode keeps for a program's own use: no text is to hold them."""
+"""Noncharacters, which Unicode reserves for internal use."""
 
 _MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 _DEEPEST = 50
-"""Levels of a pattern; what branches on behind them is listed."""
+"""Maximum nesting of a pattern; deeper branches are listed as alternatives."""
 
 Value = TypeVar("Value")
 
 
 class ControlTokens:
-    """The control tokens of a vocabulary, by their spellings."""
-
     def __init__(self, spellings: Iterable[str]) -> None:
         self._spellings = sorted(filter(None, spellings))
         self._numbers = {spelling: number for number, spelling in enumerate(self._spellings)}
         self._any = re.compile(_pattern(self._spellings)) if self._spellings else None
 
     def mark(self, value: Value) -> Value:
-        """The value with a mark in the place of each control token, in whatever texts it holds: in lists and
-        mappings, keys too."""
+        """Replaces each control token by a mark, in all texts of a value: in lists and dicts, keys too."""
         if isinstance(value, str):
             return value if self._any is None else self._any.sub(self._mark_of, value)  # type: ignore[return-value]
         if isinstance(value, list):
@@ -42,12 +39,10 @@ class ControlTokens:
 
     @staticmethod
     def has_marks(text: str) -> bool:
-        """Whether a text may hold marks."""
         return _OPEN in text
 
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Parts of a text with marks, one after the other: the text, and whether it is a control token that was marked,
-        by its spelling."""
+        """Splits a text at its marks. Yields each piece, marks as spellings, and whether it was a mark."""
         end = 0
         for found in _MARK.finditer(text):
             number = int(found[1][:9])
@@ -60,8 +55,8 @@ class ControlTokens:
             yield text[end:], False
 
     def before_first(self, text: str, takes_spaces: Set[str] = frozenset()) -> tuple[str, str]:
-        """A text without marks, cut before its first control token; before the white space in front of that, if the
-        token takes it."""
+        """Cuts a text without marks before its first control token, or before the white space in front of it if the
+        token is in `takes_spaces`."""
         found = None if self._any is None else self._any.search(text)
         if found is None:
             return text, ""
@@ -71,7 +66,7 @@ class ControlTokens:
         return text[:start], text[start:]
 
     def ends(self, text: str, takes_spaces: Set[str] = frozenset()) -> bool:
-        """Whether a text without marks ends with a control token; or with the white space behind one that takes it."""
+        """Whether a text without marks ends with a control token, or with white space after one in `takes_spaces`."""
         return text.endswith(tuple(self._spellings)) or text.rstrip().endswith(tuple(takes_spaces))
 
     def _mark_of(self, found: re.Match[str]) -> str:
@@ -79,8 +74,8 @@ class ControlTokens:
 
 
 def _pattern(words: list[str], depth: int = 0) -> str:
-    """A pattern for any of `words`, the longest that fits. Words that begin alike share their beginning, so that a
-    search costs no more for thousands of them."""
+    """A regular expression for any of `words`, the longest that matches. It is a trie: words share prefixes, so that a
+    search costs no more for thousands of words."""
     begin = _common_start(min(words), max(words))
     rests = [word[len(begin) :] for word in words]
     if depth == _DEEPEST:
@@ -96,6 +91,6 @@ def _pattern(words: list[str], depth: int = 0) -> str:
 
 
 def _common_start(first: str, last: str) -> str:
-    """What two texts begin with, and so all that are between them in order."""
+    """The common prefix of two texts, and so of all texts between them in sorted order."""
     same = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
     return first[: next(same, min(len(first), len(last)))]

@@ -1,4 +1,4 @@
-"""Random weights for a config: to measure and to test without a download."""
+"""Random weights for a config, to measure and test without a download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.errors import CheckpointError
 
 _POOL_SIZE = 1_048_573
-"""A prime, so that no row length divides it and rows of a matrix differ."""
+"""A prime, so that no row length divides it and the rows of a matrix differ."""
 
 _WEIGHT = ".weight"
 _SCALE = 0.02
@@ -25,10 +25,10 @@ _SCALE = 0.02
 
 
 class DummyReader:
-    """Every tensor that `config` calls for: norms multiply by 1, the rest normal with deviation 0.02.
+    """Random tensors for `config`: norms multiply by 1, the others are normal with standard deviation 0.02.
 
-    A tensor depends on `(seed, name, shape)` alone. Values repeat one pool of noise from a place that the name
-    decides: drawing each of billions of weights anew would take minutes. float32, or bfloat16 if the config says so.
+    A tensor depends only on `(seed, name, shape)`. Its values repeat one pool of noise, from a start that depends on
+    the name: drawing billions of values would take minutes. They are float32, or bfloat16 if the config says so.
     Matrices that `stored` describes as quantised have an encoding.
     """
 
@@ -60,7 +60,7 @@ class DummyReader:
         start = zlib.crc32(f"{self._seed}/{name}".encode()) % _POOL_SIZE
         columns = int(np.prod(shape[1:]))
         first, last, _ = selected[0].indices(shape[0])
-        # Only the wanted rows are laid out, from where they begin in the endless repetition of the pool.
+        # Only the selected rows are filled, from their position in the repeated pool.
         begin = (start + first * columns) % _POOL_SIZE
         rows = max(last - first, 0)
         values = self._repeat(begin, rows * columns).reshape(rows, *shape[1:])
@@ -85,7 +85,7 @@ class DummyReader:
         return found[:, columns] if role is Role.VALUES else found
 
     def _repeat(self, begin: int, count: int) -> Array:
-        """`count` values of the endless repetition from `begin` on, by plain copies: 16 GB in seconds."""
+        """`count` values of the repeated pool from `begin` on, by plain copies: 16 GB in seconds."""
         values = np.empty(count, dtype=self._pool.dtype)
         filled = min(count, _POOL_SIZE - begin)
         values[:filled] = self._pool[begin : begin + filled]

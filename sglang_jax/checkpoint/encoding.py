@@ -1,4 +1,4 @@
-"""Matrices of small numbers and scales, as checkpoints store them."""
+"""Quantised matrices, as checkpoints store them: values of few bits, with scales."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ from numpy.typing import NDArray
 from sglang_jax.checkpoint.reader import Array, Role
 
 BLOCK = 32
-"""Weights along the inputs that share a scale in a block of a GGUF file."""
+"""Weights along the input axis that share a scale in a block of a GGUF file."""
 
 
 class ValueType(Enum):
-    """What a weight is stored as, before it is multiplied by its scale."""
+    """The type of stored values, before multiplication by scales."""
 
     INT4 = "int4"
-    """0 to 15, two in a byte."""
+    """0 to 15, two per byte."""
     INT8 = "int8"
     FLOAT8_E4M3 = "float8_e4m3fn"
 
     @property
     def bits(self) -> int:
-        """Bits of a value."""
         return 4 if self is ValueType.INT4 else 8
 
 
 class ActivationScales(Enum):
-    """How the input of a matrix is quantised, to the type of its values, before it is multiplied."""
+    """How the input of a matrix is quantised to the type of its values before the product."""
 
     NONE = "none"
-    """It is not."""
     TOKEN = "token"
-    """By a scale of each token: its largest number over the largest of the type."""
+    """One scale per token: its largest absolute value over the largest value of the type."""
     TENSOR = "tensor"
-    """By one scale, which is stored (`Role.INPUT_SCALE`)."""
+    """One scale, which is stored (`Role.INPUT_SCALE`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +43,11 @@ class Encoding:
     """How a matrix `[out, in]`, or a stack `[experts, out, in]`, is stored: a weight is `scale * value`, or
     `scale * value + offset`.
 
-    - `block`: weights along the inputs that share a scale, and an offset where `offsets` says that there are some. None
-      where all weights of a row share it: values then have the shape of the matrix, and scales are `[out]`, or
-      `[experts, out]`.
-    - `scales`: their type.
-    - `activations`: how the input is quantised. Its stored scale is float32, repeated for each row as scales are, so
-      that matrices that are joined keep theirs.
+    - `block`: number of weights along the input axis that share a scale (and an offset, if `offsets`). None if all
+      weights of a row share it: values then have the shape of the matrix, scales are `[out]` or `[experts, out]`.
+    - `scales`: dtype of the scales.
+    - `activations`: how the input is quantised. A stored input scale is float32 and repeated for each row, so that
+      joined matrices keep theirs.
     """
 
     values: ValueType
@@ -61,23 +58,20 @@ class Encoding:
 
     @property
     def bits(self) -> int:
-        """Bits of a value."""
         return self.values.bits
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Those of its arrays."""
         input_scale = (Role.INPUT_SCALE,) if self.activations is ActivationScales.TENSOR else ()
         return (Role.VALUES, Role.SCALES, *((Role.OFFSETS,) if self.offsets else ()), *input_scale)
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix, with what its weights are multiplied by; columns are whole blocks. The scale of its input
-        does not count."""
+        """Bytes of a matrix with its scales and offsets, without input scales; `columns` must be whole blocks."""
         scales = rows if self.block is None else rows * (columns // self.block)
         return rows * columns * self.bits // 8 + scales * np.dtype(self.scales).itemsize * (2 if self.offsets else 1)
 
     def allows(self, columns: slice, width: int) -> bool:
-        """Whether a part of the columns of a matrix with `width` of them takes whole blocks."""
+        """Whether a slice of the `width` columns of a matrix consists of whole blocks."""
         if self.block is None:
             return True
         first, last, _ = columns.indices(width)
@@ -85,8 +79,8 @@ class Encoding:
 
 
 Q4 = Encoding(ValueType.INT4, BLOCK, "float16", offsets=True)
-"""Q4_0 and Q4_1 of GGUF files. Byte i of a block of values `[out, in / 32, 16]` has weight i in its low half and weight
-i + 16 in its high one."""
+"""Q4_0 and Q4_1 of GGUF files. Values are `[out, in / 32, 16]`: byte i of a block has weight i in its low half and
+weight i + 16 in its high half."""
 
 Q8 = Encoding(ValueType.INT8, BLOCK, "float16")
 """Q8_0 of GGUF files. Values are `[out, in / 32, 32]`."""
@@ -94,8 +88,8 @@ Q8 = Encoding(ValueType.INT8, BLOCK, "float16")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A matrix, a part of one, or a stack of them, as it is stored: its arrays by their role, each with the rows of the
-    matrix first, or with the matrices of the stack first and their rows second."""
+    """A quantised matrix, or a stack of them: arrays by role. The first axis of each array is the rows; of a stack, the
+    matrices, and then the rows."""
 
     encoding: Encoding
     arrays: Mapping[Role, Array]
@@ -109,7 +103,7 @@ class Stored:
         return (*rows, blocks * self.encoding.block)
 
     def widened(self) -> NDArray[np.float32]:
-        """The matrices in float32, `[out, in]` or `[experts, out, in]`."""
+        """Dequantises to float32, `[out, in]` or `[experts, out, in]`."""
         values = self.arrays[Role.VALUES]
         if self.encoding.values is ValueType.INT4:
             values = np.concatenate((values & 15, values >> 4), axis=-1)
@@ -121,12 +115,12 @@ class Stored:
         return widened
 
     def of_rows(self, change: Callable[[Array], Array]) -> Stored:
-        """The same with its rows in another order, or fewer of them: `change` of every array."""
+        """Applies `change`, which reorders or selects rows, to every array."""
         return Stored(self.encoding, {role: change(array) for role, array in self.arrays.items()})
 
     @staticmethod
     def stacked(parts: Sequence[Stored]) -> Stored:
-        """Matrices of one encoding, one after the other along the outputs."""
+        """Concatenates matrices of one encoding along the output axis."""
         roles, outputs = parts[0].arrays, len(parts[0].shape) - 2
         return Stored(
             parts[0].encoding,

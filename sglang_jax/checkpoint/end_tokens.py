@@ -1,8 +1,5 @@
-"""The tokens that end an output, as a checkpoint's tokenizer knows them.
-
-A model's config may not name the end of a turn: a chat model made from a base model often keeps the base's. Its
-tokenizer has it as `eos_token`.
-"""
+"""End tokens from a checkpoint's tokenizer: the config of a chat model often keeps the end token of its base model,
+while its tokenizer has the end of a turn as `eos_token`."""
 
 from __future__ import annotations
 
@@ -17,14 +14,12 @@ from sglang_jax.checkpoint.token_table import CONFIG_FILE, MAX_BYTES, token_id_o
 from sglang_jax.errors import CheckpointError
 
 _FILES = (CONFIG_FILE, "special_tokens_map.json")
-"""Where `eos_token` may be."""
+"""Files that may have `eos_token`."""
 
 
 def end_token_ids(source: ModelSource) -> tuple[int, ...]:
-    """Those of a tokenizer (see `resolve_tokenizer`); none if it does not say.
-
-    **Raises:** `CheckpointError` for files that are not what they should be.
-    """
+    """The end tokens of a tokenizer (see `resolve_tokenizer`), if it names any. Raises `CheckpointError` for damaged
+    files."""
     if source.kind is SourceKind.GGUF:
         return gguf_end_token_ids(open_gguf(source.path))
     token = next(filter(None, (_eos_token(source.path / name) for name in _FILES)), None)
@@ -33,7 +28,7 @@ def end_token_ids(source: ModelSource) -> tuple[int, ...]:
 
 
 def _eos_token(file: Path) -> str | None:
-    """`eos_token`, a text or an object with one. None if there is no such file."""
+    """Reads `eos_token`, a string or an object with `content`. None if there is no such file."""
     if not file.is_file():
         return None
     try:

@@ -25,14 +25,12 @@ _EXPERTS = "expert_count"
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
-"""The constants of every Llama 3.1 to 3.3 checkpoint; the files store the factors that follow from them."""
+"""Constants of all Llama 3.1 to 3.3 checkpoints; GGUF files store the divisors that follow from them."""
 
 
 def gguf_model_config(file: GgufFile) -> ModelConfig:
-    """The model that a GGUF file describes: its metadata under the names of config.json, read by its family.
-
-    **Raises:** `CheckpointError` naming the key, its value and what is supported.
-    """
+    """Reads the config of a GGUF file: translates its metadata to fields of config.json, which its family reads. Raises
+    `CheckpointError` naming the key, its value and what is supported."""
     family, form = gguf_family(file)
     name = form.name
     _refuse_unsupported(file, form)
@@ -56,7 +54,6 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
 
 
 def gguf_family(file: GgufFile) -> tuple[Family, GgufForm]:
-    """Whose file it is. Raises `CheckpointError` naming what is supported."""
     name = file.require("general.architecture", str)
     windowed = bool(file.metadata.get(f"{name}.{_WINDOW}"))
     known = [(family, family.gguf) for family in known_families() if family.gguf is not None]
@@ -92,12 +89,10 @@ def _common_values(file: GgufFile, family: Family, name: str) -> dict[str, Any]:
 
 
 def _tensor(family: Family, part: Part, kind: Kind, layer: int | None = None) -> str | None:
-    """What the file calls a part of the model."""
     return gguf_name(family.names[part], kind, layer)
 
 
 def _epsilon(file: GgufFile, name: str) -> dict[str, float]:
-    """Of RMS norms, or of those that subtract the mean."""
     keys = {"rms_norm_eps": "layer_norm_rms_epsilon", "layer_norm_eps": "layer_norm_epsilon"}
     found = {field: file.get(f"{name}.attention.{key}", float) for field, key in keys.items()}
     if set(found.values()) == {None}:
@@ -106,7 +101,7 @@ def _epsilon(file: GgufFile, name: str) -> dict[str, float]:
 
 
 def _windows(file: GgufFile, name: str, window: object) -> dict[str, Any]:
-    """The window, for which 0 says that there is none, and the layers that have it, where the file says which."""
+    """The attention window (0 in the file means none), and which layers have it, if the file says so."""
     values: dict[str, Any] = {"sliding_window": window or None}
     pattern = file.metadata.get(f"{name}.{_PATTERN}")
     if isinstance(pattern, list):
@@ -117,7 +112,6 @@ def _windows(file: GgufFile, name: str, window: object) -> dict[str, Any]:
 
 
 def _with_biases(layer: LayerConfig, number: int, family: Family, file: GgufFile) -> LayerConfig:
-    """Which biases there are, the file's tensors say."""
 
     def has(part: Part) -> bool:
         return _tensor(family, part, Kind.BIAS, number) in file.tensors
@@ -132,7 +126,7 @@ def _with_biases(layer: LayerConfig, number: int, family: Family, file: GgufFile
 
 
 def _without_offsets(layer: LayerConfig) -> LayerConfig:
-    """Norms are stored as they multiply."""
+    """GGUF norm weights already include the offset."""
 
     def plain(norms: SublayerNorms) -> SublayerNorms:
         pre, post = (None if norm is None else replace(norm, offset=0.0) for norm in (norms.pre, norms.post))
@@ -169,7 +163,7 @@ def _refuse_unsupported(file: GgufFile, form: GgufForm) -> None:
 
 
 def _uniform(file: GgufFile, key: str, default: int | None = None) -> int:
-    """An integer that may also be stored as one value for each layer, all equal."""
+    """An integer that may also be stored as a list with an equal value for each layer."""
     value: Value | None = file.metadata.get(key, default)
     match value:
         case None:
@@ -190,7 +184,7 @@ def _vocab_size(file: GgufFile, family: Family) -> int:
 
 
 def _rounded(value: float) -> float:
-    """A float32 of the file as the shortest decimal that it stands for: 1e-05, not 9.999999747378752e-06."""
+    """The shortest decimal of a float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -215,7 +209,7 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> RopeConfig:
 
 
 def _yarn_rope(file: GgufFile, name: str, theta: float, factor: float | None) -> RopeConfig:
-    """YaRN (Peng et al. 2023), with the multiplier of attention that the file may carry."""
+    """YaRN (Peng et al. 2023), with the attention factor that the file may have."""
     if not factor:
         raise CheckpointError(f"{file.path}: metadata {name}.rope.scaling.factor is missing")
     scale = file.get(f"{name}.rope.scaling.attn_factor", float) or 1.0
@@ -232,10 +226,8 @@ def _yarn_rope(file: GgufFile, name: str, theta: float, factor: float | None) ->
 
 
 def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
-    """The llama3 parameters behind the stored divisors of the frequencies.
-
-    The largest divisor is the factor; the rest must be what Llama 3's constants give for it.
-    """
+    """Finds the llama3 parameters from the stored frequency divisors: the largest is the factor, and the others must
+    agree with Llama 3's constants."""
     tensor = file.tensors[ROPE_FACTORS]
     if tensor.kind is None or tensor.shape != (head_dim // 2,):
         raise CheckpointError(
@@ -259,7 +251,7 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
 
 
 def llama3_divisors(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
-    """What llama3 scaling divides each rotary frequency by: `[head_dim // 2]`, as Llama 3.1's reference code has it."""
+    """Divisors of the rotary frequencies under llama3 scaling, `[head_dim // 2]`, as in Llama 3.1's reference code."""
     if rope.original_max_position is None:
         raise ValueError("llama3 scaling needs original_max_position")
     frequencies = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)

@@ -1,4 +1,4 @@
-"""The tokens that end an output, as GGUF files know them."""
+"""End tokens of GGUF files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TURN_ENDS = frozenset(
     )
 )
 END_NAMES = TEXT_ENDS | TURN_ENDS
-"""Names of tokens that end a text or a turn, in published vocabularies."""
+"""Tokens that end a text or a turn in published vocabularies."""
 
 _KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -20,12 +20,12 @@ TOKENS = "tokenizer.ggml.tokens"
 
 
 def gguf_end_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Those that the file's keys give, and those that its vocabulary has by a name of `TURN_ENDS`; by one of
-    `TEXT_ENDS` only if no key says what ends a text."""
+    """Ids from the file's keys, and of vocabulary entries in `TURN_ENDS`; those in `TEXT_ENDS` count only if the file
+    has no `eos_token_id`."""
     ids = [file.get(f"tokenizer.ggml.{key}", int) for key in _KEYS]
     tokens: list[object] = file.get(TOKENS, list) or []
     names = {token for token in tokens if isinstance(token, str)} & (END_NAMES if ids[0] is None else TURN_ENDS)
     if {"<|return|>", "<|call|>"} <= names:
-        names -= {"<|end|>"}  # in OpenAI's harmony format it ends a message, and an answer has several
+        names -= {"<|end|>"}  # ends a message in OpenAI's harmony format; an answer has several
     by_name = [number for number, token in enumerate(tokens) if token in names]
     return tuple(dict.fromkeys(token for token in (*ids, *by_name) if token is not None))

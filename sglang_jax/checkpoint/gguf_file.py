@@ -1,8 +1,7 @@
-"""The container of GGUF files: metadata and the table of tensors.
+"""Reads metadata and the tensor table of GGUF files.
 
-The format is described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package reads it
-too, one numpy view for each vocabulary entry, which takes seconds; here it is one pass over the bytes. The block
-formats of the tensors remain that package's business.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package makes a numpy view for each
+vocabulary entry, which takes seconds; this is one pass over the bytes. That package still dequantises the blocks.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ class _ValueType(IntEnum):
 
 _KNOWN_TYPES = frozenset(kind.value for kind in GGMLQuantizationType)
 _SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Metadata value type to its `struct` format; all little-endian."""
+"""`struct` formats of metadata value types; little-endian."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One entry of the tensor table. `shape` is outermost axis first, as numpy has it; a `type_id` that the
-    `gguf` package does not know has `kind` None, and `num_bytes` 0."""
+    """An entry of the tensor table. `shape`: outermost axis first, as in numpy. If the `gguf` package does not know
+    `type_id`, `kind` is None and `num_bytes` 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,10 +56,8 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """Metadata and tensor table; tensor bytes stay in the file until `raw` asks for them.
-
-    `metadata` keeps the file's keys (`llama.block_count`, `tokenizer.ggml.tokens`, ...).
-    """
+    """Metadata, under the file's keys (such as `llama.block_count`), and tensor table of a file; `data` maps the
+    file."""
 
     path: Path
     metadata: dict[str, Value]
@@ -68,13 +65,13 @@ class GgufFile:
     data: NDArray[np.uint8]
 
     def raw(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """The stored bytes, `[..., bytes of a row]`, as a view of the file."""
+        """The bytes of a tensor, `[..., bytes of a row]`, as a view of the file."""
         rows = tensor.shape[:-1]
         data = self.data[tensor.offset : tensor.offset + tensor.num_bytes]
         return data.reshape((*rows, tensor.num_bytes // max(prod(rows), 1)))
 
     def get(self, key: str, kind: type[_T]) -> _T | None:
-        """A metadata value, or None where the file has none. Raises `CheckpointError` if it is not a `kind`."""
+        """A metadata value, or None. Raises `CheckpointError` if it is not a `kind`."""
         value = self.metadata.get(key)
         if kind is float and isinstance(value, int):
             return kind(value)  # type: ignore[call-arg]
@@ -83,7 +80,6 @@ class GgufFile:
         return value
 
     def require(self, key: str, kind: type[_T]) -> _T:
-        """A metadata value; raises `CheckpointError` naming the key where the file has none."""
         value = self.get(key, kind)
         if value is None:
             raise CheckpointError(f"{self.path}: metadata {key} is missing")
@@ -91,11 +87,8 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Reads metadata and tensor table; a file that has not changed since is not parsed again.
-
-    **Raises:** `CheckpointError` if it is not a GGUF file of version 2 or 3, is one part of a split model, or is cut
-    short.
-    """
+    """Reads metadata and tensor table; an unchanged file is not parsed again. Raises `CheckpointError` if it is not a
+    GGUF file of version 2 or 3, is one part of a split model, or is truncated."""
     check_regular(path)
     status = path.stat()
     return _parse(path, status.st_mtime_ns, status.st_size)
@@ -132,8 +125,6 @@ def _parse(path: Path, _modified: int, size: int) -> GgufFile:
 
 
 class _Cursor:
-    """Reads values one after the other."""
-
     def __init__(self, buffer: mmap.mmap) -> None:
         self.buffer = buffer
         self.position = 0

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files under their Hugging Face names and in their layout."""
+"""Reads tensors of GGUF files under Hugging Face names and in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.errors import CheckpointError
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Llama 3's frequency scaling, stored as a tensor: part of the config here."""
+"""Llama 3's frequency divisors; read as part of the config."""
 
 _PLAIN_DTYPES: dict[GGMLQuantizationType, np.dtype] = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
@@ -37,7 +37,7 @@ _BLOCK_TYPES = {
     GGMLQuantizationType.Q5_K: quants.Q5_K,
     GGMLQuantizationType.Q6_K: quants.Q6_K,
 }
-"""What widens blocks of each type."""
+"""Dequantisers of block types."""
 
 _ENCODINGS = {
     GGMLQuantizationType.Q4_0: Q4,
@@ -47,13 +47,13 @@ _ENCODINGS = {
 SUPPORTED_TYPES = frozenset(_PLAIN_DTYPES) | frozenset(_BLOCK_TYPES)
 
 _AT_A_TIME = 2**16
-"""Weights that are widened at once: enough to make little of what a call costs, and few enough for a core's cache."""
+"""Weights dequantised per call: enough to hide the cost of a call, and few enough for a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A stored tensor, the heads whose rows the file has in another order (0: none), and whether it is a vector that
-    the model has as a matrix of one row."""
+    """A stored tensor. `permuted_heads`: number of heads whose rows have another order in the file, or 0. `is_row`: the
+    file has a vector where the model has a matrix of one row."""
 
     tensor: GgufTensor
     permuted_heads: int
@@ -65,10 +65,8 @@ class _Entry:
 
 
 class GgufReader:
-    """F32, F16 and BF16 tensors keep their type; block-quantised ones are read as float32.
-
-    Only the rows that are asked for are dequantised.
-    """
+    """Reads F32, F16 and BF16 tensors in their type, and block-quantised ones as float32, dequantising only the rows
+    that are read."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         """Raises `CheckpointError` naming the tensors whose type is not in `SUPPORTED_TYPES`."""
@@ -78,7 +76,7 @@ class GgufReader:
         for name, tensor in file.tensors.items():
             if name != ROPE_FACTORS:
                 known = names.get(name)
-                # A name that the family does not use stays as it is, and is found to be extra.
+                # Unknown names are kept, and reported as extra.
                 self._entries[name if known is None else known.name] = (
                     _Entry(tensor, 0)
                     if known is None
@@ -128,10 +126,8 @@ class GgufReader:
         return None if tensor.kind is None or len(tensor.shape) != 2 else _ENCODINGS.get(tensor.kind)
 
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
-        """See `TensorReader`. Q4_0, whose values are less 8 before they are scaled, has offsets of -8 scales.
-
-        **Raises:** `CheckpointError` for scales that are too large for that.
-        """
+        """See `TensorReader`. Q4_0 subtracts 8 from values before scaling, so its offsets are -8 * scale; raises
+        `CheckpointError` if that overflows float16."""
         entry = self._entry(name)
         blocks = self._blocks(entry, whole_index(entry.tensor.shape, index))
         halves = np.ascontiguousarray(blocks[..., :4]).view(np.float16)
@@ -157,7 +153,7 @@ class GgufReader:
         raise ValueError(f"{name} is stored without {role.value}")
 
     def _blocks(self, entry: _Entry, index: Index) -> Array:
-        """Bytes of blocks `[rows, blocks, bytes]`."""
+        """The bytes of blocks, `[rows, blocks, bytes]`."""
         rows, columns = index
         heads = entry.permuted_heads
         raw: Array = self._file.raw(entry.tensor)
@@ -173,7 +169,7 @@ class GgufReader:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The Hugging Face name of a tensor, and what `_Entry` says of it."""
+    """The Hugging Face name of a tensor; the other fields as in `_Entry`."""
 
     name: str
     permuted_heads: int
@@ -181,13 +177,13 @@ class _Known:
 
 
 def _stored_tensors(config: ModelConfig) -> dict[str, _Known]:
-    """By their names in the file. Llama's files store q and k for rotary pairs of neighbours; Hugging Face rotates
-    halves."""
+    """Known tensors by their GGUF names. In Llama's files, rotary pairs of q and k are neighbouring rows; in Hugging
+    Face's layout, they are half a head apart."""
     form = family_named(config.architecture).gguf
     permuted = form is not None and form.interleaved
     known: dict[str, _Known] = {}
     for spec in manifest_of(config).specs.values():
-        if spec.gguf is None or spec.places:  # of experts both names are known
+        if spec.gguf is None or spec.places:  # places of experts include the GGUF name
             continue
         heads = 0
         if permuted and spec.name.part in (Part.QUERY, Part.KEY) and spec.name.layer is not None:
@@ -196,14 +192,14 @@ def _stored_tensors(config: ModelConfig) -> dict[str, _Known]:
             heads = attention.num_heads if spec.name.part is Part.QUERY else attention.num_kv_heads
         known.setdefault(spec.gguf, _Known(spec.tensor, heads, spec.name.part is Part.SHARED_ROUTER))
     if config.tie_word_embeddings:
-        # Beside tied embeddings an output matrix is let pass.
+        # An output matrix is allowed even with tied embeddings.
         names = family_named(config.architecture).names
         known.setdefault(f"{names[Part.HEAD].gguf}.weight", _Known(f"{names[Part.HEAD].hf}.weight", 0))
     return known
 
 
 def _dequantize(raw: Array, tensor: GgufTensor) -> Array:
-    """Rows as float32, those of blocks `[rows, bytes]`; others stay as they are."""
+    """Dequantises rows of blocks, `[rows, bytes]`, to float32; plain types are not changed."""
     if tensor.kind is None or tensor.kind in _PLAIN_DTYPES:
         return raw
     width = tensor.shape[-1]
@@ -216,7 +212,7 @@ def _dequantize(raw: Array, tensor: GgufTensor) -> Array:
 
 
 def _stored_rows(num_rows: int, heads: int) -> NDArray[np.int64]:
-    """For each row of the Hugging Face layout, the row of the file that holds it: `[num_rows]`."""
+    """For each row in Hugging Face order, its row in the file: `[num_rows]`."""
     head_dim = num_rows // heads
     firsts = np.arange(0, num_rows, head_dim)
     return (firsts[:, None] + order_in_halves(head_dim, head_dim, interleaved=True)).reshape(-1)

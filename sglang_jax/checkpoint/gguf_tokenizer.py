@@ -1,6 +1,7 @@
-"""Tokenizer metadata of a GGUF file → a `tokenizers` pipeline.
+"""Builds a `tokenizers` pipeline from the metadata of a GGUF file.
 
-Kinds (`tokenizer.ggml.model`): `gpt2`, byte-level BPE, split as `tokenizer.ggml.pre` says; `llama`, sentencepiece BPE.
+Supported `tokenizer.ggml.model`: `gpt2` (byte-level BPE, words split by `tokenizer.ggml.pre`), `llama` (sentencepiece
+BPE).
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ from sglang_jax.errors import CheckpointError, shown
 logger = logging.getLogger(__name__)
 
 _LONGEST_TOKEN = 512
-"""Characters of a token that others merge to: every way to cut each is looked at."""
+"""Maximum characters of a merged token: finding merges tries every cut of each token."""
 
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-"""What transformers and GGUF files call the roles of special tokens."""
+"""Roles of special tokens: transformers' names to GGUF names."""
 
 
 class _TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
-
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -42,7 +41,7 @@ class _TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How text is cut before merging. `pattern` None: GPT-2's own."""
+    """How text is split before merging. `pattern` None: GPT-2's pattern."""
 
     pattern: str | None = None
     single_digits: bool = False
@@ -76,10 +75,10 @@ _SPLITS = {
 
 @dataclass(slots=True)
 class GgufTokenizer:
-    """The pipeline, and what the metadata says beside it: a `TokenizerFiles` (see `checkpoint.tokenizer`), without
-    transformers, which takes longer to import than all of this takes.
+    """A `TokenizerFiles` (see `checkpoint.tokenizer`) without transformers, whose import takes longer than building
+    this.
 
-    - `special_tokens_map`: the tokens that have a role, by transformers' names of those: `bos_token`.
+    - `special_tokens_map`: tokens with a role, by transformers' name of it, such as `bos_token`.
     """
 
     backend_tokenizer: Tokenizer
@@ -100,14 +99,13 @@ class GgufTokenizer:
         return self._id_of("pad_token")
 
     def get_chat_template(self, chat_template: str | None = None, tools: list[Any] | None = None) -> str:
-        """The one that there is, with tools or without. Raises `ValueError` for a file without any."""
+        """The template, with tools or without. Raises `ValueError` if the file has none."""
         template = chat_template or self.chat_template
         if not isinstance(template, str):
             raise ValueError("the file has no chat template")
         return template
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes what transformers writes of it."""
         from transformers import PreTrainedTokenizerFast
 
         written = PreTrainedTokenizerFast(
@@ -122,11 +120,8 @@ class GgufTokenizer:
 
 
 def gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
-    """Builds the tokenizer that the file describes.
-
-    **Raises:** `CheckpointError` naming the kind or the split that is not known; a tokenizer from elsewhere can be
-    given then.
-    """
+    """Builds the tokenizer that the file describes. Raises `CheckpointError` naming an unsupported kind or split; users
+    can then give another tokenizer."""
     model = file.require("tokenizer.ggml.model", str)
     tokens = _strings(file, TOKENS)
     if model == "gpt2":
@@ -151,14 +146,13 @@ def gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
 
 
 def _around_text(backend: Tokenizer, first: str | None, last: str | None) -> processors.TemplateProcessing:
-    """Puts special tokens before and after a text, if there are any to put."""
     parts = [*([f"{first}:0"] if first else []), "$A:0", *([f"{last}:0"] if last else [])]
     tokens = {token: backend.token_to_id(token) for token in (first, last) if token}
     return processors.TemplateProcessing(single=parts, special_tokens=list(tokens.items()))
 
 
 def token_spelling(file: GgufFile) -> tuple[list[str], TokenSpelling]:
-    """The vocabulary as the file spells it, and how that stands for bytes. Raises `CheckpointError` for another kind of
+    """The vocabulary, and how its entries spell bytes. Raises `CheckpointError` for an unsupported kind of
     tokenizer."""
     model = file.require("tokenizer.ggml.model", str)
     if model not in ("gpt2", "llama"):
@@ -167,12 +161,11 @@ def token_spelling(file: GgufFile) -> tuple[list[str], TokenSpelling]:
 
 
 def control_tokens(file: GgufFile) -> frozenset[int]:
-    """Ids of the tokens that are not text."""
     return _of_types(file, {_TokenType.CONTROL})
 
 
 def added_tokens(file: GgufFile) -> frozenset[int]:
-    """Ids of the tokens that stand beside the merged ones: their text is as the file has it."""
+    """Ids of the tokens that merges do not make; their text is not encoded."""
     return _of_types(file, {_TokenType.CONTROL, _TokenType.USER_DEFINED})
 
 
@@ -255,10 +248,8 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
 
 
 def _merges_of_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Sentencepiece joins the neighbours whose union scores highest; as a list of merges, best first.
-
-    Of equal scores the longer left part comes first, as in Hugging Face's conversions.
-    """
+    """Converts sentencepiece scores to merges, highest score first. For equal scores, the longer left part comes first,
+    as in Hugging Face's conversions."""
     merges = [
         (-score, -cut, token)
         for token, score in scores.items()
@@ -269,8 +260,8 @@ def _merges_of_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _add_special_tokens(backend: Tokenizer, tokens: list[str], types: list[int], named: Mapping[str, str]) -> None:
-    """Control tokens are special, and so are those that have a role; user-defined ones are kept whole in text, but are
-    text."""
+    """Adds control tokens and tokens with a role as special tokens, and user-defined ones as text that is never
+    split."""
     control = [token for token, kind in zip(tokens, types, strict=True) if kind == _TokenType.CONTROL]
     defined = [token for token, kind in zip(tokens, types, strict=True) if kind == _TokenType.USER_DEFINED]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
@@ -300,7 +291,7 @@ def _token(file: GgufFile, tokens: list[str], role: str) -> str | None:
 
 
 def _token_types(file: GgufFile, tokens: list[str]) -> list[int]:
-    """What the file says, but that tokens which end a turn are control tokens whatever it says."""
+    """The types in the file, except that end tokens are always control tokens."""
     types: list[int] | None = file.get("tokenizer.ggml.token_type", list)
     if types is None:
         types = [_TokenType.NORMAL] * len(tokens)

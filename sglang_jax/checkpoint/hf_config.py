@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` (and `generation_config.json`) → `ModelConfig`, and back."""
+"""Converts Hugging Face's config.json (and generation_config.json) to `ModelConfig`, and back."""
 
 from __future__ import annotations
 
@@ -29,17 +29,14 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 def load_hf_config(folder: Path) -> ModelConfig:
-    """The model that a folder's config.json describes; end-of-sequence ids of generation_config.json join in.
-
-    **Raises:** `CheckpointError` naming the file, the value seen, and what is supported.
-    """
+    """Reads a folder's config.json, and adds the end tokens of its generation_config.json. Raises `CheckpointError`
+    naming the file, the value, and what is supported."""
     fields = JsonFields.read(folder / CONFIG_FILE)
     return model_config_from_hf(fields, _generation_fields(folder))
 
 
 def load_quantization(folder: Path) -> StoredQuantization | None:
-    """How a folder's weights are quantised; None if they are plain. Raises `CheckpointError`: see
-    `read_quantization`."""
+    """See `read_quantization`."""
     return read_quantization(JsonFields.read(folder / CONFIG_FILE), _fields_of_modelopt(folder))
 
 
@@ -54,13 +51,13 @@ def _fields_of_modelopt(folder: Path) -> JsonFields | None:
 
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
-    """What generation_config.json recommends; empty where there is no such file."""
+    """Sampling defaults from generation_config.json; empty if there is no such file."""
     fields = _generation_fields(folder)
     top_k = fields.integer("top_k")
     return GenerationDefaults(
         temperature=fields.number("temperature"),
         top_p=fields.number("top_p"),
-        top_k=-1 if top_k == 0 else top_k,  # transformers' way to keep all tokens
+        top_k=-1 if top_k == 0 else top_k,  # in transformers, 0 keeps all tokens
         min_p=fields.number("min_p"),
         repetition_penalty=fields.number("repetition_penalty"),
     )
@@ -72,11 +69,11 @@ def _generation_fields(folder: Path) -> JsonFields:
 
 
 def model_config_from_hf(fields: JsonFields, generation: JsonFields) -> ModelConfig:
-    """`ModelConfig` of parsed files. Raises `CheckpointError` for what is missing, mistyped or unsupported."""
+    """Converts parsed files. Raises `CheckpointError` for missing, mistyped or unsupported fields."""
     family = family_of_hf(fields)
     if family is None:
         raise unknown_family(fields)
-    read_quantization(fields)  # what cannot be read is refused before anything else
+    read_quantization(fields)  # reports unsupported quantisation before other faults
     config = family.configure(fields)
     check_unread(fields)
     ends = (*config.eos_token_ids, *generation.integers("eos_token_id"))
@@ -84,11 +81,8 @@ def model_config_from_hf(fields: JsonFields, generation: JsonFields) -> ModelCon
 
 
 def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """A config.json from which `load_hf_config` makes the same `ModelConfig` again.
-
-    **Raises:** `CheckpointError` for a family whose config.json is not written here, and if Hugging Face's form cannot
-    express `config`.
-    """
+    """The values of a config.json from which `load_hf_config` makes the same `ModelConfig`. Raises `CheckpointError`
+    for a family without this conversion, and if Hugging Face's format cannot express `config`."""
     family = family_named(config.architecture)
     if family.to_hf is None:
         raise CheckpointError(
@@ -102,6 +96,6 @@ def model_config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_hf_config(config: ModelConfig, folder: Path) -> None:
-    """Writes config.json into `folder`. Raises `CheckpointError` if Hugging Face's form cannot express `config`."""
+    """Writes config.json into `folder`. Raises as `model_config_to_hf`."""
     text = json.dumps(model_config_to_hf(config), indent=2)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
-"""What a Hugging Face folder says of quantised weights, and of scales of keys and values: `quantization_config` of its
-config.json, or hf_quant_config.json.
+"""Reads how a Hugging Face folder quantises weights, keys and values: from `quantization_config` of config.json, or
+from hf_quant_config.json.
 
-Two tools' formats are known: compressed-tensors (as llm-compressor writes it) and ModelOpt's FP8. Both have weights of
-8 bits with a scale for each row, or one for each matrix.
+Supported formats: compressed-tensors (as llm-compressor writes it) and ModelOpt's FP8. Both store weights in 8 bits
+with a scale per row or per matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_jax.config import KVCacheDtype
 from sglang_jax.errors import CheckpointError, shown
 
 MODELOPT_FILE = "hf_quant_config.json"
-"""What ModelOpt writes beside config.json, and its first versions in place of a field there."""
+"""Written by ModelOpt next to config.json; its first versions wrote only this, and no field in config.json."""
 
 _FIELD = "quantization_config"
 _COMPRESSED, _MODELOPT = "compressed-tensors", "modelopt"
@@ -29,7 +29,7 @@ _VALUE_TYPES = {"float": ValueType.FLOAT8_E4M3, "int": ValueType.INT8}
 _PACKED = "pack-quantized"
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
 _STATES = (None, "compressed", "frozen")
-"""The first versions of llm-compressor wrote `frozen` for the same files."""
+"""Early versions of llm-compressor wrote `frozen` for the same files."""
 
 _INSTEAD = (
     "give a checkpoint in bfloat16, float16 or float32, one of 8 bits with scales per row or per matrix "
@@ -41,8 +41,8 @@ _INSTEAD = (
 class Scheme:
     """How the weights of some layers are stored.
 
-    - `per_row`: a scale for each row, and otherwise one for the matrix.
-    - `packed`: four values in a word of 32 bits (see `QuantizedReader`).
+    - `per_row`: one scale per row; otherwise one per matrix.
+    - `packed`: four values per 32-bit word (see `QuantizedReader`).
     """
 
     encoding: Encoding
@@ -54,11 +54,11 @@ class Scheme:
 class StoredQuantization:
     """Which layers of a folder are quantised, and how.
 
-    - `file`: what says so.
-    - `targets`: what is said of a layer, or of a class of torch, by its name; None for plain weights. A name counts
-      before all patterns, and a class after them.
-    - `patterns`: the same by patterns, of which the first that matches counts.
-    - `ignored`: layers that stay plain, whatever else is said of them.
+    - `file`: the source of this information.
+    - `targets`: schemes by layer name or torch class; None for plain weights. Layer names take precedence over
+      patterns, and patterns over classes.
+    - `patterns`: schemes by pattern; the first match counts.
+    - `ignored`: layers that are plain in any case.
     """
 
     file: Path
@@ -67,7 +67,7 @@ class StoredQuantization:
     ignored: LayerPatterns = NO_LAYERS
 
     def scheme(self, layer: str, layer_class: str) -> Scheme | None:
-        """How a layer such as `model.layers.0.mlp.up_proj`, of a class such as `Linear`, is stored; None if plain."""
+        """The scheme of a layer such as `model.layers.0.mlp.up_proj`, of a class such as `Linear`; None if plain."""
         if self.ignored.match(layer, layer_class):
             return None
         if layer in self.targets:
@@ -79,11 +79,8 @@ class StoredQuantization:
 
 
 def read_quantization(fields: JsonFields, beside: JsonFields | None = None) -> StoredQuantization | None:
-    """How weights are quantised, by a config.json and by ModelOpt's file `beside` it, which counts where config.json
-    says nothing; None if they are plain.
-
-    **Raises:** `CheckpointError` naming the file, the field and its value for what cannot be read.
-    """
+    """How the weights of a folder are quantised; None if they are plain. `beside`: ModelOpt's file, used if config.json
+    has no such field. Raises `CheckpointError` naming the file, the field and its value if it is not supported."""
     given = fields.value(_FIELD)
     if given is None:
         quantization = None if beside is None else beside.nested("quantization")
@@ -100,11 +97,8 @@ def read_quantization(fields: JsonFields, beside: JsonFields | None = None) -> S
 
 
 def kv_scales_made_for(fields: JsonFields, beside: JsonFields | None = None) -> KVCacheDtype | None:
-    """The type that the checkpoint's scales of keys and values were made for; None where neither config.json nor
-    ModelOpt's file says.
-
-    **Raises:** `CheckpointError` for a scheme that one scale for each kv head cannot express.
-    """
+    """The KV cache type for which the checkpoint's KV scales were made; None if neither file says. Raises
+    `CheckpointError` for a scheme that one scale per kv head cannot express."""
     quantization = fields.nested(_FIELD)
     if quantization is None:
         quantization = None if beside is None else beside.nested("quantization")
@@ -150,7 +144,7 @@ def _refuse(fields: JsonFields, name: str, supported: str) -> NoReturn:
 
 
 def _compressed_tensors(quantization: JsonFields) -> StoredQuantization | None:
-    """What groups say of weights; those without only say how keys and values are quantised."""
+    """Reads `config_groups`. Groups without `weights` only describe keys and values."""
     groups = quantization.nested("config_groups")
     targets: dict[str, Scheme | None] = {}
     for name in () if groups is None else groups.values:
@@ -182,7 +176,6 @@ def _compressed_tensors(quantization: JsonFields) -> StoredQuantization | None:
 
 
 def _scheme(quantization: JsonFields, group: JsonFields) -> Scheme:
-    """What a group with weights says of them and of their input."""
     of_group = group.string("format")
     packing = of_group or quantization.string("format")
     if packing not in _FORMATS:
@@ -206,7 +199,6 @@ def _scheme(quantization: JsonFields, group: JsonFields) -> Scheme:
 
 
 def _value_type(numbers: JsonFields) -> ValueType:
-    """The type that weights or inputs are rounded to."""
     kind = numbers.string("type") or "int"
     if kind not in _VALUE_TYPES:
         _refuse(numbers, "type", ", ".join(_VALUE_TYPES))
@@ -218,7 +210,7 @@ def _value_type(numbers: JsonFields) -> ValueType:
 
 
 def _strategy(numbers: JsonFields) -> str:
-    """What has a scale of its own; files leave out what follows from `group_size`."""
+    """What shares a scale; files may leave it out if it follows from `group_size`."""
     size = numbers.integer("group_size")
     if size is not None and size > 0:
         _refuse(numbers, "group_size", "none (scales per row or per matrix)")
@@ -242,13 +234,13 @@ def _activations(inputs: JsonFields, weights: JsonFields) -> ActivationScales:
 
 
 def _modelopt(quantization: JsonFields) -> StoredQuantization | None:
-    """ModelOpt's FP8: every linear layer but those excluded has a scale, and its input one too."""
+    """ModelOpt's FP8: all linear layers except excluded ones have a scale, and their inputs too."""
     algorithm = quantization.string("quant_algo")
     if algorithm is None:
         return None
     if algorithm.upper() != "FP8":
         _refuse(quantization, "quant_algo", "FP8")
-    # In its own file, and in config.json.
+    # The first is in ModelOpt's file, the second in config.json.
     field = "exclude_modules" if quantization.value("exclude_modules") is not None else "ignore"
     encoding = Encoding(ValueType.FLOAT8_E4M3, None, "float32", activations=ActivationScales.TENSOR)
     linear = Scheme(encoding, per_row=False)

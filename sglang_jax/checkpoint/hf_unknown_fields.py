@@ -1,5 +1,5 @@
-"""Fields of a config.json that its family did not ask for: refused if they change what the model computes. And those
-that no family asks for, of a model whose family is not known."""
+"""Checks fields of config.json that no code read: those that change outputs are refused. Also explains why an
+architecture is not supported, by the fields that no family reads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _CHANGES_OUTPUTS = frozenset(
         "use_qk_norm",
     }
 )
-"""What some family computes by, so that it means something in any."""
+"""Fields that change the outputs of some family, and so possibly of any."""
 
 _HARMLESS = frozenset(
     {
@@ -118,12 +118,12 @@ _HARMLESS_ENDINGS = (
 
 
 def check_unread(fields: JsonFields) -> None:
-    """Looks at what nobody asked for; says once in the log which fields are not known at all.
-
-    **Raises:** `CheckpointError` naming the field and its value.
-    """
+    """Checks the fields that were not read: raises `CheckpointError` for one that changes outputs, and logs unknown
+    ones."""
     unread = {
-        name: value for name, value in fields.values.items() if name not in fields.accessed and not _says_nothing(value)
+        name: value
+        for name, value in fields.values.items()
+        if name not in fields.accessed and not _has_no_effect(value)
     }
     for name in sorted(_CHANGES_OUTPUTS & unread.keys()):
         raise CheckpointError(
@@ -148,19 +148,19 @@ _MEANINGS = {
     "num_attention_heads_per_layer": "a number of heads for each layer",
     "block_configs": "a configuration for each layer",
 }
-"""What some fields tell of a model, whatever its family."""
+"""Meanings of some fields, for error texts."""
 
 _ACTIVATIONS = {
     "hidden_act": frozenset(Activation) | {"relu2"},
     "hidden_activation": frozenset(Activation),
     "mlp_hidden_act": frozenset({"relu2"}),
 }
-"""Fields that name a nonlinearity, and the names that some family knows."""
+"""Fields that name an activation function, and the names that some family supports."""
 
-_MOST_TOLD = 8
+_MAX_LISTED = 8
 
 _NUMBERS_OF_EXPERTS = (0, 8)
-"""Some families take only the one, and others only the other."""
+"""Some families require 0, others more."""
 
 _COMMON_VALUES = {
     "hidden_size": 64,
@@ -179,8 +179,7 @@ _COMMON_VALUES = {
 
 
 def unknown_family(fields: JsonFields) -> CheckpointError:
-    """The error for a config.json of no known family: its name, the fields that no family knows, and what is
-    supported."""
+    """The error for an unsupported architecture: its name, the fields that no family reads, and what is supported."""
     match fields.value("architectures"):
         case None:
             name = fields.string("model_type") or "(neither architectures nor model_type given)"
@@ -188,7 +187,7 @@ def unknown_family(fields: JsonFields) -> CheckpointError:
             pass
         case other:
             name = f"{other!r:.80}"
-    reasons = [*_relatives(fields), *_what_no_family_knows(fields)]
+    reasons = [*_relatives(fields), *_unread_by_all_families(fields)]
     if not reasons and fields.value("architectures") is not None:
         reasons = ["supported families have the same fields, so this file does not show the difference"]
     because = f": {'; '.join(reasons)}" if reasons else ""
@@ -199,7 +198,7 @@ def unknown_family(fields: JsonFields) -> CheckpointError:
 
 
 def _relatives(fields: JsonFields) -> list[str]:
-    """Known families that are near by: of the same `model_type`, or of the text part of a larger model."""
+    """Supported families with the same `model_type`, or with that of its `text_config`."""
     by_name = {family.name: family.class_name for family in known_families()}
     found = []
     if (relative := by_name.get(str(fields.value("model_type")))) is not None:
@@ -210,9 +209,8 @@ def _relatives(fields: JsonFields) -> list[str]:
     return found
 
 
-def _what_no_family_knows(fields: JsonFields) -> list[str]:
-    """The fields that make the difference, those with a known meaning first; of its text part too, where a model has
-    others."""
+def _unread_by_all_families(fields: JsonFields) -> list[str]:
+    """Describes the fields that no family reads, including those of `text_config`; fields in `_MEANINGS` come first."""
     text = fields.value("text_config")
     values = fields.values | text if isinstance(text, dict) else fields.values
     unknown = [
@@ -220,26 +218,26 @@ def _what_no_family_knows(fields: JsonFields) -> list[str]:
         for name, value in values.items()
         if _is_unknown_activation(name, value)
         or (
-            not (_says_nothing(value) or _is_harmless(name) or name == "text_config")
+            not (_has_no_effect(value) or _is_harmless(name) or name == "text_config")
             and (name in _MEANINGS or name not in _known_fields())
         )
     ]
     unknown.sort(key=lambda name: (name not in _MEANINGS, name))
     if not unknown:
         return []
-    told = [
-        f"{cut(name)} {_shown(values[name])}" + (f" ({_MEANINGS[name]})" if name in _MEANINGS else "")
-        for name in unknown[:_MOST_TOLD]
+    listed = [
+        f"{cut(name)} {_abbreviate(values[name])}" + (f" ({_MEANINGS[name]})" if name in _MEANINGS else "")
+        for name in unknown[:_MAX_LISTED]
     ]
-    more = f" and {len(unknown) - _MOST_TOLD} more" if len(unknown) > _MOST_TOLD else ""
-    return [f"no supported architecture has {', '.join(told)}{more}"]
+    more = f" and {len(unknown) - _MAX_LISTED} more" if len(unknown) > _MAX_LISTED else ""
+    return [f"no supported architecture has {', '.join(listed)}{more}"]
 
 
 def _is_unknown_activation(name: str, value: object) -> bool:
     return name in _ACTIVATIONS and isinstance(value, str) and value not in _ACTIVATIONS[name]
 
 
-def _shown(value: object) -> str:
+def _abbreviate(value: object) -> str:
     match value:
         case dict():
             return "{...}"
@@ -250,7 +248,6 @@ def _shown(value: object) -> str:
 
 @cache
 def _known_fields() -> frozenset[str]:
-    """What any family asks a config.json for."""
     found: set[str] = set()
     for family in known_families():
         for experts in _NUMBERS_OF_EXPERTS:
@@ -265,8 +262,8 @@ def _is_harmless(name: str) -> bool:
     return name in _HARMLESS or name.startswith("_") or name.endswith(_HARMLESS_ENDINGS)
 
 
-def _says_nothing(value: object) -> bool:
-    """A value by which a field changes nothing: false, empty, a multiplier of 1."""
+def _has_no_effect(value: object) -> bool:
+    """Whether a value has no effect: false, empty, or a multiplier of 1."""
     if isinstance(value, bool):
         return not value
     return value in (None, 0, 1, [], {}, "")

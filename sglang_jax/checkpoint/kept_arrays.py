@@ -1,4 +1,4 @@
-"""Small arrays that are read once."""
+"""A cache of small arrays."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from sglang_jax.checkpoint.reader import Array
 
 _MOST_KEPT = 1024
-"""Scales of the rows of so many matrices have some tens of MiB at most."""
+"""The row scales of this many matrices have some tens of MiB at most."""
 
 
 class KeptArrays:
-    """The arrays that were last asked for, by name. Any thread may ask; of those that want the same array one reads it
-    and the others wait. `read` gives an array that nobody changes."""
+    """An LRU cache of `read`, whose arrays must not be changed. Thread-safe; if several threads want the same array,
+    one reads it and the others wait."""
 
     def __init__(self, read: Callable[[str], Array], most: int = _MOST_KEPT) -> None:
         self._read = read
@@ -24,7 +24,7 @@ class KeptArrays:
         self._arrays: OrderedDict[str, Future[Array]] = OrderedDict()
 
     def get(self, name: str) -> Array:
-        """The array. Raises what `read` raises, to all who wait for it; who asks later reads again."""
+        """Returns the array. An exception of `read` goes to all waiting threads, and is not cached."""
         with self._lock:
             wanted = self._arrays.get(name)
             first = wanted is None

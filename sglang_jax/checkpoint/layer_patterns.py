@@ -1,4 +1,4 @@
-"""Layers as quantisers name them: by name, by class, by `re:` pattern, or by a name with `*`."""
+"""Sets of layers as quantisation tools write them: names, torch classes, `re:` patterns, and names with `*`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ _REPEAT = re.compile(r"[*+{]")
 
 @dataclass(frozen=True, slots=True)
 class LayerPatterns:
-    """Layers by `names`, among which may be classes, by `modules` that have layers in them or are layers, and by
-    patterns that match the beginning of a name."""
+    """A set of layers: `names` of layers or classes, `modules` (layers, or modules that contain layers), and
+    `patterns`, which match at the start of a name."""
 
     names: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
     patterns: tuple[re.Pattern[str], ...] = ()
 
     def match(self, layer: str, layer_class: str) -> bool:
-        """Whether a layer of a class of torch is one of them."""
         if layer in self.names or layer_class in self.names:
             return True
         if self.modules and not self.modules.isdisjoint(accumulate(layer.split("."), "{}.{}".format)):
@@ -42,16 +41,13 @@ NO_LAYERS = LayerPatterns()
 
 
 def is_pattern(text: str) -> bool:
-    """Whether compressed-tensors takes a text for a pattern, and not for a name or a class."""
+    """Whether compressed-tensors reads a text as a pattern, not as a name or class."""
     return text.startswith(_PREFIX)
 
 
 def compiled(fields: JsonFields, name: str, texts: Iterable[str]) -> dict[str, re.Pattern[str]]:
-    """The `re:` patterns among the texts of a field, in the order of texts.
-
-    **Raises:** `CheckpointError` for one that is not a regular expression, and for ones that could take very long: a
-    checkpoint's files may come from anywhere.
-    """
+    """Compiles the `re:` patterns among the texts of a field, in order. Raises `CheckpointError` for an invalid
+    pattern, or one that could take very long to match, because checkpoints may come from anyone."""
     found = {text: text.removeprefix(_PREFIX) for text in texts if is_pattern(text)}
     if len(found) > _MOST_PATTERNS:
         raise CheckpointError(
@@ -61,10 +57,8 @@ def compiled(fields: JsonFields, name: str, texts: Iterable[str]) -> dict[str, r
 
 
 def wildcards(fields: JsonFields, name: str) -> LayerPatterns:
-    """The modules in a field, in whose names `*` stands for anything: as ModelOpt has them.
-
-    **Raises:** `CheckpointError` for very many with a `*`.
-    """
+    """The modules in a field of ModelOpt, in which `*` matches any text. Raises `CheckpointError` for more than
+    `_MOST_WILDCARDS` with a `*`."""
     texts = fields.strings(name) or ()
     with_star = [text for text in texts if "*" in text]
     if len(with_star) > _MOST_WILDCARDS:

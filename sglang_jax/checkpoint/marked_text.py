@@ -1,7 +1,7 @@
-"""Token ids of a rendered conversation in which messages spell control tokens (see `ControlTokens`).
+"""Tokenizes a rendered conversation with marks for control tokens that messages spell (see `ControlTokens`).
 
-What is spelt is tokenized apart from the text around it. Sentencepiece puts a space before each text that it is given,
-so whatever goes on from other text is given to a tokenizer that puts none there.
+Spellings are tokenized separately from the text around them. Sentencepiece puts a space before each text, so pieces
+that follow other text are tokenized by a copy of the tokenizer that does not.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PREFIX: dict[str, dict[str, Any]] = {
     "Metaspace": {"prepend_scheme": "never"},
     "ByteLevel": {"add_prefix_space": False},
 }
-"""Steps that may put a space before a text, and what keeps them from it. `Prepend` does nothing else."""
+"""Steps that may put a space before a text, and the settings that prevent it. `Prepend` is removed."""
 
 
 class MarkedText:
-    """Reads marks. Thread-safe but for the first use, which does no harm twice."""
+    """Tokenizes text with marks. Thread-safe; concurrent first uses only repeat work."""
 
     def __init__(self, backend: Backend, control: ControlTokens) -> None:
         self._backend = backend
@@ -34,16 +34,14 @@ class MarkedText:
         self._takes_spaces_behind = {token.content for token in added.values() if token.special and token.rstrip}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text with marks. Special tokens, if any are added, go with its first part: chats have their own.
-
-        **Raises:** `ParameterError` for a control token that the vocabulary cannot spell as text.
-        """
+        """Ids of a text with marks; special tokens are added only to its first piece. Raises `ParameterError` for a
+        control token that the vocabulary cannot spell as text."""
         ids: list[int] = []
         follows_text = False
         for number, (piece, is_marked) in enumerate(self._control.pieces(text)):
-            joined = follows_text or (number > 0 and self._prefixes_first_alone)
+            joined = follows_text or (number > 0 and self._prefixes_only_first)
             if is_marked:
-                ids += self._spelt(piece, joined)
+                ids += self._spell(piece, joined)
                 follows_text = True
                 continue
             head, rest = self._control.before_first(piece, self._takes_spaces) if joined else ("", piece)
@@ -60,8 +58,8 @@ class MarkedText:
         ids: list[int] = encoding.ids
         return ids
 
-    def _spelt(self, token: str, joined: bool) -> list[int]:
-        """A control token's spelling as text: of two parts, neither of which holds one."""
+    def _spell(self, token: str, joined: bool) -> list[int]:
+        """Ids of a control token's spelling as text: it is cut into two pieces that have no control token."""
         first = self._joining if joined else self._backend
         for place in range(1, len(token)):
             ids = [*self._ids(first, token[:place]), *self._ids(self._joining, token[place:])]
@@ -73,7 +71,6 @@ class MarkedText:
 
     @cached_property
     def _joining(self) -> Backend:
-        """The tokenizer of text that goes on from other text."""
         if not any(map(_puts_space, self._steps)):
             return self._backend
         stored = json.loads(self._backend.to_str())
@@ -81,8 +78,8 @@ class MarkedText:
         return Backend.from_str(json.dumps(stored))
 
     @cached_property
-    def _prefixes_first_alone(self) -> bool:
-        """Whether a space comes before the first words of a text alone, and not after control tokens."""
+    def _prefixes_only_first(self) -> bool:
+        """Whether a space is put only before the first words of a text, not after control tokens."""
         return any(step.get("prepend_scheme") == "first" for step in self._steps)
 
     @cached_property
@@ -103,7 +100,7 @@ def _puts_space(step: dict[str, Any]) -> bool:
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer, as tokenizer.json has it, that puts no space before a text."""
+    """Changes a normalizer or pre-tokenizer of tokenizer.json so that it puts no space before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     if part["type"] != "Sequence":

@@ -10,7 +10,6 @@ from typing import Any
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.checkpoint.dummy_reader import DummyReader
 from sglang_jax.checkpoint.end_tokens import end_token_ids
-from sglang_jax.checkpoint.foreign_config import load_foreign_config
 from sglang_jax.checkpoint.gguf_config import gguf_model_config
 from sglang_jax.checkpoint.gguf_file import open_gguf
 from sglang_jax.checkpoint.gguf_reader import GgufReader
@@ -30,6 +29,7 @@ from sglang_jax.checkpoint.resolve import DEMO, ModelSource, SourceKind, resolve
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
 from sglang_jax.checkpoint.tensors import check_tensors
 from sglang_jax.checkpoint.tied_head import as_tied_in_file
+from sglang_jax.checkpoint.transformers_config import load_transformers_config
 from sglang_jax.config import KVCacheDtype, LoadFormat, ModelImpl
 from sglang_jax.errors import CheckpointError
 from sglang_jax.sampling.defaults import GenerationDefaults
@@ -37,51 +37,46 @@ from sglang_jax.sampling.defaults import GenerationDefaults
 logger = logging.getLogger(__name__)
 
 DEMO_SAMPLING = GenerationDefaults(temperature=0.2, top_p=0.9)
-"""What the model card of the embedded model recommends; its file says nothing."""
+"""From the model card of the embedded model; its file has no sampling values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk or in a bucket, its tensors checked against its config but not yet read.
+    """A model on disk or in a bucket; its tensors are checked against its config, but not read yet.
 
-    - `reader`: None for an Orbax checkpoint: the backend restores it straight to its devices.
-    - `foreign`: the values of config.json for a model that is to be made by transformers; its tensors are unchecked. Of
-      dummy weights `reader` is then None.
+    - `reader`: None for an Orbax checkpoint, which the backend restores directly to its devices.
+    - `transformers_config`: values of config.json for a model that transformers builds, otherwise None. Its tensors are
+      not checked, and for dummy weights `reader` is None.
     """
 
     source: ModelSource
     config: ModelConfig
     reader: TensorReader | None
     generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    foreign: Mapping[str, Any] | None = None
+    transformers_config: Mapping[str, Any] | None = None
 
     @property
     def tokenizer_source(self) -> ModelSource:
-        """What `load_tokenizer` takes: every format keeps its tokenizer beside the weights."""
+        """The argument of `load_tokenizer`: all formats store the tokenizer with the weights."""
         return self.source
 
     @property
     def reads_gguf(self) -> bool:
-        """Whether its weights are those of a GGUF file."""
         return isinstance(self.reader, GgufReader)
 
     def kv_parameters(self) -> ParameterReader:
-        """Reads its optional parameters: those of a KV cache.
-
-        **Raises:** `CheckpointError` for an Orbax checkpoint that is damaged.
-        """
-        if self.reader is None and self.foreign is None:
+        """A reader of the optional parameters of the KV cache. Raises `CheckpointError` for a damaged Orbax
+        checkpoint."""
+        if self.reader is None and self.transformers_config is None:
             return ParameterReader(read_orbax_kv_scales(self.source.path, self.config)[0], self.config)
         return ParameterReader(self.reader or TensorsInMemory({}), self.config)
 
     def kv_scales_made_for(self) -> KVCacheDtype | None:
-        """The type that its scales of keys and values were made for, if it has any; None where it does not say.
-
-        **Raises:** `CheckpointError` for a scheme that one scale for each kv head cannot express.
-        """
+        """The KV cache type for which its KV scales were made; None if it does not say. Raises `CheckpointError` for a
+        scheme that one scale per kv head cannot express."""
         if self.reader is None:
             return read_orbax_kv_scales(self.source.path, self.config)[1]
-        # A GGUF file's tensors have other names: here is a folder.
+        # GGUF files have no KV scales, so this is a folder.
         return load_kv_scales_made_for(self.source.path)
 
 
@@ -95,21 +90,17 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Finds the checkpoint (see `resolve_model`), reads its config, and checks names and shapes of its tensors.
 
-    With `LoadFormat.DUMMY` only the config is read, and weights are random, a function of `seed`. With
-    `ModelImpl.TRANSFORMERS` the family need not be known; whoever makes the model checks the tensors. Ids of special
-    tokens that the vocabulary does not have are left out, with a warning.
-
-    **Raises:** `CheckpointError` naming the file, field or tensors at fault.
+    With `LoadFormat.DUMMY`, only the config is read, and weights are random, a function of `seed`. With
+    `ModelImpl.TRANSFORMERS`, the family need not be known, and tensors are checked when the model is built. Special
+    token ids outside the vocabulary are removed, with a warning. Raises `CheckpointError` naming the file, field or
+    tensors at fault.
     """
     found = _open(model_path, resolve_model(model_path, load_format, revision), load_format, seed, model_impl)
     return replace(found, config=_with_known_ids(found.config, found.source))
 
 
 def with_end_tokens(checkpoint: Checkpoint, tokenizer: ModelSource) -> Checkpoint:
-    """The same checkpoint, whose outputs also end with the tokens that its tokenizer ends texts with.
-
-    **Raises:** `CheckpointError` for a damaged tokenizer.
-    """
+    """Adds the end tokens of its tokenizer to a checkpoint's. Raises `CheckpointError` for a damaged tokenizer."""
     config = checkpoint.config
     further = [token for token in end_token_ids(tokenizer) if token < config.vocab_size]
     ends = tuple(dict.fromkeys((*config.eos_token_ids, *further)))
@@ -138,7 +129,7 @@ def _open(
 ) -> Checkpoint:
     dummy = load_format is LoadFormat.DUMMY
     if model_impl is ModelImpl.TRANSFORMERS:
-        return _open_foreign(source, dummy, demo=model_path == DEMO)
+        return _open_for_transformers(source, dummy, demo=model_path == DEMO)
     if source.kind is SourceKind.GGUF:
         file = open_gguf(source.path)
         config = gguf_model_config(file)
@@ -161,16 +152,16 @@ def _open(
     return Checkpoint(source, config, reader, defaults)
 
 
-def _open_foreign(source: ModelSource, dummy: bool, *, demo: bool) -> Checkpoint:
-    """A checkpoint whose model transformers makes. Raises `CheckpointError` for a format that only we restore."""
+def _open_for_transformers(source: ModelSource, dummy: bool, *, demo: bool) -> Checkpoint:
+    """Opens a checkpoint for transformers. Raises `CheckpointError` for Orbax, which it cannot read."""
     if source.kind is SourceKind.GGUF:
         file = open_gguf(source.path)
         config = gguf_model_config(file)
         reader = None if dummy else GgufReader(file, config)
         defaults = DEMO_SAMPLING if demo else gguf_generation_defaults(file)
-        return Checkpoint(source, config, reader, defaults, foreign=model_config_to_hf(config))
+        return Checkpoint(source, config, reader, defaults, transformers_config=model_config_to_hf(config))
     if source.kind is SourceKind.ORBAX:
         raise CheckpointError(f"{source.address} is an Orbax checkpoint, which model_impl transformers cannot read")
-    values, config = load_foreign_config(source.path)
+    values, config = load_transformers_config(source.path)
     tensors = None if dummy else SafetensorsReader(source.path, source.remote)
-    return Checkpoint(source, config, tensors, load_generation_defaults(source.path), foreign=values)
+    return Checkpoint(source, config, tensors, load_generation_defaults(source.path), transformers_config=values)

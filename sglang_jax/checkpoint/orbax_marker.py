@@ -1,7 +1,4 @@
-"""What the marker of an Orbax checkpoint says beside its version, read without Orbax.
-
-That is the scales of keys and values, and how matrices are stored that are not plain numbers.
-"""
+"""Reads KV scales and encodings of matrices from the marker of an Orbax checkpoint, without Orbax."""
 
 from __future__ import annotations
 
@@ -31,11 +28,8 @@ _SIDES = (Part.KEY, Part.VALUE)
 
 
 def read_orbax_kv_scales(folder: Path, config: ModelConfig) -> tuple[TensorsInMemory, KVCacheDtype | None]:
-    """The scales of keys and values that were converted with the weights, if there were any, and the type that they
-    were made for, where that is known.
-
-    **Raises:** `CheckpointError` for a marker that cannot be read, or that holds other things.
-    """
+    """Returns the KV scales that were converted with the weights, if any, and the KV cache type for which they were
+    made, if known. Raises `CheckpointError` for a damaged marker."""
     path, tensors = folder / ORBAX_MARKER, {}
     try:
         stored = json.loads(path.read_bytes()).get(KV_SCALES)
@@ -54,7 +48,7 @@ def read_orbax_kv_scales(folder: Path, config: ModelConfig) -> tuple[TensorsInMe
 
 
 def kv_scales_to_json(reader: ParameterReader, made_for: KVCacheDtype | None) -> dict[str, Any]:
-    """What `read_orbax_kv_scales` reads, of each layer `[kv_heads, 2]`: every float32 is told exactly."""
+    """The inverse of `read_orbax_kv_scales`: `[kv_heads, 2]` per layer, with exact float32 values."""
     numbers: list[list[Any]] = []
     for number, layer in enumerate(reader.config.layers):
         sides = [] if layer.attention is None else [ParameterName(side, Kind.SCALE, number) for side in _SIDES]
@@ -63,10 +57,8 @@ def kv_scales_to_json(reader: ParameterReader, made_for: KVCacheDtype | None) ->
 
 
 def read_orbax_encodings(folder: Path, config: ModelConfig) -> dict[ParameterName, Encoding]:
-    """How the matrices are stored that are not plain numbers: those with a scale of each row.
-
-    **Raises:** `CheckpointError` for a marker that cannot be read, or that holds other things.
-    """
+    """The encodings of matrices with a scale per row; others are plain. Raises `CheckpointError` for a damaged
+    marker."""
     path, specs = folder / ORBAX_MARKER, manifest_of(config).specs
     found: dict[ParameterName, Encoding] = {}
     try:
@@ -85,7 +77,7 @@ def read_orbax_encodings(folder: Path, config: ModelConfig) -> dict[ParameterNam
 
 
 def encodings_to_json(encodings: Mapping[ParameterName, Encoding]) -> list[dict[str, Any]]:
-    """What `read_orbax_encodings` reads."""
+    """The inverse of `read_orbax_encodings`."""
     matrices: dict[Encoding, list[tuple[str, int | None]]] = defaultdict(list)
     for name, encoding in encodings.items():
         matrices[encoding].append((name.part.value, name.layer))

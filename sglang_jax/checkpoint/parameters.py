@@ -1,4 +1,4 @@
-"""The parameters of a model as the model uses them, read from whatever tensors a checkpoint keeps them in."""
+"""Reads a model's parameters from the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sglang_jax.errors import CheckpointError
 
 
 class ParameterReader:
-    """Reads parameters by their place in the manifest: their part of a fused tensor, rows in the model's order, norms
-    as they multiply."""
+    """Reads parameters as the manifest describes them: slices of fused tensors, rows in the model's order, norm weights
+    with their offset added."""
 
     def __init__(self, reader: TensorReader, config: ModelConfig, quantization: Quantization | None = None) -> None:
-        """`quantization`: of matrices that have no scales of rows as they are stored."""
+        """`quantization`: quantises matrices when they are read."""
         self.config = config
         self._quantization = quantization
         self._reader = reader
@@ -30,24 +30,21 @@ class ParameterReader:
         self._names = reader.names()
 
     def spec(self, name: ParameterName) -> ParameterSpec:
-        """What the manifest says of a parameter. Raises `KeyError` for one that the model does not have."""
+        """The manifest's entry. Raises `KeyError` for a parameter that the model does not have."""
         return self._manifest.spec(name)
 
     def has(self, kind: Kind) -> bool:
-        """Whether the checkpoint brings optional parameters of a kind."""
         return any(spec.tensor_of(self._names) in self._names for spec in self._optional(kind))
 
     def check(self, kind: Kind) -> None:
-        """Reads the optional parameters of a kind, to see whether their numbers can be used: finite ones, and of scales
-        those that are positive. Devices take numbers below the smallest normal one for 0.
-
-        **Raises:** `CheckpointError` naming every tensor with others, and these.
-        """
-        least = np.finfo(np.float32).tiny if kind is Kind.SCALE else -np.inf
+        """Checks that the optional parameters of a kind are finite, and scales also positive: at least the smallest
+        normal float32, because devices flush smaller numbers to 0. Raises `CheckpointError` naming every tensor with
+        other numbers, and these."""
+        minimum = np.finfo(np.float32).tiny if kind is Kind.SCALE else -np.inf
         faults: dict[str, None] = {}
         for spec in self._optional(kind):
             found = self.read(spec.name)
-            wrong = found[~(np.isfinite(found) & (found >= least))]
+            wrong = found[~(np.isfinite(found) & (found >= minimum))]
             if wrong.size:
                 numbers = ", ".join(dict.fromkeys(f"{number:g}" for number in wrong))
                 faults[f"\n  {spec.tensor_of(self._names)}: {numbers}"] = None
@@ -59,9 +56,9 @@ class ParameterReader:
         return [spec for name, spec in self._manifest.optional.items() if name.kind is kind]
 
     def read(self, name: ParameterName, index: Index | None = None) -> Array:
-        """The parameter, or the part at `index`, as stored: matrices [out, in]. Of rows that make up heads, whole heads
-        are read. An optional parameter is float32: its default where the checkpoint lacks it, one number for all heads
-        where it has one."""
+        """Reads a parameter, or its part at `index`, in the stored dtype; matrices are [out, in]. Rows that form heads
+        must be whole heads. Optional parameters are float32: the default if the checkpoint lacks one; a single number
+        is repeated for all heads."""
         spec = self.spec(name)
         if spec.places:
             return self._read_experts(spec, index)
@@ -80,12 +77,12 @@ class ParameterReader:
         return found
 
     def encoding(self, name: ParameterName, index: Index | None = None) -> Encoding | None:
-        """How a matrix, the matrices of experts, or their part at `index`, are stored, or quantised when they are read.
+        """How a matrix, the matrices of experts, or their part at `index`, are stored, or are quantised when read.
         Reads no values.
 
-        None for plain numbers, for a part that cuts through blocks, for what is not used as it is stored (blocks that
-        are multiplied by `ParameterSpec.factors`, embeddings with a scale of each row, and the head that these are),
-        and for experts that lie in one tensor or whose storage differs.
+        None for plain numbers, for a part that cuts through blocks, for matrices that are not used as stored (blocks
+        that are multiplied by `ParameterSpec.factors`, embeddings with a scale per row, and a head tied to these), and
+        for experts that share one tensor or have different encodings.
         """
         spec = self.spec(name)
         found = self._quantized(spec) or self._stored_encoding(spec, index)
@@ -93,7 +90,6 @@ class ParameterReader:
         return None if looked_up and found is not None and found.block is None else found
 
     def _quantized(self, spec: ParameterSpec) -> Encoding | None:
-        """How a parameter is quantised when it is read."""
         quantization = self._quantization
         return None if quantization is None or not quantization.takes(spec) else quantization.encoding
 
@@ -111,8 +107,8 @@ class ParameterReader:
     def read_arrays(
         self, name: ParameterName, roles: Collection[Role], index: Index | None = None
     ) -> dict[Role, Array]:
-        """Arrays of a matrix that has an encoding, or what belongs to the part of the matrix at `index`. Of experts,
-        `[experts, ...]`. What is quantised when it is read is read once for all of them."""
+        """Arrays of a matrix with an encoding, or of its part at `index`; for experts `[experts, ...]`. A matrix that
+        is quantised when read is read once for all roles."""
         spec = self.spec(name)
         if self._quantization is None or self._quantized(spec) is None:
             return {role: self._stored_array(spec, role, index) for role in roles}
@@ -135,14 +131,13 @@ class ParameterReader:
         return _multiplied(spec, rows, found) if spec.factors and role is Role.SCALES else found
 
     def read_stored(self, name: ParameterName, index: Index | None = None) -> Stored:
-        """A matrix or experts that have an encoding, or their part at `index`, with the rows in the model's order."""
+        """Reads a matrix or experts with an encoding, or their part at `index`; rows are in the model's order."""
         encoding = self.encoding(name, index)
         assert encoding is not None, name
         return Stored(encoding, self.read_arrays(name, encoding.roles, index))
 
     def _tensors_of(self, spec: ParameterSpec, index: Index | None) -> list[str]:
-        """The tensors with the matrix of a parameter, or with those of the experts at `index`; none where all experts
-        lie in one."""
+        """The tensor of a parameter, or those of the experts at `index`; empty if all experts share one tensor."""
         if not spec.places:
             return [spec.tensor_of(self._names)]
         place = spec.place(self._names)
@@ -154,7 +149,7 @@ class ParameterReader:
         )
 
     def _read_experts(self, spec: ParameterSpec, index: Index | None) -> Array:
-        """`[experts, rows, ...]`: from a tensor of each expert, or from the part of one that has all."""
+        """Reads `[experts, rows, ...]` from one tensor per expert, or from a part of a tensor of all experts."""
         place = spec.place(self._names)
         experts, rows, *rest = whole_index(spec.shape, index)
         if place.tensor_per_expert:
@@ -174,7 +169,7 @@ class ParameterReader:
 
 
 def _stored_part(spec: ParameterSpec, index: Index | None) -> tuple[slice, Index]:
-    """The rows of its tensor that hold the part of a parameter at `index`, and what that takes of the other axes."""
+    """The rows of the stored tensor for the part of a parameter at `index`, and the slices of its other axes."""
     rows, *rest = whole_index(spec.shape, index)
     first, last, _ = rows.indices(spec.shape[0])
     if spec.stored_head:
@@ -184,8 +179,7 @@ def _stored_part(spec: ParameterSpec, index: Index | None) -> tuple[slice, Index
 
 
 def _multiplied(spec: ParameterSpec, stored: slice, found: Array) -> Array:
-    """Rows of a parameter, or a thing of each row, times the row's factor: float32. `stored`: the rows of the tensor
-    from which they come."""
+    """Multiplies rows, or their scales, by the factors of the rows: float32. `stored`: their rows in the tensor."""
     rows_of_runs, factors = zip(*spec.factors, strict=True)
     first = stored.start - spec.first_row
     if spec.stored_head:
@@ -196,7 +190,7 @@ def _multiplied(spec: ParameterSpec, stored: slice, found: Array) -> Array:
 
 
 def _rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
-    """Rows of a tensor, or a thing of each row, as those of a parameter: its rows of heads, in the model's order."""
+    """Selects a parameter's rows from those of a fused tensor, and puts the rows of heads in the model's order."""
     if spec.stored_head:
         own = slice(spec.first_in_head, spec.first_in_head + spec.lengths[Axis.HEAD_DIM])
         found = found.reshape(-1, spec.stored_head, *found.shape[1:])[:, own].reshape(-1, *found.shape[1:])
@@ -208,9 +202,9 @@ def _rows_of_parameter(spec: ParameterSpec, found: Array) -> Array:
 
 
 def order_in_halves(head_dim: int, rotated: int, *, interleaved: bool) -> NDArray[np.intp]:
-    """Of each row of a head in the model's order, where it is stored: the first of each pair that rotates, half of the
-    rows that do not, the second of each pair, the other rows. Pairs are neighbours in the first `rotated` stored rows
-    (`interleaved`), or half of these rows apart."""
+    """The stored position of each row of a head in the model's order, which is: the first of each rotated pair, half of
+    the rows that do not rotate, the second of each pair, the rest. Pairs are in the first `rotated` stored rows, as
+    neighbours (`interleaved`) or `rotated` / 2 apart."""
     pairs = np.arange(rotated).reshape(-1, 2).T if interleaved else np.arange(rotated).reshape(2, -1)
     rest = np.arange(rotated, head_dim).reshape(2, -1)
     return np.concatenate((pairs, rest), axis=1).reshape(-1)

@@ -1,4 +1,4 @@
-"""Matrices that are quantised while they are read: `--quantization`."""
+"""Quantises matrices when they are read (`--quantization`)."""
 
 from __future__ import annotations
 
@@ -16,41 +16,37 @@ from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
 from sglang_jax.checkpoint.reader import Array, Role
 
 Encodings = Callable[[ParameterName], Encoding | None]
-"""How each matrix of a model is kept; None for plain numbers."""
+"""The encoding of each matrix of a model; None for plain numbers."""
 
 INT8_ROWS = Encoding(ValueType.INT8, None, "float32")
 FLOAT8_ROWS = Encoding(ValueType.FLOAT8_E4M3, None, "float32", activations=ActivationScales.TOKEN)
-"""8 bits with a scale of each row. Products of float8 may round their inputs to it too, as they must on a GPU."""
+"""8 bits with a scale per row. Products of float8 may round their inputs to float8 too; on a GPU they must."""
 
 _LARGEST = {ValueType.INT8: 127.0, ValueType.FLOAT8_E4M3: 448.0}
 _WEIGHTS_AT_A_TIME = 2**20
 _STAY_PLAIN = frozenset({Part.EMBEDDING, Part.HEAD, Part.ROUTER, Part.SHARED_ROUTER, Part.KEY_UP, Part.VALUE_UP})
-"""Embeddings are looked up, few bits of a head or a router change which token or expert is the best, and latent
-attention multiplies queries by what makes keys."""
+"""Embeddings are looked up; rounding a head or router changes the best token or expert; and latent attention multiplies
+queries by the matrices that make keys."""
 
 
 def all_plain(name: ParameterName) -> Encoding | None:
-    """The encodings of a model whose matrices are all plain numbers."""
+    """`Encodings` of a model without quantised matrices."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Quantises rows of matrices symmetrically, each by its largest weight, so that a part of a matrix has the numbers
-    that it has in the whole. `encoding`: one with a scale of each row."""
+    """Quantises each row symmetrically by its largest absolute weight, so that a slice of rows has the same values as
+    in the whole matrix. `encoding`: one with a scale per row."""
 
     encoding: Encoding
 
     def takes(self, spec: ParameterSpec) -> bool:
-        """Whether it quantises a parameter: the matrices of layers, those of experts too."""
         return spec.is_matrix and spec.name.part not in _STAY_PLAIN
 
     def arrays(self, rows: Array, roles: Collection[Role]) -> dict[Role, Array]:
-        """Values, scales or both of whole rows `[..., out, in]` of numbers. Some rows at a time: beside the numbers and
-        what is returned there are some MiB.
-
-        **Raises:** `ValueError` for numbers that are not finite.
-        """
+        """Quantises whole rows `[..., out, in]`; returns values, scales or both. Works on some rows at a time, so it
+        needs only some MiB in addition. Raises `ValueError` for numbers that are not finite."""
         flat = rows.reshape(-1, rows.shape[-1])
         scales = np.empty(len(flat), np.float32)
         values: Array = np.empty(flat.shape if Role.VALUES in roles else 0, self._dtype)
@@ -76,6 +72,6 @@ class Quantization:
         if not np.isfinite(largest).all():
             raise ValueError("numbers that are not finite cannot be quantised")
         scales: NDArray[np.float32] = np.asarray(largest / np.float32(_LARGEST[self.encoding.values]))
-        # A row of zeros, and one so small that its scale would be none, is divided by 1.
+        # Rows of zeros, or so small that the scale would be subnormal, get the scale 1.
         scales[scales < np.finfo(np.float32).tiny] = 1.0
         return scales

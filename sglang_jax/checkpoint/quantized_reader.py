@@ -1,8 +1,8 @@
-"""Safetensors folders whose weights are stored in 8 bits with scales beside them.
+"""Reads safetensors folders with weights in 8 bits and scales.
 
-`X.weight` is int8 or float8 `[out, in]`, `X.weight_scale` one number or `[out, 1]`, and `X.input_scale` one number.
-Or, in place of `X.weight`, `X.weight_packed` is int32 `[out, in / 4, rounded up]`: int8 values plus 128, the first of
-four in the lowest byte. `X.weight_shape` is then `[out, in]`.
+`X.weight` is int8 or float8 `[out, in]`, `X.weight_scale` one number or `[out, 1]`, `X.input_scale` one number. Instead
+of `X.weight` there may be `X.weight_packed`, int32 `[out, ceil(in / 4)]`, with int8 values plus 128, the first of four
+in the lowest byte; `X.weight_shape` is then `[out, in]`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sglang_jax.checkpoint.hf_quantization import Scheme, StoredQuantization
 from sglang_jax.checkpoint.kept_arrays import KeptArrays
 from sglang_jax.checkpoint.reader import Array, Index, Role, whole_index
 from sglang_jax.checkpoint.safetensors_reader import SafetensorsReader
-from sglang_jax.checkpoint.tensors import expected_tensors, listed, of_guessing_layers
+from sglang_jax.checkpoint.tensors import expected_tensors, listed, mtp_prefixes
 from sglang_jax.errors import CheckpointError
 
 _WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".weight_scale", ".input_scale"
 _PACKED, _SHAPE = ".weight_packed", ".weight_shape"
 _IN_WORD = 4
-"""Values of a packed word."""
+"""Values per packed word."""
 
 _ZERO_POINTS = (".weight_zero_point", ".input_zero_point", ".output_zero_point")
 
@@ -35,17 +35,15 @@ _DTYPES = {ValueType.INT8: np.dtype(np.int8), ValueType.FLOAT8_E4M3: np.dtype(ml
 
 
 class QuantizedReader:
-    """The tensors of a folder, without scales of weights and inputs, and packed ones by the names of what is in them.
-    Weights in 8 bits have an encoding, and are read as float32; others stay as they are.
-
-    **Raises:** `CheckpointError` naming the tensors, all or the first 500 of them, that are not as `quantization` says.
-    Scales, and stored shapes of packed weights, are checked when they are read.
-    """
+    """The tensors of a folder. Scales are hidden, and packed weights have the names of plain ones. Weights in 8 bits
+    have an encoding, and `read` dequantises them to float32; other tensors are not changed. Raises `CheckpointError`
+    naming the tensors (at most 500) that are not as `quantization` says. Scales, and stored shapes of packed weights,
+    are checked when they are read."""
 
     def __init__(self, reader: SafetensorsReader, quantization: StoredQuantization, config: ModelConfig) -> None:
         self._reader = reader
         self._stored = names = reader.names()
-        self._beside = KeptArrays(lambda name: reader.read(name) if reader.is_plain(name) else reader.read_raw(name))
+        self._cached = KeptArrays(lambda name: reader.read(name) if reader.is_plain(name) else reader.read_raw(name))
         packed = [name.removesuffix(_PACKED) + _WEIGHT for name in names if name.endswith(_PACKED)]
         hidden = (_SCALE, _INPUT_SCALE, _PACKED, _SHAPE)
         self._names = names = frozenset(packed).union(name for name in names if not name.endswith(hidden))
@@ -57,12 +55,12 @@ class QuantizedReader:
         for name in names:
             if name.endswith(_WEIGHT) and len(self.shape(name)) == 2:
                 scheme = quantization.scheme(name.removesuffix(_WEIGHT), "Embedding" if name == embedding else "Linear")
-                # A router is a linear layer to some versions of the tools, and to others none.
+                # Some versions of the tools count a router as a linear layer, and others do not.
                 plain = name not in self._packed and reader.is_plain(name)
                 if scheme is not None and not (plain and name in routers):
                     self._schemes[name] = scheme
-        guessing = of_guessing_layers(config)
-        checked = [name for name in self._stored if not name.startswith(guessing)]
+        mtp = mtp_prefixes(config)
+        checked = [name for name in self._stored if not name.startswith(mtp)]
         faults = sorted(fault for name in checked for fault in self._faults(name))
         if faults:
             raise CheckpointError(
@@ -94,14 +92,14 @@ class QuantizedReader:
         if scheme is None or role not in scheme.encoding.roles:
             raise ValueError(f"{name} is stored without {role.value}")
         if role is Role.VALUES:
-            return self._unpacked(name, index) if scheme.packed else self._reader.read_raw(name, index)
+            return self._unpack(name, index) if scheme.packed else self._reader.read_raw(name, index)
         rows, _ = whole_index(self.shape(name), index)
         suffix = _SCALE if role is Role.SCALES else _INPUT_SCALE
-        return self._scales(_beside(name, suffix), range(*rows.indices(self.shape(name)[0])))
+        return self._scales(_companion(name, suffix), range(*rows.indices(self.shape(name)[0])))
 
     def _scales(self, tensor: str, rows: range) -> NDArray[np.float32]:
-        """The scales of these rows, of which a tensor has one for each, or one for all."""
-        stored = self._beside.get(tensor).reshape(-1)
+        """The scales of `rows`; the tensor has one per row, or one for all."""
+        stored = self._cached.get(tensor).reshape(-1)
         if len(stored) == 1:
             found = np.full(len(rows), stored.item(), np.float32)
         else:
@@ -116,32 +114,30 @@ class QuantizedReader:
     def _shapes_of_packed(
         self, names: Iterable[str], expected: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
-        """The shapes of weights that are packed: those that a model expects where they fit the words, without reading
-        stored ones; and otherwise all that words have room for."""
+        """The shapes of packed weights, without reading the stored ones: the expected shape if it fits the number of
+        words, otherwise all columns that the words can hold."""
         shapes = {}
         for name in names:
-            *rows, words = self._reader.shape(_beside(name, _PACKED)) or (0,)
+            *rows, words = self._reader.shape(_companion(name, _PACKED)) or (0,)
             shape = expected.get(name, (0,))
             fits = -(-shape[-1] // _IN_WORD) == words
             shapes[name] = (*rows, shape[-1] if fits else _IN_WORD * words)
         return shapes
 
-    def _unpacked(self, name: str, index: Index | None) -> Array:
-        """Values of a packed weight: int8."""
-        shape, stored = self.shape(name), self._beside.get(_beside(name, _SHAPE))
+    def _unpack(self, name: str, index: Index | None) -> Array:
+        shape, stored = self.shape(name), self._cached.get(_companion(name, _SHAPE))
         if tuple(stored.tolist()) != shape:
-            raise CheckpointError(f"{_beside(name, _SHAPE)} is {stored.tolist()}, the config requires {list(shape)}")
+            raise CheckpointError(f"{_companion(name, _SHAPE)} is {stored.tolist()}, the config requires {list(shape)}")
         rows, columns = whole_index(shape, index)
         first, last, _ = columns.indices(shape[1])
         start = first // _IN_WORD
-        words = self._reader.read_raw(_beside(name, _PACKED), (rows, slice(start, -(-last // _IN_WORD))))
+        words = self._reader.read_raw(_companion(name, _PACKED), (rows, slice(start, -(-last // _IN_WORD))))
         skipped = start * _IN_WORD
         raised = words.view(np.uint8)[:, first - skipped : max(last, first) - skipped]
         values: Array = (raised ^ np.uint8(128)).view(np.int8)
         return values
 
     def _faults(self, name: str) -> Iterator[str]:
-        """What is wrong with a tensor, or with what belongs to it."""
         if name.endswith(_ZERO_POINTS):
             yield f"unsupported: {name} (quantised weights and inputs may have no zero points)"
             return
@@ -163,13 +159,13 @@ class QuantizedReader:
                 yield f"extra: {name} is stored as {kind}, and is not to be {'packed' if scheme else 'quantised'}"
             return
         if scheme.packed and not packed:
-            yield f"mistyped: {name} is stored as {kind}, it is to be in {_beside(name, _PACKED)}"
+            yield f"mistyped: {name} is stored as {kind}, it is to be in {_companion(name, _PACKED)}"
             return
         wanted, how = (np.dtype(np.int32), "packed in") if packed else (_DTYPES[scheme.encoding.values], "quantised to")
         if stored != wanted:
             yield f"mistyped: {name} is stored as {kind}, it is to be {how} {wanted}"
         if packed:
-            yield from self._faults_of_shape(_beside(weight, _SHAPE))
+            yield from self._faults_of_shape(_companion(weight, _SHAPE))
         yield from self._faults_of_scales(weight, scheme)
 
     def _faults_of_shape(self, tensor: str) -> Iterator[str]:
@@ -196,6 +192,5 @@ class QuantizedReader:
             yield f"mistyped: {tensor} must be float32, bfloat16 or float16"
 
 
-def _beside(weight: str, suffix: str) -> str:
-    """The name of a tensor that belongs to a weight."""
+def _companion(weight: str, suffix: str) -> str:
     return weight.removesuffix(_WEIGHT) + suffix

@@ -1,4 +1,4 @@
-"""What every checkpoint reader offers: tensors by their Hugging Face names, whole or in part."""
+"""The interface of checkpoint readers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from sglang_jax.checkpoint.encoding import Encoding
 
 Array = NDArray[Any]
-"""float32, float16, or `ml_dtypes.bfloat16`; of values that have a scale int8, uint8 or `ml_dtypes.float8_e4m3fn`."""
+"""float32, float16 or `ml_dtypes.bfloat16`; quantised values are int8, uint8 or `ml_dtypes.float8_e4m3fn`."""
 
 Index = tuple[slice, ...]
-"""One slice, of step 1, for each leading axis that is not taken whole."""
+"""Slices of step 1 for the leading axes; the other axes are whole."""
 
 
 class Role(Enum):
-    """What an array of a matrix that is not stored as plain numbers holds: see `Encoding`."""
+    """The role of an array of a quantised matrix: see `Encoding`."""
 
     VALUES = "values"
     SCALES = "scales"
@@ -30,8 +30,8 @@ class Role(Enum):
 class TensorReader(Protocol):
     """Tensors under their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`), matrices as [out, in].
 
-    Opening reads no tensor. A part of a tensor costs no more than its own bytes where the format allows it, so that
-    each node of a sharded model reads its own share.
+    Opening reads no tensor. Reading a part reads only its bytes if the format allows it, so that each node of a sharded
+    model reads only its shard.
     """
 
     def names(self) -> frozenset[str]: ...
@@ -41,22 +41,21 @@ class TensorReader(Protocol):
         ...
 
     def read(self, name: str, index: Index | None = None) -> Array:
-        """The tensor in plain numbers, or the part at `index`. It may be a read-only view of the file: copy before
-        writing to it."""
+        """The tensor, or its part at `index`, in plain numbers. It may be a read-only view of the file: copy it before
+        writing."""
         ...
 
     def encoding(self, name: str) -> Encoding | None:
-        """How a matrix is stored; None for plain numbers, and for what is only read as such. Reads no values."""
+        """The encoding of a matrix; None if it can only be read as plain numbers. Reads no values."""
         ...
 
     def read_array(self, name: str, role: Role, index: Index | None = None) -> Array:
-        """One of the arrays of a matrix that has an encoding, or what belongs to the part of the matrix at `index`, of
-        which it takes whole blocks."""
+        """An array of a matrix with an encoding, or of its part at `index`, which must be whole blocks."""
         ...
 
 
 class PlainReader:
-    """A `TensorReader` whose tensors are all plain numbers."""
+    """Base of `TensorReader`s without quantised tensors."""
 
     def encoding(self, name: str) -> Encoding | None:
         return None
@@ -66,8 +65,6 @@ class PlainReader:
 
 
 class TensorsInMemory(PlainReader):
-    """A `TensorReader` of given tensors."""
-
     def __init__(self, tensors: Mapping[str, Array]) -> None:
         self._tensors = tensors
 

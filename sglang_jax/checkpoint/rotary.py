@@ -1,4 +1,4 @@
-"""Frequencies of rotary position embedding (Su et al. 2021), stretched to longer contexts as checkpoints ask for it."""
+"""Frequencies of rotary position embedding (Su et al. 2021), with the scaling for longer contexts that configs name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ Frequencies = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class DynamicStretch:
-    """What `dynamic` scaling (NTK-aware, growing with the sequence) multiplies a position's frequencies by.
+    """Multipliers of a position's frequencies under `dynamic` scaling (NTK-aware, growing with the sequence).
 
-    A choice had to be made. transformers takes the length of the sequence so far and rotates the tokens of the
-    current call by it, while keys cached by earlier calls keep the rotation they were given. Here each token at
-    position p is always rotated as in a sequence of p + 1 tokens: that is transformers' own result when it decodes
-    token by token, and for every token within the original context. It is the only choice under which a cached key
-    does not depend on what came after it, so that chunking and prefix reuse change nothing. One call of transformers
-    over a longer prompt differs: it rotates early keys by the prompt's length.
+    transformers rotates all tokens of a call by the current length of the sequence, while keys cached by earlier calls
+    keep their rotation. Here a token at position p is always rotated as in a sequence of p + 1 tokens, so that a cached
+    key does not depend on later tokens, and chunking and prefix reuse change nothing. transformers gives the same
+    result when it decodes token by token, and within the original context; one call over a longer prompt differs,
+    because it rotates early keys by the prompt's length.
 
     With n tokens more than `original_max_position`, or n = 0, the base grows by s ** (d / (d - 2)) where
     s = 1 + `growth` * n. Frequency i has the exponent -2i / d, hence the multiplier s ** `exponents[i]`.
@@ -48,8 +47,8 @@ class RotaryScaling:
     max_position: int
 
     def frequencies(self) -> Frequencies:
-        """Radians per position, `[head_dim / 2]`; those of the original context for `dynamic`. 0 for pairs that stand
-        still, which are the last where a part of a head rotates."""
+        """Radians per position, `[head_dim / 2]`; for `dynamic`, those within the original context. Pairs that do not
+        rotate have 0; if only a part of a head rotates, they are the last."""
         rope = self.config
         rotated = rope.rotated_numbers(self.head_dim)
         base = rope.theta ** (-np.arange(0, rotated, 2, dtype=np.float64) / rotated)
@@ -57,7 +56,7 @@ class RotaryScaling:
         return np.concatenate((turning, np.zeros((self.head_dim - rotated) // 2)))
 
     def _of_rotated(self, base: Frequencies) -> Frequencies:
-        """Frequencies of the pairs that rotate, from those of the plain kind."""
+        """Scales the unscaled frequencies `base` of the pairs that rotate."""
         rope = self.config
         match rope.kind:
             case RopeKind.DEFAULT | RopeKind.DYNAMIC:
@@ -73,7 +72,7 @@ class RotaryScaling:
                 return _yarn(base, rope, self._original_max())
 
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by: YaRN's temperature, 1 for the other kinds."""
+        """The factor of cosines and sines: YaRN's temperature, or 1 for the other kinds."""
         rope = self.config
         if rope.kind is not RopeKind.YARN:
             return 1.0
@@ -84,7 +83,7 @@ class RotaryScaling:
         return _yarn_scale(rope.factor, 1.0)
 
     def dynamic_stretch(self) -> DynamicStretch | None:
-        """None for the kinds whose frequencies do not depend on the position."""
+        """The multipliers for `dynamic`; None for other kinds, whose frequencies do not depend on the position."""
         if self.config.kind is not RopeKind.DYNAMIC:
             return None
         original = self._original_max()
@@ -96,7 +95,7 @@ class RotaryScaling:
 
 
 def _llama3(base: Frequencies, rope: RopeConfig, original_max: int) -> Frequencies:
-    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    """Llama 3.1: stretches long wavelengths by the factor, keeps short ones, and blends those between."""
     wavelengths = 2 * math.pi / base
     turns = original_max / wavelengths
     kept: Frequencies = np.clip(
@@ -106,7 +105,7 @@ def _llama3(base: Frequencies, rope: RopeConfig, original_max: int) -> Frequenci
 
 
 def _yarn(base: Frequencies, rope: RopeConfig, original_max: int) -> Frequencies:
-    """YaRN (Peng et al. 2023): pairs that turn often are kept, slow ones stretched by the factor, a ramp between."""
+    """YaRN (Peng et al. 2023): keeps fast pairs, stretches slow ones by the factor, with a ramp between."""
     head_dim = 2 * len(base)
 
     def pair_that_turns(times: float) -> float:

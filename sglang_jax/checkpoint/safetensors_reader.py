@@ -1,6 +1,6 @@
-"""Safetensors files: only the bytes that are asked for are read, of a bucket whole rows of them.
+"""Reads safetensors files: only the bytes that are needed; from a bucket, whole rows.
 
-The format: 8 bytes of header length, a JSON header of name → dtype, shape, byte range, then the raw tensors
+Format: 8 bytes of header length, a JSON header with dtype, shape and byte range by name, then the raw tensors
 (https://huggingface.co/docs/safetensors).
 """
 
@@ -35,19 +35,19 @@ _RAW: dict[str, np.dtype] = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
-"""What is no number of a model by itself: it has a scale, several lie in a word, or it tells of another tensor."""
+"""Types of quantised values, packed words, and shapes of packed tensors; only `read_raw` reads them."""
 
 _MAX_HEADER_BYTES = 32 << 20
-"""The format allows 100 MB, which would take a GB to read. A header of 100,000 tensors has about 15 MB."""
+"""The format allows 100 MB, which would need a GB to parse. A header of 100,000 tensors has about 15 MB."""
 
 _FIRST_BYTES = 128 << 10
-"""Of a file, read before its header's length is known."""
+"""First read of each file, before the length of its header is known."""
 
 _HEADERS_AT_ONCE = 16
 _MAX_INDEX_BYTES = 64 << 20
 
 _MAX_NAME = 255
-"""Characters of a file's name."""
+"""Maximum characters of a file's name."""
 
 
 class _IndexFile(msgspec.Struct):
@@ -71,8 +71,8 @@ class _Tensor:
     end: int
 
     def rows(self, item: int, wanted: slice) -> tuple[int, int, int]:
-        """How many rows of the first axis `wanted` takes, and the bytes where they begin and end. `item`: bytes of one
-        number."""
+        """The number of rows in the slice `wanted` of the first axis, and their first and last byte (exclusive).
+        `item`: bytes per number."""
         first, last, _ = wanted.indices(self.shape[0])
         row = math.prod(self.shape[1:]) * item
         count = max(last - first, 0)
@@ -80,11 +80,9 @@ class _Tensor:
 
 
 class SafetensorsReader(PlainReader):
-    """The tensors of a folder: `model.safetensors.index.json` and its files, or `model.safetensors`, or else every
-    `.safetensors` file there. `files`: those of weights, if they lie elsewhere than in `folder`, which has the index.
-
-    **Raises:** `CheckpointError` naming the file that is missing, cut short, or not in the format.
-    """
+    """The tensors of a folder: the files in `model.safetensors.index.json`, or `model.safetensors`, or else all
+    `.safetensors` files. `files`: the weights, if they are not in `folder`, which has the index. Raises
+    `CheckpointError` naming the file that is missing, truncated, or not in the format."""
 
     def __init__(self, folder: Path, files: WeightFiles | None = None) -> None:
         self._tensors: dict[str, _Tensor] = {}
@@ -93,7 +91,7 @@ class SafetensorsReader(PlainReader):
         self._names = sorted(set(weight_map.values() if weight_map is not None else _without_index(self._files)))
         with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
             for file, start in zip(self._names, pool.map(self._start, self._names), strict=True):
-                self._take_in(file, start)
+                self._add_file(file, start)
         if weight_map is not None:
             self._check_index(folder, weight_map)
 
@@ -108,16 +106,16 @@ class SafetensorsReader(PlainReader):
         return self._read(name, _DTYPES, index)
 
     def is_plain(self, name: str) -> bool:
-        """Whether `read` can read a tensor. Raises `CheckpointError` for one that is not there, as the others do."""
+        """Whether `read` can read a tensor. Raises `CheckpointError` if it is missing."""
         return self._tensor(name).dtype in _DTYPES
 
     def raw_dtype(self, name: str) -> np.dtype | None:
-        """What `read_raw` gives: int8, `ml_dtypes.float8_e4m3fn`, int32 or int64; None for a tensor of others."""
+        """The dtype of `read_raw`: int8, `ml_dtypes.float8_e4m3fn`, int32 or int64; None if it cannot read the
+        tensor."""
         return _RAW.get(self._tensor(name).dtype)
 
     def read_raw(self, name: str, index: Index | None = None) -> Array:
-        """As `read`, of what is no number of a model by itself. Raises `CheckpointError` for a dtype that is not
-        F8_E4M3, I8, I32 or I64."""
+        """Reads a tensor of dtype F8_E4M3, I8, I32 or I64. Raises `CheckpointError` for another dtype."""
         return self._read(name, _RAW, index)
 
     def _read(self, name: str, dtypes: Mapping[str, np.dtype], index: Index | None) -> Array:
@@ -136,10 +134,9 @@ class SafetensorsReader(PlainReader):
         return rows[(slice(None), *wanted[1:])]
 
     def _start(self, file: str) -> bytes:
-        """The first bytes of a file, which as a rule hold its header."""
         return self._files.read(file, 0, min(self._files.size(file), _FIRST_BYTES)).tobytes()
 
-    def _take_in(self, file: str, start: bytes) -> None:
+    def _add_file(self, file: str, start: bytes) -> None:
         for name, tensor in _read_header(self._files, file, start).items():
             if name in self._tensors:
                 other, here = self._files.where(self._tensors[name].file), self._files.where(file)
@@ -164,7 +161,6 @@ class SafetensorsReader(PlainReader):
 
 
 def _weight_map(folder: Path, files: WeightFiles) -> dict[str, str] | None:
-    """The file of each tensor; None without an index."""
     index_file = folder / INDEX_FILE
     if not index_file.exists():
         return None
@@ -181,8 +177,8 @@ def _weight_map(folder: Path, files: WeightFiles) -> dict[str, str] | None:
 
 
 def _check_inside(index_file: Path, name: str) -> None:
-    """A file of another folder is not the checkpoint's, whatever its index says. A link to one is: somebody who may
-    write here made it."""
+    """Refuses files of other folders, which an index must not name. Links to them are allowed: they were made by a
+    person who may write to this folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\x00" in name or not 0 < len(name) <= _MAX_NAME:
         raise CheckpointError(f"{index_file} names a file that is not in its folder: {name[:_MAX_NAME]!r}")
@@ -199,7 +195,7 @@ def _without_index(files: WeightFiles) -> list[str]:
 
 
 def _read_header(files: WeightFiles, file: str, start: bytes) -> dict[str, _Tensor]:
-    """The tensors of one file, with byte ranges counted from its start. `start`: its first bytes."""
+    """Parses the header of a file; byte ranges are from the start of the file. `start`: its first bytes."""
     size, where = files.size(file), files.where(file)
     length = int.from_bytes(start[:8], "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):

@@ -1,8 +1,8 @@
-"""Chat templates run in a process of their own: they are programs of a checkpoint's authors, run on what clients send.
+"""Renders chat templates in separate processes, because they are programs of a checkpoint's authors, run on input of
+clients.
 
-Jinja's sandbox keeps a template from what is not its business, but not from time and memory: a loop in a loop never
-ends, and `'a' * 3000000000` is one instruction. The process has limits of both, which the kernel keeps, and is started
-again when a template has ended it.
+Jinja's sandbox does not limit time and memory: nested loops may never end, and `'a' * 3000000000` is one instruction.
+The process has limits of both, which the kernel enforces, and is restarted after it was killed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from queue import LifoQueue
 from sglang_jax.errors import RequestError, cut
 
 TEMPLATE_SECONDS = 2.0
-"""How long a chat template may compute for one conversation."""
+"""Processor time of a chat template per conversation."""
 
 MOST_CHARACTERS = 16 << 20
-"""Of a rendered conversation: twice as many as a request may have bytes."""
+"""Limit of a rendered conversation: twice the maximum bytes of a request."""
 
 _PATIENCE_SECONDS = 300.0
-"""How long the process may take in all: a template that had its time is ended long before, but on a busy machine."""
+"""Wall-clock limit; only reached on a busy machine, because the limit of processor time is much shorter."""
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """One conversation for a template. `variables`: names of the template beside the messages: the special tokens, and
-    what a client sets. `tools`: None where there are none."""
+    """A conversation to render. `variables`: special tokens and variables that the client sets; `tools`: None
+    without tools."""
 
     template: str
     messages: Sequence[Mapping[str, object]]
@@ -48,7 +48,7 @@ class Rendering:
 
 
 class TemplateProcess:
-    """Renders one conversation after the other. Thread-safe; the process is started when it is first needed."""
+    """Renders one conversation at a time. Thread-safe; the process starts at the first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,9 +57,9 @@ class TemplateProcess:
         self._owner = 0
 
     def render(self, rendering: Rendering) -> str:
-        """The text. Raises `RequestError` if the template refuses the messages, or takes more time or memory than it
-        may, or makes more than `MOST_CHARACTERS` of them."""
-        request = _written(rendering)
+        """Returns the text. Raises `RequestError` if the template refuses the messages, or exceeds its time, memory or
+        `MOST_CHARACTERS`."""
+        request = _encode_request(rendering)
         with self._lock:
             kind, text = self._ask(request, rendering)
         match kind:
@@ -72,7 +72,6 @@ class TemplateProcess:
         raise _too_much("exceeded its memory limit", rendering)
 
     def close(self) -> None:
-        """Ends the process. Another one is started when it is needed."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
@@ -100,7 +99,7 @@ class TemplateProcess:
             return self._connection
         mine, its = socket.socketpair()
         with its:
-            # By its file, as importing this package takes seconds; -P keeps its neighbours from being taken for others.
+            # Run as a file, because importing this package takes seconds. -P: do not import modules from its folder.
             command = [sys.executable, "-P", str(_WORKER)]
             self._process = subprocess.Popen(command, stdin=its.fileno(), stdout=subprocess.DEVNULL)
         mine.settimeout(_PATIENCE_SECONDS)
@@ -108,7 +107,6 @@ class TemplateProcess:
         return mine
 
     def _end(self) -> int | None:
-        """Ends what is left of the process; its exit status."""
         process = self._process
         assert process is not None
         try:
@@ -119,7 +117,7 @@ class TemplateProcess:
         return status
 
 
-def _written(rendering: Rendering) -> bytes:
+def _encode_request(rendering: Rendering) -> bytes:
     request = {
         "template": rendering.template,
         "messages": rendering.messages,
@@ -156,17 +154,17 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 class TemplateProcesses:
-    """Renders up to `count` conversations at once, each in a process of its own; further ones wait. Thread-safe; a
-    process is started when the others are at work."""
+    """Renders up to `count` conversations at once, one per process; others wait. Thread-safe; a process is started only
+    when the others are busy."""
 
     def __init__(self, count: int) -> None:
         self._all = [TemplateProcess() for _ in range(count)]
-        self._free: LifoQueue[TemplateProcess] = LifoQueue()  # the one that was used last is running
+        self._free: LifoQueue[TemplateProcess] = LifoQueue()  # last in, first out: prefers a running process
         for process in reversed(self._all):
             self._free.put(process)
 
     def render(self, rendering: Rendering) -> str:
-        """See `TemplateProcess`."""
+        """See `TemplateProcess.render`."""
         process = self._free.get()
         try:
             return process.render(rendering)
@@ -174,13 +172,12 @@ class TemplateProcesses:
             self._free.put(process)
 
     def close(self) -> None:
-        """Ends the processes."""
         for process in self._all:
             process.close()
 
 
 TEMPLATES = TemplateProcesses(2)
-"""Those of this process: templates of all tokenizers run there. A second one, as a long conversation takes some twenty
-milliseconds, and short ones are not to wait for it."""
+"""Shared by all tokenizers. There are two processes, so that short conversations do not wait for a long one, which
+takes some 20 ms."""
 
 atexit.register(TEMPLATES.close)

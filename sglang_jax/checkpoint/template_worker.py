@@ -1,11 +1,11 @@
-"""The process in which chat templates run: see `template_process`. It is started as a file and imports nothing of this
-project, nor transformers, so that it is there soon.
+"""Main program of the processes that render chat templates: see `template_process`. It imports neither this project nor
+transformers, so that it starts fast.
 
-Templates find what transformers gives them (its `apply_chat_template`): the same names, the same sandbox.
+Templates get the same names and sandbox as from transformers' `apply_chat_template`.
 
 A request is 8 bytes of length (little endian) and JSON: `template`, `messages`, `tools`, `variables`,
-`add_generation_prompt`, `seconds` of processor time, and `most` characters of the text. An answer is a byte that says
-of what kind it is, 8 bytes of length, and UTF-8 that may hold halves of surrogate pairs.
+`add_generation_prompt`, `seconds` of processor time, and `most` characters of the text. An answer is one byte for its
+kind, 8 bytes of length, and UTF-8 that may hold lone surrogates.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEXT, REFUSED, TOO_LONG, NO_MEMORY = b"T", b"R", b"L", b"M"
-"""Kinds of answers: the text, the template's own error, how many characters the text has, and nothing."""
+"""Kinds of answers. They contain the text, the template's error, the number of characters, and nothing."""
 
 MEMORY_BYTES = 256 << 20
-"""What a template may take beside what this process takes anyway: a conversation of 8 MiB takes a quarter of it."""
+"""Memory limit in addition to the process at its start; a conversation of 8 MiB takes a quarter of it."""
 
 _MOST_OF_AN_ERROR = 1000
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What messages call their reasoning; templates look for the first two."""
+"""Names under which messages have their reasoning; templates use the first two."""
 
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -45,23 +45,22 @@ _TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template can raise: it is a program of the checkpoint's authors, run on the client's messages."""
+"""Exceptions that a template may raise."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the parts that a model is trained on: here, text as any other."""
+    """`{% generation %}`, which marks text for training; its body is rendered as any other text."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja has it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """The block's body, whose variables are its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body, lineno=line)
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's, without names that begin with an underscore: those are Python's."""
+    """Jinja's namespace, without names that start with an underscore, which are Python's."""
 
     def __init__(*args: Any, **values: Any) -> None:  # `self` may be one of the names
         self, *pairs = args
@@ -81,20 +80,19 @@ def _refuse_underscore(name: object) -> None:
 
 
 class _Dict:
-    """`dict` for templates: what calls it, and `dict.fromkeys`, and nothing else of the class."""
+    """`dict` for templates: only calls and `dict.fromkeys`."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As dict's."""
         return dict.fromkeys(*args)
 
 
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter writes for HTML."""
+    """Replaces Jinja's filter, which escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -122,14 +120,13 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning by the names that templates look for."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def main() -> None:
-    """Answers requests until the connection, which is the standard input, is closed."""
-    # These go to all processes of a terminal or a service. This one ends with the process that it works for.
+    """Answers requests from standard input, a socket, until it is closed."""
+    # These signals go to all processes of a terminal or service. This process ends when its parent closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=os.dup(sys.stdin.fileno()))
@@ -145,7 +142,7 @@ def main() -> None:
 
 
 def _answer(request: dict[str, Any]) -> tuple[bytes, str]:
-    # The kernel ends this process where the time is over, in whatever instruction it is.
+    # The kernel kills this process when the time is over.
     signal.setitimer(signal.ITIMER_PROF, request["seconds"])
     try:
         given = {
@@ -166,7 +163,7 @@ def _answer(request: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def _limit_memory() -> None:
-    """Where the system tells how much this process has."""
+    """Limits memory, if /proc shows how much this process has."""
     status = Path("/proc/self/statm")
     if status.exists():
         taken = int(status.read_text().split()[0]) * resource.getpagesize()
@@ -174,7 +171,6 @@ def _limit_memory() -> None:
 
 
 def _read(connection: socket.socket, size: int) -> bytearray | None:
-    """So many bytes; None once there are no more."""
     content = bytearray(size)
     view, there = memoryview(content), 0
     while there < size:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint has exactly the tensors that its model needs."""
+"""Checks that a checkpoint has exactly the tensors that its model needs."""
 
 from __future__ import annotations
 
@@ -20,39 +20,38 @@ _HARMLESS = (
     "self_attn.prob_output_scale",
     "self_attn.attn.prob_scale",
 )
-"""Old checkpoints store the rotary frequencies, which follow from the config. Some quantisers write scales of queries
-and probabilities: neither is ever rounded to 8 bits here."""
+"""Ignored endings: rotary frequencies of old checkpoints, which follow from the config, and scales of queries and
+probabilities, which are never rounded to 8 bits here."""
 
-_GUESSING = "mtp."
-"""Layers that predict further tokens, which some checkpoints (Qwen3.5) bring; nothing here uses them."""
+_MTP = "mtp."
+"""Prefix of multi-token prediction layers in some checkpoints (Qwen3.5); they are not used."""
 
-_MOST_TOLD = 500
-"""Faults that an error names: a model with experts may lack very many tensors."""
+_MAX_LISTED = 500
+"""Maximum faults in an error text: a model with experts may lack very many tensors."""
 
 
-def of_guessing_layers(config: ModelConfig) -> tuple[str, ...]:
-    """What names of tensors begin with that belong to layers which predict further tokens: nothing reads them."""
+def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Prefixes of the tensors of multi-token prediction layers, which are not read."""
     behind = range(config.num_layers, config.num_layers + config.mtp_layers)
-    return (_GUESSING, *(f"model.layers.{number}." for number in behind))
+    return (_MTP, *(f"model.layers.{number}." for number in behind))
 
 
 def expected_tensors(config: ModelConfig, present: Container[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name and shape of every tensor that a checkpoint of the model has; matrices are [out, in].
+    """Shapes of all tensors that a checkpoint of the model must have, by Hugging Face name; matrices are [out, in].
     `present`: see `Manifest.tensors`."""
     return manifest_of(config).tensors(present)
 
 
 def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
-    """Compares what a checkpoint holds with what its config calls for; reads no values.
+    """Checks names and shapes of a checkpoint's tensors against its config; reads no values.
 
-    An output matrix beside tied embeddings, stored rotary frequencies, layers that guess, and scales of queries are let
-    pass. Of a kind of optional parameters there must be none, or all.
-
-    **Raises:** `CheckpointError` naming the missing, extra and misshapen tensors, all or the first 500 of them.
+    Ignores an output matrix next to tied embeddings, rotary frequencies, multi-token prediction layers, and scales of
+    queries and probabilities. Optional parameters of one kind must be all present or all absent. Raises
+    `CheckpointError` naming the missing, extra and misshapen tensors, at most 500 of them.
     """
     expected = expected_tensors(config, reader.names())
-    guessing = of_guessing_layers(config)
-    present = {name for name in reader.names() if not name.endswith(_HARMLESS) and not name.startswith(guessing)}
+    unused = mtp_prefixes(config)
+    present = {name for name in reader.names() if not name.endswith(_HARMLESS) and not name.startswith(unused)}
     if config.tie_word_embeddings:
         head = family_named(config.architecture).names[Part.HEAD]
         present.discard(hf_name(head, Kind.WEIGHT, None))
@@ -74,8 +73,8 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
 
 
 def _faults_of_optional(specs: Sequence[ParameterSpec], present: Container[str], reader: TensorReader) -> list[str]:
-    """What is wrong with optional parameters of one kind, if a checkpoint has any: one that it lacks, two tensors for
-    the same, shapes that are neither the parameter's nor, where it has a number for each head, one number."""
+    """Describes faults of optional parameters of one kind, if any is present: missing ones, two tensors for one
+    parameter, and wrong shapes. A parameter with a number per head may also be stored as one number."""
     found = [[at for at, name in enumerate(spec.spellings) if name in present] for spec in specs]
     used = next((at[0] for at in found if at), None)
     if used is None:
@@ -93,10 +92,9 @@ def _faults_of_optional(specs: Sequence[ParameterSpec], present: Container[str],
             shape = reader.shape(name)
             if shape != spec.shape and not (one_or_all and [n for n in shape if n != 1] in ([], [heads])):
                 faults.append(f"misshapen: {name} is {shape}, it must be {wanted}")
-    return list(dict.fromkeys(faults))  # a tensor may be of keys and values
+    return list(dict.fromkeys(faults))  # a tensor may be shared by keys and values
 
 
 def listed(faults: Sequence[str]) -> str:
-    """A line of an error for each fault, or for the first 500 of them."""
-    more = f"\n  and {len(faults) - _MOST_TOLD} more" if len(faults) > _MOST_TOLD else ""
-    return "".join(f"\n  {fault}" for fault in faults[:_MOST_TOLD]) + more
+    more = f"\n  and {len(faults) - _MAX_LISTED} more" if len(faults) > _MAX_LISTED else ""
+    return "".join(f"\n  {fault}" for fault in faults[:_MAX_LISTED]) + more

@@ -1,4 +1,4 @@
-"""Tokens one at a time → text, without ever showing a part of a character."""
+"""Decodes tokens to text one at a time, in whole characters."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Callable, Collection
 
 
 class TextStream:
-    """Text of a growing run of tokens, in pieces.
+    """Decodes a growing sequence of tokens in pieces.
 
-    A character split over tokens is held back until its last byte is there, so U+FFFD appears only where the bytes are
-    not UTF-8 at all. The pieces, joined, equal the decoding of all tokens at once; each token costs the same, however
-    long the run.
+    A character split over tokens is held back until its last byte, so U+FFFD appears only for bytes that are not UTF-8.
+    The joined pieces equal the decoding of all tokens at once; each token costs the same, whatever the length.
     """
 
     def __init__(
@@ -20,7 +19,7 @@ class TextStream:
         skipped: Collection[int],
         leading_spaces_stripped: int,
     ) -> None:
-        """`skipped` tokens have no text; of the spaces that the text begins with, the given number is left out."""
+        """`skipped`: tokens without text; `leading_spaces_stripped`: maximum leading spaces to remove."""
         self._token_bytes = token_bytes
         self._skipped = skipped
         self._spaces_to_strip = leading_spaces_stripped
@@ -28,19 +27,19 @@ class TextStream:
         self._holds_bytes = False
 
     def push(self, token_id: int) -> str:
-        """What one more token adds; empty while a character is incomplete."""
+        """The text that a token adds; empty while a character is incomplete."""
         if token_id in self._skipped:
             return ""
         data = self._token_bytes(token_id)
         if data.isascii() and not self._holds_bytes:
-            text = data.decode("ascii")  # most tokens are, and the decoder takes ten times as long
+            text = data.decode("ascii")  # most tokens; the decoder takes ten times as long
         else:
             text = self._decoder.decode(data)
             self._holds_bytes = bool(self._decoder.getstate()[0])
         return self._stripped(text) if self._spaces_to_strip else text
 
     def flush(self) -> str:
-        """What was held back, once there are no more tokens: U+FFFD for a character that never became whole."""
+        """Ends the text: returns U+FFFD if the last character is incomplete."""
         return self._stripped(self._decoder.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:

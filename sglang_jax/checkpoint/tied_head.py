@@ -1,4 +1,4 @@
-"""Files that have an output matrix of their own though their config ties it to the embeddings."""
+"""Finds checkpoints that have a separate output matrix, although their config ties it to the embeddings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACES, _ROWS = 16, 16
 
 
 def as_tied_in_file(config: ModelConfig, reader: TensorReader) -> ModelConfig:
-    """The config, untied where the file's own head is another matrix than its embeddings; the log says so."""
+    """Unties the config, with a warning, if the file's output matrix differs from its embeddings."""
     if not config.tie_word_embeddings:
         return config
     names = family_named(config.architecture).names
@@ -27,8 +27,8 @@ def as_tied_in_file(config: ModelConfig, reader: TensorReader) -> ModelConfig:
 
 
 def head_differs(reader: TensorReader, head: str, embeddings: str) -> bool:
-    """Whether a file has both matrices, of one shape, and they differ: in `_ROWS` rows at each of `_PLACES` places, as
-    matrices that were trained apart do everywhere. transformers uses such a head as well."""
+    """Whether a file has both matrices, of one shape, and they differ. Compares `_ROWS` rows at `_PLACES` places,
+    because matrices that were trained separately differ everywhere. transformers uses such a head too."""
     if not {head, embeddings} <= reader.names() or reader.shape(head) != reader.shape(embeddings):
         return False
     rows = reader.shape(head)[0]

@@ -16,20 +16,19 @@ from sglang_jax.errors import CheckpointError
 SENTENCEPIECE_SPACE = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MOST_CONTINUING = 3
-"""Bytes of a character of UTF-8 behind its first."""
+"""Maximum bytes of a UTF-8 character after its first."""
 _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpelling:
-    """`byte_level`: tokens are written in GPT-2's alphabet (Radford et al. 2019), one character per byte. Otherwise
-    as sentencepiece writes them, with `leading_spaces_stripped` spaces taken off the front of a decoded text."""
+    """How tokens spell bytes. `byte_level`: in GPT-2's alphabet (Radford et al. 2019), one character per byte;
+    otherwise as in sentencepiece, and `leading_spaces_stripped` spaces are removed from the start of a decoded text."""
 
     byte_level: bool
     leading_spaces_stripped: int = 0
 
     def bytes_of(self, token: str) -> bytes:
-        """The bytes that a token stands for."""
         if self.byte_level:
             alphabet = byte_alphabet()
             if all(character in alphabet for character in token):
@@ -41,17 +40,17 @@ class TokenSpelling:
         return token.replace(SENTENCEPIECE_SPACE, " ").encode("utf-8")
 
     def bytes_of_added(self, token: str, *, is_piece: bool) -> bytes:
-        """The bytes of a token that was added to a vocabulary: byte-level tokenizers keep its text as it is.
+        """The bytes of a token that was added to a vocabulary; in byte-level tokenizers, its plain text.
 
-        `is_piece`: merges make the same token, as where somebody added `Ġa`. Then it stands for the piece's bytes,
-        unless no text has those: `õ` is GPT-2's letter for 0xF5, which UTF-8 does not use.
+        `is_piece`: the merged vocabulary has the same token, such as `Ġa`. Then it stands for the piece's bytes,
+        unless UTF-8 cannot have them: `õ` is GPT-2's character for 0xF5, which UTF-8 does not use.
         """
         piece = self.bytes_of(token)
         return piece if not self.byte_level or (is_piece and _is_part_of_text(piece)) else token.encode("utf-8")
 
 
 def _is_part_of_text(data: bytes) -> bool:
-    """Whether bytes can stand in UTF-8, where characters may be cut at both ends."""
+    """Whether bytes may be a part of UTF-8 text; characters may be cut at both ends."""
     whole = data.lstrip(bytes(range(0x80, 0xC0)))
     try:
         codecs.getincrementaldecoder("utf-8")().decode(whole)
@@ -62,7 +61,7 @@ def _is_part_of_text(data: bytes) -> bool:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: printable Latin-1 characters for themselves, the others from U+0100 on."""
+    """GPT-2's characters for bytes: printable Latin-1 characters for themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -70,12 +69,12 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def spelling_of(backend: Backend, source: str) -> TokenSpelling:
-    """How `backend`'s decoder reads tokens. Raises `CheckpointError`, naming `source`, for an unknown decoder."""
+    """The spelling that `backend`'s decoder reads. Raises `CheckpointError` naming `source` for an unknown decoder."""
     return spelling_of_steps(None if backend.decoder is None else json.loads(backend.decoder.__getstate__()), source)
 
 
 def spelling_of_steps(decoder: dict[str, Any] | None, source: str) -> TokenSpelling:
-    """As `spelling_of`, for a decoder as tokenizer.json has it."""
+    """As `spelling_of`, for the decoder in a tokenizer.json."""
     steps = _decoder_steps(decoder)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -90,7 +89,6 @@ def spelling_of_steps(decoder: dict[str, Any] | None, source: str) -> TokenSpell
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The decoder's parts with their settings."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":

@@ -1,7 +1,4 @@
-"""The bytes that each token stands for, read from a checkpoint without building its tokenizer.
-
-Whoever must know what tokens spell, and need not cut text into them, gets this: masks of grammars are made of it.
-"""
+"""Reads the bytes of each token from a checkpoint without building its tokenizer, for masks of grammars."""
 
 from __future__ import annotations
 
@@ -23,18 +20,18 @@ from sglang_jax.errors import CheckpointError, cut
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 MAX_BYTES = 256 << 20
-"""Of a tokenizer's file."""
+"""Size limit of each file of a tokenizer."""
 
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What reading a file that is not what it should be raises."""
+"""Exceptions when reading a malformed file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """What the tokens of a vocabulary stand for.
+    """The bytes of the tokens of a vocabulary.
 
-    - `tokens`: by id; empty for an id without a text.
-    - `special`: ids of tokens that are not text, such as those that end a turn. Their bytes are their names.
+    - `tokens`: by id; empty for an id without text.
+    - `special`: ids of tokens that are not text, such as the end of a turn; their bytes are their names.
     """
 
     tokens: tuple[bytes, ...]
@@ -42,10 +39,7 @@ class TokenTable:
 
 
 def load_token_table(source: ModelSource) -> TokenTable:
-    """The table of a checkpoint's tokenizer (see `resolve_tokenizer`).
-
-    **Raises:** `CheckpointError` if there is none, or one of an unknown kind.
-    """
+    """The table of a tokenizer (see `resolve_tokenizer`). Raises `CheckpointError` for a missing or unsupported one."""
     if source.kind is SourceKind.GGUF:
         return _of_gguf(open_gguf(source.path))
     return _of_folder(source.path)
@@ -80,12 +74,12 @@ def _of_folder(folder: Path) -> TokenTable:
 
 
 def token_id_of(folder: Path, token: str) -> int | None:
-    """The id of a token by its name in tokenizer.json, or in tokenizer_config.json alone; None if it has none. Raises
+    """The id of a token by its name in tokenizer.json or tokenizer_config.json; None if neither has it. Raises
     `CheckpointError` for a damaged file."""
     path = folder / TOKENIZER_FILE
     stored = read_file(path, MAX_BYTES) if path.is_file() else b"{}"
     try:
-        # Of many megabytes only the added tokens are read.
+        # Decodes only the added tokens of a file of many MB.
         added = msgspec.json.decode(stored, type=_AddedTokens).added_tokens or ()
         found: Any = next((each.id for each in added if each.content == token), None)
         if found is None:
@@ -114,14 +108,14 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def _vocabulary(vocabulary: Any) -> dict[str, int]:
-    """Of BPE a mapping to ids; of a unigram model a list of tokens with their scores."""
+    """Ids by token. BPE has a mapping to ids, and unigram models a list of tokens with scores."""
     if isinstance(vocabulary, Mapping):
         return dict(vocabulary)
     return {token: token_id for token_id, (token, _) in enumerate(vocabulary)}
 
 
 def _added(stored: Mapping[str, Any], folder: Path) -> list[tuple[int, Mapping[str, Any]]]:
-    """Added tokens of tokenizer.json, and those that tokenizer_config.json alone has."""
+    """Added tokens of tokenizer.json, and those that only tokenizer_config.json has."""
     added = {int(token["id"]): token for token in stored.get("added_tokens") or ()}
     config = folder / CONFIG_FILE
     if config.is_file():

@@ -1,7 +1,7 @@
-"""Text to token ids and back, and chat templates, for every checkpoint format, without any tensor library.
+"""Tokenizers and chat templates of all checkpoint formats, without tensor libraries.
 
-transformers' `AutoTokenizer` imports torch where torch is installed; the class that it ends in does not, and is used
-for folders. It is imported for these alone, as importing transformers takes most of a second.
+For folders, transformers' `PreTrainedTokenizerFast` is used, because `AutoTokenizer` imports torch if it is installed.
+It is imported only for folders, because importing transformers takes most of a second.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
 
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, OSError, RecursionError)
-"""What transformers raises for files that are not what they should be."""
+"""Exceptions of transformers for malformed files."""
 
 SHORT_TEXT = 1024
-"""Texts of so many characters are tokenized without letting other threads run: that costs less than waking any."""
+"""Texts up to this many characters are tokenized without releasing the GIL: that costs less than waking threads."""
 
 MANY_TOKENS = 1024
-"""So many tokens are decoded without letting other threads run, for the same reason."""
+"""Up to this many tokens are decoded without releasing the GIL, for the same reason."""
 
 KEPT_TOKENS = 8192
-"""Tokens whose bytes are kept at hand: the rest of a vocabulary would make a server that serves random tokens grow for
-hours."""
+"""Tokens whose bytes are cached. With the whole vocabulary, a server of random tokens would grow for hours."""
 
 LARGE_TEXT = 32_768
-"""Tokenizing texts of more characters takes ten megabytes and more, which the allocator would keep for each thread."""
+"""Tokenizing texts of more characters takes 10 MB or more, which the allocator would keep for each thread."""
 
 
 class TokenizerFiles(TemplateFiles, Protocol):
-    """What is read of a tokenizer, by the names that transformers' `PreTrainedTokenizerFast` has for it."""
+    """The parts of a tokenizer that are used, under the names of transformers' `PreTrainedTokenizerFast`."""
 
     response_template: Mapping[str, Any] | None
 
@@ -67,14 +66,11 @@ class TokenizerFiles(TemplateFiles, Protocol):
     @property
     def pad_token_id(self) -> int | None: ...
 
-    def save_pretrained(self, folder: str | Path) -> object:
-        """Writes tokenizer.json, its config and the chat template."""
-        ...
+    def save_pretrained(self, folder: str | Path) -> object: ...
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Thread-safe: nothing changes after construction but a cache of token bytes, and what is
-    known of the chat template."""
+    """A checkpoint's tokenizer and chat template. Thread-safe."""
 
     def __init__(
         self,
@@ -84,9 +80,9 @@ class Tokenizer:
         special_tokens_in_content: bool = False,
         template_seconds: float = TEMPLATE_SECONDS,
     ) -> None:
-        """`source` names the checkpoint in errors. `special_tokens_in_content`: control tokens that messages of a chat
-        spell out are control tokens. `template_seconds`: what a chat template may
-        take for a conversation. Raises `CheckpointError` for a vocabulary of an unknown kind."""
+        """`source`: the checkpoint's name in errors. `special_tokens_in_content`: control tokens spelt in messages are
+        read as such. `template_seconds`: time limit of the chat template per conversation. Raises `CheckpointError` for
+        an unsupported kind of vocabulary."""
         self._files = files
         self._backend: Backend = files.backend_tokenizer
         self._backend.no_truncation()
@@ -108,13 +104,13 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that have a text. The model's vocabulary may be padded beyond it."""
+        """Number of tokens with text. The model's vocabulary may be padded beyond it."""
         size: int = self._backend.get_vocab_size(with_added_tokens=True)
         return size
 
     @property
     def longest_token(self) -> int:
-        """Most characters that one token stands for. It is never less: a vocabulary spells a byte as a character."""
+        """Upper bound of the characters of one token: a vocabulary spells each byte as at least a character."""
         return self._longest_token
 
     @property
@@ -127,34 +123,33 @@ class Tokenizer:
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Tokens that `skip_special_tokens` leaves out."""
+        """Ids of the tokens that `skip_special_tokens` leaves out."""
         return self._special_ids
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The tokens that `skip_special_tokens` leaves out, by their spellings."""
+        """Ids of the tokens that `skip_special_tokens` leaves out, by spelling."""
         return self._special_tokens
 
     @property
     def role_tokens(self) -> Mapping[str, str]:
-        """The spellings of tokens that have a role, by transformers' names of those, such as `bos_token`."""
+        """Spellings of tokens with a role, by transformers' name of the role, such as `bos_token`."""
         return {role: str(token) for role, token in self._files.special_tokens_map.items() if role in TOKEN_ROLES}
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template; empty if there is none."""
         return self._chat.text
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
-        """How replies are written, in transformers' words, where the checkpoint says so."""
+        """transformers' description of the format of replies, if the checkpoint has one."""
         found = self._files.response_template
         return found if isinstance(found, Mapping) else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; special tokens that the text spells out are recognised, but where `render_chat` has marked them as
-        a message's. Raises `ParameterError` for text that is not Unicode (a lone half of a surrogate pair), and
-        `RequestError` for one on which the tokenizer fails."""
+        """Returns token ids. Special tokens in the text are recognised, except those that `render_chat` marked as spelt
+        by a message. Raises `ParameterError` for text with a lone surrogate, and `RequestError` if the tokenizer
+        fails."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -175,7 +170,7 @@ class Tokenizer:
         elif len(text) <= SHORT_TEXT:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         else:
-            # As a batch of one: the same ids, but other threads of Python run meanwhile.
+            # A batch of one gives the same ids, and releases the GIL.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids = encoding.ids
             del encoding
@@ -184,7 +179,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids without a text add nothing, and bytes that are not UTF-8 become U+FFFD."""
+        """Decodes token ids. Ids without text add nothing, and bytes that are not UTF-8 become U+FFFD."""
         text: str
         if not self._misread.keys().isdisjoint(ids):
             skipped = self._special_ids if skip_special_tokens else frozenset()
@@ -196,11 +191,11 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, special tokens included; U+FFFD where it is a part of a character."""
+        """The text of a token, also of a special one; parts of characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that a token stands for; empty for an id without a text."""
+        """The exact bytes of a token; empty for an id without text."""
         known = self._bytes.get(token_id, self._misread.get(token_id))
         if known is None:
             token = self._backend.id_to_token(token_id)
@@ -217,11 +212,8 @@ class Tokenizer:
         continues_text: bool = False,
         markers: Set[int] = frozenset(),
     ) -> TextStream:
-        """Decodes a run of tokens as it grows.
-
-        Sentencepiece takes a space off the front of a text; with `continues_text` the run follows other text and keeps
-        it. `markers` are special tokens that are shown all the same.
-        """
+        """A decoder for a growing sequence of tokens. `continues_text`: the tokens follow other text, so the leading
+        space that sentencepiece removes is kept. `markers`: special tokens that are not skipped."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if markers:
             skipped -= markers
@@ -229,7 +221,6 @@ class Tokenizer:
         return TextStream(self.token_bytes, skipped, stripped)
 
     def check_roles(self, roles: Sequence[object]) -> None:
-        """As `ChatTemplate.check_roles`."""
         self._chat.check_roles(roles)
 
     def render_chat(
@@ -240,20 +231,20 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] = (),
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """As `ChatTemplate.render`, for `encode`."""
+        """Renders a conversation for `encode`; see `ChatTemplate.render`."""
         return self._chat.render(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
 
     def marked(self, text: str) -> str:
-        """A message's text as `render_chat` gives it to the template."""
+        """Marks the control tokens in a message's text, as `render_chat` does."""
         return self._control.mark(text)
 
     def _misread_tokens(self, added: Mapping[int, str]) -> dict[int, bytes]:
-        """Added tokens that the library decodes as if their letters were GPT-2's for bytes, and what they stand for."""
+        """Bytes of added tokens that the library decodes wrongly, as if they were in GPT-2's byte alphabet."""
         if not self._spelling.byte_level:
             return {}
-        # In a GGUF file's vocabulary all tokens stand side by side, each with its type.
+        # A GGUF file has one vocabulary for pieces and added tokens.
         is_file = isinstance(self._files, GgufTokenizer)
         pieces = {} if is_file else self._backend.get_vocab(with_added_tokens=False)
         texts = {
@@ -263,12 +254,11 @@ class Tokenizer:
         return {token_id: text for token_id, text in texts.items() if text != self._spelling.bytes_of(added[token_id])}
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json, its config and the chat template, as `load_tokenizer` reads them."""
         self._files.save_pretrained(folder)
 
 
 def _give_memory_back() -> None:
-    """Lets glibc return what it holds free to the system; other libraries do so by themselves. Takes some 20 ms, in
+    """Makes glibc return free memory to the system; other C libraries do so without this. Takes some 20 ms, during
     which other threads run."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
@@ -281,13 +271,9 @@ def load_tokenizer(
     special_tokens_in_content: bool = False,
     template_seconds: float = TEMPLATE_SECONDS,
 ) -> Tokenizer:
-    """The tokenizer of a checkpoint (`Checkpoint.tokenizer_source`, or of `resolve_tokenizer`).
-
-    `chat_template` replaces the checkpoint's: a Jinja file, or the template itself. `special_tokens_in_content`,
-    `template_seconds`: see `Tokenizer`.
-
-    **Raises:** `CheckpointError` if there is no tokenizer, or one of an unknown kind, or a template cannot be read.
-    """
+    """Loads the tokenizer of `Checkpoint.tokenizer_source` or `resolve_tokenizer`. `chat_template` replaces the
+    checkpoint's: a Jinja file, or the template itself. The other arguments: see `Tokenizer`. Raises `CheckpointError`
+    for a missing or unsupported tokenizer, and for an unreadable template."""
     files: TokenizerFiles = _from_gguf(source.path) if source.kind is SourceKind.GGUF else _from_folder(source.path)
     if chat_template is not None:
         files.chat_template = _template_text(chat_template)
@@ -297,7 +283,6 @@ def load_tokenizer(
 
 
 def import_tokenizers() -> type[Any]:
-    """The class of tokenizers of folders, imported only where one is read: see above."""
     from transformers import PreTrainedTokenizerFast
 
     found: type[Any] = PreTrainedTokenizerFast
@@ -313,29 +298,29 @@ def _from_folder(folder: Path) -> TokenizerFiles:
             "tokenizer files can be converted by loading and saving them with transformers)"
         )
     for file in folder.glob("*.json"):
-        check_regular(file)  # transformers opens what it knows of these
+        check_regular(file)  # transformers may open it
     if (size := (folder / TOKENIZER_FILE).stat().st_size) > _MAX_TOKENIZER_BYTES:
         raise CheckpointError(f"{folder / TOKENIZER_FILE} has {size} bytes, the limit is {_MAX_TOKENIZER_BYTES}")
     for file in (*folder.glob(CHAT_TEMPLATE_FILE), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")):
-        _read_template(file)  # transformers reads it too, but names no file in its errors
+        _read_template(file)  # transformers reads it too, but its errors do not name the file
     with _damage_named(folder):
         files: TokenizerFiles = import_tokenizers().from_pretrained(str(folder), local_files_only=True)
     return files
 
 
 def _is_panic(error: BaseException) -> bool:
-    """The tokenizers package met what its authors took for impossible. It has no name for the class, which is no
-    `Exception`."""
+    """Whether an error is a Rust panic of the tokenizers package. It does not export the class, which is not a subclass
+    of `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def _damage_named(source: Path) -> Iterator[None]:
-    """Raises `CheckpointError` for whatever the libraries raise over a tokenizer that is not what it should be."""
+    """Turns the libraries' exceptions for a damaged tokenizer into `CheckpointError`."""
     try:
         yield
     except BaseException as error:
-        # Nothing finer can be caught: the tokenizers package raises `Exception` itself.
+        # The tokenizers package raises plain `Exception`, so nothing more specific can be caught.
         if not (type(error) is Exception or isinstance(error, _DAMAGED) or _is_panic(error)):
             raise
         reason = f"{type(error).__name__}: {cut(str(error))}"

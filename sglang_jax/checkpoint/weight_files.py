@@ -1,4 +1,4 @@
-"""Files that weights lie in, of which parts are read: those of a folder of this machine; for others see `bucket`."""
+"""Files of weights in a local folder; for those in a bucket, see `bucket`."""
 
 from __future__ import annotations
 
@@ -15,31 +15,25 @@ Bytes = NDArray[Any]
 
 
 class WeightFiles(Protocol):
-    """Files of one folder by their names."""
+    """Reads byte ranges of the files of a folder."""
 
-    def names(self) -> list[str]:
-        """Of all files."""
-        ...
+    def names(self) -> list[str]: ...
 
-    def has(self, name: str) -> bool:
-        """Whether there is a file of this name."""
-        ...
+    def has(self, name: str) -> bool: ...
 
     def size(self, name: str) -> int:
-        """Bytes of a file. Raises `CheckpointError` if there is none of this name."""
+        """Bytes of a file. Raises `CheckpointError` if it does not exist."""
         ...
 
     def read(self, name: str, first: int, last: int) -> Bytes:
-        """Bytes `first` to `last` of a file, exclusive. Raises `CheckpointError` if they cannot be read."""
+        """Bytes `first` to `last` (exclusive) of a file. Raises `CheckpointError` if they cannot be read."""
         ...
 
-    def where(self, name: str) -> str:
-        """A file as errors name it."""
-        ...
+    def where(self, name: str) -> str: ...
 
 
 class LocalFiles:
-    """The files of a folder, memory-mapped: what `read` returns is a view, and read when it is looked at."""
+    """Memory-mapped local files: `read` returns a view, whose bytes are read when they are accessed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -60,7 +54,7 @@ class LocalFiles:
             return np.empty(0, np.uint8)  # an empty file cannot be mapped
         if name not in self._maps:
             self._maps[name] = np.memmap(self._folder / name, dtype=np.uint8, mode="r")
-        # `ndarray` instead of `memmap`, whose subclass methods would travel on with every slice.
+        # As `ndarray`, so that slices are not of the subclass `memmap`.
         return np.asarray(self._maps[name][first:last])
 
     def where(self, name: str) -> str:

@@ -185,7 +185,7 @@ def describe(config: EngineConfig, models: Models, in_8_bits: Mapping[ParameterN
     """The details of a runner's report on its models. `in_8_bits`: the matrices in memory in 8 bits, and their
     dtypes."""
     details = {"tp_size": str(config.tp_size)}
-    if models.main.foreign is not None:
+    if models.main.transformers_config is not None:
         details["model_impl"] = config.model_impl.value
     if (matrices := describe_matrices(models.main.config, in_8_bits)) is not None:
         details["weights"] = matrices

@@ -54,7 +54,7 @@ def quantization_for(checkpoint: Checkpoint, wanted: WeightQuantization) -> Quan
     if quantization is None:
         return None
     where = checkpoint.source.address
-    if checkpoint.foreign is not None:
+    if checkpoint.transformers_config is not None:
         raise ConfigError(f"quantization {wanted.value} needs --model-impl native: remove one of the two")
     if checkpoint.reader is None:
         raise ConfigError(
@@ -86,7 +86,7 @@ def kept_encodings(model: ModelConfig, encodings: Encodings) -> dict[ParameterNa
 
 def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> Encodings:
     """The encoding in memory of each matrix of the checkpoint's model."""
-    if checkpoint.foreign is not None:
+    if checkpoint.transformers_config is not None:
         return all_plain
     if checkpoint.reader is None:
         return read_orbax_encodings(checkpoint.source.path, checkpoint.config).get

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from sglang_jax import Engine
 from sglang_jax.architectures import ModelConfig
-from sglang_jax.checkpoint.foreign_config import load_foreign_config
 from sglang_jax.checkpoint.reader import Array, Index, PlainReader
+from sglang_jax.checkpoint.transformers_config import load_transformers_config
 from sglang_jax.config import ALWAYS_RUN, CompilePass, chosen_passes
 from sglang_jax.errors import CheckpointError, ConfigError
 from torch_backend.compilation import twin
@@ -326,7 +326,7 @@ def test_code_that_depends_on_the_number_of_tokens_is_refused() -> None:
 def test_configs_that_say_too_little_or_too_much(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | changes))
     with pytest.raises(CheckpointError, match=told):
-        load_foreign_config(tmp_path)
+        load_transformers_config(tmp_path)
 
 
 def test_names_of_passes() -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from sglang_jax.architectures import ModelConfig
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.checkpoint.foreign_config import foreign_model_config, under_usual_names
+from sglang_jax.checkpoint.transformers_config import transformers_model_config, under_usual_names
 from sglang_jax.config import CompilePass, chosen_passes
 from sglang_jax.errors import ConfigError
 from torch_backend.compilation import twin
@@ -43,7 +43,7 @@ def parts(family: str, ranks: list[ThreadRank], manager: PassManager, **values: 
 def described_by(config: PreTrainedConfig) -> ModelConfig:
     """What the engine knows of a config."""
     known = under_usual_names(config.to_dict(), config.attribute_map)
-    return foreign_model_config(JsonFields(known, Path("config.json")), (), "float32")
+    return transformers_model_config(JsonFields(known, Path("config.json")), (), "float32")
 
 
 _SHARED = {"num_key_value_heads": 2, "tie_word_embeddings": True}

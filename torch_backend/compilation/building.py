@@ -38,11 +38,11 @@ def build_traced(
     **Raises:** `ConfigError` if the model cannot be traced, differs from its config, or cannot be sharded; if a pass
     finds too few places; or if the tiny twin differs from transformers. `CheckpointError` for tensors that do not fit.
     """
-    assert checkpoint.foreign is not None
+    assert checkpoint.transformers_config is not None
     manager = PassManager(config.passes)
     dump = config.dump_graphs if parallel.rank == 0 else None
     shard = ModelShard.of(checkpoint.config, parallel.rank, parallel.size)
-    values = checkpoint.foreign
+    values = checkpoint.transformers_config
     empty = empty_model(config_of(values), dtype)
     if checkpoint.reader is not None and has_own_head(empty, checkpoint.reader):
         values = {**values, "tie_word_embeddings": False}

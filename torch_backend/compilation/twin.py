@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.model_config import num_paged_groups
-from sglang_jax.checkpoint.foreign_config import foreign_model_config, under_usual_names
+from sglang_jax.checkpoint.transformers_config import transformers_model_config, under_usual_names
 from sglang_jax.errors import ConfigError
 from torch_backend.attention.native import NativeAttention
 from torch_backend.batch import ForwardBatch, GroupPages
@@ -137,7 +137,7 @@ def _rewritten(
 ) -> TracedTransformer:
     """The twin, or a rank's shard of it, rewritten by the passes."""
     known = under_usual_names(config.to_dict(), config.attribute_map)
-    described = foreign_model_config(JsonFields(known, Path("config.json")), (), "float32")
+    described = transformers_model_config(JsonFields(known, Path("config.json")), (), "float32")
     model = empty_model(config, torch.float32)
     shard = ModelShard.of(described, parallel.rank, parallel.size)
     part = shard_model(model, described, shard)

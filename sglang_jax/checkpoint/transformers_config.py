@@ -1,5 +1,4 @@
-"""What the engine must know of a model that nobody has written a family for, from transformers' own reading of its
-config.json."""
+"""Config of a model that transformers runs (`--model-impl transformers`): only what the engine needs to know of it."""
 
 from __future__ import annotations
 
@@ -17,13 +16,9 @@ from sglang_jax.errors import CheckpointError, cut
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def load_foreign_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """The values of a folder's config.json, and a model with as many layers, each of attention with its heads and
-    window; the rest of a layer is not described.
-
-    **Raises:** `CheckpointError` for a file that transformers does not know either, and for layers that are none of
-    attention.
-    """
+def load_transformers_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """Returns the values of a folder's config.json, and a `ModelConfig` whose layers describe only attention: heads and
+    window. Raises `CheckpointError` if transformers cannot read the file, or some layers are not attention."""
     file = folder / CONFIG_FILE
     given = JsonFields.read(file)
     quantization = load_quantization(folder)
@@ -37,12 +32,12 @@ def load_foreign_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     ends = list(fields.integers("eos_token_id"))
     if generation.is_file():
         ends += JsonFields.read(generation).integers("eos_token_id")
-    return given.values, foreign_model_config(fields, tuple(dict.fromkeys(ends)), _dtype(given))
+    return given.values, transformers_model_config(fields, tuple(dict.fromkeys(ends)), _dtype(given))
 
 
 def _normalised(given: JsonFields) -> dict[str, Any]:
-    """All that transformers' config has, defaults too, under the usual names."""
-    # Here: the first takes a while to import, and the second imports torch where torch is installed.
+    """All values of transformers' config, with defaults, under the common names."""
+    # Imported here: the first is slow, and the second imports torch if it is installed.
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -58,7 +53,7 @@ def _normalised(given: JsonFields) -> dict[str, Any]:
 
 
 def under_usual_names(values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The values of a config of transformers with those too that it has under `names` of its own."""
+    """Adds common names for values that a config has under its own names. `names`: common to own."""
     return {**{usual: values.get(own) for usual, own in names.items()}, **values}
 
 
@@ -70,8 +65,8 @@ def _dtype(given: JsonFields) -> str:
     return given.string("dtype") or given.string("torch_dtype") or "float32"
 
 
-def foreign_model_config(fields: JsonFields, ends: tuple[int, ...], dtype: str) -> ModelConfig:
-    """See `load_foreign_config`; `fields` are under the usual names."""
+def transformers_model_config(fields: JsonFields, ends: tuple[int, ...], dtype: str) -> ModelConfig:
+    """See `load_transformers_config`; `fields` have the common names."""
     hidden, heads = fields.required_integer("hidden_size"), fields.required_integer("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -118,7 +113,7 @@ def foreign_model_config(fields: JsonFields, ends: tuple[int, ...], dtype: str) 
 
 
 def _kinds(fields: JsonFields, count: int, window: int | None) -> tuple[str, ...]:
-    """`layer_types`; where there are none, all layers are alike."""
+    """`layer_types`, or the same type for all layers if the field is missing."""
     kinds = fields.strings("layer_types") or (_FULL if window is None else _SLIDING,) * count
     other = sorted(set(kinds) - {_FULL, _SLIDING})
     if other or len(kinds) != count:
