@@ -13,7 +13,7 @@ _short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = _short.maxfr
 _short.maxstring = _short.maxlong = SHOWN_LENGTH // 2
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Returns a value for an error message: its repr, truncated. The cost does not depend on its size."""
     if isinstance(value, (str, list)) and len(value) > SHOWN_LENGTH:
         return f"{cut(_short.repr(value))} ({len(value)} long)"

@@ -10,7 +10,7 @@ import torch
 
 from sglang_jax.architectures.kinds.part import CachedArray
 from sglang_jax.architectures.kinds.recurrent import StateArray, StateDtype
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from torch_backend.recurrent.rows import States
 
 LARGEST_INT8 = 127.0
@@ -97,12 +97,12 @@ class KVPages:
         return self.values is self.keys
 
     @property
-    def parameters(self) -> dict[tuple[Part, Kind], torch.Tensor]:
+    def parameters(self) -> dict[tuple[Part, ParameterKind], torch.Tensor]:
         """The KV parameters that a checkpoint may contain, by the manifest's names."""
         found = {
-            (Part.KEY, Kind.SCALE): self.key_scale,
-            (Part.VALUE, Kind.SCALE): self.value_scale,
-            (Part.KEY, Kind.MEAN): None if self.token_scales is None else self.token_scales.key_mean,
+            (Part.KEY, ParameterKind.SCALE): self.key_scale,
+            (Part.VALUE, ParameterKind.SCALE): self.value_scale,
+            (Part.KEY, ParameterKind.MEAN): None if self.token_scales is None else self.token_scales.key_mean,
         }
         return {name: value for name, value in found.items() if value is not None}
 

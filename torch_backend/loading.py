@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from sglang_jax.architectures.model_config import group_of_layers, num_slots
-from sglang_jax.architectures.tensor_names import Kind
+from sglang_jax.architectures.tensor_names import ParameterKind
 from sglang_jax.checkpoint import Checkpoint, ModelConfig, ParameterReader
 from sglang_jax.config import EngineConfig
 from sglang_jax.runner.assembly import Assembly, describe, open_models, settle
@@ -128,7 +128,7 @@ def _allocate_main(
     config, model = backend.config, assembly.model
     kv = _allocate(model, assembly.pages, config.page_size, backend.device, backend.state_dtypes)
     load_kv_parameters(kv, kv_parameters, model.shard, factor)
-    if model.kv_form.keys == torch.int8 and not kv_parameters.has(Kind.MEAN):
+    if model.kv_form.keys == torch.int8 and not kv_parameters.has(ParameterKind.MEAN):
         give_key_means(model.model, kv, model.config, dtype=backend.dtype, max_context=assembly.sizes.max_context)
     if config.enable_expert_distribution_metrics:
         kv = _with_counts(kv, model.config, backend.device)
@@ -155,10 +155,10 @@ def _kv_factor(config: EngineConfig, checkpoint: Checkpoint, form: KVForm) -> fl
     logger.info(
         "Keys%s are stored in int8 with one scale per token%s",
         " and values" if form.values == torch.int8 else "",
-        "; those of the checkpoint are not used" if parameters.has(Kind.SCALE) else "",
+        "; those of the checkpoint are not used" if parameters.has(ParameterKind.SCALE) else "",
     )
-    if parameters.has(Kind.MEAN):
-        parameters.check(Kind.MEAN)
+    if parameters.has(ParameterKind.MEAN):
+        parameters.check(ParameterKind.MEAN)
         logger.info("Using the checkpoint's means of keys")
     return None
 

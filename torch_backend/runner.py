@@ -54,7 +54,7 @@ _SHORT_PROMPT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutputs:
+class DeviceOutputs:
     """Results of a step in host memory: `tokens` int32 and `logprobs` of the sequences that sample, and the logprobs of
     each of the plan's requests for prompt logprobs."""
 
@@ -80,8 +80,8 @@ class TorchStep:
 
     flat: FlatPlan
     max_samples: int
-    pending: Pending[StepOutputs] | None
-    second: Callable[[TokenMasks], Pending[StepOutputs]] | None = None
+    pending: Pending[DeviceOutputs] | None
+    second: Callable[[TokenMasks], Pending[DeviceOutputs]] | None = None
 
     def sample(self, masks: TokenMasks) -> None:
         """See `StepHandle`. Raises `RuntimeError` for a step that does not wait for masks."""
@@ -282,7 +282,7 @@ class TorchRunner:
             return TorchStep(flat, self._spec.max_samples, pending)
         forwarded = self._stream.submit(partial(self._forward_part, flat, needs, wanted))
 
-        def second(masks: TokenMasks) -> Pending[StepOutputs]:
+        def second(masks: TokenMasks) -> Pending[DeviceOutputs]:
             return self._stream.submit(lambda: self._sample_part(flat, forwarded.submitted(), needs, masks))
 
         self._waiting = TorchStep(flat, self._spec.max_samples, None, second)
@@ -331,7 +331,7 @@ class TorchRunner:
         self._stream.close()
         self._model, self._graphs, self._warm_graphs, self._drafter = _Closed(), None, 0, None
 
-    def _run(self, flat: FlatPlan, needs: Needs, wanted: DraftRequest | None) -> StepOutputs:
+    def _run(self, flat: FlatPlan, needs: Needs, wanted: DraftRequest | None) -> DeviceOutputs:
         """Runs a whole step, on the stream."""
         return self._sample_part(flat, self._forward_part(flat, needs, wanted), needs, None)
 
@@ -359,14 +359,14 @@ class TorchRunner:
 
     def _sample_part(
         self, flat: FlatPlan, forwarded: _Forwarded, needs: Needs, masks: TokenMasks | None
-    ) -> StepOutputs:
+    ) -> DeviceOutputs:
         """Runs the rest of a step, on the stream: sampling and copies to the host."""
         tokens, logprobs = None, None
         if forwarded.logits is not None:
             tokens, logprobs = self._sample(flat.plan, forwarded.inputs, forwarded.logits, needs, masks)
             if self._states:
                 self._settle_states(flat, forwarded.inputs, tokens)
-        return StepOutputs(
+        return DeviceOutputs(
             None if tokens is None else self._stream.to_host(tokens),
             None if logprobs is None else self._logprobs_to_host(logprobs),
             forwarded.prompt_logprobs,

@@ -13,7 +13,7 @@ from sglang_jax.architectures.kinds.feed_forward import Activation, FeedForwardC
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
 from sglang_jax.architectures.model_config import AnyAttention, FeedForward, LayerConfig, ModelConfig, SublayerNorms
-from sglang_jax.errors import CheckpointError, shown
+from sglang_jax.errors import CheckpointError, quote
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class CommonFields:
         )
         longest = rope.longest_context(declared)
         if longest > MAX_POSITIONS:
-            raise CheckpointError(f"{fields.file}: a context of {shown(longest)} tokens; the limit is {MAX_POSITIONS}")
+            raise CheckpointError(f"{fields.file}: a context of {quote(longest)} tokens; the limit is {MAX_POSITIONS}")
         common.check_heads(common.num_heads, common.num_kv_heads, common.head_dim)
         rotated = rope.rotated_numbers(common.head_dim)
         if rotated % 2 or not rotated:

@@ -8,7 +8,7 @@ from sglang_jax.architectures.common_fields import CommonFields
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.kinds.feed_forward import FeedForwardConfig
-from sglang_jax.errors import CheckpointError, shown
+from sglang_jax.errors import CheckpointError, quote
 
 MAX_EXPERTS = 1 << 16
 """Limit for the experts of all layers together, which may have a tensor each; far above that of any model."""
@@ -35,7 +35,7 @@ def read_experts(
     count = _count(fields, counts) or num_experts
     if count * common.num_layers > MAX_EXPERTS:
         raise CheckpointError(
-            f"{fields.file}: {shown(count)} experts in each of {common.num_layers} layers; the limit for all layers "
+            f"{fields.file}: {quote(count)} experts in each of {common.num_layers} layers; the limit for all layers "
             f"together is {MAX_EXPERTS}"
         )
     of_token = fields.size("num_experts_per_tok", chosen)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_jax.architectures.files import read_file
-from sglang_jax.errors import CheckpointError, shown
+from sglang_jax.errors import CheckpointError, quote
 
 _MAX_BYTES = 4 << 20
 
@@ -72,7 +72,7 @@ class JsonFields:
         """An integer from 0 to `limit`."""
         value = self.integer(name)
         if value is not None and not 0 <= value <= limit:
-            raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be in [0, {limit}]")
+            raise CheckpointError(f"{self.file}: {self.within}{name} is {quote(value)}, it must be in [0, {limit}]")
         return value
 
     def count_or(self, name: str, default: int | None) -> int | None:
@@ -91,9 +91,9 @@ class JsonFields:
         if value is None:
             raise CheckpointError(f"{self.file}: {self.within}{name} is missing")
         if value < 1:
-            raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be at least 1")
+            raise CheckpointError(f"{self.file}: {self.within}{name} is {quote(value)}, it must be at least 1")
         if value > limit:
-            raise CheckpointError(f"{self.file}: {self.within}{name} is {shown(value)}, it must be at most {limit}")
+            raise CheckpointError(f"{self.file}: {self.within}{name} is {quote(value)}, it must be at most {limit}")
         return value
 
     def size(self, name: str, default: int) -> int:
@@ -155,4 +155,4 @@ class JsonFields:
         return tuple(value)
 
     def _mistyped(self, name: str, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.file}: {self.within}{name} is {shown(self.values[name])}, it must be {wanted}")
+        return CheckpointError(f"{self.file}: {self.within}{name} is {quote(self.values[name])}, it must be {wanted}")

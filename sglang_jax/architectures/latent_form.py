@@ -21,7 +21,7 @@ from sglang_jax.architectures.tensor_names import (
     TensorName,
     TensorNames,
 )
-from sglang_jax.errors import CheckpointError, shown
+from sglang_jax.errors import CheckpointError, quote
 
 DENSE_LATENT_NAMES: TensorNames = {**LLAMA_NAMES, **LATENT_NAMES}
 """Names of families without experts."""
@@ -113,7 +113,7 @@ def read_deepseek_experts(common: CommonFields, defaults: ExpertDefaults) -> Exp
     )
     frequency = fields.integer("moe_layer_freq")
     if frequency not in (None, 1):
-        raise CheckpointError(f"{fields.file}: moe_layer_freq is {shown(frequency)}; supported: 1")
+        raise CheckpointError(f"{fields.file}: moe_layer_freq is {quote(frequency)}; supported: 1")
     shared = fields.count_or("n_shared_experts", defaults.shared) or 0
     return replace(
         experts,
@@ -163,7 +163,7 @@ def check_choice(fields: JsonFields, name: str, *supported: str) -> str:
     word = fields.string(name)
     if word is not None and word not in supported:
         raise CheckpointError(
-            f"{fields.file}: {name} {shown(word)} is not supported; supported: {', '.join(supported)}"
+            f"{fields.file}: {name} {quote(word)} is not supported; supported: {', '.join(supported)}"
         )
     return word or supported[0]
 

@@ -8,7 +8,7 @@ from typing import TypedDict
 from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.recurrent import Mamba2Config
 from sglang_jax.architectures.tensor_names import Part, TensorName, TensorNames
-from sglang_jax.errors import CheckpointError, shown
+from sglang_jax.errors import CheckpointError, quote
 
 
 def mamba_names(module: str, layers: str = "model.layers") -> TensorNames:
@@ -89,5 +89,5 @@ def step_limits(fields: JsonFields) -> StepLimits:
     # JSON has no infinity; transformers 5 writes it as an object.
     found = [math.inf if x == {"__float__": "Infinity"} else x for x in limits] if isinstance(limits, list) else []
     if len(found) != 2 or not all(isinstance(x, (int, float)) for x in found):
-        raise CheckpointError(f"{fields.file}: time_step_limit is {shown(limits)}, it must be two numbers")
+        raise CheckpointError(f"{fields.file}: time_step_limit is {quote(limits)}, it must be two numbers")
     return {"least_step": float(found[0]), "most_step": float(found[1])}

@@ -21,7 +21,7 @@ from sglang_jax.architectures.tensor_names import (
     OF_EXPERTS,
     OPTIONAL_NAMES,
     WHOLE_MODEL,
-    Kind,
+    ParameterKind,
     Part,
     TensorName,
     TensorNames,
@@ -35,7 +35,7 @@ class ParameterName:
     """Identifies a parameter. `layer`: None for one of the whole model."""
 
     part: Part
-    kind: Kind = Kind.WEIGHT
+    kind: ParameterKind = ParameterKind.WEIGHT
     layer: int | None = None
 
 
@@ -142,7 +142,7 @@ class ParameterSpec:
     @property
     def is_matrix(self) -> bool:
         """Whether it is a weight matrix, or one per expert."""
-        return len(self.shape) == (3 if self.places else 2) and self.name.kind is Kind.WEIGHT
+        return len(self.shape) == (3 if self.places else 2) and self.name.kind is ParameterKind.WEIGHT
 
     @property
     def is_scale(self) -> bool:
@@ -236,17 +236,17 @@ _VOCABULARY = (Axis.VOCABULARY,)
 
 def _specs(config: ModelConfig) -> Iterator[ParameterSpec]:
     table = ((_VOCABULARY, HIDDEN), ((config.vocab_size,), (config.hidden_size,)))
-    yield from _named(config, [Declared(Part.EMBEDDING, Kind.WEIGHT, *table)], None)
+    yield from _named(config, [Declared(Part.EMBEDDING, ParameterKind.WEIGHT, *table)], None)
     for number, layer in enumerate(config.layers):
         yield from _named(config, list(_layer(layer, config.hidden_size)), number)
     yield from _named(config, [norm_weight(Part.FINAL_NORM, config.hidden_size, config.final_norm.offset)], None)
-    head = next(_named(config, [Declared(Part.HEAD, Kind.WEIGHT, *table)], None))
+    head = next(_named(config, [Declared(Part.HEAD, ParameterKind.WEIGHT, *table)], None))
     if config.tie_word_embeddings:
         names = family_named(config.architecture).names
         head = replace(
             head,
-            tensor=hf_name(names[Part.EMBEDDING], Kind.WEIGHT, None),
-            gguf=gguf_name(names[Part.EMBEDDING], Kind.WEIGHT, None),
+            tensor=hf_name(names[Part.EMBEDDING], ParameterKind.WEIGHT, None),
+            gguf=gguf_name(names[Part.EMBEDDING], ParameterKind.WEIGHT, None),
         )
     yield head
 
@@ -256,7 +256,7 @@ def _named(config: ModelConfig, parameters: list[Declared], layer: int | None) -
     names = family_named(config.architecture).names
     assert layer is None or not WHOLE_MODEL & {parameter.part for parameter in parameters}
     rows: dict[str, int] = {}
-    starts: dict[tuple[Part, Kind], int] = {}
+    starts: dict[tuple[Part, ParameterKind], int] = {}
     for parameter in parameters:
         name = names[parameter.stored_as or parameter.part]
         if parameter.part in OF_EXPERTS:
@@ -299,8 +299,8 @@ def _of_experts(parameter: Declared, name: TensorName, names: TensorNames, layer
     places = [ExpertsPlace(hf_name(name, parameter.kind, layer))] if EXPERT in name.hf else []
     for stacked in name.stacked:
         sharers = [part for part, other in names.items() if stacked in other.stacked]
-        tensor = f"{name.layers}.{layer}.{stacked.hf}" + ("_bias" if parameter.kind is Kind.BIAS else "")
-        transposed = stacked.transposed and parameter.kind is Kind.WEIGHT
+        tensor = f"{name.layers}.{layer}.{stacked.hf}" + ("_bias" if parameter.kind is ParameterKind.BIAS else "")
+        transposed = stacked.transposed and parameter.kind is ParameterKind.WEIGHT
         at = sharers.index(parameter.part), len(sharers)
         places.append(ExpertsPlace(tensor, *at, transposed, stacked.alternating))
     gguf = gguf_name(name, parameter.kind, layer)
@@ -322,4 +322,4 @@ def _layer(layer: LayerConfig, hidden: int) -> Iterator[Declared]:
     for part_of_layer in layer.parts:
         yield from part_of_layer.parameters(hidden)
     if layer.learnt_scale:
-        yield Declared(Part.LAYER_SCALE, Kind.WEIGHT, ((Axis.ONE,),), ((1,),))
+        yield Declared(Part.LAYER_SCALE, ParameterKind.WEIGHT, ((Axis.ONE,),), ((1,),))

@@ -59,7 +59,7 @@ class Part(StrEnum):
     LAYER_SCALE = "layer_scale"
 
 
-class Kind(StrEnum):
+class ParameterKind(StrEnum):
     """The kind of a part's parameter: the last word of its name."""
 
     WEIGHT = "weight"
@@ -134,7 +134,7 @@ LLAMA_NAMES: TensorNames = {
 }
 """The names of Llama, which most families share or extend."""
 
-OPTIONAL = {Kind.SCALE: "scales of keys and values", Kind.MEAN: "means of keys"}
+OPTIONAL = {ParameterKind.SCALE: "scales of keys and values", ParameterKind.MEAN: "means of keys"}
 """Kinds that a checkpoint may lack. It has either all parameters of such a kind or none."""
 
 _SCALES = (
@@ -148,10 +148,10 @@ _SCALES = (
     ("self_attn.attn.kv_scale", "self_attn.attn.kv_scale"),
 )
 
-OPTIONAL_NAMES: Mapping[tuple[Part, Kind], tuple[str, ...]] = {
-    (Part.KEY, Kind.SCALE): tuple(keys for keys, _ in _SCALES),
-    (Part.VALUE, Kind.SCALE): tuple(values for _, values in _SCALES),
-    (Part.KEY, Kind.MEAN): ("self_attn.k_mean",),
+OPTIONAL_NAMES: Mapping[tuple[Part, ParameterKind], tuple[str, ...]] = {
+    (Part.KEY, ParameterKind.SCALE): tuple(keys for keys, _ in _SCALES),
+    (Part.VALUE, ParameterKind.SCALE): tuple(values for _, values in _SCALES),
+    (Part.KEY, ParameterKind.MEAN): ("self_attn.k_mean",),
 }
 """Quantisers' names for optional parameters, in all families: one of these, after `model.layers.N.`."""
 
@@ -190,13 +190,13 @@ POST_NORM_NAMES: TensorNames = {
 """Names of families that normalise outputs of attention and feed-forward parts, not inputs."""
 
 
-def hf_name(name: TensorName, kind: Kind, layer: int | None) -> str:
+def hf_name(name: TensorName, kind: ParameterKind, layer: int | None) -> str:
     """The complete name in a Hugging Face folder. `layer`: None for a tensor of the whole model."""
     stem = name.hf if layer is None else f"{name.layers}.{layer}.{name.hf}"
     return stem if name.bare else f"{stem}.{kind}"
 
 
-def gguf_name(name: TensorName, kind: Kind, layer: int | None) -> str | None:
+def gguf_name(name: TensorName, kind: ParameterKind, layer: int | None) -> str | None:
     """The complete name in a GGUF file; None if unknown."""
     if name.gguf is None:
         return None

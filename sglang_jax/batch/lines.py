@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw
 
 from sglang_jax.batch.seeds import add_seed, seed_of
-from sglang_jax.errors import shown
+from sglang_jax.errors import quote
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -137,7 +137,7 @@ def _custom_id(fields: Fields) -> str | None:
         return str(value)
     if value is None or isinstance(value, str):
         return value
-    raise _LineError("invalid_value", f"custom_id must be a string, got {shown(value)}")
+    raise _LineError("invalid_value", f"custom_id must be a string, got {quote(value)}")
 
 
 def _batch_request(fields: Fields, custom_id: str | None) -> tuple[str, Fields]:
@@ -148,12 +148,12 @@ def _batch_request(fields: Fields, custom_id: str | None) -> tuple[str, Fields]:
         raise _LineError("missing_field", "custom_id is required in a line with a body")
     method = _value(fields, "method")
     if method not in (None, "POST"):
-        raise _LineError("invalid_value", f'method must be "POST", got {shown(method)}')
+        raise _LineError("invalid_value", f'method must be "POST", got {quote(method)}')
     url = _value(fields, "url")
     if url is None:
         raise _LineError("missing_field", f"url is required in a line with a body: one of {', '.join(PROMPT_FIELDS)}")
     if not isinstance(url, str) or url not in PROMPT_FIELDS:
-        raise _LineError("invalid_value", f"url must be one of {', '.join(PROMPT_FIELDS)}, got {shown(url)}")
+        raise _LineError("invalid_value", f"url must be one of {', '.join(PROMPT_FIELDS)}, got {quote(url)}")
     return url, _object(fields["body"], "body")
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from platformdirs import user_cache_dir
 
 from sglang_jax.checkpoint.weight_files import Bytes
-from sglang_jax.errors import CheckpointError, cut, how_to_install, shown
+from sglang_jax.errors import CheckpointError, cut, how_to_install, quote
 
 SCHEME = "gs://"
 
@@ -63,7 +63,7 @@ class RemoteFolder:
         self.address = address.rstrip("/")
         found = _ADDRESS.fullmatch(self.address)
         if found is None or any(part in (".", "..") for part in found[2].split("/")):
-            raise CheckpointError(f"{shown(address)} is not a bucket address; give gs://BUCKET/PATH")
+            raise CheckpointError(f"{quote(address)} is not a bucket address; give gs://BUCKET/PATH")
         self.bucket, self.folder = found[1], found[2].strip("/")
         if importlib.util.find_spec("gcsfs") is None:
             raise CheckpointError(

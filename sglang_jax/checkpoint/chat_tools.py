@@ -53,9 +53,9 @@ class ArgumentForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """How a template handles tools. `shown`: it renders their descriptions."""
+    """How a template handles tools. `renders_tools`: it renders their descriptions."""
 
-    shown: bool
+    renders_tools: bool
     arguments: ArgumentForm
 
     def decoded(self, message: Message) -> Message:
@@ -72,7 +72,7 @@ class ToolSupport:
         """Returns messages (already `decoded`) and tools as the template takes them. `has_system`: whether it knows the
         role `system`."""
         given = [self._with_calls(message) for message in messages]
-        if not tools or self.shown:
+        if not tools or self.renders_tools:
             return given, tools
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         instructions = _INSTRUCTIONS.format(tools=lines)
@@ -132,11 +132,11 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 def learn_tools(render: Render) -> ToolSupport:
     user: Message = {"role": "user", "content": "a"}
-    shown = any(
+    renders = any(
         _TOOL in _rendered(render, conversation, [PROBE])
         for conversation in ([user], [{"role": "system", "content": "c"}, user])
     )
-    return ToolSupport(shown, _argument_form(render, user))
+    return ToolSupport(renders, _argument_form(render, user))
 
 
 def _argument_form(render: Render, user: Message) -> ArgumentForm:

@@ -15,7 +15,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.architectures.kinds.rope import RopeConfig, RopeKind
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family, GgufForm, known_families
-from sglang_jax.architectures.tensor_names import Kind, Part, gguf_name
+from sglang_jax.architectures.tensor_names import ParameterKind, Part, gguf_name
 from sglang_jax.checkpoint.gguf_end_tokens import gguf_end_token_ids
 from sglang_jax.checkpoint.gguf_file import GgufFile, Value
 from sglang_jax.checkpoint.gguf_reader import ROPE_FACTORS
@@ -81,14 +81,14 @@ def _common_values(file: GgufFile, family: Family, name: str) -> dict[str, Any]:
         **_epsilon(file, name),
         "rope_parameters": rope_to_hf(_rope(file, name, head_dim)),
         "max_position_embeddings": file.require(f"{name}.context_length", int),
-        "tie_word_embeddings": _tensor(family, Part.HEAD, Kind.WEIGHT) not in file.tensors,
+        "tie_word_embeddings": _tensor(family, Part.HEAD, ParameterKind.WEIGHT) not in file.tensors,
         "eos_token_id": list(gguf_end_token_ids(file)),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int),
         "dtype": "bfloat16",
     }
 
 
-def _tensor(family: Family, part: Part, kind: Kind, layer: int | None = None) -> str | None:
+def _tensor(family: Family, part: Part, kind: ParameterKind, layer: int | None = None) -> str | None:
     return gguf_name(family.names[part], kind, layer)
 
 
@@ -114,7 +114,7 @@ def _windows(file: GgufFile, name: str, window: object) -> dict[str, Any]:
 def _with_biases(layer: LayerConfig, number: int, family: Family, file: GgufFile) -> LayerConfig:
 
     def has(part: Part) -> bool:
-        return _tensor(family, part, Kind.BIAS, number) in file.tensors
+        return _tensor(family, part, ParameterKind.BIAS, number) in file.tensors
 
     assert layer.attention is not None, "no family with other layers has a form of GGUF files"
     assert layer.feed_forward is not None
@@ -176,7 +176,7 @@ def _uniform(file: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _vocab_size(file: GgufFile, family: Family) -> int:
-    name = _tensor(family, Part.EMBEDDING, Kind.WEIGHT)
+    name = _tensor(family, Part.EMBEDDING, ParameterKind.WEIGHT)
     embedding = None if name is None else file.tensors.get(name)
     if embedding is None:
         raise CheckpointError(f"{file.path}: tensor {name} is missing")

@@ -20,7 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from sglang_jax.architectures.files import check_regular
-from sglang_jax.errors import CheckpointError, cut, shown
+from sglang_jax.errors import CheckpointError, cut, quote
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -76,7 +76,7 @@ class GgufFile:
         if kind is float and isinstance(value, int):
             return kind(value)  # type: ignore[call-arg]
         if value is not None and not isinstance(value, kind):
-            raise CheckpointError(f"{self.path}: metadata {key} should be a {kind.__name__}, it is {shown(value)}")
+            raise CheckpointError(f"{self.path}: metadata {key} should be a {kind.__name__}, it is {quote(value)}")
         return value
 
     def require(self, key: str, kind: type[_T]) -> _T:

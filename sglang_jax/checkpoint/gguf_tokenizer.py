@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from sglang_jax.checkpoint.gguf_end_tokens import END_NAMES, TOKENS, gguf_end_token_ids
 from sglang_jax.checkpoint.gguf_file import GgufFile
 from sglang_jax.checkpoint.token_spelling import SENTENCEPIECE_SPACE, TokenSpelling
-from sglang_jax.errors import CheckpointError, shown
+from sglang_jax.errors import CheckpointError, quote
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     if len(longest) > _LONGEST_TOKEN:
         raise CheckpointError(
             f"{file.path}: tokenizer.ggml.tokens holds a token of {len(longest)} characters, the limit is "
-            f"{_LONGEST_TOKEN}: {shown(longest)}"
+            f"{_LONGEST_TOKEN}: {quote(longest)}"
         )
     unknown = _token(file, tokens, "unknown")
     model = models.BPE(

@@ -17,7 +17,7 @@ from sglang_jax.architectures.json_fields import JsonFields
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
 from sglang_jax.checkpoint.layer_patterns import NO_LAYERS, LayerPatterns, compiled, is_pattern, wildcards
 from sglang_jax.config import KVCacheDtype
-from sglang_jax.errors import CheckpointError, shown
+from sglang_jax.errors import CheckpointError, quote
 
 MODELOPT_FILE = "hf_quant_config.json"
 """Written by ModelOpt next to config.json; its first versions wrote only this, and no field in config.json."""
@@ -126,19 +126,19 @@ def _modelopt_kv_type(quantization: JsonFields) -> KVCacheDtype | None:
     types = {"FP8": KVCacheDtype.FLOAT8_E4M3, "INT8": KVCacheDtype.INT8}
     if algorithm.upper() not in types:
         raise CheckpointError(
-            f"{quantization.file}: {quantization.within}kv_cache_quant_algo is {shown(algorithm)}; supported: FP8, "
+            f"{quantization.file}: {quantization.within}kv_cache_quant_algo is {quote(algorithm)}; supported: FP8, "
             "INT8 (or --kv-cache-dtype auto, which uses no scales)"
         )
     return types[algorithm.upper()]
 
 
 def _refuse_method(fields: JsonFields, method: object) -> NoReturn:
-    raise CheckpointError(f"{fields.file}: weights quantised by {shown(method)} are not supported; {_INSTEAD}")
+    raise CheckpointError(f"{fields.file}: weights quantised by {quote(method)} are not supported; {_INSTEAD}")
 
 
 def _refuse(fields: JsonFields, name: str, supported: str) -> NoReturn:
     raise CheckpointError(
-        f"{fields.file}: {fields.within}{name} {shown(fields.value(name))} of quantised weights is not supported; "
+        f"{fields.file}: {fields.within}{name} {quote(fields.value(name))} of quantised weights is not supported; "
         f"supported: {supported}; {_INSTEAD}"
     )
 

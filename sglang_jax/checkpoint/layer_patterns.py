@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from sglang_jax.architectures.json_fields import JsonFields
-from sglang_jax.errors import CheckpointError, shown
+from sglang_jax.errors import CheckpointError, quote
 
 _PREFIX = "re:"
 _MOST_PATTERNS = 64
@@ -70,7 +70,7 @@ def wildcards(fields: JsonFields, name: str) -> LayerPatterns:
 
 
 def _compile(fields: JsonFields, name: str, pattern: str) -> re.Pattern[str]:
-    where = f"{fields.file}: {fields.within}{name} has the pattern {shown(pattern)}"
+    where = f"{fields.file}: {fields.within}{name} has the pattern {quote(pattern)}"
     if len(pattern) > _MOST_CHARACTERS or len(_REPEAT.findall(pattern)) > _MOST_REPEATS:
         raise CheckpointError(
             f"{where}; patterns may have {_MOST_CHARACTERS} characters and {_MOST_REPEATS} repetitions"

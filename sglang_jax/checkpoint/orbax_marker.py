@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.encoding import ActivationScales, Encoding, ValueType
 from sglang_jax.checkpoint.parameters import ParameterReader
 from sglang_jax.checkpoint.reader import TensorsInMemory
@@ -36,7 +36,7 @@ def read_orbax_kv_scales(folder: Path, config: ModelConfig) -> tuple[TensorsInMe
         if stored is None:
             return TensorsInMemory({}), None
         for name, spec in manifest_of(config).optional.items():
-            if name.kind is Kind.SCALE:
+            if name.kind is ParameterKind.SCALE:
                 numbers = np.array(stored["numbers"][name.layer], np.float32)
                 if numbers.shape != (*spec.shape, len(_SIDES)):
                     raise ValueError(f"KV scales of layer {name.layer} are {numbers.shape}, they do not fit the model")
@@ -51,7 +51,7 @@ def kv_scales_to_json(reader: ParameterReader, made_for: KVCacheDtype | None) ->
     """The inverse of `read_orbax_kv_scales`: `[kv_heads, 2]` per layer, with exact float32 values."""
     numbers: list[list[Any]] = []
     for number, layer in enumerate(reader.config.layers):
-        sides = [] if layer.attention is None else [ParameterName(side, Kind.SCALE, number) for side in _SIDES]
+        sides = [] if layer.attention is None else [ParameterName(side, ParameterKind.SCALE, number) for side in _SIDES]
         numbers.append(np.transpose([reader.read(side) for side in sides]).tolist())
     return {"made_for": made_for, "numbers": numbers}
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.manifest import ParameterName, ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
-from sglang_jax.architectures.tensor_names import OPTIONAL, Kind, Part
+from sglang_jax.architectures.tensor_names import OPTIONAL, ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored
 from sglang_jax.checkpoint.quantization import Quantization
 from sglang_jax.checkpoint.reader import Array, Index, Role, TensorReader, whole_index
@@ -33,14 +33,14 @@ class ParameterReader:
         """The manifest's entry. Raises `KeyError` for a parameter that the model does not have."""
         return self._manifest.spec(name)
 
-    def has(self, kind: Kind) -> bool:
+    def has(self, kind: ParameterKind) -> bool:
         return any(spec.tensor_of(self._names) in self._names for spec in self._optional(kind))
 
-    def check(self, kind: Kind) -> None:
+    def check(self, kind: ParameterKind) -> None:
         """Checks that the optional parameters of a kind are finite, and scales also positive: at least the smallest
         normal float32, because devices flush smaller numbers to 0. Raises `CheckpointError` naming every tensor with
         other numbers, and these."""
-        minimum = np.finfo(np.float32).tiny if kind is Kind.SCALE else -np.inf
+        minimum = np.finfo(np.float32).tiny if kind is ParameterKind.SCALE else -np.inf
         faults: dict[str, None] = {}
         for spec in self._optional(kind):
             found = self.read(spec.name)
@@ -49,10 +49,10 @@ class ParameterReader:
                 numbers = ", ".join(dict.fromkeys(f"{number:g}" for number in wrong))
                 faults[f"\n  {spec.tensor_of(self._names)}: {numbers}"] = None
         if faults:
-            wanted = "positive and finite" if kind is Kind.SCALE else "finite"
+            wanted = "positive and finite" if kind is ParameterKind.SCALE else "finite"
             raise CheckpointError(f"{OPTIONAL[kind]} must be {wanted}; these are not:{''.join(faults)}")
 
-    def _optional(self, kind: Kind) -> list[ParameterSpec]:
+    def _optional(self, kind: ParameterKind) -> list[ParameterSpec]:
         return [spec for name, spec in self._manifest.optional.items() if name.kind is kind]
 
     def read(self, name: ParameterName, index: Index | None = None) -> Array:

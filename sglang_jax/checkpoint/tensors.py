@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from sglang_jax.architectures.manifest import ParameterSpec, manifest_of
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named
-from sglang_jax.architectures.tensor_names import OPTIONAL, Kind, Part, hf_name
+from sglang_jax.architectures.tensor_names import OPTIONAL, ParameterKind, Part, hf_name
 from sglang_jax.checkpoint.reader import TensorReader
 from sglang_jax.errors import CheckpointError
 
@@ -54,7 +54,7 @@ def check_tensors(reader: TensorReader, config: ModelConfig) -> None:
     present = {name for name in reader.names() if not name.endswith(_HARMLESS) and not name.startswith(unused)}
     if config.tie_word_embeddings:
         head = family_named(config.architecture).names[Part.HEAD]
-        present.discard(hf_name(head, Kind.WEIGHT, None))
+        present.discard(hf_name(head, ParameterKind.WEIGHT, None))
     optional = list(manifest_of(config).optional.values())
     further = {name for spec in optional for name in spec.spellings} & present
     present -= further

@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_jax.architectures.model_config import ModelConfig
 from sglang_jax.architectures.registry import family_named
-from sglang_jax.architectures.tensor_names import Kind, Part, hf_name
+from sglang_jax.architectures.tensor_names import ParameterKind, Part, hf_name
 from sglang_jax.checkpoint.reader import TensorReader
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ def as_tied_in_file(config: ModelConfig, reader: TensorReader) -> ModelConfig:
     if not config.tie_word_embeddings:
         return config
     names = family_named(config.architecture).names
-    head, embeddings = (hf_name(names[part], Kind.WEIGHT, None) for part in (Part.HEAD, Part.EMBEDDING))
+    head, embeddings = (hf_name(names[part], ParameterKind.WEIGHT, None) for part in (Part.HEAD, Part.EMBEDDING))
     return replace(config, tie_word_embeddings=False) if head_differs(reader, head, embeddings) else config
 
 

@@ -58,7 +58,7 @@ def convert(config: ConvertConfig, model: str | None) -> int:
     # Imported late: --help must be fast, and other commands must not import a backend.
     import jax.numpy as jnp
 
-    from sglang_jax.architectures.tensor_names import Kind
+    from sglang_jax.architectures.tensor_names import ParameterKind
     from sglang_jax.checkpoint import open_checkpoint, write_hf_config
     from sglang_jax.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_hf_config
     from sglang_jax.checkpoint.orbax_marker import kv_scales_to_json
@@ -85,8 +85,8 @@ def convert(config: ConvertConfig, model: str | None) -> int:
         encodings=encodings,
     )
     kv_scales, kv_parameters = None, checkpoint.kv_parameters()
-    if kv_parameters.has(Kind.SCALE):
-        kv_parameters.check(Kind.SCALE)
+    if kv_parameters.has(ParameterKind.SCALE):
+        kv_parameters.check(ParameterKind.SCALE)
         kv_scales = kv_scales_to_json(kv_parameters, checkpoint.kv_scales_made_for())
     load_weights(model, checkpoint.reader, checkpoint.config, make_mesh([device]), quantization)
     with tempfile.TemporaryDirectory() as folder:

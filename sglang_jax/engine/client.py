@@ -21,7 +21,7 @@ from sglang_jax.engine.types import (
     SessionOptions,
     TextTokenizer,
 )
-from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, shown
+from sglang_jax.errors import EngineDeadError, ParameterError, QueueFullError, quote
 from sglang_jax.sampling import SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
 
@@ -181,7 +181,7 @@ class AsyncEngineClient:
         request_id = uuid.uuid4().hex if request.request_id is None else request.request_id
         if request_id in self._requests:
             raise ParameterError(
-                f"request_id {shown(request_id)} belongs to a request that is still running", param="request_id"
+                f"request_id {quote(request_id)} belongs to a request that is still running", param="request_id"
             )
         routed = self._requests[request_id] = RoutedRequest(replace(request, request_id=request_id))
         return routed

@@ -28,7 +28,7 @@ from sglang_jax.engine.types import (
     SessionOptions,
     TextTokenizer,
 )
-from sglang_jax.errors import EngineDeadError, ParameterError, shown
+from sglang_jax.errors import EngineDeadError, ParameterError, quote
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.scheduler.messages import SchedulerStats
 
@@ -94,7 +94,7 @@ class Engine:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises `ParameterError` for anything else."""
         if not isinstance(text, str):
-            raise ParameterError(f"text must be a string, got {shown(text)}", param="text")
+            raise ParameterError(f"text must be a string, got {quote(text)}", param="text")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -30,7 +30,7 @@ from sglang_jax.errors import (
     QueueFullError,
     ReplicaLostError,
     SessionNotFoundError,
-    shown,
+    quote,
 )
 from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
 from sglang_jax.scheduler.request_builder import arrival_seed
@@ -151,13 +151,13 @@ class Router:
         home = self._home(turn.session_id)
         if home is None:
             raise SessionNotFoundError(
-                f"there is no session {shown(turn.session_id)}: its replica was lost with all its sessions; "
+                f"there is no session {quote(turn.session_id)}: its replica was lost with all its sessions; "
                 "open a new one",
                 param="session_params.id",
             )
         if home.index in routed.full:
             raise QueueFullError(
-                f"the queue of the replica of session {shown(turn.session_id)} is full; try again later"
+                f"the queue of the replica of session {quote(turn.session_id)} is full; try again later"
             )
         self._note_sent(routed, home.index)
         return home.client
@@ -173,7 +173,7 @@ class Router:
         home = self._home(session_id)
         if home is None:
             raise ReplicaLostError(
-                f"session {shown(session_id)} belongs to a replica that is down; try again later, or "
+                f"session {quote(session_id)} belongs to a replica that is down; try again later, or "
                 "open a session without an id"
             )
         await home.client.open_session(dataclasses.replace(options, session_id=session_id))
@@ -192,7 +192,7 @@ class Router:
         home = self._home(session_id)
         if home is None:
             raise SessionNotFoundError(
-                f"there is no session {shown(session_id)}: its replica is down", param="session_id"
+                f"there is no session {quote(session_id)}: its replica is down", param="session_id"
             )
         await home.client.close_session(session_id, owner)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.engine.types import GenerateInput, ModelInfo, SessionOptions, SessionTurnInput, TextTokenizer
-from sglang_jax.errors import ParameterError, PromptTooLongError, shown
+from sglang_jax.errors import ParameterError, PromptTooLongError, quote
 from sglang_jax.sampling.params import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS, SEED_LIMIT, SamplingParams
 
 MAX_PROMPT_LOGPROBS = 2**20
@@ -54,7 +54,7 @@ def check_session(options: SessionOptions) -> None:
     if session_id is not None:
         if not isinstance(session_id, str) or not session_id:
             raise ParameterError(
-                f"session_id must be a non-empty text, got {shown(session_id)}; leave it out to get one",
+                f"session_id must be a non-empty text, got {quote(session_id)}; leave it out to get one",
                 param="session_id",
             )
         _check_text("session_id", session_id)
@@ -62,14 +62,14 @@ def check_session(options: SessionOptions) -> None:
         return
     is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not (is_number and 0.0 < timeout <= sys.float_info.max):
-        raise ParameterError(f"timeout must be a positive number of seconds, got {shown(timeout)}", param="timeout")
+        raise ParameterError(f"timeout must be a positive number of seconds, got {quote(timeout)}", param="timeout")
 
 
 def _check_turn(request: GenerateInput, turn: SessionTurnInput) -> None:
     _check_text("session_params.id", turn.session_id)
     if request.sampling.n != 1:
         raise ParameterError(
-            f"n must be 1 for a turn of a session ({shown(turn.session_id)}), which continues from one output; got "
+            f"n must be 1 for a turn of a session ({quote(turn.session_id)}), which continues from one output; got "
             f"{request.sampling.n}",
             param="n",
         )
@@ -102,14 +102,14 @@ def prompt_array(token_ids: Sequence[int] | NDArray[np.int32], vocab_size: int) 
     except (ValueError, OverflowError) as error:  # nested lists of different lengths
         raise ParameterError("prompt must be a flat list of token ids", param="prompt") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iuO":
-        raise ParameterError(f"prompt must be a flat list of integers, got {shown(token_ids[0])} in it", param="prompt")
+        raise ParameterError(f"prompt must be a flat list of integers, got {quote(token_ids[0])} in it", param="prompt")
     if ids.dtype.kind == "O" and not all(isinstance(token, int) for token in token_ids):
         raise ParameterError("prompt must be a flat list of integers, got something else in it", param="prompt")
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():
         position = int(np.argmax(outside))
         raise ParameterError(
-            f"prompt holds token id {shown(int(ids[position]))} at position {position}, "
+            f"prompt holds token id {quote(int(ids[position]))} at position {position}, "
             f"ids go from 0 to {vocab_size - 1}",
             param="prompt",
         )
@@ -184,7 +184,7 @@ def _described(request: GenerateInput, prompt_tokens: int) -> str:
     if request.session is None:
         return f"a prompt of {prompt_tokens} tokens"
     return (
-        f"a turn with {prompt_tokens} new tokens in session {shown(request.session.session_id)}; "
+        f"a turn with {prompt_tokens} new tokens in session {quote(request.session.session_id)}; "
         "for logprobs of earlier turns, send the whole conversation without the session"
     )
 

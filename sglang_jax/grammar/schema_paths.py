@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from sglang_jax.errors import shown
+from sglang_jax.errors import quote
 
 IN_MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 IN_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -45,7 +45,7 @@ def find_constant_fault(schema: Any) -> tuple[str, str] | None:
         for name in ("const", "enum"):
             number = _lost_number(inner.get(name)) if isinstance(inner, dict) else None
             if number is not None:
-                return f"{place}/{name}", f"the whole number {shown(number)} is not supported; use a string for it"
+                return f"{place}/{name}", f"the whole number {quote(number)} is not supported; use a string for it"
         pending.extend(reversed([(place + path, child) for path, child in children(inner)]))
     return None
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sglang_jax.errors import GrammarError, shown
+from sglang_jax.errors import GrammarError, quote
 
 _TEXT = r"/(.|\n)*/"
 _MAX_DEPTH = 16
@@ -58,13 +58,13 @@ class TagWriter:
 
     def _schema(self, schema: Any, field: str) -> str:
         if not isinstance(schema, (dict, bool)):
-            raise self._error(field, f"must be a JSON schema, got {shown(schema)}")
+            raise self._error(field, f"must be a JSON schema, got {quote(schema)}")
         self.schemas.append((field, schema))
         return self._json(schema)
 
     def _format(self, value: Any, place: str, depth: int) -> str:
         if not isinstance(value, Mapping):
-            raise self._error(place, f"must be an object, got {shown(value)}")
+            raise self._error(place, f"must be an object, got {quote(value)}")
         if depth > _MAX_DEPTH:
             raise self._error(place, f"is nested more than {_MAX_DEPTH} levels deep")
         match value.get("type"):
@@ -96,7 +96,7 @@ class TagWriter:
                 raise self._error(
                     f"{place}.type",
                     "must be const_string, json_schema, regex, grammar, any_text, sequence, or, tag, triggered_tags "
-                    f"or tags_with_separator, got {shown(other)}",
+                    f"or tags_with_separator, got {quote(other)}",
                 )
 
     def _elements(self, value: Mapping[str, Any], place: str, depth: int) -> list[str]:
@@ -106,7 +106,7 @@ class TagWriter:
     def _tag(self, value: Any, place: str, depth: int) -> tuple[str, str]:
         """Returns the beginning of a tag, and the rule of its rest."""
         if not isinstance(value, Mapping):
-            raise self._error(place, f"must be an object, got {shown(value)}")
+            raise self._error(place, f"must be an object, got {quote(value)}")
         begin = self._text(value, "begin", place)
         end, content = self._text(value, "end", place), value.get("content")
         if isinstance(content, Mapping) and content.get("type") == "any_text" and end:
@@ -115,7 +115,7 @@ class TagWriter:
 
     def _old_tag(self, value: Any, place: str) -> tuple[str, str]:
         if not isinstance(value, Mapping):
-            raise self._error(place, f"must be an object, got {shown(value)}")
+            raise self._error(place, f"must be an object, got {quote(value)}")
         schema = self._schema(value.get("schema", {}), f"{place}.schema")
         end = self._literal(self._text(value, "end", place))
         return self._text(value, "begin", place), f"{schema} {end}"
@@ -147,7 +147,7 @@ class TagWriter:
         taken = 0
         for number, trigger in enumerate(triggers):
             if not isinstance(trigger, str) or not trigger:
-                raise self._error(f"{place}.triggers[{number}]", f"must be a non-empty text, got {shown(trigger)}")
+                raise self._error(f"{place}.triggers[{number}]", f"must be a non-empty text, got {quote(trigger)}")
             own = [(begin[len(trigger) :], rest) for begin, rest in tags if begin.startswith(trigger)]
             taken += len(own)
             if own:
@@ -155,7 +155,7 @@ class TagWriter:
                 parts.append(f"{self._up_to(trigger)} {rests}")
         if taken < len(tags):
             lost = next(begin for begin, _ in tags if not any(begin.startswith(str(one)) for one in triggers))
-            raise self._error(f"{place}.triggers", f"has none with which {shown(lost)} begins")
+            raise self._error(f"{place}.triggers", f"has none with which {quote(lost)} begins")
         tag = self._rule(" | ".join(parts))
         if stop_after_first:
             return tag if at_least_one else self._rule(f"{tag} | {_TEXT}")
@@ -199,13 +199,13 @@ class TagWriter:
     def _text(self, value: Mapping[str, Any], name: str, place: str) -> str:
         text = value.get(name)
         if not isinstance(text, str):
-            raise self._error(f"{place}.{name}", f"must be a text, got {shown(text)}")
+            raise self._error(f"{place}.{name}", f"must be a text, got {quote(text)}")
         return text
 
     def _list(self, value: Mapping[str, Any], name: str, place: str) -> list[Any]:
         found = value.get(name)
         if not isinstance(found, list) or not found:
-            raise self._error(f"{place}.{name}", f"must be a non-empty list, got {shown(found)}")
+            raise self._error(f"{place}.{name}", f"must be a non-empty list, got {quote(found)}")
         return found
 
     @staticmethod

@@ -31,10 +31,10 @@ from sglang_jax.jax_runner.packing import SampleLayout, StepLayout
 from sglang_jax.jax_runner.readers import logits_sharding
 from sglang_jax.jax_runner.sampling_state import SamplingState, apply_row_updates, set_occurrences
 from sglang_jax.jax_runner.step import (
+    DeviceOutputs,
     DeviceState,
     ModelFunctions,
     SampledState,
-    StepOutputs,
     Weights,
     apply_deltas,
     make_sample,
@@ -107,12 +107,12 @@ class Programs:
 
     def step(
         self, bucket: Bucket, weights: Weights, state: DeviceState, packed: Int32
-    ) -> tuple[DeviceState, StepOutputs]:
+    ) -> tuple[DeviceState, DeviceOutputs]:
         """Runs one step. `packed`: in the bucket's layout."""
         return self.builds.get(str(bucket), lambda: self._build_step(bucket))(weights, state, packed)
 
     def sample(
-        self, state: DeviceState, found: StepOutputs, packed: Int32
+        self, state: DeviceState, found: DeviceOutputs, packed: Int32
     ) -> tuple[DeviceState, tuple[jax.Array, Logprobs]]:
         """Runs the second part of a step with masks, whose first part returned `found`. `packed`: in the layout for the
         same number of rows. Returns tokens and logprobs."""
@@ -306,13 +306,13 @@ class Programs:
             lowered = program.lower(weights, *self._parts(self._state_shapes), _integers(*packed))
         return lowered.compile(compiler_options=self._options(decode_only))
 
-    def _outputs_placement(self) -> StepOutputs | None:
+    def _outputs_placement(self) -> DeviceOutputs | None:
         """The shardings of outputs: replicated, so that every node can read them, except logits, which no node
         reads."""
         if self._mesh is None:
             return None
         whole = self._whole()
-        return StepOutputs(whole, whole, whole, logits_sharding(self._mesh))  # type: ignore[arg-type]
+        return DeviceOutputs(whole, whole, whole, logits_sharding(self._mesh))  # type: ignore[arg-type]
 
     def _whole(self) -> NamedSharding | None:
         return None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())

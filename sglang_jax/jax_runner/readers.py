@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sglang_jax.jax_runner.logprobs import Logprobs, token_logprobs
 from sglang_jax.jax_runner.packing import unpack_all, unpack_masks
 from sglang_jax.jax_runner.sampler import (
-    Asked,
-    Masked,
+    LineMasks,
+    LineNeeds,
     adjust_and_sample,
     are_finite,
     first_argmax,
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Masks(NamedTuple):
-    """Masks of lines, int32 `[n, words]` (see `TokenMasks`), and whether their logits are finite (see `Masked`)."""
+    """Masks of lines, int32 `[n, words]` (see `TokenMasks`), and whether their logits are finite (see `LineMasks`)."""
 
     words: jax.Array
     finite: jax.Array
@@ -68,7 +68,7 @@ class LogitsReader(Protocol):
 
 def reader_over(mesh: Mesh | None) -> LogitsReader:
     """The reader for logits of a head that is sharded over `mesh`."""
-    return WholeLogits() if mesh is None or mesh.shape[_AXIS] == 1 else SpreadLogits(mesh)
+    return WholeLogits() if mesh is None or mesh.shape[_AXIS] == 1 else ShardedLogits(mesh)
 
 
 def logits_sharding(mesh: Mesh) -> NamedSharding:
@@ -88,14 +88,14 @@ class WholeLogits:
         active: jax.Array,
         masks: Masks | None = None,
     ) -> jax.Array:
-        masked = None if masks is None else Masked(unpack_all(masks.words, state.vocab_size), masks.finite)
+        masked = None if masks is None else LineMasks(unpack_all(masks.words, state.vocab_size), masks.finite)
         return sample(logits[:, : state.vocab_size], state, rows, kv_lens, active, masked)
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
         return token_logprobs(logits[:, :vocab_size], tokens, alternatives)
 
 
-class SpreadLogits:
+class ShardedLogits:
     """The reader on several devices, each of which has an equal share of the columns. Other arguments and all results
     are replicated."""
 
@@ -121,7 +121,7 @@ class SpreadLogits:
             masks: Masks | None,
         ) -> jax.Array:
             own = state.select(rows)
-            asked = Asked.of(own, kv_lens, active, state.vocab_size)
+            asked = LineNeeds.of(own, kv_lens, active, state.vocab_size)
             if masks is not None:
                 tokens_here = lax.axis_index(_AXIS) * columns.shape[1] + jnp.arange(columns.shape[1], dtype=jnp.int32)
                 columns = jnp.where(unpack_masks(masks.words, tokens_here), columns, -jnp.inf)

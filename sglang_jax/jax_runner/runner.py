@@ -15,7 +15,7 @@ from sglang_jax.jax_runner.compiles import CompileCounter
 from sglang_jax.jax_runner.drafter import Drafter
 from sglang_jax.jax_runner.logprobs import Logprobs
 from sglang_jax.jax_runner.programs import DELTA_BLOCK, Programs
-from sglang_jax.jax_runner.step import DeviceState, KVCaches, StepOutputs, Weights, empty_rows, pack_settled
+from sglang_jax.jax_runner.step import DeviceOutputs, DeviceState, KVCaches, Weights, empty_rows, pack_settled
 from sglang_jax.jax_runner.warmup import warmup_plan
 from sglang_jax.runner.drafts import FlatPlan, flatten_drafts, pack_hints, pack_texts, restore_rows
 from sglang_jax.runner.expert_load import ExpertLoad, load_since
@@ -49,9 +49,9 @@ class JaxStep:
     part, which completes `outputs`; None without one. `max_samples`: of the runner."""
 
     flat: FlatPlan
-    outputs: StepOutputs
+    outputs: DeviceOutputs
     max_samples: int
-    second: Callable[[FlatPlan, StepOutputs, TokenMasks], StepOutputs] | None = None
+    second: Callable[[FlatPlan, DeviceOutputs, TokenMasks], DeviceOutputs] | None = None
 
     @property
     def plan(self) -> StepPlan:
@@ -146,7 +146,7 @@ class JaxRunner:
         rows = {bucket.rows for bucket in steps if f"sample {bucket.rows} rows" in names}
         total = len(names) + len(steps) + len(rows) + len(drafts)
         programs.build(names, lambda done, _, what: progress(done, total, what))
-        ran: dict[int, tuple[StepPlan, StepOutputs]] = {}
+        ran: dict[int, tuple[StepPlan, DeviceOutputs]] = {}
         for done, bucket in enumerate(steps, len(names) + 1):
             plan = warmup_plan(bucket, programs.dump_row, self._spec.max_context)
             packed = programs.layouts[bucket].pack(plan, plan.page_deltas[0])
@@ -214,13 +214,13 @@ class JaxRunner:
         self._waiting = JaxStep(flat, outputs, self._spec.max_samples, self._sample)
         return self._waiting
 
-    def _sample(self, flat: FlatPlan, outputs: StepOutputs, masks: TokenMasks) -> StepOutputs:
+    def _sample(self, flat: FlatPlan, outputs: DeviceOutputs, masks: TokenMasks) -> DeviceOutputs:
         """Runs the second part of a step."""
         packed = self._programs.sample_layouts[len(outputs.logits)].pack(flat.plan, masks, flat.draft_numbers)
         self._state, (tokens, logprobs) = self._programs.sample(self._state, outputs, packed)
         self._settle(flat)
         tokens.copy_to_host_async()
-        return StepOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
+        return DeviceOutputs(tokens, logprobs, outputs.prompt_logprobs, tokens)
 
     def _settle(self, flat: FlatPlan) -> None:
         """After sampling, moves the states after rows' last accepted drafts to their slots."""

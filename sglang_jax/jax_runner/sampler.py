@@ -34,7 +34,7 @@ def sample(
     rows: jax.Array,
     kv_lens: jax.Array,
     active: jax.Array,
-    masked: Masked | None = None,
+    masked: LineMasks | None = None,
 ) -> jax.Array:
     """Samples tokens, int32 `[n]`; `INVALID_TOKEN` for a row with a logit that is not finite.
 
@@ -57,7 +57,7 @@ def sample(
         finite = masked.finite
         logits = jnp.where(masked.allowed, logits, -jnp.inf)
     own = state.select(rows)
-    asked = Asked.of(own, kv_lens, active, logits.shape[1])
+    asked = LineNeeds.of(own, kv_lens, active, logits.shape[1])
     # One condition around all the rest, since operations that may change logits copy them first, needed or not.
     tokens = lax.cond(
         asked.anything(),
@@ -67,7 +67,7 @@ def sample(
     return only_finite(tokens, finite, logits.shape[1])
 
 
-class Masked(NamedTuple):
+class LineMasks(NamedTuple):
     """Masks for the second part of a step.
 
     - `allowed`: bool `[n, vocab]`, tokens that may be sampled, at least one per active line.
@@ -95,7 +95,7 @@ def only_finite(tokens: jax.Array, finite: jax.Array, vocab_size: int) -> jax.Ar
     return jnp.where(finite & (tokens < vocab_size), tokens, INVALID_TOKEN)
 
 
-class Asked(NamedTuple):
+class LineNeeds(NamedTuple):
     """The active lines that need each operation: bool `[n]` each."""
 
     biased: jax.Array
@@ -105,7 +105,7 @@ class Asked(NamedTuple):
     random: jax.Array
 
     @classmethod
-    def of(cls, own: SamplingState, kv_lens: jax.Array, active: jax.Array, vocab_size: int) -> Asked:
+    def of(cls, own: SamplingState, kv_lens: jax.Array, active: jax.Array, vocab_size: int) -> LineNeeds:
         return cls(
             biased=active & (own.bias_ids[:, 0] < vocab_size),
             masked=active & (kv_lens - own.prompt_len < own.min_new_tokens),
@@ -119,7 +119,7 @@ class Asked(NamedTuple):
 
 
 def adjust_and_sample(
-    logits: jax.Array, own: SamplingState, asked: Asked, rows: jax.Array, kv_lens: jax.Array
+    logits: jax.Array, own: SamplingState, asked: LineNeeds, rows: jax.Array, kv_lens: jax.Array
 ) -> jax.Array:
     """`sample` for lines of which some need an operation: int32 `[n]`, at least the vocabulary size if no token has the
     largest logit."""

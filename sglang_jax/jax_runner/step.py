@@ -111,7 +111,7 @@ class SampledState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class StepOutputs:
+class DeviceOutputs:
     """The outputs of a step: `tokens` int32 `[R]`, and logprobs of these and of prompt tokens (`[R]` and `[T]`).
 
     A token sampled after a rejected draft is `REJECTED`. Logprobs are zeros if the plan asks for none;
@@ -235,7 +235,7 @@ def make_step(
     mesh: Mesh | None = None,
     table: TableLayout = ONE_GROUP,
     max_drafts: int = 0,
-) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, StepOutputs]]:
+) -> Callable[[Weights, DeviceState, jax.Array], tuple[DeviceState, DeviceOutputs]]:
     """The step of one bucket as a function of (weights, state, packed plan); donate the state.
 
     `mesh`: over which weights and KV are sharded; None for one device. `table`: of the model's cache groups.
@@ -248,7 +248,7 @@ def make_step(
     reader = reader_over(mesh)
     whole = on_every_device(mesh)
 
-    def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutputs]:
+    def step(weights: Weights, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, DeviceOutputs]:
         vocab_size = state.sampling.vocab_size
 
         def to_logprobs(hidden: jax.Array, tokens: jax.Array, alternatives: jax.Array) -> Logprobs:
@@ -274,7 +274,7 @@ def make_step(
         if not bucket.decode_only:
             targets, alternatives = inputs.prompt_targets, inputs.prompt_top_logprobs
             of_prompts = prompt_logprobs(hidden, targets, alternatives, inputs.num_tokens, to_logprobs, vocab_size)
-        return new_state, StepOutputs(told, logprobs, of_prompts, logits)
+        return new_state, DeviceOutputs(told, logprobs, of_prompts, logits)
 
     return step
 
@@ -292,7 +292,7 @@ def make_sample(
     layout: SampleLayout, mesh: Mesh | None = None, max_drafts: int = 0
 ) -> Callable[[SampledState, jax.Array, jax.Array, jax.Array], tuple[SampledState, tuple[jax.Array, Logprobs]]]:
     """The second part of a step with masks, as a function of (state, logits `[R, columns]`, the first part's tokens
-    `[R]`, packed plan and masks); donate the state. Returns tokens and logprobs as in `StepOutputs`.
+    `[R]`, packed plan and masks); donate the state. Returns tokens and logprobs as in `DeviceOutputs`.
 
     The first part's tokens only show which logits are not finite.
     """

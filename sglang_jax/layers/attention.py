@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.attention import AttentionConfig, QKNorm
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.kernels.ragged_paged_attention import (
     AttentionImplementation,
     AttentionOptions,
@@ -60,7 +60,7 @@ class Attention(nnx.Module):
         self.sinks = parameter(one_a_head, jnp.dtype(jnp.float32), Part.SINKS) if config.sinks else None
         scales = [(Axis.KV_HEADS, config.num_kv_heads), (Axis.KEY_OR_VALUE, 2)]
         scaled, sides = options.kv_dtype is not None and options.kv_dtype.itemsize == 1, (Part.KEY, Part.VALUE)
-        self.kv_scales = parameter(scales, jnp.dtype(jnp.float32), *sides, kind=Kind.SCALE) if scaled else None
+        self.kv_scales = parameter(scales, jnp.dtype(jnp.float32), *sides, kind=ParameterKind.SCALE) if scaled else None
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
         """See `LayerPart`. Writes the step's keys and values into the pages."""

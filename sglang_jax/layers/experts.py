@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.experts import ExpertsConfig, ExpertScores
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
 from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
 from sglang_jax.layers.feed_forward import ACTIVATIONS
@@ -36,7 +36,7 @@ class Experts(nnx.Module):
         hidden, inner = (Axis.HIDDEN, options.hidden_size), (Axis.INTERMEDIATE, config.size)
 
         def bias(part: Part, *axes: tuple[Axis, int], wanted: bool = config.bias) -> Parameter | None:
-            return parameter(axes, _FLOAT32, part, kind=Kind.BIAS) if wanted else None
+            return parameter(axes, _FLOAT32, part, kind=ParameterKind.BIAS) if wanted else None
 
         self.router = parameter([hidden, experts], _FLOAT32, Part.ROUTER)
         self.router_bias = bias(Part.ROUTER, experts, wanted=config.router_bias)

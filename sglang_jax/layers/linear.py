@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.layers.matrix import matrix_for
 from sglang_jax.layers.parameter import Sizes, parameter
 from sglang_jax.layers.part import PartOptions
@@ -26,7 +26,7 @@ class Linear(nnx.Module):
         self, inputs: Sizes, outputs: Sizes, parts: Sequence[Part], options: PartOptions, *, bias: bool = False
     ) -> None:
         self.matrix = matrix_for(inputs, outputs, parts, options)
-        self.bias = parameter(outputs, options.dtype, *parts, kind=Kind.BIAS) if bias else None
+        self.bias = parameter(outputs, options.dtype, *parts, kind=ParameterKind.BIAS) if bias else None
         self.outputs = tuple(size for _, size in outputs)
 
     def __call__(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:

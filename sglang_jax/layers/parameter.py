@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sglang_jax.architectures.axes import Axis
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
 
 _LEAST_ROWS = 2
@@ -31,7 +31,7 @@ class Parameter(nnx.Param[jax.Array]):
 
     axes: tuple[Axis, ...]
     parts: tuple[Part, ...]
-    kind: Kind
+    kind: ParameterKind
     role: Role | None
 
 
@@ -39,7 +39,7 @@ Sizes = Sequence[tuple[Axis, int]]
 
 
 def parameter(
-    sizes: Sizes, dtype: jnp.dtype, *parts: Part, kind: Kind = Kind.WEIGHT, role: Role | None = None
+    sizes: Sizes, dtype: jnp.dtype, *parts: Part, kind: ParameterKind = ParameterKind.WEIGHT, role: Role | None = None
 ) -> Parameter:
     """A parameter without a value."""
     axes, shape = zip(*sizes, strict=True)

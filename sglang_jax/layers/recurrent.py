@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation
 from sglang_jax.kernels.state_rows import StateRows
 from sglang_jax.kernels.state_scan import ScanInputs
@@ -41,7 +41,7 @@ class Convolution(nnx.Module):
     def __init__(self, channels: int, width: int, *, bias: bool, dtype: jnp.dtype) -> None:
         axes = [(Axis.CHANNELS, channels), (Axis.ONE, 1), (Axis.TAPS, width)]
         self.kernel = parameter(axes, dtype, Part.CONVOLUTION)
-        self.bias = parameter(axes[:1], dtype, Part.CONVOLUTION, kind=Kind.BIAS) if bias else None
+        self.bias = parameter(axes[:1], dtype, Part.CONVOLUTION, kind=ParameterKind.BIAS) if bias else None
 
     @property
     def weights(self) -> ConvolutionWeights:

@@ -60,14 +60,14 @@ class KVCacheSpec:
     """The memory of all layers, with one entry per layer in each field but `storage`.
 
     - `shapes`: of its pages, `[num_pages, kv_heads, parts, page_size, lanes]`; `()` for a layer without pages.
-    - `spread`: whether its KV heads are sharded over the devices; otherwise each device has them all.
+    - `sharded`: whether its KV heads are sharded over the devices; otherwise each device has them all.
     - `storage`: dtype of pages.
     - `states`: its state pools, empty for attention.
     - `counted`: number of experts whose tokens it counts.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    spread: tuple[bool, ...]
+    sharded: tuple[bool, ...]
     storage: jnp.dtype
     states: tuple[tuple[StatePool, ...], ...]
     counted: tuple[int, ...]
@@ -76,19 +76,19 @@ class KVCacheSpec:
         """The shapes of each layer's memory, with KV heads and heads of states sharded over the mesh's tensor axis."""
         heads, whole = named_sharding(mesh, KV_AXES), NamedSharding(mesh, PartitionSpec())
 
-        def of(shape: tuple[int, ...], spread: bool, states: tuple[StatePool, ...], experts: int) -> LayerMemory:
-            pages = heads if spread else whole
+        def of(shape: tuple[int, ...], sharded: bool, states: tuple[StatePool, ...], experts: int) -> LayerMemory:
+            pages = heads if sharded else whole
             paged = jax.ShapeDtypeStruct(shape, self.storage, sharding=pages) if shape else None
             words = jax.ShapeDtypeStruct((2, experts), jnp.uint32, sharding=whole) if experts else None
             return LayerMemory(paged, tuple(state.on(mesh) for state in states), words)
 
-        return tuple(map(of, self.shapes, self.spread, self.states, self.counted))
+        return tuple(map(of, self.shapes, self.sharded, self.states, self.counted))
 
     def bytes(self, layer: int, devices: int) -> int:
         """Bytes of a layer's memory on each of `devices` devices."""
         pages = math.prod(self.shapes[layer]) * self.storage.itemsize if self.shapes[layer] else 0
         states = sum(math.prod(state.shape) * state.dtype.itemsize for state in self.states[layer])
-        return pages // (devices if self.spread[layer] else 1) + states // devices
+        return pages // (devices if self.sharded[layer] else 1) + states // devices
 
 
 def kv_cache_spec(
@@ -125,11 +125,11 @@ def kv_cache_spec(
     tiled, dtypes = form.tiled_state_tails, state_dtypes or StateDtypes()
     states = tuple(_pools(layer, slots, dtypes, tiled=tiled) for layer in config.layers)
     counted = tuple(layer.num_experts if count_experts else 0 for layer in config.layers)
-    spread = tuple(
+    sharded = tuple(
         layer.attention is not None and all(array.heads is not None for array in layer.attention.cached)
         for layer in config.layers
     )
-    return KVCacheSpec(shapes, spread, form.kv_storage(dtype), states, counted)
+    return KVCacheSpec(shapes, sharded, form.kv_storage(dtype), states, counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ def _pools(layer: LayerConfig, slots: int, dtypes: StateDtypes, *, tiled: bool) 
         shape = array.shape
         if array.name == CONV_STATE:
             shape = tail_shape(*shape, tiled=tiled, shards=recurrent.shards)
-        spread = PartitionSpec(*[None] * (1 + array.spread), MESH_AXIS[Axis.STATE_HEADS])
-        return StatePool((slots, *shape), dtypes.of(array.dtype), spread)
+        sharding = PartitionSpec(*[None] * (1 + array.sharded_axis), MESH_AXIS[Axis.STATE_HEADS])
+        return StatePool((slots, *shape), dtypes.of(array.dtype), sharding)
 
     return tuple(map(of, recurrent.state))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from sglang_jax.errors import ParameterError, shown
+from sglang_jax.errors import ParameterError, quote
 from sglang_jax.replies.argument_schemas import ArgumentSchemas
 from sglang_jax.replies.call_reader import MOST_NAME_CHARACTERS
 from sglang_jax.replies.forms import CallFamily, CallForm, Parameters, ReasoningForm, Tool, Written
@@ -184,7 +184,7 @@ def _parameters(part: Parameters, tool: Tool, schemas: ArgumentSchemas) -> Forma
     for name in (*schemas.named, *dict.fromkeys(others)):
         if any(mark in name for mark in ("<", ">", "\n")) or len(name) > MOST_NAME_CHARACTERS:
             raise ParameterError(
-                f"{tool.field} has an argument {shown(name)}, which this model's call format cannot express",
+                f"{tool.field} has an argument {quote(name)}, which this model's call format cannot express",
                 param=f"{tool.field}.properties",
             )
         value = _value(part, schemas.of(name), tool, schemas, f"{tool.field}.properties.{name}")

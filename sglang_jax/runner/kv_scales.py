@@ -8,7 +8,7 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_jax.architectures.tensor_names import Kind
+from sglang_jax.architectures.tensor_names import ParameterKind
 from sglang_jax.checkpoint.opening import Checkpoint
 from sglang_jax.config import KVCacheDtype
 
@@ -34,7 +34,7 @@ def kv_scale_factor(checkpoint: Checkpoint, dtype: KVCacheDtype) -> float | None
     **Raises:** `CheckpointError` for scales that cannot be used.
     """
     parameters = checkpoint.kv_parameters()
-    if not parameters.has(Kind.SCALE):
+    if not parameters.has(ParameterKind.SCALE):
         if dtype is KVCacheDtype.FLOAT8_E4M3:
             logger.info("Keys and values are stored in %s with a scale of 1: the checkpoint has no scales", dtype)
         return None
@@ -42,7 +42,7 @@ def kv_scale_factor(checkpoint: Checkpoint, dtype: KVCacheDtype) -> float | None
         logger.info("The checkpoint's KV scales are not used: the KV cache is not 8-bit")
         return None
     made_for = checkpoint.kv_scales_made_for()
-    parameters.check(Kind.SCALE)
+    parameters.check(ParameterKind.SCALE)
     if made_for in (None, dtype):
         logger.info("Keys and values are stored in %s with the checkpoint's scales", dtype)
         return 1.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sglang_jax.errors import ParameterError, shown
+from sglang_jax.errors import ParameterError, quote
 
 MAX_GRAMMAR_CHARACTERS = 1 << 20
 """Maximum length of a grammar's text, whatever a server allows. The time to compile it grows with its length, in some
@@ -82,7 +82,7 @@ class Grammar:
         if self.kind is GrammarKind.CHOICE:
             if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
                 raise ParameterError(
-                    f"{self.field} must be a list of non-empty texts, got {shown(value)}", param=self.field
+                    f"{self.field} must be a list of non-empty texts, got {quote(value)}", param=self.field
                 )
             if len(value) > MAX_CHOICES:
                 raise ParameterError(
@@ -91,7 +91,7 @@ class Grammar:
         elif not isinstance(value, (dict, bool)) or (
             self.kind is GrammarKind.STRUCTURAL_TAG and value in (True, False)
         ):
-            raise ParameterError(f"{self.field} must be a JSON object, got {shown(value)}", param=self.field)
+            raise ParameterError(f"{self.field} must be a JSON object, got {quote(value)}", param=self.field)
 
 
 def json_grammar(schema: object, field: str = "grammar") -> Grammar:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_jax.errors import ParameterError, shown
+from sglang_jax.errors import ParameterError, quote
 from sglang_jax.sampling.grammar import (
     Grammar,
     GrammarKind,
@@ -43,13 +43,13 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
 
 def _text(value: object, field: str) -> str:
     if not isinstance(value, str):
-        raise ParameterError(f"{field} must be a text, got {shown(value)}", param=field)
+        raise ParameterError(f"{field} must be a text, got {quote(value)}", param=field)
     return value
 
 
 def _schema(value: object, field: str) -> Grammar:
     if not isinstance(value, (str, dict, bool)):
-        raise ParameterError(f"{field} must be a JSON schema, or its text, got {shown(value)}", param=field)
+        raise ParameterError(f"{field} must be a JSON schema, or its text, got {quote(value)}", param=field)
     return json_grammar(value, field)
 
 
@@ -63,19 +63,19 @@ def _ebnf(value: object, field: str) -> Grammar:
 
 def _tags(value: object, field: str) -> Grammar:
     if not isinstance(value, (str, dict)):
-        raise ParameterError(f"{field} must be a JSON object, or its text, got {shown(value)}", param=field)
+        raise ParameterError(f"{field} must be a JSON object, or its text, got {quote(value)}", param=field)
     return tag_grammar(value, field)
 
 
 def _choice(value: object, field: str) -> Grammar:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ParameterError(f"{field} must be a list of texts, got {shown(value)}", param=field)
+        raise ParameterError(f"{field} must be a list of texts, got {quote(value)}", param=field)
     return choice_grammar(value, field)
 
 
 def _any_object(value: object, field: str) -> Grammar | None:
     if not isinstance(value, bool):
-        raise ParameterError(f"{field} must be true or false, got {shown(value)}", param=field)
+        raise ParameterError(f"{field} must be true or false, got {quote(value)}", param=field)
     return any_json_object(field) if value else None
 
 
@@ -96,7 +96,7 @@ def _response_format(value: object, field: str) -> Grammar | None:
             return tag_grammar(wanted, field)
         case other:
             raise ParameterError(
-                f"{field}.type must be text, json_object, json_schema or structural_tag, got {shown(other)}",
+                f"{field}.type must be text, json_object, json_schema or structural_tag, got {quote(other)}",
                 param=f"{field}.type",
             )
 
@@ -109,10 +109,10 @@ def _named_schema(value: object, field: str) -> Grammar:
     place = f"{field}.schema"
     schema = named.get("schema")
     if not isinstance(schema, (dict, bool)):
-        raise ParameterError(f"{place} must be a JSON schema, got {shown(schema)}", param=place)
+        raise ParameterError(f"{place} must be a JSON schema, got {quote(schema)}", param=place)
     if named.get("strict") not in (None, True, False):
         raise ParameterError(
-            f"{field}.strict must be true or false, got {shown(named['strict'])}", param=f"{field}.strict"
+            f"{field}.strict must be true or false, got {quote(named['strict'])}", param=f"{field}.strict"
         )
     if named.get("strict") is False and isinstance(schema, dict):
         return json_grammar(_with_options(schema, lenient=True), place)
@@ -163,7 +163,7 @@ def _with_whitespace(grammar: Grammar | None, pattern: str, field: str) -> Gramm
         raise ParameterError(f"{field} needs a JSON schema", param=field)
     schema = json.loads(grammar.text)
     if not isinstance(schema, dict):
-        raise ParameterError(f"{field} needs a JSON schema of an object, got {shown(schema)}", param=field)
+        raise ParameterError(f"{field} needs a JSON schema of an object, got {quote(schema)}", param=field)
     return json_grammar(_with_options(schema, whitespace_pattern=pattern), grammar.field)
 
 
@@ -175,7 +175,7 @@ def _with_options(schema: dict[str, Any], **options: object) -> dict[str, Any]:
 
 def _mapping(value: object, field: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ParameterError(f"{field} must be an object, got {shown(value)}", param=field)
+        raise ParameterError(f"{field} must be an object, got {quote(value)}", param=field)
     return value
 
 
@@ -183,7 +183,7 @@ def _refuse_others(value: Mapping[str, Any], known: tuple[str, ...], field: str)
     for name, one in value.items():
         if name not in known and one is not None:
             raise ParameterError(
-                f"{field} has no field {shown(name)}; there are {', '.join(known)}", param=f"{field}.{name}"
+                f"{field} has no field {quote(name)}; there are {', '.join(known)}", param=f"{field}.{name}"
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from sglang_jax.errors import ParameterError, shown
+from sglang_jax.errors import ParameterError, quote
 from sglang_jax.sampling.grammar import Grammar
 from sglang_jax.spellings import SAMPLING_ELSEWHERE, SAMPLING_FIELDS
 
@@ -38,16 +38,16 @@ def unknown_field(where: str, name: str) -> str:
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ParameterError(f"{name} must be a number, got {shown(value)}", param=name)
+        raise ParameterError(f"{name} must be a number, got {quote(value)}", param=name)
     within = low < value <= high if open_low else low <= value <= high
     if not within:  # NaN is not within any range
         bracket = "(" if open_low else "["
-        raise ParameterError(f"{name} must be in {bracket}{low:g}, {high:g}], got {shown(value)}", param=name)
+        raise ParameterError(f"{name} must be in {bracket}{low:g}, {high:g}], got {quote(value)}", param=name)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ParameterError(f"{name} must be an integer in [{low}, {high}], got {shown(value)}", param=name)
+        raise ParameterError(f"{name} must be an integer in [{low}, {high}], got {quote(value)}", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class SamplingParams:
         listed = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
         if not listed or not all(isinstance(s, str) and s for s in self.stop):
             stop = list(self.stop) if listed else self.stop
-            raise ParameterError(f"stop must be a list of non-empty strings, got {shown(stop)}", param="stop")
+            raise ParameterError(f"stop must be a list of non-empty strings, got {quote(stop)}", param="stop")
         characters = sum(map(len, self.stop))
         if characters > MAX_STOP_CHARACTERS:
             raise ParameterError(
@@ -176,7 +176,7 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise ParameterError(
-                        f"{name} holds token id {shown(token)}, the vocabulary ends at {vocab_size - 1}", param=name
+                        f"{name} holds token id {quote(token)}, the vocabulary ends at {vocab_size - 1}", param=name
                     )
 
     @property

@@ -60,7 +60,7 @@ class Drafting(Protocol):
         ...
 
 
-class AllThatFit:
+class FixedDrafts:
     """As many drafts per row as there is room for."""
 
     def choose(self, rows: Index, most: Int32, room: int) -> Int32:
@@ -73,7 +73,7 @@ class AllThatFit:
     def seated(self, rows: Index) -> None: ...
 
 
-class WhatPays:
+class AdaptiveDrafts:
     """As many drafts as maximise tokens per second, estimated from each row's recent acceptance and from the duration
     of steps by their number of queries.
 

@@ -10,7 +10,7 @@ from sglang_jax.mem_cache.kv_cache import KVCache
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.runner.plan import INVALID_TOKEN, Int32, StepResult
-from sglang_jax.scheduler.planner import Planned
+from sglang_jax.scheduler.planner import PlannedStep
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.rows import Rows
 
@@ -49,7 +49,7 @@ class NonFiniteCheck:
         self._rows = rows
         self._to_prove: list[tuple[Request, RowKV]] = []
 
-    def judge(self, planned: Planned, result: StepResult) -> Verdict:
+    def judge(self, planned: PlannedStep, result: StepResult) -> Verdict:
         """Checks the results of a step, before any are published. Call `prove` after the verdict is carried out."""
         last = _sampled_last(result, planned.picks)
         if not planned.logprob_requests and not np.count_nonzero(last <= _INVALID):
@@ -66,7 +66,7 @@ class NonFiniteCheck:
     def _may_restart(self, request: Request) -> bool:
         return request.restarts < MAX_RESTARTS and self._cache.trust.read_bad_kv(request.record)
 
-    def _in_trouble(self, planned: Planned, result: StepResult, last: Int32) -> list[Request]:
+    def _in_trouble(self, planned: PlannedStep, result: StepResult, last: Int32) -> list[Request]:
         failed = [
             request
             for request, reported in zip(planned.logprob_requests, result.prompt_logprobs, strict=True)
@@ -86,7 +86,7 @@ class NonFiniteCheck:
             and self._may_restart(one)
         ]
 
-    def prove(self, planned: Planned) -> None:
+    def prove(self, planned: PlannedStep) -> None:
         """Proves the KV read by requests whose first sample was in this step, and by those whose proof is still
         open."""
         if not planned.chunks and not self._to_prove:

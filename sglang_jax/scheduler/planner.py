@@ -25,7 +25,7 @@ from sglang_jax.runner.plan import (
     TextUpdate,
 )
 from sglang_jax.scheduler.chunking import ChunkBudget, ChunkSharing, goes_by_priority
-from sglang_jax.scheduler.drafting import AllThatFit, Drafting
+from sglang_jax.scheduler.drafting import Drafting, FixedDrafts
 from sglang_jax.scheduler.recent_outputs import RecentOutputs
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.rows import Rows
@@ -59,7 +59,7 @@ class DecodePart(msgspec.Struct, frozen=True):
         return len(self.rows) if self.widths is None else int(self.widths.sum())
 
 
-class Planned(msgspec.Struct, frozen=True):
+class PlannedStep(msgspec.Struct, frozen=True):
     """A plan, and what the scheduler needs to handle its results.
 
     - `sampling_rows`: rows that sample `[samples]`; `picks`: their indices in `plan.rows`, None if all sample.
@@ -95,7 +95,7 @@ class Planner:
         self._token_budget = spec.token_budget
         self._max_samples = spec.max_samples
         self._max_drafts = spec.max_drafts
-        self._drafting = drafting or AllThatFit()
+        self._drafting = drafting or FixedDrafts()
         self._most_queries = None if spec.drafts_with_prompts else spec.max_rows
         self._budget = budget
         self._cache = cache
@@ -170,7 +170,7 @@ class Planner:
         kv_lens = self._cache.extend_decode(rows, widths, evict=False, prompts_wait=prompts_wait)
         return None if kv_lens is None else DecodePart(rows, kv_lens.astype(np.int32), widths)
 
-    def plan(self, step: int, decode: DecodePart) -> Planned | None:
+    def plan(self, step: int, decode: DecodePart) -> PlannedStep | None:
         """The step with these decode rows and with chunks of running prompts; None if there is nothing to compute.
 
         **Raises:** `OutOfPages` if there is, but pages are short.
@@ -184,7 +184,7 @@ class Planner:
             raise OutOfPages
         return None
 
-    def _decode_only(self, step: int, decode: DecodePart) -> Planned:
+    def _decode_only(self, step: int, decode: DecodePart) -> PlannedStep:
         rows, count = decode.rows, len(decode.rows)
         num_decode, query_lens, tokens = self._queries(decode)
         masked, under_masks = self._masked(rows, self._yes[:count])
@@ -204,7 +204,7 @@ class Planner:
             top_logprobs=self._top_logprobs(rows),
         )
         self._rows.last_step[rows] = step
-        return Planned(plan, rows, None, decode, under_masks)
+        return PlannedStep(plan, rows, None, decode, under_masks)
 
     def _numbers(self, rows: Index) -> Int32:
         """Decode rows as int32: the same array as long as the rows are the same."""
@@ -296,7 +296,7 @@ class Planner:
             most.append(self._cache.chunk_end(request.record, total - left, total, total) - total + left)
         return most
 
-    def _mixed(self, step: int, decode: DecodePart, chunks: list[Chunk]) -> Planned:
+    def _mixed(self, step: int, decode: DecodePart, chunks: list[Chunk]) -> PlannedStep:
         newcomers = tuple(chunk.request for chunk in chunks if not chunk.request.announced)
         for request in newcomers:
             request.announced = True
@@ -331,7 +331,7 @@ class Planner:
         )
         requests = tuple(request for request, _ in wanted)
         self._rows.last_step[rows] = step
-        return Planned(plan, rows[picks], picks, decode, under_masks, tuple(chunks), newcomers, requests)
+        return PlannedStep(plan, rows[picks], picks, decode, under_masks, tuple(chunks), newcomers, requests)
 
     def _row_updates(self, newcomers: tuple[Request, ...]) -> RowUpdates:
         hints = () if self._recent is None else self._recent.take()

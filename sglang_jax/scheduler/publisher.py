@@ -9,7 +9,7 @@ from sglang_jax.errors import RequestError
 from sglang_jax.mem_cache.lengths import Index
 from sglang_jax.runner.plan import Int32, StepResult, TopLogprobs
 from sglang_jax.scheduler.messages import Channel, DraftCounts, Finished, Started, StepOutputs, WireError, WireLogprob
-from sglang_jax.scheduler.planner import Planned
+from sglang_jax.scheduler.planner import PlannedStep
 from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.rows import Rows
 
@@ -112,7 +112,7 @@ class Publisher:
                 entry = _entry(token, reported, pick * width + place, int(alternatives[index]))
                 self._logprobs.append((request_id, entry))
 
-    def prompt_logprobs(self, planned: Planned, result: StepResult) -> None:
+    def prompt_logprobs(self, planned: PlannedStep, result: StepResult) -> None:
         """Publishes logprobs of prompt tokens in the step's chunks."""
         answers = zip(planned.logprob_requests, planned.plan.prompt_logprobs, result.prompt_logprobs, strict=True)
         for request, asked, reported in answers:

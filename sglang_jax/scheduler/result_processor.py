@@ -11,7 +11,7 @@ from sglang_jax.scheduler.constraints import Constraints
 from sglang_jax.scheduler.drafting import Drafting
 from sglang_jax.scheduler.finisher import Finisher
 from sglang_jax.scheduler.non_finite_check import NonFiniteCheck
-from sglang_jax.scheduler.planner import Planned
+from sglang_jax.scheduler.planner import PlannedStep
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import RequestState
 from sglang_jax.scheduler.rows import Advance, Rows
@@ -41,7 +41,7 @@ class ResultProcessor:
         self._finite_check = NonFiniteCheck(cache, rows)
         self._all_picks: Index = np.arange(len(rows.requests))
 
-    def process(self, planned: Planned, result: StepResult) -> int:
+    def process(self, planned: PlannedStep, result: StepResult) -> int:
         """Handles the results of one step. Returns the number of sampled tokens."""
         widths, sampled = planned.decode.widths, 0
         if widths is not None:
@@ -66,7 +66,7 @@ class ResultProcessor:
         self._publisher.drafts(rows, drafted)
         self._log.drafted(drafted)
 
-    def _judge_step(self, planned: Planned, result: StepResult) -> None:
+    def _judge_step(self, planned: PlannedStep, result: StepResult) -> None:
         verdict = self._finite_check.judge(planned, result)
         for request in verdict.failed:
             self._finisher.fail(request)
@@ -74,7 +74,7 @@ class ResultProcessor:
             self._finisher.restart(request)
         self._finite_check.prove(planned)
 
-    def _advance_before_trouble(self, planned: Planned, result: StepResult) -> int:
+    def _advance_before_trouble(self, planned: PlannedStep, result: StepResult) -> int:
         """Handles the valid tokens of rows with drafts whose last logits are not finite; such a row may end by a valid
         token."""
         counts = result.counts[: len(planned.decode.rows)]

@@ -25,10 +25,10 @@ from sglang_jax.scheduler.admission import Admission
 from sglang_jax.scheduler.cache_report import CacheReport, report_cache
 from sglang_jax.scheduler.chunking import ChunkBudget, FixedChunk, TimedChunk
 from sglang_jax.scheduler.constraints import Constraints
-from sglang_jax.scheduler.drafting import AllThatFit, Drafting, WhatPays
+from sglang_jax.scheduler.drafting import AdaptiveDrafts, Drafting, FixedDrafts
 from sglang_jax.scheduler.finisher import Finisher
 from sglang_jax.scheduler.messages import Channel, NewRequest
-from sglang_jax.scheduler.planner import OutOfPages, Planned, Planner
+from sglang_jax.scheduler.planner import OutOfPages, PlannedStep, Planner
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.recent_outputs import RecentOutputs
 from sglang_jax.scheduler.request import Request, RequestState
@@ -45,10 +45,10 @@ from sglang_jax.scheduler.waiting_queue import WaitingQueue
 logger = logging.getLogger(__name__)
 
 
-class Launched(msgspec.Struct, frozen=True):
+class LaunchedStep(msgspec.Struct, frozen=True):
     """A step that was launched at `at` (seconds of the scheduler's clock)."""
 
-    planned: Planned
+    planned: PlannedStep
     handle: StepHandle
     at: float
 
@@ -117,7 +117,7 @@ class Scheduler:
         self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
         self._books_checked_at = 0
-        self._in_flight: Launched | None = None
+        self._in_flight: LaunchedStep | None = None
 
     @property
     def idle(self) -> bool:
@@ -280,13 +280,13 @@ class Scheduler:
                 done.request.move_to(RequestState.WAITING)
                 self._enqueue(done.request)
 
-    def _sample(self, launched: Launched) -> None:
+    def _sample(self, launched: LaunchedStep) -> None:
         """The second launch of a step: the matchers have the tokens of the previous step now."""
         masks, closed = self.constraints.masks(launched.planned.masked)
         launched.handle.sample(masks)
         self._finisher.close(closed)
 
-    def _launch_next(self) -> Launched | None:
+    def _launch_next(self) -> LaunchedStep | None:
         while True:
             try:
                 planned = self._plan(self.cache.launched_step + 1)
@@ -300,9 +300,9 @@ class Scheduler:
             self.cache.launched(planned.plan.step)
             self._note_chunks(planned)
             self.log.launched(planned)
-            return Launched(planned, handle, self._clock())
+            return LaunchedStep(planned, handle, self._clock())
 
-    def _plan(self, step: int) -> Planned | None:
+    def _plan(self, step: int) -> PlannedStep | None:
         """None if there is nothing to compute.
 
         **Raises:** `OutOfPages` if there is, but pages are short.
@@ -335,7 +335,7 @@ class Scheduler:
         else:
             self._finisher.end_the_only_one()
 
-    def _announce(self, planned: Planned) -> None:
+    def _announce(self, planned: PlannedStep) -> None:
         """Publishes `Started` before a launch, so that after a crash, executed requests can be distinguished from
         queued ones."""
         first_time = [request for request in planned.newcomers if request.cached_tokens is None]
@@ -346,7 +346,7 @@ class Scheduler:
         if first_time:
             self._publisher.flush()
 
-    def _note_chunks(self, planned: Planned) -> None:
+    def _note_chunks(self, planned: PlannedStep) -> None:
         """Inserts the KV of launched chunks into the tree, and lets whole prompts decode from the next step on."""
         whole = []
         for chunk in planned.chunks:
@@ -377,7 +377,7 @@ class Scheduler:
         self.log.finished(sampled)
         self.reserve.decay()
 
-    def _note_time(self, launched: Launched) -> None:
+    def _note_time(self, launched: LaunchedStep) -> None:
         """Records the duration of a step, which started when it was launched, or when the previous one ended."""
         begun, ended = max(launched.at, self._finisher.finished_at), self._clock()
         self._finisher.finished_at = ended
@@ -421,6 +421,6 @@ def _chunk_budget(config: EngineConfig, spec: RunnerSpec) -> ChunkBudget:
 
 def _drafting(config: EngineConfig, spec: RunnerSpec) -> Drafting:
     if config.speculative_algorithm is SpeculativeAlgorithm.NONE:
-        return AllThatFit()
+        return FixedDrafts()
     one_by_one = config.speculative_algorithm is SpeculativeAlgorithm.DRAFT
-    return WhatPays(spec.max_rows, spec.max_samples, one_by_one=one_by_one)
+    return AdaptiveDrafts(spec.max_rows, spec.max_samples, one_by_one=one_by_one)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_jax.errors import ParameterError, SessionBusyError, SessionLimitError, SessionNotFoundError, shown
+from sglang_jax.errors import ParameterError, SessionBusyError, SessionLimitError, SessionNotFoundError, quote
 from sglang_jax.mem_cache.pins import Kept, Pin, Pins
 from sglang_jax.mem_cache.radix_tree import TOKEN_BYTES, Namespace
 from sglang_jax.scheduler.messages import OpenSession, SessionTurn
@@ -51,7 +51,7 @@ class Turn:
         if wanted >= added:
             raise ParameterError(
                 f"logprob_start_len must be in [-1, {added - 1}], because this turn adds {added} tokens to session "
-                f"{shown(self.session.id)}, got {wanted}",
+                f"{quote(self.session.id)}, got {wanted}",
                 param="logprob_start_len",
             )
         return before + wanted if wanted >= 0 else wanted
@@ -133,10 +133,10 @@ class Sessions:
             raise ParameterError(f"timeout must be a positive number of seconds, got {timeout}", param="timeout")
         timeout = min(timeout, max(self._timeout, LONGEST_TIMEOUT))
         if (message.owner, message.id) in self._open:
-            raise ParameterError(f"session {shown(message.id)} is open already", param="session_id")
+            raise ParameterError(f"session {quote(message.id)} is open already", param="session_id")
         if len(self._open) >= self._most and not self._make_room(message.owner):
             raise SessionLimitError(
-                f"session {shown(message.id)} cannot be opened: {len(self._open)} sessions are open, the limit "
+                f"session {quote(message.id)} cannot be opened: {len(self._open)} sessions are open, the limit "
                 "(--max-sessions); close one, or try again later"
             )
         now = self._clock()
@@ -170,21 +170,21 @@ class Sessions:
         session = self._find(asked.session, asked.owner, "session_params.id")
         if session.turn is not None:
             raise SessionBusyError(
-                f"session {shown(session.id)} has a running turn ({shown(session.turn.name)}); send the next "
+                f"session {quote(session.id)} has a running turn ({quote(session.turn.name)}); send the next "
                 "turn after it ends",
                 param="session_params.id",
             )
         _check_follows(session, asked.after)
         if session.last is not None and namespace != session.namespace:
             raise ParameterError(
-                f"all turns of session {shown(session.id)} must have the extra_key of the first", param="extra_key"
+                f"all turns of session {quote(session.id)} must have the extra_key of the first", param="extra_key"
             )
         bos = asked.bos.to_bytes(TOKEN_BYTES, "little", signed=True)
         if session.tokens and asked.bos >= 0 and tokens.startswith(bos):
             tokens = tokens[TOKEN_BYTES:]
             if not tokens:
                 raise ParameterError(
-                    f"the prompt adds no tokens to session {shown(session.id)}: a beginning-of-sequence token is "
+                    f"the prompt adds no tokens to session {quote(session.id)}: a beginning-of-sequence token is "
                     "dropped within a session",
                     param="prompt",
                 )
@@ -264,7 +264,7 @@ class Sessions:
         session = self._open.get((owner, session_id))
         if session is None:
             raise SessionNotFoundError(
-                f"there is no session {shown(session_id)}: it was never opened, was closed, has timed out, or was lost "
+                f"there is no session {quote(session_id)}: it was never opened, was closed, has timed out, or was lost "
                 "with its engine",
                 param=param,
             )
@@ -281,14 +281,14 @@ def _check_follows(session: Session, after: str | None) -> None:
     if after is None:
         if last is not None and not session.streaming:
             raise ParameterError(
-                f"session {shown(session.id)} was not opened with streaming: true, so every turn after the first "
-                f"needs a rid; give rid {shown(last.name)}",
+                f"session {quote(session.id)} was not opened with streaming: true, so every turn after the first "
+                f"needs a rid; give rid {quote(last.name)}",
                 param="session_params.rid",
             )
     elif last is None or last.name != after:
-        known = "it has none yet" if last is None else f"which is {shown(last.name)}"
+        known = "it has none yet" if last is None else f"which is {quote(last.name)}"
         raise ParameterError(
-            f"a turn of session {shown(session.id)} follows the last finished one ({known}): rid must name it or be "
-            f"left out, got {shown(after)}",
+            f"a turn of session {quote(session.id)} follows the last finished one ({known}): rid must name it or be "
+            f"left out, got {quote(after)}",
             param="session_params.rid",
         )

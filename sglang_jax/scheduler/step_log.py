@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerStats
-from sglang_jax.scheduler.planner import Planned
+from sglang_jax.scheduler.planner import PlannedStep
 from sglang_jax.scheduler.request import Request
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class StepLog:
         self.counts.prompt_tokens += request.prompt_len
         self.counts.cached_tokens += request.cached_tokens or 0
 
-    def launched(self, planned: Planned) -> None:
+    def launched(self, planned: PlannedStep) -> None:
         """A step was launched."""
         self.steps += 1
         if planned.chunks and logger.isEnabledFor(logging.INFO):
@@ -141,7 +141,7 @@ class StepLog:
             for group in self._scheduler.cache.groups
         ]
 
-    def _write_prefill_line(self, planned: Planned) -> None:
+    def _write_prefill_line(self, planned: PlannedStep) -> None:
         scheduler = self._scheduler
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, %s, #running-req: %d, #queue-req: %d",

@@ -22,7 +22,7 @@ RANKED_NODES = 1024
 """Nodes of the tree that a look may visit to find the longest prefix, not counting those of its last prompt."""
 
 
-class ByTurn:
+class PriorityQueue:
     """Requests by priority; within a priority, the retracted ones first, then the others in the fair order that `make`
     creates."""
 
@@ -95,10 +95,10 @@ class WaitingQueue:
     def __init__(self, policy: SchedulePolicy, cached_prefix: Callable[[Request], int]) -> None:
         self._policy = policy
         self._cached_prefix = cached_prefix
-        self._by_turn = self._by_policy = ByTurn()
+        self._by_turn = self._by_policy = PriorityQueue()
         if policy is SchedulePolicy.LOF:
-            self._by_policy = ByTurn(lambda: Turns(_output_key, by_flow=False))
-        self._regardless = ByTurn() if policy is SchedulePolicy.PRIORITY else self._by_turn
+            self._by_policy = PriorityQueue(lambda: Turns(_output_key, by_flow=False))
+        self._regardless = PriorityQueue() if policy is SchedulePolicy.PRIORITY else self._by_turn
         self._by_priority: Order[Request] = Order()
         self._by_work = self._by_priority  # the same while all requests have one priority
         self._by_age: list[tuple[int, int, Request]] = []

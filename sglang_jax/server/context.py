@@ -17,7 +17,7 @@ from sglang_jax.config import ServerConfig
 from sglang_jax.engine.batch import FLIGHTS_PER_ROW
 from sglang_jax.engine.fair_threads import FairThreads
 from sglang_jax.engine.types import EngineClient, GenerateInput, OutputDelta
-from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, shown
+from sglang_jax.errors import ModelNotFoundError, ParameterError, RequestError, quote
 from sglang_jax.sampling import GenerationDefaults, SamplingParams
 from sglang_jax.server.callers import Caller, Callers, Usage, current_caller
 from sglang_jax.server.errors import ShuttingDownError
@@ -89,7 +89,7 @@ class ServerContext:
         """Raises `ModelNotFoundError` for a name that is not the served model's."""
         if model not in (None, ANY_MODEL, self.config.model_name):
             raise ModelNotFoundError(
-                f"the model {shown(model)} is not served here; this server serves {self.config.model_name!r}",
+                f"the model {quote(model)} is not served here; this server serves {self.config.model_name!r}",
                 param="model",
             )
 
@@ -128,7 +128,7 @@ class ServerContext:
         limit = self.config.max_completions_per_request
         if completions > limit:
             raise ParameterError(
-                f"{param} has {prompts} prompts, with n {shown(completions)} completions; the limit per request is "
+                f"{param} has {prompts} prompts, with n {quote(completions)} completions; the limit per request is "
                 f"{limit} (--max-completions-per-request)",
                 param=param,
             )
@@ -202,7 +202,7 @@ class ServerContext:
         ids = tuple(prompt.request_id or "" for prompt in prompts)
         taken = [name for name in {request_id, *ids} if name in self.in_flight or name in self.in_engine]
         if taken or len(set(ids)) < len(ids):
-            which = shown(taken[0]) if taken else "a duplicate in the list"
+            which = quote(taken[0]) if taken else "a duplicate in the list"
             raise ParameterError(f"rid must be unique among the requests in flight, got {which}", param="rid")
         self.in_flight[request_id] = ids
         self.in_engine.update(dict.fromkeys(ids, caller))

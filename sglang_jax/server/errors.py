@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from sglang_jax.errors import ParameterError, RequestError, cut, shown
+from sglang_jax.errors import ParameterError, RequestError, cut, quote
 
 logger = logging.getLogger(__name__)
 
@@ -217,17 +217,17 @@ def validation_error(errors: Sequence[Mapping[str, Any]], content_type: str | No
             code="malformed_json",
         )
     if isinstance(value, bytes):
-        return MediaTypeError(f"the body must be sent as Content-Type: application/json, got {shown(content_type)}")
+        return MediaTypeError(f"the body must be sent as Content-Type: application/json, got {quote(content_type)}")
     if first["type"] == "missing":
         return ParameterError(f"{path or 'a JSON body'} is required", param=path or None, code="missing_field")
     if not path:
-        return MalformedRequestError(f"the body must be a JSON object, got {shown(value)}")
+        return MalformedRequestError(f"the body must be a JSON object, got {quote(value)}")
     refusal = first.get("ctx", {}).get("error")
     if isinstance(refusal, RequestError):  # raised by a validator of this server
         return refusal
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     several = ", or a list of these" if first["loc"][-1] == ONE else ""
-    return ParameterError(f"{path}: {first['msg']}{several}, got {shown(value)}{more}", param=path)
+    return ParameterError(f"{path}: {first['msg']}{several}, got {quote(value)}{more}", param=path)
 
 
 def _no_route(method: str, path: str) -> str:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 
 from sglang_jax.config.suggestions import LEAST_ALIKE
 from sglang_jax.engine.types import SessionTurnInput
-from sglang_jax.errors import ParameterError, cut, shown
+from sglang_jax.errors import ParameterError, cut, quote
 from sglang_jax.server.errors import ONE, UnsupportedParameterError
 from sglang_jax.spellings import SAMPLING_FIELDS
 
@@ -100,7 +100,7 @@ class Body(BaseModel):
                 continue
             raise UnsupportedParameterError(
                 f"{cut(name)} is not supported, and ignoring it could change the output; "
-                f"remove it (got {shown(value)}){self._meant(cut(name))}",
+                f"remove it (got {quote(value)}){self._meant(cut(name))}",
                 param=cut(name),
             )
         return self
@@ -216,7 +216,7 @@ class SessionParamsBody(Body):
             if value:
                 raise ParameterError(
                     f"session_params.{name} would change earlier turns of a session, and turns can only be appended; "
-                    f"remove it (got {value} for session {shown(self.id)})",
+                    f"remove it (got {value} for session {quote(self.id)})",
                     param=f"session_params.{name}",
                 )
         if not self.id:
@@ -234,7 +234,7 @@ def check_turns(turns: Sequence[SessionTurnInput | None]) -> None:
     twice = next((one for place, one in enumerate(ids) if one in ids[:place]), None)
     if twice is not None:
         raise ParameterError(
-            f"{len(ids)} prompts of this request are turns of session {shown(twice)}; send them one after the other",
+            f"{len(ids)} prompts of this request are turns of session {quote(twice)}; send them one after the other",
             param="session_params",
         )
 

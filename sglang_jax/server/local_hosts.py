@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_jax.errors import shown
+from sglang_jax.errors import quote
 from sglang_jax.server.errors import ForeignPageError, HostNotAllowedError, error_response
 from sglang_jax.server.origins import is_allowed
 
@@ -32,7 +32,7 @@ class LocalHosts:
             host = Headers(scope=scope).get("host", "")
             if not self._allowed(_without_port(host).lower()):
                 error = HostNotAllowedError(
-                    f"this server has no key and listens only on this machine, but was called as {shown(host)}; "
+                    f"this server has no key and listens only on this machine, but was called as {quote(host)}; "
                     "add that host to --allowed-hosts, or set --api-key"
                 )
                 await error_response(error)(scope, receive, send)

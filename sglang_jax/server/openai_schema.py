@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Tag
 from sglang_jax.checkpoint.chat_contents import JoinedParts
 from sglang_jax.checkpoint.chat_tools import is_variable, template_names
 from sglang_jax.engine.types import SessionTurnInput, TextTokenizer
-from sglang_jax.errors import ParameterError, cut, shown
+from sglang_jax.errors import ParameterError, cut, quote
 from sglang_jax.server.errors import UnsupportedParameterError
 from sglang_jax.server.fields import (
     Body,
@@ -148,14 +148,14 @@ def _thinks(value: object) -> object:
         if name != "type" and not asks_for_nothing(other):
             field = f"thinking.{cut(name)}"
             raise UnsupportedParameterError(
-                f"{field} is not supported, and ignoring it could change the output; remove it (got {shown(other)})",
+                f"{field} is not supported, and ignoring it could change the output; remove it (got {quote(other)})",
                 param=field,
             )
     match value.get("type"):
         case "enabled" | "disabled" as said:
             return said == "enabled"
     raise ParameterError(
-        f"thinking must be a boolean or have the type enabled or disabled, got {shown(value)}", param="thinking"
+        f"thinking must be a boolean or have the type enabled or disabled, got {quote(value)}", param="thinking"
     )
 
 
@@ -213,14 +213,14 @@ class ChatBody(OpenAIBody):
         for name in given:
             if not is_variable(name):
                 raise ParameterError(
-                    f"chat_template_kwargs has {shown(name)}, which clients cannot set",
+                    f"chat_template_kwargs has {quote(name)}, which clients cannot set",
                     param="chat_template_kwargs",
                 )
         if self.reasoning_effort not in (None, "none"):
             if "reasoning_effort" not in template_names(tokenizer.chat_template):
                 raise UnsupportedParameterError(
                     "reasoning_effort is not supported by this model's chat template; remove it (got "
-                    f"{shown(self.reasoning_effort)})",
+                    f"{quote(self.reasoning_effort)})",
                     param="reasoning_effort",
                 )
             given.setdefault("reasoning_effort", self.reasoning_effort)
@@ -276,10 +276,10 @@ def _for_template(number: int, message: ChatMessage) -> dict[str, object]:
     if message.tool_calls and message.role != "assistant":
         place = f"messages[{number}].tool_calls"
         raise ParameterError(
-            f"{place} belong only to messages of the role `assistant`, got the role {shown(message.role)}", param=place
+            f"{place} belong only to messages of the role `assistant`, got the role {quote(message.role)}", param=place
         )
     if content is None and message.role != "assistant":
-        raise ParameterError(f"{path} is required for the role {shown(message.role)}", param=path)
+        raise ParameterError(f"{path} is required for the role {quote(message.role)}", param=path)
     if isinstance(content, list):
         content = JoinedParts(_part_text(f"{path}[{place}]", part) for place, part in enumerate(content))
     extras = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
@@ -294,7 +294,7 @@ def _for_template(number: int, message: ChatMessage) -> dict[str, object]:
 
 def _part_text(path: str, part: ContentPart) -> str:
     if part.type != "text":
-        raise ParameterError(f"{path} has type {shown(part.type)}; this model reads text only", param=f"{path}.type")
+        raise ParameterError(f"{path} has type {quote(part.type)}; this model reads text only", param=f"{path}.type")
     if part.text is None:
         raise ParameterError(f"{path}.text is required", param=f"{path}.text")
     return part.text
@@ -323,7 +323,7 @@ def chat_text(
     conversation = body.conversation()
     if short_ids:
         conversation = [with_short_ids(message) for message in conversation]
-    offered = () if tools is None else tools.shown
+    offered = () if tools is None else tools.for_template
     variables = body.template_variables(tokenizer)
     if not body.continue_final_message:
         return ChatText(tokenizer.render_chat(conversation, tools=offered, variables=variables))

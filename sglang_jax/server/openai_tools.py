@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from sglang_jax.errors import ParameterError, shown
+from sglang_jax.errors import ParameterError, quote
 from sglang_jax.replies.call_reader import MOST_NAME_CHARACTERS, NAME
 from sglang_jax.replies.forms import Tool
 from sglang_jax.replies.json_scan import json_value
@@ -77,7 +77,7 @@ class CallBody(Body):
         arguments = self.function.arguments or "{}"
         if isinstance(arguments, str) and not isinstance(json_value(arguments), dict):
             place = f"{path}.function.arguments"
-            raise ParameterError(f"{place} must be the text of a JSON object, got {shown(arguments)}", param=place)
+            raise ParameterError(f"{place} must be the text of a JSON object, got {quote(arguments)}", param=place)
         function = {**self.function.model_dump(exclude_none=True), "arguments": arguments}
         return {**self.model_dump(exclude_none=True), "type": "function", "function": function}
 
@@ -86,11 +86,11 @@ class CallBody(Body):
 class ToolRequest:
     """The validated tools of a request.
 
-    - `shown`: all tools in the format of chat templates; `callable`: those that may be called.
+    - `for_template`: all tools in the format of chat templates; `callable`: those that may be called.
     - `required`: at least one must be called; `parallel`: several calls are allowed.
     """
 
-    shown: tuple[dict[str, Any], ...]
+    for_template: tuple[dict[str, Any], ...]
     callable: tuple[Tool, ...]
     required: bool = False
     parallel: bool = True
@@ -117,7 +117,7 @@ def read_tools(tools: Sequence[ToolBody] | None, choice: Any, parallel: bool | N
         checked = _checked(tool, f"tools[{number}]")
         if checked.name in known:
             raise ParameterError(
-                f"tools[{number}].function.name is {shown(checked.name)}, which another tool already has",
+                f"tools[{number}].function.name is {quote(checked.name)}, which another tool already has",
                 param=f"tools[{number}].function.name",
             )
         known[checked.name] = checked
@@ -132,7 +132,7 @@ def read_tools(tools: Sequence[ToolBody] | None, choice: Any, parallel: bool | N
 def _checked(tool: ToolBody, path: str) -> Tool:
     if tool.type != "function":
         raise ParameterError(
-            f"{path}.type must be function, got {shown(tool.type)}: this server has no tools of its own",
+            f"{path}.type must be function, got {quote(tool.type)}: this server has no tools of its own",
             param=f"{path}.type",
         )
     if tool.function is None:
@@ -140,14 +140,14 @@ def _checked(tool: ToolBody, path: str) -> Tool:
     name, place = tool.function.name, f"{path}.function.name"
     if not NAME.fullmatch(name) or len(name) > MOST_NAME_CHARACTERS:
         raise ParameterError(
-            f"{place} must be 1 to {MOST_NAME_CHARACTERS} of letters, digits, '_', '-' and '.', got {shown(name)}",
+            f"{place} must be 1 to {MOST_NAME_CHARACTERS} of letters, digits, '_', '-' and '.', got {quote(name)}",
             param=place,
         )
     field = f"{path}.function.parameters"
     parameters = tool.function.parameters
     if parameters is not None:
         if parameters.get("type", "object") != "object":
-            raise ParameterError(f"{field}.type must be object, got {shown(parameters['type'])}", param=f"{field}.type")
+            raise ParameterError(f"{field}.type must be object, got {quote(parameters['type'])}", param=f"{field}.type")
         for where, what in _faults(parameters, field, 0):
             raise ParameterError(f"{where} {what}", param=where)
     return Tool(name, parameters, bool(tool.function.strict), field)
@@ -158,7 +158,7 @@ def _faults(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
-        yield path, f"must be a JSON schema, got {shown(schema)}"
+        yield path, f"must be a JSON schema, got {quote(schema)}"
         return
     if depth == MAX_SCHEMA_DEPTH:
         yield path, f"is nested more than {MAX_SCHEMA_DEPTH} levels deep"
@@ -166,22 +166,22 @@ def _faults(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
     kinds = schema.get("type")
     for kind in kinds if isinstance(kinds, list) else [] if kinds is None else [kinds]:
         if kind not in _TYPES:
-            yield f"{path}.type", f"must be one of {', '.join(_TYPES)}, got {shown(kind)}"
+            yield f"{path}.type", f"must be one of {', '.join(_TYPES)}, got {quote(kind)}"
     required = schema.get("required")
     if required is not None and not (isinstance(required, list) and all(isinstance(one, str) for one in required)):
-        yield f"{path}.required", f"must be a list of names, got {shown(required)}"
+        yield f"{path}.required", f"must be a list of names, got {quote(required)}"
     if not isinstance(schema.get("enum", []), list):
-        yield f"{path}.enum", f"must be a list, got {shown(schema['enum'])}"
+        yield f"{path}.enum", f"must be a list, got {quote(schema['enum'])}"
     for name in ("properties", "$defs", "definitions", "patternProperties"):
         inner = schema.get(name)
         if inner is not None and not isinstance(inner, Mapping):
-            yield f"{path}.{name}", f"must be an object, got {shown(inner)}"
+            yield f"{path}.{name}", f"must be an object, got {quote(inner)}"
         for key, child in (inner or {}).items() if isinstance(inner, Mapping) else ():
             yield from _faults(child, f"{path}.{name}.{key}", depth + 1)
     for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
         several = schema.get(name)
         if several is not None and not isinstance(several, list):
-            yield f"{path}.{name}", f"must be a list of schemas, got {shown(several)}"
+            yield f"{path}.{name}", f"must be a list of schemas, got {quote(several)}"
         for number, child in enumerate(several if isinstance(several, list) else ()):
             yield from _faults(child, f"{path}.{name}[{number}]", depth + 1)
     for name in ("items", "additionalProperties", "not"):
@@ -219,13 +219,13 @@ def _read_choice(choice: Any, known: Mapping[str, Tool]) -> tuple[bool, Sequence
                     case {"type": "function", "function": {"name": str(name)}}:
                         names.append(_offered(name, f"{place}.function.name", known))
                     case _:
-                        raise ParameterError(f"{place} must name a function, got {shown(one)}", param=place)
+                        raise ParameterError(f"{place} must name a function, got {quote(one)}", param=place)
             if mode == "required" and not names:
                 raise ParameterError("tool_choice requires a tool but allows none", param="tool_choice")
             return mode == "required", tuple(dict.fromkeys(names))
     raise ParameterError(
         'tool_choice must be "auto", "none", "required", {"type": "function", "function": {"name": ...}} or '
-        f'{{"type": "allowed_tools", ...}}, got {shown(choice)}',
+        f'{{"type": "allowed_tools", ...}}, got {quote(choice)}',
         param="tool_choice",
     )
 
@@ -233,7 +233,7 @@ def _read_choice(choice: Any, known: Mapping[str, Tool]) -> tuple[bool, Sequence
 def _offered(name: str, place: str, known: Mapping[str, Tool]) -> str:
     if name not in known:
         raise ParameterError(
-            f"{place} is {shown(name)}, which is not one of the tools: {', '.join(known) or 'there are none'}",
+            f"{place} is {quote(name)}, which is not one of the tools: {', '.join(known) or 'there are none'}",
             param=place,
         )
     return name

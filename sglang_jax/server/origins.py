@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang_jax.errors import shown
+from sglang_jax.errors import quote
 from sglang_jax.server.errors import OriginNotAllowedError, error_response
 
 METHODS = ("GET", "POST", "DELETE")
@@ -44,7 +44,7 @@ class AllowedOrigins:
                 app = self._shared
             elif scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 error = OriginNotAllowedError(
-                    f"pages of {shown(headers.get('origin', ''))} may not use this server: add that origin to "
+                    f"pages of {quote(headers.get('origin', ''))} may not use this server: add that origin to "
                     "--allowed-origins"
                 )
                 app = error_response(error)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator
 
-from sglang_jax.errors import ParameterError, RequestError, shown
+from sglang_jax.errors import ParameterError, RequestError, quote
 from sglang_jax.sampling import GenerationDefaults, SamplingParams, with_defaults
 from sglang_jax.sampling.grammar_spellings import SPELLINGS, grammar_of
 from sglang_jax.sampling.params import MAX_LOGIT_BIAS
@@ -146,7 +146,7 @@ def one_of(name: str, value: Value | None, other_name: str, other: Value | None)
     """Returns the value of two fields with the same meaning. Raises `ParameterError` if both are set and differ."""
     if value is not None and other is not None and value != other:
         raise ParameterError(
-            f"{name} ({shown(value)}) and {other_name} ({shown(other)}) mean the same but differ", param=name
+            f"{name} ({quote(value)}) and {other_name} ({quote(other)}) mean the same but differ", param=name
         )
     return other if value is None else value
 

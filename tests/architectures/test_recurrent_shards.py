@@ -73,7 +73,7 @@ def test_devices_share_states_and_have_copies_of_what_they_all_read(layer: Recur
     built = layer.sharded(size)
     for whole, mine in zip(built.state, built.of_one_device().state, strict=True):
         shape = list(whole.shape)
-        shape[whole.spread] //= size
+        shape[whole.sharded_axis] //= size
         assert mine.shape == tuple(shape)
         assert math.prod(mine.shape) * size == math.prod(whole.shape)
     assert built.state[-1].shape[-2:] == layer.state[-1].shape[-2:] or isinstance(layer, ShortConvConfig)

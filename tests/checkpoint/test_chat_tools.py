@@ -48,7 +48,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% 
 )
 def test_what_templates_do_with_tools(tmp_path: Path, template: str, shown: bool, form: ArgumentForm) -> None:
     support = learn_tools(byte_tokenizer(tmp_path, template)._chat.render_probe)
-    assert (support.shown, support.arguments) == (shown, form)
+    assert (support.renders_tools, support.arguments) == (shown, form)
 
 
 def test_arguments_are_given_as_the_template_takes_them(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sglang_jax.architectures.kinds.experts import ExpertsConfig
 from sglang_jax.architectures.manifest import ParameterName, manifest_of
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint import ParameterReader, open_checkpoint
 from sglang_jax.checkpoint.hf_config import load_hf_config
 from sglang_jax.errors import CheckpointError
@@ -63,7 +63,7 @@ def of_transformers(model: PreTrainedModel, name: ParameterName) -> np.ndarray:
     if name.part is Part.ROUTER:
         router = "router" if family in ("granitemoe", "gpt_oss") else "gate"
         return values[f"{module}.{router}.{name.kind}"]
-    ending = "_bias" if name.kind is Kind.BIAS else ""
+    ending = "_bias" if name.kind is ParameterKind.BIAS else ""
     stem = "down_proj" if name.part is Part.EXPERT_DOWN else "gate_up_proj"
     stacked = values[f"{module}.experts.{stem}{ending}"]
     if family == "gpt_oss" and not ending:

@@ -14,7 +14,7 @@ from helpers.kv_scale_checkpoints import add_tensors, kv_scales_of
 from helpers.tiny_models import make_tiny_checkpoint
 from numpy.typing import NDArray
 
-from sglang_jax.architectures.tensor_names import Kind
+from sglang_jax.architectures.tensor_names import ParameterKind
 from sglang_jax.checkpoint import open_checkpoint
 from sglang_jax.config import KVCacheDtype, LoadFormat
 from sglang_jax.errors import CheckpointError
@@ -136,7 +136,7 @@ def test_the_log_says_once_what_becomes_of_scales(folder: Path, plain: Path, cap
 def test_random_weights_have_no_scales(folder: Path) -> None:
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale"))
     checkpoint = open_checkpoint(str(folder), LoadFormat.DUMMY)
-    assert not checkpoint.kv_parameters().has(Kind.SCALE)
+    assert not checkpoint.kv_parameters().has(ParameterKind.SCALE)
     assert (kv_scales_of(checkpoint) == 1).all()
 
 
@@ -213,7 +213,7 @@ def test_numbers_that_cannot_be_scales_are_named(folder: Path) -> None:
 )
 def test_schemes_that_no_scale_of_a_head_can_express(folder: Path, change: dict[str, object], words: str) -> None:
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale"), scheme=SCHEME | change)
-    assert open_checkpoint(str(folder)).kv_parameters().has(Kind.SCALE)
+    assert open_checkpoint(str(folder)).kv_parameters().has(ParameterKind.SCALE)
     with pytest.raises(CheckpointError, match=words):
         read(folder)
 

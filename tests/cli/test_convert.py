@@ -16,7 +16,7 @@ from helpers.quantized_checkpoints import IGNORED, Quantised, quantise, scheme_o
 from helpers.tiny_models import make_tiny_checkpoint
 from orbax.checkpoint import StandardCheckpointer
 
-from sglang_jax.architectures.tensor_names import Kind
+from sglang_jax.architectures.tensor_names import ParameterKind
 from sglang_jax.checkpoint import ORBAX_MARKER, Checkpoint, SourceKind, open_checkpoint
 from sglang_jax.checkpoint.tokenizer import load_tokenizer
 from sglang_jax.cli.convert import convert
@@ -135,7 +135,7 @@ def test_scales_of_keys_and_values_come_along(original: Path, tmp_path: Path) ->
     add_tensors(folder, scale_tensors(given), scheme=scheme)
     assert run(convert, "convert", ["--model-path", str(folder), "--to", "orbax", "--output", str(output)]) == 0
     converted = open_checkpoint(str(output))
-    assert converted.kv_parameters().has(Kind.SCALE)
+    assert converted.kv_parameters().has(ParameterKind.SCALE)
     assert converted.kv_scales_made_for() is KVCacheDtype.INT8
     np.testing.assert_array_equal(kv_scales_of(converted), given)
     for checkpoint in (open_checkpoint(str(folder)), converted):

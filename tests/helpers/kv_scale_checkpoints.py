@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from sglang_jax.architectures.manifest import ParameterName
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint import Checkpoint
 
 LAYERS, KV_HEADS, HEAD_DIM, GROUP = 2, 4, 8, 2
@@ -83,7 +83,7 @@ def kv_scales_of(checkpoint: Checkpoint) -> NDArray[np.float32]:
     reader = checkpoint.kv_parameters()
     sides = (Part.KEY, Part.VALUE)
     found = [
-        [reader.read(ParameterName(side, Kind.SCALE, layer)) for side in sides]
+        [reader.read(ParameterName(side, ParameterKind.SCALE, layer)) for side in sides]
         for layer, described in enumerate(checkpoint.config.layers)
         if described.attention is not None
     ]

@@ -49,7 +49,7 @@ class Driven:
 
 
 @dataclass
-class Launched:
+class LaunchedStep:
     """A step on its way; `finish` hands its tokens to their requests."""
 
     handle: StepHandle
@@ -130,7 +130,7 @@ class PlanDriver:
         prompt_logprobs: Sequence[PromptLogprobs] = (),
         prompt_top_logprobs: int = 0,
         masked: Collection[Driven] = (),
-    ) -> Launched:
+    ) -> LaunchedStep:
         """Launches a step of (request, number of tokens, or `DECODE`); decode sequences come first.
 
         `masked`: those that sample under a mask, which the step's handle waits for.
@@ -161,7 +161,7 @@ class PlanDriver:
         )
         self._steps += 1
         self._updates = []
-        return Launched(self.runner.launch(plan), [request for request, _ in parts], plan)
+        return LaunchedStep(self.runner.launch(plan), [request for request, _ in parts], plan)
 
     def step(self, parts: Sequence[tuple[Driven, int]], **wanted: object) -> StepResult:
         """Launches a step and waits for it."""

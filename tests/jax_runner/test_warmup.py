@@ -8,7 +8,7 @@ from helpers.stand_in_model import random_weights
 
 from sglang_jax.jax_runner.buckets import Bucket, Buckets
 from sglang_jax.jax_runner.programs import Programs
-from sglang_jax.jax_runner.step import DeviceState, StepOutputs
+from sglang_jax.jax_runner.step import DeviceOutputs, DeviceState
 from sglang_jax.jax_runner.warmup import warmup_plan
 from sglang_jax.runner.plan import Int32
 
@@ -40,7 +40,7 @@ def test_warm_up_runs_every_program_of_steps_once(monkeypatch: pytest.MonkeyPatc
 
     sample = Programs.sample
 
-    def recorded_sample(self: Programs, state: DeviceState, found: StepOutputs, packed: Int32) -> object:
+    def recorded_sample(self: Programs, state: DeviceState, found: DeviceOutputs, packed: Int32) -> object:
         ran.append(f"sample {len(found.logits)} rows")
         return sample(self, state, found, packed)
 

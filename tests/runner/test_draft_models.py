@@ -20,7 +20,7 @@ from sglang_jax.runner.drafts import flatten_drafts
 from sglang_jax.runner.plan import DRAFT, LAST_TOKEN, PageDeltas, RunnerSpec, StepPlan
 from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.sampling.params import SamplingParams
-from sglang_jax.scheduler.drafting import AllThatFit
+from sglang_jax.scheduler.drafting import FixedDrafts
 from sglang_jax.scheduler.messages import NewRequest
 from sglang_jax.scheduler.scheduler import Scheduler
 
@@ -160,7 +160,7 @@ def test_what_was_missed_while_there_were_no_drafts_is_computed(
     alike: Runner, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seldom = Seldom(every)
-    monkeypatch.setattr(AllThatFit, "choose", lambda self, *arguments: seldom.choose(*arguments))
+    monkeypatch.setattr(FixedDrafts, "choose", lambda self, *arguments: seldom.choose(*arguments))
     found = serve(alike, 2)
     assert found.drafts == found.right > 10
 
@@ -168,7 +168,7 @@ def test_what_was_missed_while_there_were_no_drafts_is_computed(
 def test_keys_of_the_draft_model_that_are_a_token_off_show(alike: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: what was missed is taken to be a token less."""
     seldom = Seldom(7)
-    monkeypatch.setattr(AllThatFit, "choose", lambda self, *arguments: seldom.choose(*arguments))
+    monkeypatch.setattr(FixedDrafts, "choose", lambda self, *arguments: seldom.choose(*arguments))
     missed = DraftLag.missed
 
     def short(self: DraftLag, flat: object) -> tuple[np.ndarray, np.ndarray]:

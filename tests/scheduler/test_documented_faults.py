@@ -17,7 +17,7 @@ from sglang_jax.mem_cache.invariants import InvariantError
 from sglang_jax.mem_cache.ledger import OwnershipError
 from sglang_jax.mem_cache.row_kv import RowKV
 from sglang_jax.mem_cache.state_group import StateGroup
-from sglang_jax.scheduler.planner import Chunk, DecodePart, Planned, Planner
+from sglang_jax.scheduler.planner import Chunk, DecodePart, PlannedStep, Planner
 from sglang_jax.scheduler.publisher import Publisher
 from sglang_jax.scheduler.request import Request
 from sglang_jax.scheduler.rows import Rows
@@ -68,7 +68,7 @@ def every_chunk_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk in the middle of a prompt yields a token, as if it were the last."""
     mixed = Planner._mixed
 
-    def sample_all(self: Planner, step: int, decode: DecodePart, chunks: list[Chunk]) -> Planned:
+    def sample_all(self: Planner, step: int, decode: DecodePart, chunks: list[Chunk]) -> PlannedStep:
         return mixed(self, step, decode, [msgspec.structs.replace(chunk, last=True) for chunk in chunks])
 
     monkeypatch.setattr(Planner, "_mixed", sample_all)

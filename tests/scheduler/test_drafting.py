@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sglang_jax.scheduler.drafting import WhatPays
+from sglang_jax.scheduler.drafting import AdaptiveDrafts
 
 ROWS = np.arange(4, dtype=np.int32)
 
 
 def serve(
-    drafting: WhatPays,
+    drafting: AdaptiveDrafts,
     seconds: Callable[[int], float],
     chances: list[float],
     steps: int,
@@ -51,7 +51,7 @@ def compute_bound(queries: int) -> float:
 
 
 def test_rows_whose_drafts_are_right_get_all_that_fit() -> None:
-    rate, widths = serve(WhatPays(4, 8), memory_bound, [0.98], 200)
+    rate, widths = serve(AdaptiveDrafts(4, 8), memory_bound, [0.98], 200)
     assert widths.tolist() == [8]
     assert rate > 3.5 / memory_bound(1)
 
@@ -63,7 +63,7 @@ def test_what_a_row_s_own_drafts_came_to_counts_before_long() -> None:
     def clock(queries: int) -> float:
         return 0.010 if queries == 1 else 0.0107
 
-    drafting, one = WhatPays(4, 8), ROWS[:1]
+    drafting, one = AdaptiveDrafts(4, 8), ROWS[:1]
     serve(drafting, clock, [0.8], 300)
     drafting.seated(one)
     drafted = 0
@@ -79,32 +79,32 @@ def test_what_a_row_s_own_drafts_came_to_counts_before_long() -> None:
 @pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_text_that_does_not_repeat_is_hardly_slower(seconds: Callable[[int], float], rows: int) -> None:
-    rate, _ = serve(WhatPays(4, 8), seconds, [0.0] * rows, 2000)
+    rate, _ = serve(AdaptiveDrafts(4, 8), seconds, [0.0] * rows, 2000)
     assert rate > 0.97 * rows / seconds(rows)
 
 
 def test_drafts_that_are_right_half_of_the_time_pay_where_queries_are_cheap() -> None:
-    cheap, _ = serve(WhatPays(4, 8), memory_bound, [0.5], 2000)
-    dear, _ = serve(WhatPays(4, 8), compute_bound, [0.5] * 4, 2000)
+    cheap, _ = serve(AdaptiveDrafts(4, 8), memory_bound, [0.5], 2000)
+    dear, _ = serve(AdaptiveDrafts(4, 8), compute_bound, [0.5] * 4, 2000)
     assert cheap > 1.4 / memory_bound(1)
     assert dear > 0.97 * 4 / compute_bound(4)
 
 
 def test_the_rows_that_repeat_themselves_get_the_drafts() -> None:
-    _, widths = serve(WhatPays(4, 8), memory_bound, [0.95, 0.0, 0.0, 0.95], 300, room=16)
+    _, widths = serve(AdaptiveDrafts(4, 8), memory_bound, [0.95, 0.0, 0.0, 0.95], 300, room=16)
     assert widths[0] + widths[3] >= 12
     assert widths[1] + widths[2] <= 4
 
 
 def test_a_row_that_begins_to_repeat_itself_is_found() -> None:
-    drafting = WhatPays(4, 8)
+    drafting = AdaptiveDrafts(4, 8)
     serve(drafting, memory_bound, [0.0], 500)
     _, widths = serve(drafting, memory_bound, [0.97], 200)
     assert widths.tolist() == [8]
 
 
 def test_a_new_request_does_not_inherit_what_its_row_was_known_for() -> None:
-    drafting = WhatPays(4, 8)
+    drafting = AdaptiveDrafts(4, 8)
     serve(drafting, memory_bound, [0.98, 0.0], 100)
     drafting.seated(ROWS[:2])
     first, second = drafting._values(ROWS[:2], np.full(2, 8, np.int32))
@@ -112,7 +112,7 @@ def test_a_new_request_does_not_inherit_what_its_row_was_known_for() -> None:
 
 
 def test_limits_are_kept() -> None:
-    drafting = WhatPays(4, 8)
+    drafting = AdaptiveDrafts(4, 8)
     serve(drafting, memory_bound, [0.98] * 4, 100)
     most = np.array([1, 3, 8, 2], np.int32)
     assert (drafting.choose(ROWS, most, 32) <= most).all()
@@ -122,7 +122,7 @@ def test_limits_are_kept() -> None:
 
 
 def test_a_step_that_once_took_long_is_tried_again() -> None:
-    drafting = WhatPays(4, 8)
+    drafting = AdaptiveDrafts(4, 8)
     drafting.took(8, 0.2)
     _, widths = serve(drafting, memory_bound, [0.97], 1500)
     assert widths.tolist() == [8]
@@ -132,7 +132,7 @@ def test_a_step_that_once_took_long_is_tried_again() -> None:
 def test_noisy_times_do_not_make_drafts_of_nothing(seed: int) -> None:
     """A busy machine: a step takes up to four times as long as the one before."""
     rng = np.random.default_rng(seed)
-    drafting, queries = WhatPays(4, 8), []
+    drafting, queries = AdaptiveDrafts(4, 8), []
 
     def seconds(count: int) -> float:
         queries.append(count)
@@ -148,7 +148,7 @@ def test_guesses_that_take_time_one_after_the_other_are_made_as_far_as_they_pay(
     chance: float, a_guess: float, least: float, rows: int
 ) -> None:
     """A second model makes them: a step of the row with the most takes that much longer."""
-    drafting = WhatPays(4, 8, one_by_one=True)
+    drafting = AdaptiveDrafts(4, 8, one_by_one=True)
     rng = np.random.default_rng(1)
     own = ROWS[:rows]
     tokens = time = 0.0

@@ -33,7 +33,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 @dataclass
-class Planned:
+class PlannedStep:
     """What both wrappers keep of a plan."""
 
     queries: list[int]
@@ -68,7 +68,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ) -> None:
         assert kv_layout == "HND"
         assert float_workspace_buffer.dtype == torch.uint8
-        self.planned: Planned | None = None
+        self.planned: PlannedStep | None = None
 
     def plan(
         self,
@@ -91,7 +91,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         assert sm_scale is not None
         options = AttentionOptions(sm_scale, None if window_left < 0 else window_left + 1, logits_soft_cap)
         rows = len(last_page_len)
-        self.planned = Planned(
+        self.planned = PlannedStep(
             list(range(rows + 1)), indptr.tolist(), indices, last_page_len.tolist(), options, page_size
         )
 
@@ -109,7 +109,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         backend: str = "auto",
     ) -> None:
         assert kv_layout == "HND"
-        self.planned: Planned | None = None
+        self.planned: PlannedStep | None = None
 
     def plan(
         self,
@@ -133,7 +133,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert causal
         assert sm_scale is not None
         options = AttentionOptions(sm_scale, None if window_left < 0 else window_left + 1, logits_soft_cap)
-        self.planned = Planned(
+        self.planned = PlannedStep(
             qo_indptr.tolist(),
             paged_kv_indptr.tolist(),
             paged_kv_indices,

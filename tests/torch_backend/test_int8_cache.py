@@ -13,7 +13,7 @@ from helpers.plan_driver import PlanDriver
 from helpers.tiny_models import make_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
-from sglang_jax.architectures.tensor_names import Kind
+from sglang_jax.architectures.tensor_names import ParameterKind
 from sglang_jax.checkpoint.opening import open_checkpoint
 from sglang_jax.config import AttentionBackend, Device, Dtype, EngineConfig, KVCacheDtype
 from sglang_jax.errors import CheckpointError, ConfigError
@@ -207,4 +207,4 @@ def test_the_other_backend_lets_means_pass(tmp_path: Path) -> None:
     folder, mean = make_tiny_checkpoint(tmp_path, "qwen3"), np.zeros((KV_HEADS, HEAD_DIM), np.float32)
     add_tensors(folder, {f"model.layers.{layer}.self_attn.k_mean": mean for layer in range(LAYERS)})
     checkpoint = open_checkpoint(str(folder))
-    assert not checkpoint.kv_parameters().has(Kind.SCALE)
+    assert not checkpoint.kv_parameters().has(ParameterKind.SCALE)

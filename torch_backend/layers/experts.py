@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from sglang_jax.architectures.kinds.experts import ClampedGate, ExpertsConfig, ExpertScores
 from sglang_jax.architectures.kinds.feed_forward import Activation
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import Linear
@@ -91,7 +91,7 @@ class Experts(Loadable):
     def _bias(
         self, name: str, shape: tuple[int, ...], *parts: Part, wanted: bool, dtype: torch.dtype = torch.float32
     ) -> nn.Parameter | None:
-        return self.declare(name, shape, dtype, *parts, kind=Kind.BIAS) if wanted else None
+        return self.declare(name, shape, dtype, *parts, kind=ParameterKind.BIAS) if wanted else None
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
         """See `LayerPart`. Padding chooses no expert."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.encoding import Encoding, Stored, ValueType
 from sglang_jax.checkpoint.reader import Role
 from torch_backend.layers.blocks import BlockedMatrix, BlockMatrices
@@ -28,7 +28,7 @@ class PlainMatrix(Loadable):
     def __init__(self, inputs: int, outputs: int, parts: Sequence[Part], *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = self.declare("weight", (outputs, inputs), dtype, *parts)
-        self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=Kind.BIAS) if bias else None
+        self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=ParameterKind.BIAS) if bias else None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x [T, inputs]` → `[T, outputs]`, rounded once, after the bias."""
@@ -57,7 +57,7 @@ class ScaledMatrix(Loadable):
         self.encoding = encoding
         self.values = self.declare("values", (outputs, inputs), values, *parts, role=Role.VALUES)
         self.scales = self.declare("scales", (outputs,), torch.float32, *parts, role=Role.SCALES)
-        self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=Kind.BIAS) if bias else None
+        self.bias = self.declare("bias", (outputs,), dtype, *parts, kind=ParameterKind.BIAS) if bias else None
         self._product: ScaledProduct = multiply_widened
 
     def choose_product(self, device: torch.device, dtype: torch.dtype) -> None:

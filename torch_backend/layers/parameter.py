@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.checkpoint.reader import Role
 
 
@@ -27,7 +27,7 @@ class ParameterSource:
     array of a stored matrix the parameter is; None for plain values."""
 
     parts: tuple[Part, ...]
-    kind: Kind
+    kind: ParameterKind
     role: Role | None = None
 
 
@@ -44,7 +44,7 @@ class Loadable(nn.Module):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         *parts: Part,
-        kind: Kind = Kind.WEIGHT,
+        kind: ParameterKind = ParameterKind.WEIGHT,
         role: Role | None = None,
     ) -> nn.Parameter:
         """Declares a parameter `name`, and returns it without a value."""

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from sglang_jax.architectures.kinds.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from torch_backend.kv_pages import LayerMemory
 from torch_backend.layers.linear import Linear
 from torch_backend.layers.parameter import Loadable
@@ -24,7 +24,9 @@ class Convolution(Loadable):
     def __init__(self, channels: int, width: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = self.declare("weight", (channels, 1, width), dtype, Part.CONVOLUTION)
-        self.bias = self.declare("bias", (channels,), dtype, Part.CONVOLUTION, kind=Kind.BIAS) if bias else None
+        self.bias = (
+            self.declare("bias", (channels,), dtype, Part.CONVOLUTION, kind=ParameterKind.BIAS) if bias else None
+        )
 
     def forward(self, x: torch.Tensor, pool: torch.Tensor, step: StepStates) -> torch.Tensor:
         """`[T, channels]` → float32 `[T, channels]`; writes the last inputs to the pool."""

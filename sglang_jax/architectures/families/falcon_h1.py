@@ -12,7 +12,7 @@ from sglang_jax.architectures.mamba_form import is_set, mamba_names, mamba_of_hy
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, ParallelMixer, SublayerNorms
 from sglang_jax.architectures.registry import Family
 from sglang_jax.architectures.tensor_names import LLAMA_NAMES, Part, TensorName
-from sglang_jax.errors import CheckpointError, shown
+from sglang_jax.errors import CheckpointError, quote
 
 _NAME = "falcon_h1"
 _DEFAULTS = Defaults(max_position=8192, num_kv_heads=8, eps=1e-5, bos_token_id=1, eos_token_id=2)
@@ -76,7 +76,7 @@ def _multipliers(fields: JsonFields, name: str, count: int) -> list[float]:
     if found is None:
         return [1.0] * count
     if not isinstance(found, list) or len(found) != count or not all(isinstance(x, (int, float)) for x in found):
-        raise CheckpointError(f"{fields.file}: {name} is {shown(found)}, it must be {count} numbers")
+        raise CheckpointError(f"{fields.file}: {name} is {quote(found)}, it must be {count} numbers")
     return [float(number) for number in found]
 
 

@@ -11,7 +11,7 @@ from sglang_jax.architectures.mamba_form import check_mamba, is_set, mamba_names
 from sglang_jax.architectures.model_config import LayerConfig, ModelConfig, SublayerNorms
 from sglang_jax.architectures.registry import Family
 from sglang_jax.architectures.tensor_names import Part, TensorName
-from sglang_jax.errors import CheckpointError, shown
+from sglang_jax.errors import CheckpointError, quote
 
 _NAME = "nemotron_h"
 _LAYERS = "backbone.layers"
@@ -80,7 +80,7 @@ def _kinds(fields: JsonFields) -> list[str]:
     unknown = sorted({one for one in found if one not in _SPELLINGS})
     count = fields.count("num_hidden_layers") or len(found)
     if not found or unknown or len(found) != count or count > MAX_LAYERS:
-        seen = ", ".join(map(shown, unknown)) or f"{len(found)} entries for {count} layers"
+        seen = ", ".join(map(quote, unknown)) or f"{len(found)} entries for {count} layers"
         raise CheckpointError(
             f"{fields.file}: layers_block_type (or hybrid_override_pattern) has {seen}; supported: {_MAMBA} (M), "
             f"{_ATTENTION} (*) or {_FEED_FORWARD} (-) for each layer, at most {MAX_LAYERS}"

@@ -10,7 +10,7 @@ from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.part import HIDDEN, CachedArray, Declared, HeadOrder, linear
 from sglang_jax.architectures.kinds.rope import RopeConfig
 from sglang_jax.architectures.kinds.sections import can_share
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.errors import ConfigError
 
 _HEADS, _KV_HEADS = (Axis.HEADS, Axis.HEAD_DIM), (Axis.KV_HEADS, Axis.HEAD_DIM)
@@ -98,17 +98,17 @@ class AttentionConfig:
         if self.qk_norm is not None:
             first, offset = 0 if self.qk_norm.whole else 1, self.qk_norm.norm.offset
             for part, sizes, axes in ((Part.QUERY_NORM, queries, _HEADS), (Part.KEY_NORM, keys, _KV_HEADS)):
-                norm = Declared(part, Kind.WEIGHT, (axes[first:],), (sizes[first:],), offset)
+                norm = Declared(part, ParameterKind.WEIGHT, (axes[first:],), (sizes[first:],), offset)
                 yield replace(norm, interleaved=order.interleaved, rotated_rows=order.rotated_rows)
         if self.sinks:
-            yield Declared(Part.SINKS, Kind.WEIGHT, ((Axis.HEADS,),), ((self.num_heads,),))
+            yield Declared(Part.SINKS, ParameterKind.WEIGHT, ((Axis.HEADS,),), ((self.num_heads,),))
 
     def optional(self) -> Iterator[Declared]:
         """Optional parameters, for 8-bit caches: scales of keys and of values, and means of keys."""
         axes, sizes = ((Axis.KV_HEADS,), (Axis.HEAD_DIM,)), ((self.num_kv_heads,), (self.head_dim,))
         for part in (Part.KEY, Part.VALUE):
-            yield Declared(part, Kind.SCALE, axes[:1], sizes[:1], default=1.0)
-        yield Declared(Part.KEY, Kind.MEAN, axes, sizes, default=0.0)
+            yield Declared(part, ParameterKind.SCALE, axes[:1], sizes[:1], default=1.0)
+        yield Declared(Part.KEY, ParameterKind.MEAN, axes, sizes, default=0.0)
 
     def _order(self) -> HeadOrder:
         rope = self.rope

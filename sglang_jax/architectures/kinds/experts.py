@@ -9,7 +9,7 @@ from enum import StrEnum
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.feed_forward import INTERMEDIATE, Activation, check_columns
 from sglang_jax.architectures.kinds.part import HIDDEN, Declared, linear
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 
 _EXPERTS = (Axis.EXPERTS,)
 
@@ -72,7 +72,7 @@ class ExpertsConfig:
         experts, inner, outer = (self.num_experts,), (self.size,), (hidden,)
         yield from linear(Part.ROUTER, (experts, outer), (_EXPERTS, HIDDEN), self.router_bias)
         if self.correction:
-            yield Declared(Part.ROUTER_CORRECTION, Kind.BIAS, (_EXPERTS,), (experts,))
+            yield Declared(Part.ROUTER_CORRECTION, ParameterKind.BIAS, (_EXPERTS,), (experts,))
         for part in (Part.EXPERT_GATE, Part.EXPERT_UP):
             yield from _of_experts(part, (experts, inner, outer), (_EXPERTS, INTERMEDIATE, HIDDEN), self.bias)
         yield from _of_experts(Part.EXPERT_DOWN, (experts, outer, inner), (_EXPERTS, HIDDEN, INTERMEDIATE), self.bias)
@@ -107,6 +107,6 @@ class ExpertsConfig:
 def _of_experts(
     part: Part, sizes: tuple[tuple[int, ...], ...], axes: tuple[tuple[Axis, ...], ...], bias: bool
 ) -> Iterator[Declared]:
-    yield Declared(part, Kind.WEIGHT, axes, sizes)
+    yield Declared(part, ParameterKind.WEIGHT, axes, sizes)
     if bias:
-        yield Declared(part, Kind.BIAS, axes[:2], sizes[:2])
+        yield Declared(part, ParameterKind.BIAS, axes[:2], sizes[:2])

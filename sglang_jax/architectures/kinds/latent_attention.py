@@ -9,7 +9,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.part import HIDDEN, CachedArray, Declared, HeadOrder, linear
 from sglang_jax.architectures.kinds.rope import RopeConfig
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.errors import ConfigError
 
 _HEADS, _LATENT = (Axis.HEADS, Axis.HEAD_DIM), (Axis.LATENT,)
@@ -81,7 +81,7 @@ class LatentAttentionConfig:
         if self.query_latent is not None:
             inputs, axes, query = (self.query_latent,), _LATENT, Part.QUERY_UP
             yield from linear(Part.QUERY_LATENT, (inputs, (hidden,)), (_LATENT, HIDDEN), self.bias)
-            yield Declared(Part.QUERY_LATENT_NORM, Kind.WEIGHT, (_LATENT,), (inputs,), self.norm.offset)
+            yield Declared(Part.QUERY_LATENT_NORM, ParameterKind.WEIGHT, (_LATENT,), (inputs,), self.norm.offset)
         order = HeadOrder(self.interleaved_rope)
         stored = self.key_dim + self.rotary_dim
         plain = linear(query, ((self.num_heads, self.key_dim), inputs), (_HEADS, axes), False)
@@ -92,7 +92,7 @@ class LatentAttentionConfig:
         yield from linear(Part.LATENT, ((self.latent,), (hidden,)), (_LATENT, HIDDEN), self.bias)
         of_key = ((self.rotary_dim,), (hidden,)), ((Axis.HEAD_DIM,), HIDDEN), self.bias
         yield from linear(Part.KEY_ROTATED, *of_key, order=order)
-        yield Declared(Part.LATENT_NORM, Kind.WEIGHT, (_LATENT,), ((self.latent,),), self.norm.offset)
+        yield Declared(Part.LATENT_NORM, ParameterKind.WEIGHT, (_LATENT,), ((self.latent,),), self.norm.offset)
         stored = self.key_dim + self.value_dim
         keys = linear(Part.KEY_UP, ((self.num_heads, self.key_dim), (self.latent,)), (_HEADS, _LATENT), False)
         yield from (replace(each, stored_head=stored) for each in keys)

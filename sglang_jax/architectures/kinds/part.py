@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.sections import Sections
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 
 Axes = tuple[tuple[Axis, ...], ...]
 """The meaning of each axis of a tensor, a product of `Axis`, outermost first: rows of queries are (heads, head_dim)."""
@@ -29,7 +29,7 @@ class Declared:
     whose tensor, from the same row on, holds this one too."""
 
     part: Part
-    kind: Kind
+    kind: ParameterKind
     axes: Axes
     sizes: Sizes
     offset: float = 0.0
@@ -98,12 +98,12 @@ def linear(
     """A matrix, and its bias if it has one. Both are multiplied by `output_scale` when loaded, and the matrix also by
     `input_scale`."""
     rows = math.prod(sizes[0])
-    own = Declared(part, Kind.WEIGHT, axes, sizes, 0.0, order.interleaved, stored_as, order.rotated_rows)
+    own = Declared(part, ParameterKind.WEIGHT, axes, sizes, 0.0, order.interleaved, stored_as, order.rotated_rows)
     yield replace(own, factors=((rows, input_scale * output_scale),))
     if bias:
-        yield replace(own, kind=Kind.BIAS, axes=axes[:1], sizes=sizes[:1], factors=((rows, output_scale),))
+        yield replace(own, kind=ParameterKind.BIAS, axes=axes[:1], sizes=sizes[:1], factors=((rows, output_scale),))
 
 
 def norm_weight(part: Part, size: int, offset: float) -> Declared:
     """The weight of a norm over the residual stream."""
-    return Declared(part, Kind.WEIGHT, (HIDDEN,), ((size,),), offset)
+    return Declared(part, ParameterKind.WEIGHT, (HIDDEN,), ((size,),), offset)

@@ -11,7 +11,7 @@ from sglang_jax.architectures.axes import Axis
 from sglang_jax.architectures.kinds.norm import NormConfig
 from sglang_jax.architectures.kinds.part import HIDDEN, Declared, linear
 from sglang_jax.architectures.kinds.sections import Section, Sections, can_share
-from sglang_jax.architectures.tensor_names import Kind, Part
+from sglang_jax.architectures.tensor_names import ParameterKind, Part
 from sglang_jax.errors import ConfigError
 
 _CHANNELS, _STATE_HEADS = (Axis.CHANNELS,), (Axis.STATE_HEADS,)
@@ -34,12 +34,12 @@ SSM_STATE = "ssm_state"
 
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """An array of a layer's recurrent state. `shape`: that of one slot; `spread`: its axis that is sharded."""
+    """An array of a layer's recurrent state. `shape`: that of one slot; `sharded_axis`: its axis that is sharded."""
 
     name: str
     shape: tuple[int, ...]
     dtype: StateDtype
-    spread: int
+    sharded_axis: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ class GatedDeltaNetConfig:
         yield from (_of_state_heads(part, heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG))
         # All heads share this weight, so it is replicated.
         norm = (((Axis.HEAD_DIM,),), ((self.value_dim,),))
-        yield Declared(Part.STATE_NORM, Kind.WEIGHT, *norm, self.norm.offset)
+        yield Declared(Part.STATE_NORM, ParameterKind.WEIGHT, *norm, self.norm.offset)
         yield from _convolution(self, bias=False)
         yield from _output(inner, hidden, bias=False)
 
@@ -236,12 +236,12 @@ class Mamba2Config:
     def parameters(self, hidden: int) -> Iterator[Declared]:
         """See `LayerPart`."""
         for parameter in _input(self, hidden, self.bias):
-            scale = self.input_multiplier if parameter.kind is Kind.WEIGHT else 1.0
+            scale = self.input_multiplier if parameter.kind is ParameterKind.WEIGHT else 1.0
             pairs = zip(self.parts, self.part_multipliers, strict=True)
             yield replace(parameter, factors=tuple((rows, by * scale) for rows, by in pairs))
         yield from (_of_state_heads(part, self.num_heads) for part in (Part.DECAY_BIAS, Part.DECAY_LOG, Part.SKIP))
         if self.norm is not None:
-            yield Declared(Part.STATE_NORM, Kind.WEIGHT, (_CHANNELS,), ((self.inner,),), self.norm.offset)
+            yield Declared(Part.STATE_NORM, ParameterKind.WEIGHT, (_CHANNELS,), ((self.inner,),), self.norm.offset)
         yield from _convolution(self, self.conv_bias)
         yield from _output(self.inner, hidden, self.out_bias, self.output_multiplier)
 
@@ -285,10 +285,10 @@ def _input(config: RecurrentConfig, hidden: int, bias: bool) -> Iterator[Declare
 def _convolution(config: RecurrentConfig, bias: bool) -> Iterator[Declared]:
     taps = ((config.channels,), (1,), (config.width,))
     axes = (_CHANNELS, (Axis.ONE,), (Axis.TAPS,))
-    kernel = Declared(Part.CONVOLUTION, Kind.WEIGHT, axes, taps, sections=config.convolution_sections)
+    kernel = Declared(Part.CONVOLUTION, ParameterKind.WEIGHT, axes, taps, sections=config.convolution_sections)
     yield kernel
     if bias:
-        yield replace(kernel, kind=Kind.BIAS, axes=axes[:1], sizes=taps[:1])
+        yield replace(kernel, kind=ParameterKind.BIAS, axes=axes[:1], sizes=taps[:1])
 
 
 def _output(inner: int, hidden: int, bias: bool, by: float = 1.0) -> Iterator[Declared]:
@@ -296,7 +296,7 @@ def _output(inner: int, hidden: int, bias: bool, by: float = 1.0) -> Iterator[De
 
 
 def _of_state_heads(part: Part, heads: int) -> Declared:
-    return Declared(part, Kind.WEIGHT, (_STATE_HEADS,), ((heads,),))
+    return Declared(part, ParameterKind.WEIGHT, (_STATE_HEADS,), ((heads,),))
 
 
 def _indivisible(what: str, divides: str, size: int) -> ConfigError:
