@@ -65,7 +65,7 @@ test-fast: $(TEST_READY) ## run the quick tests of packages without models; one 
 test-cpus: $(TEST_READY) ## run the numeric tests with the instruction sets of other CPUs; a selection: ARGS="--only haswell tests/models"
 	$(BIN)/python tests/on_other_cpus.py $(ARGS)
 
-check: $(TEST_READY) ## check lint, format, types, import rules, and the prose of docs, help texts and errors
+check: $(TEST_READY) ## check lint, format, types, import rules, and the prose of docs, docstrings, comments and texts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
