@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+OURS = ("sglang_jax", "torch_backend", "tpu")
+PRIVATE_NAME = re.compile(r"_[^_]")
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -82,3 +86,48 @@ def test_the_command_line_loads_neither_jax_nor_torch() -> None:
     script = "import sglang_jax.launch_server, sys; print([m for m in ('jax', 'torch') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
+
+
+PRIVATE = {
+    "os._exit": "documented: ends a process without its cleanup",
+    "aten._to_copy": "an operator of ATen, whose name starts so",
+    "aten._unsafe_view": "an operator of ATen, whose name starts so",
+    "torch.ops.mkldnn._linear_pointwise": "an operator: oneDNN's products with packed weights have no other",
+    "torch.ops.mkldnn._reorder_linear_weight": "an operator: packs weights for these products",
+    "torch._int_mm": "the only product of int8 matrices for CUDA; torch documents it in torch.ao",
+    "torch._ops": "the type of operators in graphs of torch.export",
+    "torch._subclasses.fake_tensor": "torch's documentation imports FakeTensorMode from there",
+    "torch.distributed._symmetric_memory": "torch's documentation imports symmetric memory from there",
+    "model._keys_to_ignore_on_load_unexpected": "transformers' models declare tensors to ignore there, and nowhere else",
+    "ray.data._internal.execution.interfaces": "the type of an argument of Ray's Datasink, for writers of datasinks",
+    "self._paths": "Ray's FileBasedDatasource gives its files to subclasses only so",
+    "self._file_sizes": "Ray's FileBasedDatasource gives its files to subclasses only so",
+}
+"""Private names of libraries that the product uses, each with the reason."""
+
+
+def private_names() -> set[str]:
+    """Names with a leading underscore that the product reads and does not define."""
+    paths = [path for package in ("sglang_jax", "torch_backend", "tpu") for path in (ROOT / package).rglob("*.py")]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    found = set()
+    for node in nodes:
+        match node:
+            case ast.Attribute(attr=name) if name not in own:
+                found |= {ast.unparse(node)} if PRIVATE_NAME.match(name) else set()
+            case ast.ImportFrom(module=str(module), level=0):
+                hidden = [part for part in module.split(".") if PRIVATE_NAME.match(part)]
+                hidden += [] if module.startswith(OURS) else [each.name for each in node.names if each.name[0] == "_"]
+                found |= {module} if hidden else set()
+            case ast.Import():
+                found |= {each.name for each in node.names if "._" in each.name or each.name.startswith("_")}
+            case ast.Call(func=ast.Name(id="getattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                found |= {name} if PRIVATE_NAME.match(name) and name not in own else set()
+    return found
+
+
+def test_private_names_of_libraries_are_the_known_ones() -> None:
+    assert private_names() == set(PRIVATE)

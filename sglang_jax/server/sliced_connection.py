@@ -91,7 +91,9 @@ class SlicedConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses a slice of the input, and the rest in later iterations of the event loop."""
-        self._unset_keepalive_if_required()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
         self._rest += data
         self._came = len(self._rest)
         if self._parsing:  # parsing is scheduled; reading was resumed elsewhere

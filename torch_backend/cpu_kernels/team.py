@@ -10,7 +10,9 @@ import functools
 import logging
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,7 +55,7 @@ class Launcher:
 
 
 @functools.cache
-def openmp_parallel() -> ctypes._FuncPointer | None:
+def openmp_parallel() -> Callable[..., Any] | None:
     """`GOMP_parallel` of torch's OpenMP library, which calls a function in each thread of the team.
 
     A separate team would not do: with more threads than cores, torch's threads sleep between operations. None if torch
