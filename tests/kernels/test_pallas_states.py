@@ -122,7 +122,7 @@ def test_states_of_bfloat16_are_rounded_once_a_step(compiled: Interpreted) -> No
 
 
 def test_a_sequence_is_batch_invariant(compiled: Interpreted) -> None:
-    """The same bits alone in a step and after others: blocks start with the sequence's own tokens."""
+    """The same bits as the only sequence and after others: blocks start with the sequence's own tokens."""
     arrays = arrays_of(TOKENS, TOKENS, True, (8, 16))
     pool = jnp.zeros((SLOTS, 4, 8, 16))
 
