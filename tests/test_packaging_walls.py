@@ -1,4 +1,4 @@
-"""The import walls stand, and a hole in any of them is seen."""
+"""The import contracts hold, and a violation of any of them is detected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_walls_stand(copy: Path) -> None:
+def test_the_import_contracts_hold(copy: Path) -> None:
     result = lint(copy)
     assert result.returncode == 0, result.stdout
     assert "0 broken" in result.stdout
@@ -69,7 +69,7 @@ def test_the_walls_stand(copy: Path) -> None:
         ("torch_backend/step.py", "import sglang_jax.scheduler.messages", "torch backend knows only the seam"),
     ],
 )
-def test_a_hole_is_seen(copy: Path, module: str, line: str, contract: str) -> None:
+def test_a_violation_is_detected(copy: Path, module: str, line: str, contract: str) -> None:
     with (copy / module).open("a") as file:
         file.write(f"\n{line}\n")
     result = lint(copy)

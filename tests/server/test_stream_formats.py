@@ -41,9 +41,9 @@ stops = st.lists(st.text("ab€", min_size=1, max_size=3), max_size=3, unique=Tr
 class Case:
     """The outputs of n completions, the steps in which they arrive, and the options of the request.
 
-        - `outputs`: token ids; `steps`: how many tokens each step gives to each completion; the rest comes in a last
-    step.
-        - `pauses`: turns of the event loop that the reader waits after each step.
+    - `outputs`: token ids; `steps`: how many tokens each step gives to each completion; the rest comes in a last
+      step.
+    - `pauses`: turns of the event loop that the reader waits after each step.
     """
 
     outputs: list[list[int]]

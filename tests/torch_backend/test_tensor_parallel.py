@@ -118,10 +118,10 @@ def test_two_processes_compute_what_one_does_and_transformers(tmp_path: Path) ->
     """Biases that must be added once, one kv head for two ranks, a vocabulary not divisible by two, norms of sums over
     ranks, and parallel mixers whose sum is reduced once; recurrent layers of each kind.
 
-        Against transformers: norms over the heads of all ranks, also of one kv head that both have; layers some of
+    Against transformers: norms over the heads of all ranks, also of one kv head that both have; layers some of
     which have fewer kv heads than there are ranks, and norms of values; sinks of each rank's heads.
 
-        Matrices of 8 bits, of which each rank has a shard with the scales of its rows.
+    Matrices of 8 bits, of which each rank has a shard with the scales of its rows.
     """
     one_process: list[tuple[str, dict[str, Any]]] = [
         ("llama", {"attention_bias": True, "mlp_bias": True}),
