@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=["auto", "jax", "torch"], default="auto", help="what runs the model")
     parser.add_argument("--dtype", default="auto", help="dtype of the engine: auto, bfloat16, float32")
     parser.add_argument("--reference-python", default=sys.executable, help="interpreter that has torch")
-    parser.add_argument("--peers", help="interpreter that has xllamacpp: llama.cpp takes turns too")
+    parser.add_argument("--peers", help="interpreter that has xllamacpp: llama.cpp is measured too")
     parser.add_argument("--no-reference", action="store_true", help="leave transformers out")
     arguments = parser.parse_args()
     config = EngineConfig(

@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512, help="--chunked-prefill-size of the server")
     parser.add_argument("--target", type=float, action="append", help="a case with this --target-itl-ms; 0: none")
     parser.add_argument("--seconds", type=float, default=30.0, help="of load")
-    parser.add_argument("--url", help="ask the server that is there, whatever its options")
+    parser.add_argument("--url", help="measure this running server, whatever its options")
     parser.add_argument("--long", type=int, default=7000, help="tokens of a long prompt")
     arguments, options = parser.parse_known_args()
     random.seed(1)
@@ -148,7 +148,7 @@ def main() -> None:
             case = measure_case(arguments.backend, arguments.chunk, target, arguments.seconds, arguments.long, options)
             table.append(asyncio.run(case))
             print(format_table(table[-1:]), flush=True)  # in case a later one fails
-    title = f"Prompts of {arguments.long} tokens beside short ones and decoding requests, over HTTP, ms"
+    title = f"Prompts of {arguments.long} tokens next to short ones and decoding requests, over HTTP, ms"
     report(title, table, arguments.json)
 
 

@@ -258,12 +258,12 @@ def soak(options: argparse.Namespace, folder: Path) -> bool:
         f"seed {options.seed}, {(end - begin) / 60:.1f} minutes, {options.clients} clients, {len(outcomes)} operations"
     )
     report("What clients did", tally(outcomes), options.json)
-    print("What was done to cores, seconds\n" + format_table([_times(fault) for fault in saboteur.faults]))
+    print("Faults of cores, seconds\n" + format_table([_times(fault) for fault in saboteur.faults]))
     print("Memory over the last two thirds\n" + format_table(memory))
     for name, minutes in by_minutes(scales.processes, begin, end):
         print(f"MiB of {name}, by minutes: {' '.join(f'{size:.1f}' for size in minutes)}")
     for outcome in errors[:20]:
-        print(f"unexplained: {outcome} ({outcome.begin - begin:.1f} s after the begin)")
+        print(f"unexplained: {outcome} ({outcome.begin - begin:.1f} s after the start)")
     print("\n".join(["FAILED:", *wrong]) if wrong else "PASSED")
     return not wrong
 

@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=7, help="--speculative-num-draft-tokens")
-    parser.add_argument("--draft-model", help="--speculative-draft-model-path; n-grams guess unless given")
+    parser.add_argument("--draft-model", help="--speculative-draft-model-path; without it, n-grams draft")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--json", type=Path)
