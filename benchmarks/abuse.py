@@ -1,26 +1,25 @@
-"""What one hostile client can do to the others: each attack of a review, beside a client that behaves.
+"""The effect of one hostile client on others: each attack of a review, next to a well-behaved client.
 
     python benchmarks/abuse.py [--seconds 20] [--only NAME ...] [--malformed 10000] [--json FILE]
 
 The server has the tokenizer and the chat template of the demo model, and the real scheduler over a runner that computes
-nothing, in a process of its own: what is measured is the front end. For each attack the table has, of clients
-beside it, of which one asks for `/health` ten times a second and for a short stream twice a second, and one for a chat
-of 3,000 characters twice a second, which is rendered and tokenized in turns with others:
+nothing, in a separate process: this measures the front end. During each attack one client requests `/health` ten times
+a second and a short stream twice a second, and another a chat of 3,000 characters twice a second, which is rendered and
+tokenized in turns with others. The table has for each attack:
 
-- `health s`: the longest that `/health` took; target: at most 0.25;
+- `health s`: the longest time of `/health`; target: at most 0.25;
 - `ttft x`, `chat x`: the median time to the first token, of the stream and of the chat, as a multiple of the same
   without an attack; target: at most 2;
-- `peak MiB`, `left MiB`: how far the front end's memory grew during the attack, and what of it was left 3 s after;
-  targets: at most 64, and back: within 32, which streams that are not read take once and keep for the next ones;
-- `held s`: the most processor time for which the front end's event loop did not turn. This is what is left of
-  `health s` on a machine with cores to spare; target: at most 0.25;
+- `peak MiB`, `left MiB`: how far the front end's memory grew during the attack, and how much of that was left 3 s
+  after; targets: at most 64, and 32, which unread streams take once and keep for later ones;
+- `held s`: the most processor time for which the front end's event loop did not turn. This equals
+  `health s` on a machine with idle cores; target: at most 0.25;
 - `front CPU`: the share of a core that the front end used.
 
-The attacker has a process of its own, at the lowest priority, as it would have a machine of its own. On a machine of
-few cores, or one that does other things as well, it slows all processes all the same, and `held s` alone says
-something; the table says how many cores there are, and how busy. Below it stands of each attack which targets it
-missed; the exit status is 1 if any did. `--malformed` sends wrong requests (`malformed.py`) instead, and tells whether
-any was answered with 5xx, which is status 1 too.
+The attacker has a separate process at the lowest priority, as if on another machine. On a machine of few cores, or one
+with other work, it slows all processes anyway, and only `held s` is meaningful; the table says how many cores there
+are, and how busy. Below it are the targets that each attack missed; the exit status is 1 if any did. `--malformed`
+sends wrong requests (`malformed.py`) instead, and reports whether any was answered with 5xx, which is status 1 too.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from sglang_jax.runner.plan import PoolSpec, RunnerSpec
 from sglang_jax.scheduler.loop import SchedulerLoop
 
 TARGETS = {"health s": 0.25, "ttft x": 2.0, "chat x": 2.0, "peak MiB": 64.0, "left MiB": 32.0, "held s": 0.25}
-"""The most of each, see above."""
+"""The maximum of each, see above."""
 
 CHAT = "the quick brown fox " * 150
 
@@ -68,8 +67,8 @@ CONTEXT, ROWS, VOCABULARY, PROMPT_TOKENS = 8192, 64, 49_152, 512
 
 
 class EmptyRunner(FakeRunner):
-    """Samples what follows from a token's place alone. Other fake models read all that a row holds for each token, so
-    that a few long outputs would take a core by themselves."""
+    """Samples a token that depends only on its position. Other fake models read everything that a row holds for each
+    token, so that a few long outputs would take a core."""
 
     def _forward(
         self, row: int, start: int, tokens: list[int], begin: int, choice: Sequence[int]
@@ -102,7 +101,7 @@ class EmptyCore:
         self._loop.run()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 def load_empty(config: EngineConfig, channel: CoreChannel) -> EmptyCore:
@@ -110,7 +109,7 @@ def load_empty(config: EngineConfig, channel: CoreChannel) -> EmptyCore:
 
 
 def serve(port: int) -> int:
-    """What the server's process runs."""
+    """Runs in the server's process."""
     from sglang_jax.server.serve import run
 
     watching: list[asyncio.Task[None]] = []
@@ -145,7 +144,7 @@ def _held_since(port: int, begin: float) -> float:
 
 @contextmanager
 def running_server() -> Iterator[tuple[int, psutil.Process, Path]]:
-    """The port, the front end's process, and what it logs."""
+    """The port, the front end's process, and its log."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = Path(f"/tmp/abuse-{port}.log")
@@ -163,7 +162,7 @@ def running_server() -> Iterator[tuple[int, psutil.Process, Path]]:
 
 
 class Witness:
-    """The client that behaves, in threads of its own. Seconds; an answer that does not come counts as `TIMEOUT`."""
+    """The well-behaved client, in threads. Times in seconds; a missing answer counts as `TIMEOUT`."""
 
     def __init__(self, port: int, server: psutil.Process) -> None:
         self._port = port
@@ -225,13 +224,13 @@ class Witness:
 
 
 def attack(name: str, port: int, until: float) -> None:
-    """What the attacker's process runs."""
+    """Runs in the attacker's process."""
     os.nice(19)
     ATTACKS[name](port, until)
 
 
 def measure(name: str, seconds: float, port: int, server: psutil.Process) -> dict[str, Any]:
-    """One attack."""
+    """Measures one attack."""
     before, cpu = server.memory_info().rss, sum(server.cpu_times()[:2])
     begin = time.monotonic()
     attacker = multiprocessing.get_context("fork").Process(
@@ -288,7 +287,7 @@ def send_malformed(count: int, port: int, server: psutil.Process) -> dict[str, A
 
     with ThreadPoolExecutor(8) as threads:
         requests = malformed_requests(description, count + 200)
-        list(threads.map(send, (next(requests) for _ in range(200))))  # what is made once is made
+        list(threads.map(send, (next(requests) for _ in range(200))))  # one-time allocations are made
         before = server.memory_info().rss
         statuses = Counter(threads.map(send, requests))
     time.sleep(3)
@@ -330,7 +329,8 @@ def main() -> int:
 
 
 def tell_failures(rows: list[dict[str, Any]]) -> int:
-    """Says of each attack what it missed, and returns how many missed something; or how many wrong requests got 5xx."""
+    """Prints the missed targets of each attack, and returns how many attacks missed any; or how many wrong requests
+    got 5xx."""
     if "5xx" in rows[0]:
         return int(rows[0]["5xx"])
     for row in rows:

@@ -2,8 +2,8 @@
 
     python benchmarks/arrivals.py [--page-size 16] [--only WORDS] [--part 1] [--json FILE]
 
-Time of the scheduler's thread alone (`time.thread_time`), milliseconds of the worst turn of the loop and microseconds
-for each request. A turn is what stands between two launches: messages from the inbox, planning, finishing, publishing.
+Time of only the scheduler's thread (`time.thread_time`), milliseconds of the worst turn of the loop and microseconds
+for each request. A turn is the work between two launches: messages from the inbox, planning, finishing, publishing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CHUNK = 16_384
 REPEATS = 5
 
 Measure = Callable[[int, int], dict[str, float]]
-"""Of a page size, and of what the number of prompts is divided by: the figures of a burst."""
+"""The cases of one page size; the number of prompts is divided by a given number."""
 
 
 class PackedChannel:
-    """A channel whose messages are packed, as on the wire: what a turn takes in, it unpacks."""
+    """A channel whose messages are packed, as on the wire: a turn unpacks what it receives."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -44,7 +44,7 @@ class PackedChannel:
         self._taken = 0
 
     def put(self, messages: list[Inbound]) -> None:
-        """Messages that the next turns find."""
+        """Puts messages where the next turns find them."""
         self._inbox = [*self._inbox[self._taken :], *map(self._encoder.encode, messages)]
         self._taken = 0
 
@@ -58,7 +58,7 @@ class PackedChannel:
 
 
 class Burst:
-    """A loop over a free runner, and the time of each of its turns."""
+    """A loop over a free runner, and the time of each turn."""
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class Burst:
         return ids
 
     def take_in(self) -> None:
-        """All that is in the inbox waits before the next turn, the first whose time counts."""
+        """Queues the inbox before the next turn, the first whose time counts."""
         for message in self.channel.receive(block=False):
             assert isinstance(message, NewRequest)
             self.scheduler.add(message)
         self.turns.clear()
 
     def figures(self, requests: int) -> dict[str, float]:
-        """Of the turns since."""
+        """The figures of the turns since then."""
         worst, total = max(self.turns), sum(self.turns)
         mean = total / len(self.turns)
         return {"worst ms": worst * 1e3, "mean ms": mean * 1e3, "us per request": total / requests * 1e6}
@@ -111,25 +111,25 @@ class Burst:
         self.channel.put([AbortRequest(request) for request in ids])
 
     def turn(self) -> float:
-        """One turn; its thread time in seconds."""
+        """Runs one turn; returns its thread time in seconds."""
         start = time.thread_time()
         self.loop.turn()
         self.turns.append(time.thread_time() - start)
         return self.turns[-1]
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Turns until the condition holds."""
+        """Runs turns until the condition holds."""
         while not until():
             self.turn()
 
     def all_decode(self, count: int) -> None:
-        """Turns until `count` requests have sampled two tokens."""
+        """Runs turns until `count` requests have sampled two tokens."""
         wanted = self.scheduler.log.counts.generation_tokens + 2 * count
         self.run(lambda: self.scheduler.log.counts.generation_tokens >= wanted)
 
 
 def random_prompts(count: int, length: int, *, same: int = 0) -> list[np.ndarray]:
-    """`count` prompts of `length` tokens, the first `same` of which are alike, and different after that."""
+    """`count` prompts of `length` tokens that share the first `same` and differ after that."""
     prompts = np.random.default_rng(count).integers(2, 1000, (count, length), dtype=np.int32)
     prompts[:, :same] = prompts[0, :same]
     if same < length:
@@ -138,7 +138,7 @@ def random_prompts(count: int, length: int, *, same: int = 0) -> list[np.ndarray
 
 
 def worst_turn_of(prompts: list[np.ndarray], rows: int, page_size: int) -> dict[str, float]:
-    """All prompts wait already when the first step is planned; turns until all have ended."""
+    """All prompts are queued when the first step is planned; runs until all have ended."""
     burst = Burst(rows, len(prompts[0]) + 16, page_size)
     burst.add(prompts)
     burst.take_in()
@@ -172,7 +172,7 @@ def all_end_at_once(page_size: int, part: int) -> dict[str, float]:
 
 
 def all_aborted_at_once(page_size: int, part: int) -> dict[str, float]:
-    """1,024 rows decode, and all are aborted by messages that wait together."""
+    """1,024 rows decode, and all are aborted by messages that arrive together."""
     rows = 1024 // part
     burst = Burst(rows, 256, page_size)
     ids = burst.add(random_prompts(rows, 16), new_tokens=200)
@@ -205,8 +205,8 @@ def burst_of(count: int, length: int, *, same: int = 0, most_rows: int = 1024) -
 
 
 def deep_path(branches: int, policy: SchedulePolicy) -> Measure:
-    """64 rows, one of which ends in each step, and 400 prompts that wait, all of which share a path of so many branch
-    nodes of one token each."""
+    """64 rows, one of which ends in each step, and 400 queued prompts that share a path of this many branch nodes of
+    one token each."""
 
     def measure(page_size: int, part: int) -> dict[str, float]:
         waiting, rows, depth = 400 // part, 64, max(branches // part, 1)
@@ -226,7 +226,7 @@ def deep_path(branches: int, policy: SchedulePolicy) -> Measure:
 
 
 def long_queue(policy: SchedulePolicy) -> Measure:
-    """20,000 prompts of 16 tokens wait for 1,024 rows, a few of which end in each step."""
+    """20,000 prompts of 16 tokens are queued for 1,024 rows, a few of which end in each step."""
 
     def measure(page_size: int, part: int) -> dict[str, float]:
         waiting, rows = 20_000 // part, 1024 // part
@@ -262,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--part", type=int, default=1, help="divides all numbers of prompts: to try the script")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The attacks of `abuse.py`: each takes the server's port, and goes on until a time of `time.monotonic()`."""
+"""The attacks of `abuse.py`: each gets the server's port, and runs until a time of `time.monotonic()`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from contextlib import suppress
 from typing import Any
 
 LONGEST_TOKEN = 46_778
-"""Of the demo model's vocabulary: a new line and 80 spaces."""
+"""In the demo model's vocabulary: a new line and 80 spaces."""
 
 JSON = {"Content-Type": "application/json"}
 TIMEOUT = 60
 BROKEN = (OSError, http.client.HTTPException)
-"""What an attacker meets when the server has had enough of it."""
+"""Errors of an attacker whose connection the server closes."""
 
 
 def post(port: int, path: str, body: bytes | dict[str, Any]) -> tuple[int, bytes]:
@@ -37,7 +37,7 @@ def head(path: str, *lines: str) -> bytes:
 
 
 def _posts(path: str, body: dict[str, Any], at_once: int = 2) -> Callable[[int, float], None]:
-    """An attack: this body, over and over, `at_once` times at a time."""
+    """An attack that posts this body repeatedly, `at_once` times in parallel."""
 
     def attack(port: int, until: float) -> None:
         content = json.dumps(body).encode()
@@ -54,7 +54,7 @@ def _posts(path: str, body: dict[str, Any], at_once: int = 2) -> Callable[[int, 
 
 
 def _held(first: bytes, then: bytes, count: int) -> Callable[[int, float], None]:
-    """An attack: so many connections that send `first`, then `then` over and over, and read nothing."""
+    """An attack that opens this many connections, sends `first` and then `then` repeatedly, and reads nothing."""
 
     def attack(port: int, until: float) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
@@ -82,7 +82,7 @@ def _held(first: bytes, then: bytes, count: int) -> Callable[[int, float], None]
 
 
 def _heads(head: bytes, at_once: int) -> Callable[[int, float], None]:
-    """An attack: this request without a body, over and over, each on a connection of its own."""
+    """An attack that sends this request without a body repeatedly, each time on a new connection."""
 
     def attack(port: int, until: float) -> None:
         def repeat(_: int) -> None:

@@ -2,10 +2,10 @@
 
     python benchmarks/batch_driver.py [--lines N] [--profile] [--json FILE]
 
-Three ways: `driver` reads, parses, orders and writes lines over an application that answers at once; `batch` has the
-server's own application over a client that answers at once, so it is all of the command but the engine; `ordered` is
-the same with the output in the order of the input. Processor time says what a line costs on a machine that does other
-work as well. `--profile` lists where the time of `batch` goes.
+Three variants: `driver` reads, parses, orders and writes lines over an application that answers at once; `batch` has
+the server's application over a client that answers at once, so it is the whole command without the engine; `ordered`
+is the same with the output in the order of the input. Processor time gives the cost of a line on a machine with
+other work. `--profile` lists where the time of `batch` goes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MODEL = ModelInfo(
 
 
 class InstantTokenizer:
-    """As much of a tokenizer as a chat needs."""
+    """The part of a tokenizer that a chat needs."""
 
     longest_token = 1
 
@@ -65,7 +65,7 @@ class InstantTokenizer:
     chat_template = ""
 
     def check_roles(self, roles: Any) -> None:
-        """Knows all."""
+        """Accepts every role."""
 
     def marked(self, text: str) -> str:
         return text
@@ -75,7 +75,7 @@ class InstantTokenizer:
 
 
 class InstantClient:
-    """An engine client whose every request has finished when it is asked, with an output of 64 tokens."""
+    """An engine client whose requests finish at once, with an output of 64 tokens."""
 
     tokenizer = InstantTokenizer()
     model_info = MODEL
@@ -113,7 +113,7 @@ class InstantReplica:
 
 
 async def instant_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers at once, without a look at the request."""
+    """Answers at once, without reading the request."""
     await receive()
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": INSTANT_BODY, "more_body": False})
@@ -130,7 +130,7 @@ INSTANT_BODY = json.dumps(
 
 
 def write_lines(path: Path, count: int) -> None:
-    """Chats of about 120 words in groups of ten with a system prompt in common, scattered."""
+    """Chats of about 120 words in groups of ten with a shared system prompt, in random order."""
     with path.open("w") as file:
         for number in range(count):
             place = number * 7919 % count

@@ -1,9 +1,9 @@
-"""Output of one request on a quiet CPU, and beside processes that compute without end.
+"""Output of one request on a quiet CPU, and alongside processes that compute without end.
 
     python benchmarks/busy_cpu.py [--backend torch|jax] [--others 2] [--turns 3] [--json FILE]
 
-SmolLM2-135M, 64 output tokens, tokens/s: the median of each kind of turn. With two others on two cores the aim is 0.35
-of a quiet machine's. For torch's default, run it with GOMP_SPINCOUNT=300000 (torch's wheels for Linux).
+SmolLM2-135M, 64 output tokens, tokens/s: the median of each kind of turn. With two others on two cores the target is
+0.35 of a quiet machine's. For torch's default, run it with GOMP_SPINCOUNT=300000 (torch's wheels for Linux).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BUSY = [sys.executable, "-c", "while True: sum(range(1000))"]
 
 
 def rate(engine: Engine) -> float:
-    """Output tokens a second."""
+    """Output tokens per second."""
     start = time.perf_counter()
     engine.generate(PROMPT, SAMPLING)
     return 64 / (time.perf_counter() - start)
 
 
-def beside_others(engine: Engine, count: int) -> float:
-    """Each in a session of its own, so that the kernel shares the machine out between them and the engine."""
+def alongside_others(engine: Engine, count: int) -> float:
+    """Each in a separate session, so that the kernel shares the machine between them and the engine."""
     others = [subprocess.Popen(BUSY, start_new_session=True) for _ in range(count)]
     try:
         return rate(engine)
@@ -55,7 +55,7 @@ def main() -> None:
         rate(engine)
         for _ in range(options.turns):
             quiet.append(rate(engine))
-            busy.append(beside_others(engine, options.others))
+            busy.append(alongside_others(engine, options.others))
     alone, beside = statistics.median(quiet), statistics.median(busy)
     row = {"backend": options.backend.value, "quiet tok/s": alone, "busy tok/s": beside, "ratio": beside / alone}
     report(f"One request, beside {options.others} busy processes", [row], options.json)

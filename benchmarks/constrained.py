@@ -1,9 +1,10 @@
-"""What a step costs more where its rows are under a grammar: the embedded model on a CPU, with and without, by turns.
+"""How much longer a step takes when its rows follow a grammar: the embedded model on a CPU, with and without, in
+alternation.
 
     python benchmarks/constrained.py [--rows 1 8 64] [--backend jax|torch] [--turns 4] [--json FILE]
 
-Prompts of 64 tokens, 48 output tokens, greedy. Under the grammar each row writes a long JSON list of its own. Times are
-of decode steps, from the first token of the last row on.
+Prompts of 64 tokens, 48 output tokens, greedy. Under the grammar each row writes a different long JSON list. Times
+are of decode steps, from the first token of the last row on.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CONSTRAINED = SamplingParams(temperature=0.0, max_new_tokens=OUTPUT, ignore_eos=
 
 
 def step_ms(engine: Engine, rows: int, turn: int, params: SamplingParams) -> float:
-    """Milliseconds of a decode step of so many rows."""
+    """Milliseconds of a decode step of this many rows."""
     prompts = np.random.default_rng((rows, turn)).integers(100, 40_000, (rows, PROMPT)).tolist()
     begun: set[int] = set()
     start, counted = 0.0, 0

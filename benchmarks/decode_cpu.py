@@ -4,12 +4,13 @@
                                     [--reference-python PYTHON | --no-reference] [--peers PYTHON]
 
 Prompts of 64 tokens, 64 output tokens, greedy. "output tok/s" counts the whole of a batch, prefill included;
-"decode tok/s" from the first token on. transformers runs in processes of its own (`--reference-python` names an
-interpreter that has torch and transformers, this one by default), in float32 and bfloat16; the better one is quoted.
-It and the engine take turns, batch by batch, since machines drift: "ratio" is the median over the turns.
-`--peers` names an interpreter that has llama.cpp, which then takes turns too, on the GGUF file as it is:
+"decode tok/s" from the first token on. transformers runs in separate processes (`--reference-python` names an
+interpreter with torch and transformers, this one by default), in float32 and bfloat16; the better one is quoted. It and
+the engine alternate, batch by batch, since machines drift: "ratio" is the median over the turns.
+`--peers` names an interpreter with llama.cpp, which is then measured too, on the unmodified GGUF file:
     python -m venv peers && peers/bin/pip install xllamacpp
-The memory bound of batch 1 is the bandwidth at which this machine reads a large array, over the bytes of the weights.
+The memory bound of batch 1 is the bandwidth at which this machine reads a large array, over the bytes of the
+weights.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ PROMPT = 64
 OUTPUT = 64
 REPEATS = 5
 TARGETS = {"jax": {1: 40, 8: 180, 32: 450}, "torch": {1: 45, 8: 250, 32: 400}}
-"""Output tokens per second of each backend, by batch; of two quiet cores that multiply bfloat16."""
+"""Output tokens per second of each backend, by batch, on two quiet cores that multiply bfloat16."""
 
 
 def prompts(batch: int, run: int) -> list[list[int]]:
-    """Prompts that share no prefix with any other run's."""
+    """Prompts that share no prefix with those of any other run."""
     random = np.random.default_rng((batch, run))
     return random.integers(100, 40_000, (batch, PROMPT)).tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Output tokens per second of one batch: of all of its time, and of the time after its first tokens."""
+    """Output tokens per second of one batch: over its whole time, and over the time after its first tokens."""
 
     whole: float
     decode: float
 
 
 def measure_engine(engine: Engine, batch: int, run: int) -> Rates:
-    """One batch by the engine."""
+    """Runs one batch on the engine."""
     params = SamplingParams(temperature=0.0, max_new_tokens=OUTPUT, ignore_eos=True)
     start = time.perf_counter()
     first: float | None = None
@@ -72,7 +73,7 @@ def measure_engine(engine: Engine, batch: int, run: int) -> Rates:
 
 
 class Reference:
-    """Another engine in a process of its own, a script of this folder, which waits while it is not asked."""
+    """Another engine in a separate process, a script of this folder, which is idle between batches."""
 
     def __init__(self, python: str, script: str, *arguments: str) -> None:
         command = [python, str(Path(__file__).with_name(script)), *arguments]
@@ -97,7 +98,7 @@ class Reference:
 def measure(
     engine: Engine, references: Sequence[Reference], batch: int, peer: Reference | None = None
 ) -> dict[str, float]:
-    """Medians over `REPEATS` turns, after one that does not count."""
+    """Medians over `REPEATS` turns, after a turn that does not count."""
     turns, peers = [], []
     for run in range(REPEATS + 1):
         turns.append((measure_engine(engine, batch, run), [reference.rate(batch) for reference in references]))
@@ -122,7 +123,7 @@ def measure(
 
 
 def read_bandwidth(backend: str) -> float:
-    """Bytes per second at which the machine's cores read an array that no cache holds, by the backend's framework."""
+    """Bytes per second at which the machine's cores read an array larger than any cache, by the backend's framework."""
     matvec, size = _jax_matvec() if backend == "jax" else _torch_matvec()
     matvec()
     times = []
@@ -156,7 +157,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=["auto", "jax", "torch"], default="auto", help="what runs the model")
     parser.add_argument("--dtype", default="auto", help="dtype of the engine: auto, bfloat16, float32")
     parser.add_argument("--reference-python", default=sys.executable, help="interpreter that has torch")
-    parser.add_argument("--peers", help="interpreter that has xllamacpp: llama.cpp takes turns too")
+    parser.add_argument("--peers", help="interpreter that has xllamacpp: llama.cpp is measured too")
     parser.add_argument("--no-reference", action="store_true", help="leave transformers out")
     arguments = parser.parse_args()
     config = EngineConfig(

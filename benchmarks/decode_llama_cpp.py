@@ -1,7 +1,7 @@
-"""llama.cpp on the embedded model's own GGUF file: a reference of decode_cpu.py, which runs it with `--peers`.
+"""llama.cpp on the embedded model's GGUF file: a reference of decode_cpu.py, which runs it with `--peers`.
 
-Reads batch sizes from standard input, a line each, and answers each with a line: the output tokens per second of that
-batch, run once. Needs `xllamacpp` (llama.cpp in a wheel); its server runs in this process, without HTTP.
+Reads batch sizes from standard input, one per line, and answers each with a line: the output tokens per second of
+that batch, run once. Needs `xllamacpp` (llama.cpp in a wheel); its server runs in this process, without HTTP.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 PROMPT = 64
 OUTPUT = 64
 MOST = 32
-"""Requests at a time."""
+"""Concurrent requests."""
 
 
 def load(path: str) -> xllamacpp.Server:
-    """The file's weights as they are, on as many threads as there are cores."""
-    import xllamacpp  # here, so that --help needs none
+    """The file's weights unmodified, on as many threads as there are cores."""
+    import xllamacpp  # here, so that --help works without it
 
     params = xllamacpp.CommonParams()
     params.model.path = path

@@ -1,7 +1,7 @@
 """transformers' `generate` on the embedded model: the reference of decode_cpu.py, which runs it.
 
-Reads batch sizes from standard input, a line each, and answers each with a line: the output tokens per second of that
-batch, run once.
+Reads batch sizes from standard input, one per line, and answers each with a line: the output tokens per second of
+that batch, run once.
 """
 
 from __future__ import annotations

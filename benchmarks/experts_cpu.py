@@ -1,10 +1,10 @@
-"""Output tokens per second of random models with experts on a CPU, next to transformers' `generate`, by turns.
+"""Output tokens per second of random models with experts on a CPU, next to transformers' `generate`, in alternation.
 
     python benchmarks/experts_cpu.py [--backend torch jax] [--dtype float32] [--batch 1 8 32] [--turns 5] [--json FILE]
 
 Qwen3-MoE of 100 million parameters (8 layers of 32 experts, 4 of them for each token) and a tiny one. Prompts of 32
-tokens, 32 output tokens, greedy, prefill included. transformers runs in this process, with as many threads as there are
-cores. "ratio" is the median over the turns, each of which measures both.
+tokens, 32 output tokens, greedy, prefill included. transformers runs in this process, with as many threads as there
+are cores. "ratio" is the median over the turns, each of which measures both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_jax.config import EngineConfig
 
 PROMPT = OUTPUT = 32
 VOCABULARY = 49152
-"""The embedded model's, whose tokenizer serves."""
+"""The embedded model, whose tokenizer is used."""
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 128,
@@ -79,7 +79,7 @@ def rate_of_transformers(model: Qwen3MoeForCausalLM, batch: int, turn: int) -> f
 
 
 def rows_of(name: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of one shape, a row for each backend and batch."""
+    """A row of one shape for each backend and batch."""
     config = Qwen3MoeConfig(vocab_size=VOCABULARY, norm_topk_prob=True, tie_word_embeddings=True, **SHAPES[name])
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config).to(getattr(torch, options.dtype)).eval()

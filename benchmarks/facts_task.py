@@ -1,9 +1,10 @@
-"""Writes a task for `bench accuracy`: facts that a small model knows, each with three answers that are wrong.
+"""Writes a task for `bench accuracy`: facts that a small model knows, each with three wrong answers.
 
     python benchmarks/facts_task.py facts.jsonl
     sglang-jax bench accuracy --model-path demo --task facts.jsonl
 
-All of it follows from lists and a seed: the same lines every time. Wrong answers are right ones of the same kind.
+The lines are made from lists and a seed, and are the same every time. Wrong answers are right answers to other
+questions of the same kind.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ LETTERS_BEFORE = 5
 
 
 def pairs(text: str) -> list[tuple[str, str]]:
-    """Of `a b, c d`."""
+    """Parses `a b, c d`."""
     return [(first, second) for first, second in (pair.split() for pair in text.split(", "))]
 
 
@@ -75,7 +76,7 @@ def kinds() -> list[list[tuple[str, str]]]:
 
 
 def questions(seed: int = 0) -> list[dict[str, object]]:
-    """All of them, each with four choices."""
+    """All questions, each with four choices."""
     rng = random.Random(seed)
     made: list[dict[str, object]] = []
     for kind in kinds():

@@ -1,13 +1,14 @@
-"""Who waits for whom while long prompts arrive: simulated time, the real scheduler.
+"""Latencies while long prompts arrive: simulated time, the real scheduler.
 
     python benchmarks/fair_prefill.py [--json FILE]
 
-32 requests decode; prompts of 64k tokens arrive one after the other, and prompts of 100 tokens all the time. The runner
-computes nothing: a clock moves on by what a step would cost, which is a constant, a part for each decode row, each
-token of a prompt (padded to a power of two), each key that is read, and noise of 3 %. The scheduler is not told.
+32 requests decode; prompts of 64k tokens arrive one after the other, and prompts of 100 tokens continuously. The runner
+computes nothing: a clock advances by the cost of a step, which is a constant plus a part for each decode row, each
+token of a prompt (padded to a power of two) and each key that is read, with noise of 3 %. The scheduler does not know
+these costs.
 
 - ITL: milliseconds between two tokens of a decoding request. TTFT: of the short prompts, in milliseconds and in steps.
-- "plain fcfs": prompts one after the other, each with all that a chunk has, in the order of arrival.
+- "plain fcfs": prompts one after the other in order of arrival, each with all tokens of a chunk.
 
 Targets: with `target_itl_ms`, p99 ITL at most 1.2 times it, and a short prompt's first token within 3 steps.
 """
@@ -41,14 +42,14 @@ SHAPES = tuple((2**power, 256) for power in range(4, 14))
 
 @dataclass
 class Device:
-    """A clock, and when the device is done with what it was given. Seconds."""
+    """A clock, and the time when the device finishes its work. Seconds."""
 
     now: float = 0.0
     done: float = 0.0
     noise: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
 
     def cost(self, plan: StepPlan) -> float:
-        """About an 8B model on one accelerator."""
+        """The cost of a step, about that of an 8B model on one accelerator."""
         lengths, ends = plan.query_lens[plan.num_decode :], plan.kv_lens[plan.num_decode :].astype(np.int64)
         tokens = plan.num_tokens if len(lengths) else 0
         padded = next(size for size, _ in SHAPES if tokens <= size) if tokens else 0
@@ -59,7 +60,7 @@ class Device:
 
 
 class TimedHandle:
-    """Its result is there when the clock says so."""
+    """Its result is ready when the clock says so."""
 
     def __init__(self, device: Device, done: float, result: StepResult) -> None:
         self._device, self._done, self._result = device, done, result
@@ -70,7 +71,7 @@ class TimedHandle:
 
 
 class TimedRunner:
-    """Samples token 7 for everyone, after a while."""
+    """Samples token 7 for every row, after a simulated time."""
 
     def __init__(self, spec: RunnerSpec, device: Device) -> None:
         self.spec = spec
@@ -84,7 +85,7 @@ class TimedRunner:
         )
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """There are no experts."""
+        """None: there are no experts."""
         return ()
 
     def report(self) -> RunnerReport:
@@ -92,7 +93,7 @@ class TimedRunner:
 
 
 class ClockedChannel(EncodingChannel):
-    """Notes when each request's tokens came, and in which step."""
+    """Records when and in which step each request's tokens arrived."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class ClockedChannel(EncodingChannel):
 
 
 def run(chunk: int, target_ms: float | None, seconds: float, *, plain: bool) -> dict[str, object]:
-    """A few minutes of simulated time."""
+    """Runs a few minutes of simulated time."""
     device = Device()
     pages = (8 * CONTEXT + DECODING * 8192 + 200_000) // 16
     spec = RunnerSpec((PoolSpec("full", CacheKind.FULL, pages, 16),), 256, 8192, CONTEXT, 1000, SHAPES)

@@ -1,13 +1,13 @@
-"""Who waits for whom while a long prompt is computed: over HTTP, by the wall clock, with a real model.
+"""Latencies while a long prompt is computed: over HTTP, in real time, with a real model.
 
     python benchmarks/fair_prefill_http.py [--backend torch] [--target 0 --target 100] [--url URL] [--json FILE]
 
-As `fair_prefill.py`, whose time is simulated. Some requests decode all the time; prompts of `--long` tokens come one
-after the other, and short ones all the while, one after the other. A server is started for each case (or asked at
-`--url`), given one prompt of `LEARNING` tokens by itself to learn step times from, and measured for so many seconds
-after that. A case takes a minute or two; on a slow machine take a target that a few dozen tokens of a prompt can keep.
+Like `fair_prefill.py`, whose time is simulated. Some requests decode all the time; prompts of `--long` tokens arrive
+one after the other, as do short ones. For each case a server is started (or the one at `--url` is used), given a single
+prompt of `LEARNING` tokens from which it learns step times, and then measured for a number of seconds. A case takes a
+minute or two; on a slow machine choose a target that a few dozen tokens of a prompt can meet.
 
-- ITL: milliseconds between two tokens of a request that decodes, while a long prompt is computed. `alone`: without.
+- ITL: milliseconds between two tokens of a decoding request, while a long prompt is computed. `alone`: without one.
 - TTFT: of the short prompts in milliseconds, of the long ones in seconds.
 """
 
@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 300.0
 
 
 async def tokens(http: httpx2.AsyncClient, length: int, count: int) -> AsyncIterator[float]:
-    """When each event with new tokens of one request came."""
+    """When each event with new tokens of one request arrived."""
     prompt = [random.randrange(100, 40_000) for _ in range(length)]
     sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0.0}
     body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
@@ -47,14 +47,14 @@ async def tokens(http: httpx2.AsyncClient, length: int, count: int) -> AsyncIter
 
 
 async def first_token(http: httpx2.AsyncClient, length: int) -> tuple[float, float]:
-    """When a prompt was sent, and when its first token came."""
+    """When a prompt was sent, and when its first token arrived."""
     begin = time.monotonic()
     came = [when async for when in tokens(http, length, 1)]
     return begin, came[0]
 
 
 async def decode(http: httpx2.AsyncClient, times: list[float]) -> None:
-    """Short prompts with long outputs, one after the other; notes when tokens came, and nan between two requests."""
+    """Sends short prompts with long outputs, one after the other; records token times, and nan between two requests."""
     while True:
         async for when in tokens(http, SHORT, 2000):
             times.append(when)
@@ -68,7 +68,7 @@ async def ask_again(http: httpx2.AsyncClient, length: int, pause: float, seen: l
 
 
 async def measure(url: str, seconds: float, length: int) -> dict[str, object]:
-    """Loads a server, and tells what its clients saw."""
+    """Loads a server, and returns what its clients measured."""
     decoded: list[list[float]] = [[] for _ in range(DECODING)]
     short: list[tuple[float, float]] = []
     long: list[tuple[float, float]] = []
@@ -106,7 +106,7 @@ async def measure(url: str, seconds: float, length: int) -> dict[str, object]:
 
 
 def gaps(decoded: Sequence[list[float]], begin: float, end: float) -> np.ndarray:
-    """Milliseconds between tokens that came from `begin` to `end`."""
+    """Milliseconds between tokens that arrived from `begin` to `end`."""
     times = [np.array(one) for one in decoded]
     between = [np.diff(one)[(one[:-1] >= begin) & (one[1:] <= end)] for one in times]
     found = np.concatenate(between) * 1e3
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512, help="--chunked-prefill-size of the server")
     parser.add_argument("--target", type=float, action="append", help="a case with this --target-itl-ms; 0: none")
     parser.add_argument("--seconds", type=float, default=30.0, help="of load")
-    parser.add_argument("--url", help="ask the server that is there, whatever its options")
+    parser.add_argument("--url", help="measure this running server, whatever its options")
     parser.add_argument("--long", type=int, default=7000, help="tokens of a long prompt")
     arguments, options = parser.parse_known_args()
     random.seed(1)
@@ -148,7 +148,7 @@ def main() -> None:
             case = measure_case(arguments.backend, arguments.chunk, target, arguments.seconds, arguments.long, options)
             table.append(asyncio.run(case))
             print(format_table(table[-1:]), flush=True)  # in case a later one fails
-    title = f"Prompts of {arguments.long} tokens beside short ones and decoding requests, over HTTP, ms"
+    title = f"Prompts of {arguments.long} tokens next to short ones and decoding requests, over HTTP, ms"
     report(title, table, arguments.json)
 
 

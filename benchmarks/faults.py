@@ -1,17 +1,16 @@
-"""What becomes of a server under load when one of its processes is killed or stands still.
+"""The effect of killing or stopping one of a server's processes under load.
 
     python benchmarks/faults.py [SCENARIO ...] [--watchdog-timeout 10] [--users 6] [--model-path M] [--json FILE]
 
-Starts a server for each scenario, has users ask it, one request after the other, sends one process a signal, and goes
-on until the server has served for some seconds again, or has ended. SIGKILL stands for crashes, SIGSTOP for whatever
-makes a process stand still; in "out of memory" the kernel kills it (`memory_limit.py`). Figures are in seconds
-after the signal:
+Starts a server for each scenario, has users send requests one after the other, sends one process a signal, and
+continues until the server has served for some seconds again, or has ended. SIGKILL stands for crashes, SIGSTOP for
+hangs; in "out of memory" the kernel kills the process (`memory_limit.py`). Figures are in seconds after the signal:
 
-- `noticed`: until a client was told, or `/readyz` was not 200, or `/v1/loads` said that an engine does not serve.
-- `answered`: until a request was answered in full that had been sent after that.
+- `noticed`: until a client got an error, or `/readyz` was not 200, or `/v1/loads` said that an engine does not serve.
+- `answered`: until a request sent after that was answered in full.
 - `whole`: until all engines serve and the server says that it is ready.
-- `ended`: until the server had ended, if it did; `status`: how; `left`: its processes that are there a second later.
-- `ok`, `failed`: requests that were answered, and that were not, from the signal on; `codes`: what these were told.
+- `ended`: until the server had ended, if it did; `status`: its exit status; `left`: its processes a second later.
+- `ok`, `failed`: requests answered and failed since the signal; `codes`: the errors of the failed ones.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ TOKENS = 24
 
 
 def children(pid: int) -> list[int]:
-    """Processes that this one has started, on any of its threads."""
+    """The child processes of this one, started on any of its threads."""
     found: list[int] = []
     for threads in Path(f"/proc/{pid}/task").glob("*/children"):
         found += [int(child) for child in threads.read_text().split()]
@@ -56,7 +55,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_there(pid: int) -> bool:
-    """It has not ended, nor is it a zombie."""
+    """Whether it runs: it has not ended and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -83,10 +82,11 @@ def rank(pid: int) -> int:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`victim`: the process that gets `number`, of the server's. `behind`: it is one of two servers behind another one,
-    by `--connect`, which is asked; `ranks`: as many processes of one machine share the model (torch); `nodes`: as many
-    share it as though each were a machine (JAX), and the last one gets it; `goes_on`: seconds after which it is let go
-    on, None for never; `no_memory`: the kernel kills it, for lack of memory, in place of the signal."""
+    """`victim`: the server's process that gets `number`. `behind`: it is one of two servers behind a router
+    (`--connect`), which gets the requests; `ranks`: this many processes of one machine share the model (torch);
+    `nodes`: this many share it as if each were a machine (JAX), and the last one gets the signal; `goes_on`: seconds
+    until it is continued, None for never; `no_memory`: the kernel kills it for lack of memory, instead of the
+    signal."""
 
     name: str
     victim: Callable[[int], int]
@@ -117,7 +117,7 @@ FAULTS = [
 
 
 def for_lack_of_memory(scenario: Scenario) -> list[Scenario]:
-    """The same, but that the kernel kills the victim."""
+    """The same, except that the kernel kills the victim."""
     if scenario.number != signal.SIGKILL:
         return []
     return [replace(scenario, name=scenario.name.replace("killed", "out of memory"), no_memory=True)]
@@ -127,7 +127,7 @@ SCENARIOS = [one for fault in FAULTS for one in (fault, *for_lack_of_memory(faul
 
 
 class Server:
-    """A server process; `log` is what it wrote."""
+    """A server process; `log` is its output."""
 
     def __init__(self, options: list[str], log: Path) -> None:
         self.log = log
@@ -149,7 +149,7 @@ class Server:
         raise SystemExit(f"a server did not start:\n{self.log.read_text()}")
 
     def end(self) -> None:
-        """Ends it and all that it started."""
+        """Ends it and its descendants."""
         for pid in [*descendants(self.process.pid), self.process.pid] if self.process.poll() is None else []:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -158,11 +158,11 @@ class Server:
 
 @dataclass
 class Tally:
-    """What was seen, at times of the monotonic clock.
+    """Observations at times of the monotonic clock.
 
-    - `answers`: when each was asked for and when it had come; `failures`: when, and what was told.
-    - `not_whole`: when an engine did not serve, or the server did not answer or said that it is not ready; `whole`:
-      when all were well.
+    - `answers`: when each was requested and complete; `failures`: when, and with which error.
+    - `not_whole`: when an engine did not serve, or the server did not answer or was not ready; `whole`: when all
+      were well.
     """
 
     answers: list[tuple[float, float]] = field(default_factory=list)
@@ -171,7 +171,7 @@ class Tally:
     whole: list[float] = field(default_factory=list)
 
     def times(self, begin: float) -> tuple[float | None, float | None, float | None]:
-        """When a fault at `begin` was noticed, when an answer that was asked for later had come, when all was well."""
+        """When a fault at `begin` was noticed, when a later request was answered, and when all was well."""
         noticed = _first([when for when, _ in self.failures] + self.not_whole, begin)
         if noticed is None:
             return None, None, None
@@ -206,7 +206,7 @@ async def use(http: httpx2.AsyncClient, number: int, tally: Tally, over: asyncio
 
 
 async def look(http: httpx2.AsyncClient, tally: Tally, over: asyncio.Event) -> None:
-    """Asks whether the server is ready, as a load balancer does, and what its engines do."""
+    """Polls readiness, as a load balancer does, and the state of the engines."""
     while not over.is_set():
         try:
             ready = (await http.get("/readyz", timeout=1.0)).status_code == 200
@@ -228,7 +228,7 @@ def options_of(scenario: Scenario, arguments: argparse.Namespace) -> list[str]:
 
 
 def start(scenario: Scenario, arguments: argparse.Namespace, folder: Path) -> list[Server]:
-    """The servers of a scenario; where nodes share the model, the first is asked."""
+    """The servers of a scenario; where nodes share the model, requests go to the first."""
     options = options_of(scenario, arguments)
     if not scenario.nodes:
         return [Server(options, folder / f"server{number}.log") for number in range(2 if scenario.behind else 1)]
@@ -278,7 +278,7 @@ async def watch(
             ended = await until_over(scenario, tally, asked, begin)
         over.set()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            if task.get_coro().__name__ == "use":  # whoever still waits
+            if task.get_coro().__name__ == "use":  # requests that still wait
                 task.cancel()
     row = figures(scenario, tally, begin, ended)
     if ended is not None:
@@ -288,7 +288,7 @@ async def watch(
 
 
 async def until_over(scenario: Scenario, tally: Tally, asked: Server, begin: float) -> float | None:
-    """Waits until the server has ended (then gives when), or has served for some time as well as it will."""
+    """Waits until the server has ended (then returns when), or has served for some time as well as it will."""
     while time.monotonic() - begin < PATIENCE_SECONDS:
         await asyncio.sleep(0.05)
         if asked.process.poll() is not None:

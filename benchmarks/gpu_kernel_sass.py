@@ -1,4 +1,4 @@
-"""What the GPU compiler says of the attention kernels: instructions of their main loops, registers, shared memory.
+"""The GPU compiler's figures for the attention kernels: instructions of their main loops, registers, shared memory.
 
     python benchmarks/gpu_kernel_sass.py [--chips 80 89 90 100 120] [--json FILE]
 
@@ -9,8 +9,8 @@ Needs no GPU: kernels are compiled ahead of time and their machine code is read.
 - `instr/MFLOP`: of extend attention, for a million operations of its two products, in the loop without masks.
 - `warps`, `registers`, `stack` (bytes that a thread spills), `shared` (KiB of a program).
 
-Fewer instructions are no promise of speed, which only a GPU measures; many more than another kernel has are a promise
-of the opposite. `OTHERS` were read in the same way for sm_90 in November 2026 (triton 3.7.1).
+Fewer instructions do not guarantee speed, which only a GPU measures; many more than another kernel's do predict
+slowness. `OTHERS` were read in the same way for sm_90 in November 2026 (triton 3.7.1).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OTHERS = {
 
 
 def measure(chips: list[int]) -> list[dict[str, Any]]:
-    """A row for each form and chip."""
+    """A row for each kernel and chip."""
     prefixes = {
         (form, chip): row_prefix(
             chip, operation, f"bfloat16, head_dim 128, group 4, {str(pages).removeprefix('torch.')} pages of 16"

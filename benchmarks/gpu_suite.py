@@ -3,9 +3,9 @@
     PYTHONPATH=. python benchmarks/gpu_suite.py [--only SECTION ...] [--name NAME] [--output FILE]
     PYTHONPATH=. python benchmarks/gpu_suite.py --device cpu --small [--kernels triton]
 
-Every section runs in a process of its own, under a time limit: one that fails, hangs or runs out of memory is reported,
+Every section runs in a separate process, under a time limit: one that fails, hangs or runs out of memory is reported,
 and the others still run. Tables are printed as they come and written, with the machine, to
-benchmarks/results/gpu_NAME.json (for a dry run: to --output alone). Exit status: 0; 1 if a section failed or a result
+benchmarks/results/gpu_NAME.json (for a dry run: only to --output). Exit status: 0; 1 if a section failed or a result
 was wrong, whatever the speed; 2 without a GPU.
 
 `--small` is a dry run on tiny shapes: its times mean nothing. `--device cpu` runs the native implementations, or with
@@ -60,7 +60,7 @@ SECTIONS = {
 
 @dataclass(slots=True)
 class Outcome:
-    """What a section gave before it ended or failed. Tables are `{"title", "rows"}`."""
+    """The results of a section before it ended or failed. Tables are `{"title", "rows"}`."""
 
     section: str
     seconds: float = 0.0
@@ -70,7 +70,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """It ended early, or one of its results was wrong."""
+        """Whether it ended early, or one of its results was wrong."""
         return self.error is not None or self.wrong() > 0
 
     def wrong(self) -> int:
@@ -78,7 +78,7 @@ class Outcome:
         return sum(row.get("ok") is False for table in self.tables for row in table["rows"])
 
     def write(self, file: Path) -> None:
-        """Whole or not at all: the process may be ended at any time."""
+        """Written atomically: the process may be killed at any time."""
         new = file.with_suffix(".new")
         new.write_text(json.dumps(asdict(self)))
         new.replace(file)
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def run_apart(name: str, arguments: argparse.Namespace) -> Outcome:
-    """Runs a section in a process of its own, whose output goes where this one's does."""
+    """Runs a section in a separate process with this one's output."""
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as folder:
         part = Path(folder) / "part.json"
         command = [sys.executable, __file__, "--only", name, "--part", str(part), "--device", arguments.device]
@@ -127,9 +127,9 @@ def run_apart(name: str, arguments: argparse.Namespace) -> Outcome:
 
 
 def run_section(name: str, part: Path, arguments: argparse.Namespace) -> None:
-    """The process of one section: writes what it has after every table."""
+    """The process of one section: writes its results after every table."""
     if arguments.kernels == "triton" and arguments.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at it once, when it is imported
+        os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported
     import torch
     from gpu.bench import Bench, describe_device
 
@@ -148,14 +148,14 @@ def run_section(name: str, part: Path, arguments: argparse.Namespace) -> None:
         outcome.error = f"it needs the Python package {error.name!r}, which is not installed"
         outcome.write(part)
         raise
-    except Exception as error:  # whatever went wrong, the other sections are to run; the traceback follows
+    except Exception as error:  # after any failure the other sections must run; the traceback follows
         outcome.error = f"{type(error).__name__}: {error}".splitlines()[0]
         outcome.write(part)
         raise
 
 
 def write_results(outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> None:
-    """Everything so far, so that an interrupted run leaves what it has."""
+    """Writes all results so far, so that an interrupted run keeps them."""
     device = next((outcome.device for outcome in outcomes if outcome.device), {})
     file = arguments.output
     if file is None and not arguments.small and arguments.device == "cuda":
@@ -175,7 +175,7 @@ def write_results(outcomes: Sequence[Outcome], arguments: argparse.Namespace) ->
 
 
 def print_summary(outcomes: Sequence[Outcome], seconds: float) -> None:
-    """One line for each section, and the targets that were missed."""
+    """One line for each section, and the missed targets."""
     rows = []
     for outcome in outcomes:
         lines = [row for table in outcome.tables for row in table["rows"]]

@@ -1,6 +1,7 @@
-"""What a step's masks cost the host: a row's matcher told a token, and its mask written, in microseconds.
+"""Host cost of a step's grammar masks: advancing a row's matcher by a token, and writing its mask, in microseconds.
 
-Rows walk through a JSON schema on the embedded model's vocabulary, each by choices of its own. `--rows 64 --steps 60`.
+Rows walk through a JSON schema on the embedded model's vocabulary, each by different choices. `--rows 64 --steps
+60`.
 """
 
 from __future__ import annotations

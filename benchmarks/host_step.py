@@ -2,9 +2,9 @@
 
     python benchmarks/host_step.py [--json FILE]
 
-Targets: at most 60 us at 64 rows and 150 us at 256, the same at 1k and 8k tokens of context within 10 %; with a second
-group of layers, whose window is 1,024 tokens, or which keep states, at most 1.5 times that. Every row streams its
-tokens, and what is published is encoded as it would be for the wire.
+Targets: at most 60 us at 64 rows and 150 us at 256, the same at 1k and 8k tokens of context within 10 %; with a
+second group of layers, which has a window of 1,024 tokens or keeps states, at most 1.5 times that. Every row streams
+its tokens, and outputs are encoded as for the wire.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WINDOW = 1024
 
 
 class FreeHandle:
-    """Its result is there already."""
+    """Its result is ready at once."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -46,7 +46,7 @@ class FreeHandle:
 
 
 class FreeRunner:
-    """Samples token 7 for everyone, at no cost."""
+    """Samples token 7 for every row, at no cost."""
 
     def __init__(self, spec: RunnerSpec) -> None:
         self.spec = spec
@@ -61,18 +61,18 @@ class FreeRunner:
         """Nothing to build."""
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """There are no experts."""
+        """None: there are no experts."""
         return ()
 
     def report(self) -> RunnerReport:
         return RunnerReport("free", "none", 0, 0, 0, 0, {})
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 class EncodingChannel:
-    """Encodes what is published and lets it fall."""
+    """Encodes what is published and discards it."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -86,8 +86,8 @@ class EncodingChannel:
 
 
 def steady(rows: int, context: int, page_size: int, second: CacheKind | None = None) -> Scheduler:
-    """A scheduler all of whose rows decode, each after a prompt of about `context` tokens; with a second group of
-    layers of a kind if given."""
+    """A scheduler whose rows all decode, each after a prompt of about `context` tokens; optionally with a second
+    group of layers."""
     total = context + STEPS + 2 * rows + 64
     pages = rows * -(-total // page_size) + 1
     pools = [PoolSpec("full", CacheKind.FULL, pages, page_size)]
@@ -111,8 +111,8 @@ def steady(rows: int, context: int, page_size: int, second: CacheKind | None = N
 
 
 def measure(schedulers: list[Scheduler]) -> list[list[float]]:
-    """Microseconds of each of `STEPS` steps of each scheduler. They take turns, so that a change of the machine's speed
-    meets them all."""
+    """Microseconds of each of `STEPS` steps of each scheduler. They alternate, so that changes of the machine's
+    speed affect all."""
     gc.collect()
     gc.freeze()
     times: list[list[float]] = [[] for _ in schedulers]

@@ -1,11 +1,12 @@
-"""A hybrid model whose prompts begin alike: throughput with the prefix cache and without, and what was cached.
+"""A hybrid model with prompts that share prefixes: throughput with and without the prefix cache, and the cached tokens.
 
     python benchmarks/hybrid_shared_prefix.py [--backend jax|torch] [--page-size N] [--json FILE]
 
-8 groups of 16 prompts, 1,000 tokens in common and 40 of each one's own, 16 output tokens, all at once and in turn
-between the groups; a model of Qwen3.5's form (gated delta nets, every fourth layer attention) with random weights. The
-last row has prompts that share nothing: there the cache should cost less than 2 %. Figures of two runs each, the better
-one. Of a prompt all but the first of its group could begin with the 1,000 tokens, whole pages of them.
+8 groups of 16 prompts with 1,000 shared tokens and 40 different ones each, 16 output tokens, all submitted at once
+with the groups interleaved; a model of Qwen3.5's structure (gated delta nets, every fourth layer attention) with
+random weights. The last row has prompts without shared prefixes: there the cache should cost less than 2 %. Each
+figure is the better of two runs. Every prompt except the first of its group could hit the whole pages of the 1,000
+tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MODEL: dict[str, Any] = {
 
 
 def prompts(shared: bool) -> list[list[int]]:
-    """Prompt k is of group `k % GROUPS`; none begin alike where they share nothing."""
+    """Prompt k is in group `k % GROUPS`; without sharing, no two prompts share a prefix."""
     random = np.random.default_rng(7)
     common = random.integers(3, VOCABULARY, (GROUPS, COMMON)).tolist()
     tails = random.integers(3, VOCABULARY, (GROUPS * SHARERS, TAIL)).tolist()

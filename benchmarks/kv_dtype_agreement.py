@@ -1,11 +1,11 @@
-"""How often a cache of 8 bits changes the next token: the embedded model.
+"""How often an 8-bit cache changes the next token of the embedded model.
 
     python benchmarks/kv_dtype_agreement.py [--model-path demo] [--backend jax|torch] [--prompts 20] [--tokens 64]
 
-A cache in bfloat16 decodes greedily after each prompt. Every other kind then computes the same tokens, and says at each
-place which it finds the likeliest next. "agrees": the share of places where that is what bfloat16 chose. float32 is
-there for comparison: as much as that, rounding of any kind changes. The tokens are given, so that one difference makes
-no others.
+A cache in bfloat16 decodes greedily after each prompt. Every other type then computes the same tokens, and reports
+the most likely next token at each position. "agrees": the share of positions where that is the token that bfloat16
+chose. float32 is there for comparison: rounding of any kind changes that many. The tokens are fixed, so that one
+difference causes no others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
         agreed = 0
         with engine(arguments.model_path, arguments.backend, **options) as other:
             for prompt, tokens in zip(prompts, whole, strict=True):
-                # The logprobs of a prompt's token are those after all before it.
+                # the logprobs of a prompt's token are those after all tokens before it
                 output = other.generate(tokens, last, return_logprob=True, top_logprobs_num=1, logprob_start_len=0)
                 places = output.prompt_logprobs[len(prompt) :]
                 agreed += sum(place.top[0][1] == place.token_id for place in places)

@@ -1,11 +1,11 @@
-"""What latent attention of a chunk costs on a CPU in its two forms, absorbed and expanded, by turns.
+"""Cost of latent attention of a chunk on a CPU in its two forms, absorbed and expanded, in alternation.
 
     python benchmarks/latent_prefill_cpu.py [--backend torch jax] [--dtype float32 bfloat16]
         [--queries 64 128 256 512 2048] [--contexts 512 2048 8192] [--repeat 5] [--json FILE]
 
-One row with DeepSeek-V2-Lite's heads: from queries of heads to outputs of heads, without the layer's projections. The
-context includes the chunk. Milliseconds of processor time on one thread, the median; "ratio" is absorbed over expanded,
-the median over the turns, and "products" the same of multiply-adds, by the formulas of
+One row with DeepSeek-V2-Lite's heads: from queries of heads to outputs of heads, without the layer's projections.
+The context includes the chunk. Milliseconds of processor time on one thread, the median; "ratio" is absorbed over
+expanded, the median over the turns, and "products" the same ratio of multiply-adds, by the formulas of
 `LatentAttentionConfig.expands_from`.
 """
 
@@ -79,7 +79,7 @@ def products(queries: int, context: int) -> float:
 
 
 def numbers(queries: int, context: int) -> dict[str, np.ndarray]:
-    """Of one row in pages 1, 2, ...; the chunk's own vectors are in the pages already."""
+    """The arrays of one row in pages 1, 2, ...; the chunk's vectors are already in the pages."""
     rng = np.random.default_rng(0)
     pages, width = 1 + -(-context // PAGE_SIZE), CONFIG.latent + CONFIG.rotary_dim
     sizes = {"plain": CONFIG.key_dim, "rotated": CONFIG.rotary_dim}

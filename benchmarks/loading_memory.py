@@ -1,16 +1,16 @@
-"""Peak memory of the host while weights are loaded on a CPU, next to what stays in memory.
+"""Peak host memory while weights are loaded on a CPU, next to the memory that stays in use.
 
     python benchmarks/loading_memory.py [--formats bfloat16 ...] [--backends torch jax] [--shapes dense experts]
         [--layers 24] [--json FILE]
 
-Random checkpoints of 24 layers, dense (some 740 MB in bfloat16) or with 16 experts, are written to a temporary folder,
+Random checkpoints of 24 layers, dense (about 740 MB in bfloat16) or with 16 experts, are written to a temporary folder,
 and each is loaded in a process that loaded a tiny one before. `int8` and `fp8` are folders of compressed-tensors, Q8_0
-and Q4_0 GGUF files, which are widened to bfloat16; `quantise int8` is `--quantization int8` of the bfloat16 folder;
+and Q4_0 GGUF files, which are dequantised to bfloat16; `quantise int8` is `--quantization int8` of the bfloat16 folder;
 `float32` computes in float32, in which torch packs matrices on any CPU.
 
-Memory is what the process owns: anonymous and shared memory (RssAnon and RssShmem), read every 2 ms from outside. Pages
-of a mapped file, which the system may take back, do not count. "peak" and "held", what stays, are beyond the state
-before. "allowed" is what stays by the engine's own count, a tenth more, and the largest tensor as it is stored.
+Memory is anonymous and shared memory of the process (RssAnon and RssShmem), read every 2 ms from outside. Pages of a
+mapped file, which the system may reclaim, do not count. "peak" and "held", the final value, are relative to the
+state before. "allowed" is the engine's own count of held memory, plus a tenth, plus the largest stored tensor.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ _GGUF_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", 
 
 
 def write_gguf(file: Path, shape: str, kind: GGMLQuantizationType, layers: int) -> None:
-    """A GGUF file whose matrices are all of one kind, but for routers."""
+    """A GGUF file whose matrices are all of one type, except routers."""
     architecture = "qwen3moe" if shape == "experts" else "qwen3"
     writer = GGUFWriter(file, architecture)
     writer.add_block_count(layers)
@@ -162,7 +162,7 @@ def write_gguf(file: Path, shape: str, kind: GGMLQuantizationType, layers: int) 
             _, _, layer, part = stem.split(".", 3)
             there = f"blk.{layer}.{_GGUF_PARTS[part]}"
         plain = len(size) == 1 or there.endswith("gate_inp")
-        # Tensors of a shape are the same: to quantise takes long.
+        # equal shapes share one tensor: quantising takes long
         if size not in kept:
             numbers = random.standard_normal(size, dtype=np.float32)
             kept[size] = numbers if plain else gguf.quantize(numbers, kind)
@@ -174,7 +174,7 @@ def write_gguf(file: Path, shape: str, kind: GGMLQuantizationType, layers: int) 
 
 
 def write(folder: Path, shape: str, form: str, layers: int) -> Path:
-    """What `--model-path` is given."""
+    """Writes the checkpoint; returns the value for `--model-path`."""
     folder.mkdir()
     if form in ("Q8_0", "Q4_0"):
         write_gguf(folder / "model.gguf", shape, GGMLQuantizationType[form], layers)
@@ -184,7 +184,7 @@ def write(folder: Path, shape: str, form: str, layers: int) -> Path:
 
 
 def load(path: str, backend: str, form: str) -> tuple[object, int]:
-    """A runner, and the bytes of its weights as it counts them."""
+    """A runner, and its own count of the bytes of its weights."""
     from sglang_jax.checkpoint import open_checkpoint
     from sglang_jax.config import EngineConfig
 
@@ -214,11 +214,11 @@ def load(path: str, backend: str, form: str) -> tuple[object, int]:
 
 
 def load_twice(backend: str, form: str, tiny: str, path: str) -> None:
-    """In a process of its own: tells when it is about to load, waits, loads, and tells what it holds."""
+    """In a separate process: reports that it is ready to load, waits, loads, and reports what it holds."""
     runner, _ = load(tiny, backend, form)
     del runner
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide what is allocated
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is free already would hide new allocations
     print("ready", flush=True)
     sys.stdin.readline()
     _runner, size = load(path, backend, form)
@@ -233,7 +233,7 @@ def owned(process: int) -> int:
 
 
 def measure(backend: str, form: str, tiny: Path, path: Path) -> tuple[int, int, int]:
-    """Peak, what is held at the end, and what weights take as the runner counts it: bytes."""
+    """Peak, held memory at the end, and the runner's count of its weights, in bytes."""
     command = [sys.executable, __file__, "--load", backend, form, str(tiny), str(path)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None
@@ -254,7 +254,7 @@ def measure(backend: str, form: str, tiny: Path, path: Path) -> tuple[int, int, 
 
 
 def bytes_stored(path: Path) -> tuple[int, int]:
-    """Of all tensors of a checkpoint, and of the largest: as they are stored."""
+    """Bytes of all tensors of a checkpoint, and of the largest, as stored."""
     if path.suffix == ".gguf":
         sizes = [int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors]
     else:

@@ -1,4 +1,4 @@
-"""Says what machine a figure comes from."""
+"""Describes the machine that a figure comes from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe() -> dict[str, Any]:
 
 
 def report(title: str, rows: list[dict[str, Any]], json_file: Path | None) -> None:
-    """Prints the rows as a table under a line on the machine; with a file, writes both as JSON."""
+    """Prints the rows as a table under a line about the machine; with a file, writes both as JSON."""
     machine = describe()
     print(f"{title}\n" + ", ".join(f"{key}: {value}" for key, value in machine.items()))
     print(format_table(rows))
@@ -36,7 +36,7 @@ def report(title: str, rows: list[dict[str, Any]], json_file: Path | None) -> No
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
-    """A line of columns, those of all rows together, and a line for each row."""
+    """A line of columns, the union of the rows' columns, and a line for each row."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *[[_cell(row.get(column, "")) for column in columns] for row in rows]]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]

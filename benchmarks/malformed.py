@@ -1,6 +1,6 @@
-"""Requests that are wrong: bodies made from the server's OpenAPI description and from valid ones, then broken.
+"""Malformed requests: bodies made from the server's OpenAPI description and from valid ones, then broken.
 
-Everything follows from a seed, so that a request that finds something can be made again by its number.
+All are made from a seed, so that a request that finds a fault can be reproduced by its number.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
     "/abort_request": [{"rid": "x"}],
     "/drain_replica": [{"replica": 0}],
 }
-"""Requests that a server answers, by path: each field is a place for a fault."""
+"""Valid requests, by path: each field is a place for a fault."""
 
 ODD_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 10**400, 1e308, -0.0, float("nan"), float("inf"), 1.5),
@@ -113,7 +113,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class MalformedRequest:
-    """What is sent, on a connection of its own if it is `raw`: then `body` is all of it, head included."""
+    """A request; if it is `raw`, it is sent on a separate connection and `body` is all of it, head included."""
 
     number: int
     method: str
@@ -124,7 +124,7 @@ class MalformedRequest:
 
 
 def malformed_requests(description: dict[str, Any], count: int, seed: int = 0) -> Iterator[MalformedRequest]:
-    """`description`: what `/openapi.json` gives."""
+    """`description`: the answer of `/openapi.json`."""
     posts = [path for path, operations in description["paths"].items() if "post" in operations]
     paths = [(method.upper(), path) for path, operations in description["paths"].items() for method in operations]
     for number in range(count):
@@ -160,7 +160,7 @@ def malformed_requests(description: dict[str, Any], count: int, seed: int = 0) -
 
 
 def _schema(description: dict[str, Any], path: str) -> dict[str, Any]:
-    body = description["paths"][path]["post"].get("requestBody")  # some routes take none
+    body = description["paths"][path]["post"].get("requestBody")  # some routes have no body
     schema: dict[str, Any] = body["content"]["application/json"]["schema"] if body else {}
     return schema
 
@@ -170,7 +170,7 @@ def _valid(path: str, draw: random.Random) -> Any:
 
 
 def _of_schema(schema: dict[str, Any], description: dict[str, Any], draw: random.Random, depth: int) -> Any:
-    """A value that the schema allows, more or less."""
+    """A value that the schema mostly allows."""
     if "$ref" in schema:
         schema = description["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
     if "anyOf" in schema or "oneOf" in schema:
@@ -192,11 +192,11 @@ def _of_schema(schema: dict[str, Any], description: dict[str, Any], draw: random
             return draw.random() < 0.5
         case "null":
             return None
-    return _odd(draw)  # anything may stand there
+    return _odd(draw)  # any value is allowed there
 
 
 def _with_a_fault(value: Any, draw: random.Random) -> Any:
-    """The value with an odd one at a place of it."""
+    """The value with an odd value at one place."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         name = draw.choice([*value])
         if draw.random() < 0.1:
@@ -218,7 +218,7 @@ def _odd(draw: random.Random) -> Any:
 
 
 def _broken(body: bytes, draw: random.Random) -> bytes:
-    """The body with some bytes gone, doubled, changed or put in."""
+    """The body with some bytes removed, doubled, changed or inserted."""
     place = draw.randrange(len(body) + 1)
     match draw.randrange(4):
         case 0:

@@ -1,4 +1,4 @@
-"""Has the kernel kill a process because memory ran out, by a memory cgroup of its own (Linux, as root or delegated)."""
+"""Has the kernel kill a process for lack of memory, by a separate memory cgroup (Linux, as root or delegated)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ for _ in range(200):
     taken.append(bytearray(os.urandom(1 << 20)))
     time.sleep(0.002)
 """
-"""Takes more than there is. When that is noticed, the process that dies is the largest one of the group."""
+"""Allocates more than the limit. The kernel then kills the largest process of the group."""
 
 
 def why_not() -> str:
-    """Why this process may not make such groups; empty if it may."""
+    """Why this process may not create such groups; empty if it may."""
     try:
         group, _ = _new_group()
     except OSError as error:
@@ -35,7 +35,7 @@ def why_not() -> str:
 
 @contextmanager
 def out_of_memory(pid: int) -> Iterator[None]:
-    """Puts the process into a group with little memory, together with one that takes all of it."""
+    """Moves the process into a group with little memory, together with one that allocates all of it."""
     group, members = _new_group()
     members.write_text(str(pid))
     hog = subprocess.Popen([sys.executable, "-c", HOG, str(members)])

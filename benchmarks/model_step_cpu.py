@@ -1,8 +1,9 @@
-"""Where the time of a decode step goes on a CPU: the bare forward pass with logits, SmolLM2-135M with random weights.
+"""The time of the parts of a decode step on a CPU: the bare forward pass with logits, SmolLM2-135M with random weights.
 
     python benchmarks/model_step_cpu.py [--dtypes bfloat16] [--rows 2 8 32] [--contexts 96] [--prefill 16] [--json FILE]
 
-What the forms of weights and caches were chosen by (2 cores with avx512_bf16, jax 0.10.2, fastest of 15, milliseconds):
+Measurements behind the choice of weight and cache layouts (2 cores with avx512_bf16, jax 0.10.2, fastest of 15,
+milliseconds):
 
 All matrix products of a step, machine quiet                     rows 1      2      8     32
   float32 x float32                                              17.1   18.2   21.7   44.5
@@ -26,7 +27,7 @@ queries, and prefill by 64 keys with a mask and 256 without one, in place of 128
   32 rows, context 96: 61.8 > 51.8; eight prompts of 64: 236 > 190; 512 tokens: 333 > 317, behind 1,536: 1,061 > 981
   Then float32 activations between products, and few rows of the feed-forward layer left as its first product wrote
   them, in turns with bfloat16 activations: 0.96, 0.95 and 0.91 of the time at 2, 8 and 32 rows, 0.96 of eight prompts
-  Attention of 32 rows alone: 26 > 20. bfloat16 products of queries and keys, or of all, took 20 to 34.
+  Attention of 32 rows by itself: 26 > 20. bfloat16 products of queries and keys, or of all, took 20 to 34.
 
 Decode attention of 30 layers, context 100, 16 tokens a page, machine quiet           rows 2      8     32
   pages [kv_heads, 2, page, dim], bfloat16 bits in uint16, float32 products (chosen)     1.8    4.9   13.5
@@ -97,7 +98,7 @@ SMOLLM2_135M = dense_decoder(
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One program. `temporary_mib`: what XLA allocates beside arguments and results."""
+    """One program. `temporary_mib`: memory that XLA allocates in addition to arguments and results."""
 
     dtype: str
     rows: int

@@ -1,12 +1,12 @@
-"""Negative log-likelihood of a text under the embedded model, in nats for each token, by the form of weights and cache.
+"""Negative log-likelihood of a text under the embedded model, in nats per token, by the format of weights and cache.
 
     python benchmarks/nll.py [--backend torch|jax] [--text FILE ...] [--tokens 20000] [--chunks 16 512]
         [--caches auto sage int8 fp8_e4m3] [--json FILE]
 
-The text is cut into pieces of 1,000 tokens, which are prompts. A chunk of few tokens is computed as a decode step of so
-many rows is: on Torch's CPU path by matrices in blocks (see `docs/architecture.md`); a large one by packed matrices.
-`sage` is `--attention-backend sage`, other caches are a `--kv-cache-dtype`. Texts that every machine has are those of
-Python's own documentation, `--text $(python -c 'import pydoc_data.topics as t; print(t.__file__)')`.
+The text is cut into pieces of 1,000 tokens, which are prompts. A chunk of few tokens is computed like a decode step
+of as many rows: on Torch's CPU path by matrices in blocks (see `docs/architecture.md`); a large one by packed
+matrices. `sage` is `--attention-backend sage`, other caches are a `--kv-cache-dtype`. Texts that every machine has
+are those of Python's documentation, `--text $(python -c 'import pydoc_data.topics as t; print(t.__file__)')`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def pieces(files: list[Path], tokens: int) -> list[list[int]]:
-    """The first `tokens` of the files, one file behind the other."""
+    """The first `tokens` of the concatenated files."""
     tokenizer = load_tokenizer(resolve_tokenizer("demo"))
     ids: list[int] = []
     for file in files:
@@ -37,7 +37,7 @@ def pieces(files: list[Path], tokens: int) -> list[list[int]]:
 
 
 def nll(backend: str, chunk: int, cache: str, prompts: list[list[int]]) -> list[float]:
-    """Of each token but the first of a piece."""
+    """The likelihood of each token except the first of a piece."""
     kept = {"attention_backend": cache} if cache == "sage" else {"kv_cache_dtype": cache}
     config = EngineConfig.model_validate(
         dict(

@@ -5,12 +5,12 @@
 Targets, medians: match at most 200 us, insert 300 us, eviction of one page (amortised over 2,000) 20 us. The tree holds
 conversations: families of prompts that branch every few hundred tokens, so that a path has tens of nodes. A second
 group, of layers with a window of 1,024 tokens, should make each at most 1.5 times as slow. Trees with and without it
-take turns, and all figures are processor time, so that other programs matter little.
+alternate, and all figures are processor time, so that other programs matter little.
 
-One page is wanted at a time, of the pool that `evicts` names. `evict call us` is of a call, whatever it frees, and
-`evict page us` of each page that it frees, of all pools: where a leaf goes, both groups give up what they have there,
-so a page of full attention takes one of the window with it, and a leaf whose window is no longer whole goes with all
-that it has, which serves those that want pages next.
+Each eviction asks for one page of the pool that `evicts` names. `evict call us` is the time of a call, and `evict
+page us` the time per page that it frees, of all pools: an evicted leaf frees its pages in both groups, so a page of
+full attention comes with one of the window, and a leaf with a partly freed window is evicted with all its pages,
+which serve the next calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WINDOW = 1024
 
 
 def build(page_size: int, window: int | None, numbers: random.Random) -> tuple[KVCache, list[np.ndarray]]:
-    """A cache whose tree has `NODES` nodes, and the prompts that are in it (`[PROMPT]` each)."""
+    """A cache whose tree has `NODES` nodes, and the prompts in it (`[PROMPT]` each)."""
     pages = 12_000_000 // page_size
     pools = [PoolSpec("full", CacheKind.FULL, pages, page_size)]
     if window is not None:
@@ -71,7 +71,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 class Subject:
-    """One tree, and microseconds that each operation on it took."""
+    """One tree, and the microseconds of each operation on it."""
 
     def __init__(self, page_size: int, window: int | None, evicts: int) -> None:
         self.evicts = evicts
@@ -86,7 +86,7 @@ class Subject:
         self.freed = 0
 
     def match_and_insert(self) -> None:
-        """A prompt that is there, and one that goes on differently somewhere in its second half."""
+        """Matches a cached prompt, and inserts one that diverges in its second half."""
         cache, numbers = self.cache, self._numbers
         tokens = numbers.choice(self.prompts).tobytes()
         self.matches.append(timed(lambda: cache.tree.claim(cache.tree.probe(tokens, None))))
@@ -100,7 +100,7 @@ class Subject:
         cache.release_kv_cache(record, b"", insert=False)
 
     def evict(self) -> None:
-        """One page of one pool is wanted, so many times."""
+        """Evicts one page of one pool, a number of times."""
         tree, component = self.cache.tree, self.cache.groups[self.evicts].component
         before = self._num_free()
 
@@ -117,11 +117,11 @@ class Subject:
 
 
 def measure(page_size: int) -> list[dict[str, object]]:
-    """Without a window and with one, of which either pool's pages are wanted, by turns: medians in microseconds, and of
-    evictions the mean."""
+    """Without a window, and with one and either pool evicted, in alternation: medians in microseconds, and means for
+    evictions."""
     subjects = [Subject(page_size, window, evicts) for window, evicts in ((None, 0), (WINDOW, 0), (WINDOW, 1))]
     gc.collect()
-    gc.freeze()  # else one tree would be searched for garbage in the figures of the other
+    gc.freeze()  # otherwise the garbage collector would scan one tree in the figures of the other
     for _ in range(REPEATS):
         for subject in subjects:
             subject.match_and_insert()

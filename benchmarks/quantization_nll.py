@@ -1,21 +1,21 @@
-"""What fewer bits of weights cost: negative log-likelihood of a text under the embedded model, in nats for each token.
+"""Loss from fewer bits per weight: negative log-likelihood of a text under the embedded model, in nats per token.
 
     python benchmarks/quantization_nll.py [--backend torch|jax] [--text FILE] [--tokens 20000] [--json FILE]
         [--forms float32 int8 fp8 Q8_0 Q4_1 Q4_0]
 
 The text, by default the reference of the Python language that comes with every interpreter (`pydoc_data.topics`, in the
 order of its topics), is cut into pieces of 512 tokens, which are prompts. The first token of each has no likelihood. A
-line tells the Python version and a digest of the tokens: of the same digest, figures can be compared.
+line has the Python version and a digest of the tokens: figures with the same digest are comparable.
 
-`bfloat16`, with which the others are compared, is the file as it is loaded. `float32` is the same file without any
-rounding. The others compute in bfloat16: `int8` and `fp8` are `--quantization`; Q8_0, Q4_1 and Q4_0 are GGUF files that
-are written for this, with the embeddings (which are the head, too) of the embedded model's own file. The engine has
-what it reads from GGUF files in bfloat16, so what they save is the size of the file.
+`bfloat16`, the baseline, is the file as it is loaded. `float32` is the same file without any rounding. The others
+compute in bfloat16: `int8` and `fp8` are `--quantization`; Q8_0, Q4_1 and Q4_0 are GGUF files written for this, with
+the embeddings (which are also the head) of the embedded model's file. The engine holds weights from GGUF files in
+bfloat16, so these formats only save file size.
 
-All forms are made from the weights of the embedded model's file, whose matrices are stored as Q4_1 and its embeddings
-as Q8_0. Its numbers lie on a grid of 16 for each 32 weights. What is written as Q4_1 again is therefore the same, and
-the others round a second time, Q4_0 to another grid: the differences are those of this model's weights, and not what a
-format costs a model that was never rounded.
+All formats are made from the weights of the embedded model's file, whose matrices are stored as Q4_1 and its
+embeddings as Q8_0. Its values lie on a grid of 16 for each 32 weights. Stored as Q4_1 again they are therefore
+unchanged, and the other formats round a second time, Q4_0 to another grid: the differences are those of this model's
+weights, not the loss of a format on a model that was never rounded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FORMS: dict[str, dict[str, str]] = {
 KINDS = ("Q8_0", "Q4_1", "Q4_0")
 EMBEDDINGS = "token_embd.weight"
 _OF_FILES = ("GGUF.", "general.architecture", "general.file_type")
-"""Beginnings of keys that the writer writes itself, or that change."""
+"""Prefixes of keys that the writer itself writes, or that change."""
 
 
 def pieces(text: str, tokens: int) -> list[list[int]]:
@@ -60,7 +60,7 @@ def pieces(text: str, tokens: int) -> list[list[int]]:
 
 
 def write_gguf(target: Path, kind: GGMLQuantizationType) -> None:
-    """The embedded model's file with its matrices, embeddings excepted, stored as `kind`."""
+    """The embedded model's file with its matrices, except the embeddings, stored as `kind`."""
     source = GGUFReader(resolve_model("demo").path)
     writer = GGUFWriter(target, source.fields["general.architecture"].contents())
     for field in source.fields.values():
@@ -81,7 +81,7 @@ def write_gguf(target: Path, kind: GGMLQuantizationType) -> None:
 
 
 def nll(prompts: list[list[int]], backend: str, options: dict[str, str]) -> tuple[list[float], int]:
-    """Of each token but the first of a piece; and the bytes that the engine's weights take."""
+    """The likelihood of each token except the first of a piece, and the bytes of the engine's weights."""
     given = {
         "backend": backend,
         "context_length": 2 * PIECE,
@@ -104,7 +104,7 @@ def nll(prompts: list[list[int]], backend: str, options: dict[str, str]) -> tupl
 
 
 def row(form: str, size: int, file: Path | None, found: list[float], base: list[float]) -> dict[str, Any]:
-    """A line of the table. The error is the standard one of the mean difference, tokens taken as independent."""
+    """A line of the table. The error is the standard error of the mean difference, with tokens taken as independent."""
     differences = [one - other for one, other in zip(found, base, strict=True)]
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return {

@@ -1,14 +1,14 @@
-"""What replicas give, and what choosing among them costs.
+"""Throughput of replicas, and the cost of choosing among them.
 
     python benchmarks/replicas.py [routing] [sleep] [model] [--step-ms 25] [--model-path M] [--json FOLDER]
 
 - `routing`: microseconds to choose a replica, and to remember the choice, with maps of 100,000 tokens for each.
-- `sleep`: output tokens per second of 1, 2 and 4 replicas whose steps take `--step-ms` without the host's CPU, as a
-  device's do: the scheduler, the wire and the router are the real ones. Each replica has 16 rows.
+- `sleep`: output tokens per second of 1, 2 and 4 replicas whose steps take `--step-ms` without the host's CPU, like a
+  device's: the scheduler, the wire and the router are the real ones. Each replica has 16 rows.
 - `model`: output tokens per second of a model on this machine's CPU: one engine with one core, one with two, and two
   replicas with a core each.
 
-All three if none is named.
+Without a name, all three run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from machine import report
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from helpers.engine_fakes import load_tokenizer  # only now to be found
+from helpers.engine_fakes import load_tokenizer  # importable only now
 from helpers.sleeping_core import launch_sleeping_link
 
 from sglang_jax.config import Device, EngineConfig, LoadBalanceMethod
@@ -46,7 +46,7 @@ ROWS = 16
 
 
 def measure_routing(replicas: int, prompt_tokens: int) -> list[dict[str, Any]]:
-    """Each policy on prompts of which half is shared by groups of 8, with maps that are full."""
+    """Each policy on prompts half of which is shared in groups of 8, with full maps."""
     rng = np.random.default_rng(0)
     heads = rng.integers(0, 50_000, (400, prompt_tokens // 2), np.int32)
     rows = []
@@ -80,7 +80,7 @@ def measure_routing(replicas: int, prompt_tokens: int) -> list[dict[str, Any]]:
 
 
 async def throughput(client: EngineClient, requests: list[GenerateInput], at_once: int) -> float:
-    """Output tokens per second, with so many requests in flight."""
+    """Output tokens per second with this many requests in flight."""
     todo, tokens = iter(requests), 0
 
     async def work() -> None:
@@ -124,7 +124,7 @@ async def measure_sleeping(counts: list[int], seconds_per_step: float) -> list[d
 
 
 async def measure_model(model_path: str) -> list[dict[str, Any]]:
-    # Few programs, as three engines and more compile theirs.
+    # few programs, because three or more engines compile theirs
     config = EngineConfig(
         model_path=model_path,
         device=Device.CPU,
@@ -159,7 +159,7 @@ async def measure_model(model_path: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Runs what was named."""
+    """Runs the named benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="routing|sleep|model")
     parser.add_argument("--step-ms", type=float, default=25.0)

@@ -1,10 +1,10 @@
-"""What sampling costs a step of the JAX backend on a CPU, by what requests ask for.
+"""Cost of sampling in a step of the JAX backend on a CPU, by the sampling parameters.
 
     python benchmarks/sampler_cpu.py [--rows 1 8 32] [--vocab-size 49152] [--spread 6] [--repeat 25] [--json FILE]
 
 Logits are normal with a standard deviation of `--spread`: with 6 about 50 tokens hold 0.9 of the probability at
-temperature 0.8, with 2 about 5,000. By turns with a search of the whole vocabulary, as it is done where the tokens that
-are kept are not among the nearest. Milliseconds, the median; processor time, of all threads, beside time on the clock.
+temperature 0.8, with 2 about 5,000. Alternates with a search of the whole vocabulary, as done where the kept tokens
+are not among the nearest. Milliseconds, the median; processor time of all threads, and wall time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ASKED = {
 
 
 def timed(run: Callable[[], jax.Array]) -> tuple[float, float]:
-    """Seconds of processor time and on the clock."""
+    """Seconds of processor time and of wall time."""
     clock, processor = time.perf_counter(), time.process_time()
     run().block_until_ready()
     return time.process_time() - processor, time.perf_counter() - clock

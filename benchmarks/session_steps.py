@@ -1,8 +1,8 @@
-"""The steps of `sessions.py`'s conversations without the engine around them: what of a turn's time is the model's.
+"""The steps of `sessions.py`'s conversations without the engine around them: the model's share of a turn's time.
 
-The scheduler runs in this process, without front end, wire or tokenizer, and its plans are noted. A second runner then
-is given the same plans, one behind the other as fast as it takes them, and nothing else: attention over all keys of the
-conversation is in both, and grows in both.
+The scheduler runs in this process, without front end, wire or tokenizer, and its plans are recorded. A second runner
+then executes the same plans back to back. Attention over all keys of the conversation is in both times, and grows in
+both.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sglang_jax.scheduler.messages import Inbound, NewRequest, OpenSession, Outb
 from sglang_jax.scheduler.scheduler import Scheduler
 
 Inputs = list[list[list[int]]]
-"""Of each conversation what each turn adds."""
+"""The tokens that each turn of each conversation adds."""
 
 
 class NotingRunner:
-    """A runner that keeps the plans it is given."""
+    """A runner that keeps the plans it gets."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -40,11 +40,11 @@ class NotingRunner:
         return self._runner.spec
 
     def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
-        """Of the runner within."""
+        """As the wrapped runner."""
         self._runner.warm_up(progress)
 
     def announce_builds(self, building: Building) -> None:
-        """Of the runner within."""
+        """As the wrapped runner."""
         self._runner.announce_builds(building)
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -52,15 +52,15 @@ class NotingRunner:
         return self._runner.launch(plan)
 
     def start_profile(self, folder: str) -> None:
-        """Of the runner within."""
+        """As the wrapped runner."""
         self._runner.start_profile(folder)
 
     def stop_profile(self) -> None:
-        """Of the runner within."""
+        """As the wrapped runner."""
         self._runner.stop_profile()
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """Of the runner within."""
+        """As the wrapped runner."""
         return self._runner.expert_load()
 
     def report(self) -> RunnerReport:
@@ -71,7 +71,7 @@ class NotingRunner:
 
 
 class EndsChannel:
-    """Keeps which requests have ended since somebody looked, and their output."""
+    """Records which requests have ended since the last read, and their output."""
 
     def __init__(self) -> None:
         self.ended: dict[int, list[int]] = {}
@@ -88,8 +88,8 @@ class EndsChannel:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """`[conversations, turns]` each: seconds with the scheduler; those of the steps that ran meanwhile, without it; and
-    how many these were."""
+    """`[conversations, turns]` each: seconds with the scheduler; seconds of the same steps without it; and their
+    number."""
 
     seconds: np.ndarray
     model_seconds: np.ndarray
@@ -112,8 +112,8 @@ def measure_steps(
     in_session: bool,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Turns:
-    """All conversations at once, each turn as soon as the one before it has ended; and their steps once more. `clock`:
-    `time.process_time` on a machine with other work, with one thread to compute, as threads that wait take time too."""
+    """All conversations at once, each turn as soon as the one before it has ended; then their steps again. `clock`:
+    `time.process_time` on a machine with other work, with one compute thread, as waiting threads take time too."""
     checkpoint = open_checkpoint(config.model_path, config.load_format, seed=config.random_seed)
     create, talks = load_backend(config), [_Talk(turns) for turns in inputs]
     runner = NotingRunner(_ready(create, config, checkpoint))
@@ -158,7 +158,7 @@ def _converse(
             scheduler.sessions.open(OpenSession(0, str(number), "", True, None))
 
     def done() -> int:
-        """Steps whose results are there: a turn that begins waits for the one in flight."""
+        """The number of steps whose results are ready: a new turn waits for the one in flight."""
         return len(runner.plans) - scheduler.cache.in_flight
 
     def send(number: int) -> None:
@@ -192,7 +192,7 @@ def _converse(
 
 
 def _run_again(runner: Runner, plans: list[StepPlan], clock: Callable[[], float]) -> Iterator[float]:
-    """Seconds from the start on at which each step's result was there; the next is launched before, as always."""
+    """Seconds from the start at which each step's result was ready; the next is launched before, as always."""
     start, before = clock(), None
     for plan in plans:
         handle = runner.launch(plan)

@@ -1,17 +1,17 @@
-"""Sessions of many turns at once: how long turns take as conversations grow, and that their outputs are those of whole
+"""Concurrent sessions of many turns: the time of turns as conversations grow, and outputs equal to those of whole
 prompts.
 
     python benchmarks/sessions.py [--model demo|hybrid] [--backend jax|torch] [--turns N] [--json FILE]
 
-8 conversations at once, 150 turns of 8 tokens each, 4 output tokens; the `hybrid` model is of Qwen3.5's form with
+8 conversations at once, 150 turns of 8 tokens each, 4 output tokens; the `hybrid` model has Qwen3.5's structure with
 random weights. `first tenth` and `last tenth` are mean milliseconds of a turn, without each conversation's first.
-`last / first` should be at most 1.15 where the model's own work does not grow by more; `model's last / first` is that
-of the same conversations' steps run by themselves (`session_steps.py`). `last over the model's` is what a turn of the
-last tenth takes over what its steps take so: it should be at most 1.15, and no more than that of the first tenth, or
-the engine makes turns slower as a conversation grows. `scheduler alone`: the same two figures of scheduler and cache
-without front end, wire and client. The second row sends whole prompts instead, whose prefixes are cached as well.
-`cached`: of what came before a turn, what was found, but for less than a page. In float32, as outputs are compared:
-fails if they differ, or if pages are left in use.
+`last / first` should be at most 1.15 where the model's work does not grow by more; `model's last / first` is that of
+the same conversations' steps run without the engine (`session_steps.py`). `last over the model's` is the time of a
+turn of the last tenth over that of its steps in that run: it should be at most 1.15, and at most that of the first
+tenth, or the engine makes turns slower as a conversation grows. `scheduler only`: the same two figures of scheduler
+and cache without front end, wire and client. The second row sends whole prompts instead, whose prefixes are also
+cached. `cached`: the share of the earlier tokens that a turn found in the cache, apart from less than a page. In
+float32, since outputs are compared: fails if they differ, or if pages are left in use.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def hybrid_model(folder: Path) -> EngineConfig:
 
 
 def inputs_of(number: int, turns: int) -> list[list[int]]:
-    """What each turn of a conversation adds."""
+    """The tokens that each turn of a conversation adds."""
     inputs: list[list[int]] = np.random.default_rng(number).integers(3, 4096, (turns, INPUT)).tolist()
     return inputs
 
 
 class Talk:
-    """One conversation: of each turn the output, how long it took, and which share of what came before was cached."""
+    """One conversation: of each turn the output, its time, and the cached share of the earlier tokens."""
 
     def __init__(self, engine: Engine, number: int, turns: int) -> None:
         self.outputs: list[list[int]] = []
@@ -84,14 +84,14 @@ class Talk:
 
 
 def tenths(seconds: Any) -> tuple[float, float]:
-    """Mean milliseconds of the first tenth of turns, but for each conversation's first, and of the last; of seconds
+    """Mean milliseconds of the first tenth of turns, except each conversation's first, and of the last; from seconds
     `[conversations, turns]`."""
     tenth = max(seconds.shape[1] // 10, 1)
     return float(seconds[:, 1 : 1 + tenth].mean() * 1e3), float(seconds[:, -tenth:].mean() * 1e3)
 
 
 def add_model(row: dict[str, Any], config: EngineConfig, turns: int, *, in_session: bool) -> None:
-    """What of the row's figures is the model's."""
+    """Adds the model's share of the row's figures."""
     inputs = [inputs_of(number, turns) for number in range(TALKS)]
     taken = measure_steps(config, inputs, SAMPLING, in_session=in_session)
     (first, last), (first_alone, last_alone) = tenths(taken.seconds), tenths(taken.model_seconds)
@@ -101,7 +101,7 @@ def add_model(row: dict[str, Any], config: EngineConfig, turns: int, *, in_sessi
         "model's last / first": last_alone / first_alone,
         "first over the model's": row["first tenth ms"] / first_alone,
         "last over the model's": row["last tenth ms"] / last_alone,
-        "scheduler alone": f"{first / first_alone:.2f}, {last / last_alone:.2f}",
+        "scheduler only": f"{first / first_alone:.2f}, {last / last_alone:.2f}",
         "steps of a turn": float(taken.steps[:, -max(turns // 10, 1) :].mean()),
     }
 

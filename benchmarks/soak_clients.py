@@ -1,6 +1,6 @@
-"""What the clients of `soak_server.py` do: ordinary requests whose answers are known, and all that clients get wrong.
+"""The clients of `soak_server.py`: ordinary requests with known answers, and all kinds of client errors.
 
-An operation gives an empty text if it went as it should, or a code of the server's, or what was wrong.
+An operation returns an empty text on success, or an error code of the server, or a description of the fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE = 300.0
 """Seconds that a client waits for more of an answer; longer than any fault may last."""
 
 CLIENT_TIMEOUT = 5.0
-"""`--client-timeout` of the server: who reads nothing for so long is let go."""
+"""`--client-timeout` of the server: a client that reads nothing for so long is disconnected."""
 
 GREEDY = {"temperature": 0.0}
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards", "boil", "green", "soup"]
@@ -52,7 +52,7 @@ GRAMMARS: list[tuple[str, str, Callable[[str], bool]]] = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """One operation, with the times of its begin and end (monotonic); `error`: see above."""
+    """One operation with its start and end times (monotonic); `error`: see above."""
 
     name: str
     begin: float
@@ -61,24 +61,24 @@ class Outcome:
 
 
 class Oracle:
-    """Answers that are known: what a request gave the first time. It must not give another later, whatever else runs,
-    is cached, or was killed meanwhile."""
+    """Known answers: the first answer to each request. Later answers must equal it, whatever runs, is cached, or was
+    killed."""
 
     def __init__(self) -> None:
         self._answers: dict[str, object] = {}
         self._lock = threading.Lock()
 
     def check(self, request: str, answer: object) -> str:
-        """`request` names what was asked, in whatever form."""
+        """`request` identifies the request, independent of its format."""
         with self._lock:
             first = self._answers.setdefault(request, answer)
         return "" if first == answer else f"another answer to {request[:120]}"
 
 
 class Client:
-    """One of the clients. `admin_key` is for what operators alone may ask.
+    """One of the clients. `admin_key` is for operators' routes.
 
-    **Arguments:** `malformed`: requests that are wrong, an endless supply for all clients.
+    **Arguments:** `malformed`: an endless supply of malformed requests for all clients.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Client:
         self._seed = seed
 
     def step(self) -> Outcome:
-        """Does one thing."""
+        """Does one random operation."""
         return self.do(self._draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0])
 
     def do(self, operation: Callable[[Client], str]) -> Outcome:
-        """Does this."""
+        """Does this operation."""
         begin = time.monotonic()
         try:
             error = operation(self)
@@ -108,7 +108,7 @@ class Client:
     # -- Requests whose answers are known ------------------------------------------------------------------------------
 
     def completion(self) -> str:
-        """Text, greedy or with a seed; in one piece or streamed."""
+        """Text, greedy or with a seed; whole or streamed."""
         sampling = self._sampling()
         body = {"prompt": self._prompt(), "max_tokens": self._draw.choice((1, 8, 24, 64)), **sampling}
         if self._draw.random() < 0.5:
@@ -124,7 +124,7 @@ class Client:
         return self._stream("/v1/chat/completions", body, _chat_delta)
 
     def generate(self) -> str:
-        """The native route, streams that repeat all so far or do not."""
+        """The native route, with cumulative or incremental streams."""
         sampling = {"max_new_tokens": self._draw.choice((8, 32, 96)), "ignore_eos": True, **self._sampling()}
         body = {"text": self._prompt(), "sampling_params": sampling}
         if self._draw.random() < 0.3:
@@ -164,7 +164,7 @@ class Client:
         return self._known("/generate", body, lambda answer: [one["text"] for one in answer])
 
     def tokens(self) -> str:
-        """To token ids and back."""
+        """Tokenizes and detokenizes."""
         text = self._prompt()
         status, answer = self._post("/tokenize", {"prompt": text})
         if status != 200:
@@ -175,7 +175,7 @@ class Client:
         return "" if json.loads(answer)["text"] == text else "text changed on its way to tokens and back"
 
     def structured(self) -> str:
-        """An output under a grammar, of which there are a few: what has ended follows it."""
+        """An output under one of a few grammars: a finished one follows it."""
         name, grammar, follows = self._draw.choice(GRAMMARS)
         body = {"text": self._prompt(), "sampling_params": {"max_new_tokens": 48, name: grammar, **self._sampling()}}
         status, content = self._post("/generate", body)
@@ -205,7 +205,7 @@ class Client:
         return self._oracle.check(json.dumps(body), [choice["message"]["content"], calls])
 
     def session(self) -> str:
-        """A conversation that sends what is new; some are left open until they time out."""
+        """A conversation that sends only new tokens; some are left open until they time out."""
         status, content = self._post("/open_session", {"streaming": True, "timeout": 20.0})
         if status != 200:
             return _code(status, content)
@@ -228,15 +228,16 @@ class Client:
         return "" if status == 200 else _code(status, content)
 
     def housekeeping(self) -> str:
-        """What load balancers and dashboards ask."""
+        """Requests of load balancers and dashboards."""
         path = self._draw.choice(("/health", "/readyz", "/livez", "/v1/models", "/model_info"))
         status, answer = self._ask("GET", path)
         return "" if status == 200 else f"{path}: {_code(status, answer)}"
 
-    # -- What clients get wrong ----------------------------------------------------------------------------------------
+    # -- Client errors
+    # -------------------------------------------------------------------------------------------------
 
     def leaves_early(self) -> str:
-        """Asks, and is gone before anything came."""
+        """Sends a request, and leaves before any answer."""
         connection = self._connection()
         connection.request("POST", "/v1/completions", json.dumps(self._long_body()).encode(), JSON)
         time.sleep(self._draw.choice((0.0, 0.05, 0.5)))
@@ -244,7 +245,7 @@ class Client:
         return ""
 
     def leaves(self) -> str:
-        """Reads some events of a stream, and is gone."""
+        """Reads some events of a stream, and leaves."""
         connection = self._connection()
         connection.request("POST", "/v1/completions", json.dumps({**self._long_body(), "stream": True}).encode(), JSON)
         response = connection.getresponse()
@@ -255,7 +256,7 @@ class Client:
         return _error_in(lines)
 
     def aborts(self) -> str:
-        """Has a stream of its own ended by its id."""
+        """Aborts its own stream by its id."""
         self._number += 1
         rid = f"soak-{self._seed}-{self._number}"
         sampling = {"max_new_tokens": 400, "ignore_eos": True}
@@ -297,15 +298,15 @@ class Client:
         return _code(response.status, content) if response.status >= 500 else _error_in(content.splitlines())
 
     def stalls(self) -> str:
-        """Asks for a long stream, and reads nothing of it for some time. It may be let go if that is longer than the
-        client timeout: how much waited for it by then depends on how busy the engine is."""
+        """Asks for a long stream, and pauses reading. It may be disconnected if the pause exceeds the client
+        timeout: how much output waits by then depends on how busy the engine is."""
         sampling = {"max_new_tokens": 700, "ignore_eos": True}
         body = {"text": "a", "stream": True, "return_logprob": True, "top_logprobs_num": 20}
         content = json.dumps({**body, "sampling_params": sampling}).encode()
         head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
         long = self._draw.random() < 0.5
         with socket.socket() as connection:
-            if long:  # so that little of the answer waits on this side
+            if long:  # so that little of the answer is buffered on this side
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.settimeout(PATIENCE)
             connection.connect(("127.0.0.1", self._port))
@@ -321,14 +322,14 @@ class Client:
         return _error_in(received.splitlines()) or ("" if whole else "a stream without an end")
 
     def half_a_head(self) -> str:
-        """Begins a request and thinks better of it."""
+        """Starts a request and abandons it."""
         with socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
             time.sleep(self._draw.choice((0.1, 2.0)))
         return ""
 
     def slow_body(self) -> str:
-        """Sends a body in small pieces; it is answered all the same."""
+        """Sends a body in small pieces; it is answered anyway."""
         body = json.dumps({"prompt": self._prompt(), "max_tokens": 2, **GREEDY}).encode()
         connection = self._connection()
         connection.putrequest("POST", "/v1/completions")
@@ -361,7 +362,7 @@ class Client:
         return self._ask("POST", path, json.dumps(body).encode())
 
     def _prompt(self) -> str:
-        """One of some hundred, so that they meet in the cache and answers come again."""
+        """One of a few hundred, so that prompts hit the cache and answers repeat."""
         which = random.Random(self._draw.randrange(150))
         return f"Story {which.randrange(12)}: " + " ".join(which.choices(WORDS, k=which.choice((3, 10, 40))))
 
@@ -430,4 +431,4 @@ WEIGHTS: dict[Callable[[Client], str], int] = {
     Client.half_a_head: 2,
     Client.slow_body: 2,
 }
-"""What a client does, and how often."""
+"""Operations of a client, and their frequencies."""

@@ -1,19 +1,19 @@
-"""A server under everything at once, for half an hour: does it stay whole?
+"""A server under every kind of request and fault at once, for half an hour.
 
     python benchmarks/soak_server.py [--minutes 30] [--clients 32] [--kill-every 120] [--stop-every 300] [--json FILE]
 
-A server with two replicas of a small random model has clients that do all that clients do and all that they get wrong
-(`soak_clients.py`), a batch in the background that begins again when it has ended, and a saboteur that kills the core
-of one replica and now and then stops it (`soak_watch.py`). The run is passed, with exit status 0, if
+A server with two replicas of a small random model has clients that send every kind of valid and invalid request
+(`soak_clients.py`), a batch in the background that restarts when it has ended, and a saboteur that kills the core of
+one replica and sometimes stops it (`soak_watch.py`). The run passes, with exit status 0, if
 
-- nothing failed that no fault explains: a request that fails with `replica_lost` or `engine_dead` must have run while a
+- every failure is explained by a fault: a request that fails with `replica_lost` or `engine_dead` must have run while a
   core was lost, and every answer must be the one that the same request had the first time;
 - the memory of every process is flat: over the last two thirds of the run no minute's median is more than 2 % above
-  that of another; cores that were started again in the second half of the run weigh no more than 2 % above those of the
+  that of another; cores that were started again in the second half of the run have at most 2 % more than those of the
   first, at the same age and by their medians;
-- nothing is left at the end: nothing runs or waits, no KV page is in use, pages add up, the prefix cache empties;
-  open files and threads are as many as at the start, but for idle workers; the server drains with status 0 and leaves
-  no process behind.
+- no state is left at the end: no request runs or waits, no KV page is in use, pages add up, the prefix cache empties;
+  open files and threads are as many as at the start, except for idle workers; the server drains with status 0 and
+  leaves no process behind.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from soak_clients import CLIENT_TIMEOUT, Client, Oracle, Outcome
 from soak_watch import ADMIN_KEY, Fault, Saboteur, Samples, Scales, ask, cores
 
 FLAT = 0.02
-"""How much more memory one minute may take than another."""
+"""How much more memory one minute may have than another."""
 
 IDLE_WORKERS = 16
-"""Threads that a server may have more of once it has worked."""
+"""Threads that a server may gain once it has worked."""
 
 LOST = ("503 replica_lost", "500 replica_lost", "500 engine_dead", "404 session_not_found")
-"""What whoever was served by a core that was lost may be told."""
+"""Errors that requests of a lost core may get."""
 
 OPENS_BY_ID = "bad_input"
-"""The operation that opens sessions by an id of its own, which may belong to the replica that is down: 503 until it is
-back. All others go to one that serves."""
+"""The operation that opens sessions with a chosen id, which may belong to the replica that is down: 503 until it is
+back. All other operations go to a replica that serves."""
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -67,7 +67,7 @@ MODEL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Of the size of nothing, with the demo model's vocabulary: what runs is the engine."""
+"""Tiny, with the demo model's vocabulary: the engine is what runs."""
 
 OPTIONS = (
     *("--tokenizer-path", "demo", "--load-format", "dummy", "--device", "cpu", "--dtype", "float32"),
@@ -79,7 +79,7 @@ OPTIONS = (
 
 @contextmanager
 def running_server(folder: Path) -> Iterator[tuple[int, psutil.Process, subprocess.Popen[bytes]]]:
-    """The port of a server that is ready, and its process. It is killed if it is still there at the end."""
+    """The port of a ready server, and its process. It is killed if it still runs at the end."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -101,7 +101,7 @@ def running_server(folder: Path) -> Iterator[tuple[int, psutil.Process, subproce
 
 
 class Crowd:
-    """The clients, each in a thread of its own, and the batch."""
+    """The clients, each in a thread, and the batch."""
 
     def __init__(self, port: int, count: int, seed: int) -> None:
         description = _openapi(port)
@@ -116,7 +116,7 @@ class Crowd:
             thread.start()
 
     def stop(self) -> list[Outcome]:
-        """Lets each end what it does; all that was done."""
+        """Lets each finish its operation; returns all outcomes."""
         self._over.set()
         for thread in self._threads:
             thread.join()
@@ -136,7 +136,7 @@ def _openapi(port: int) -> Any:
 
 
 def unexplained(outcomes: list[Outcome], faults: list[Fault]) -> list[Outcome]:
-    """What failed for no reason."""
+    """Failures without a known reason."""
 
     def explained(outcome: Outcome) -> bool:
         when = outcome.begin, outcome.end
@@ -148,7 +148,7 @@ def unexplained(outcomes: list[Outcome], faults: list[Fault]) -> list[Outcome]:
 
 
 def tally(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """How often each operation went how."""
+    """The outcomes of each operation, counted."""
     rows = []
     for name in sorted({outcome.name for outcome in outcomes}):
         mine = [outcome for outcome in outcomes if outcome.name == name]
@@ -168,14 +168,12 @@ def tally(outcomes: list[Outcome]) -> list[dict[str, Any]]:
 
 
 def memory_rows(processes: dict[int, Samples], since: float, until: float) -> list[dict[str, Any]]:
-    """What each process that was there all the time weighed in it, by minutes; and cores that came later, at the same
-    age."""
+    """The memory of each process that ran throughout, by minutes; and of later cores, at the same age."""
     rows = []
     steady = [samples for samples in processes.values() if samples.born < since and samples.times[-1] > until - 5.0]
     for samples in steady:
         rows.append(_flatness(samples.name, samples.minutes(since)))
-    # Later ones in the half minute after their first: when the programs have been loaded, and before anything happens
-    # to them.
+    # later cores in the half minute after their first: when the programs have been loaded, and before a fault
     later = [
         one.minutes(one.born + 60.0, 30.0)[:1] for one in processes.values() if one.name == "core" and one not in steady
     ]
@@ -188,7 +186,7 @@ def memory_rows(processes: dict[int, Samples], since: float, until: float) -> li
 
 
 def by_minutes(processes: dict[int, Samples], begin: float, end: float) -> Iterator[tuple[str, list[float]]]:
-    """What each process weighed that was there all the time."""
+    """The memory of each process that ran throughout, by minutes."""
     for samples in processes.values():
         if samples.born < begin + 60.0 and samples.times[-1] > end - 5.0:
             yield samples.name, samples.minutes(begin, until=end)
@@ -208,7 +206,7 @@ def _flatness(name: str, minutes: list[float]) -> dict[str, Any]:
 
 
 def what_is_left(port: int, server: psutil.Process, process: subprocess.Popen[bytes], handles: int) -> list[str]:
-    """What is not as it should be once nobody asks any more; ends the server. `handles`: that it had at the start."""
+    """Leftovers once there are no requests; ends the server. `handles`: its open files and threads at the start."""
     wrong = []
     time.sleep(CLIENT_TIMEOUT + 10)
     if (now := server.num_fds() + server.num_threads()) > handles + IDLE_WORKERS:
@@ -236,7 +234,7 @@ def what_is_left(port: int, server: psutil.Process, process: subprocess.Popen[by
 
 
 def soak(options: argparse.Namespace, folder: Path) -> bool:
-    """The whole run; whether it is passed."""
+    """The whole run; returns whether it passed."""
     with running_server(folder) as (port, server, process):
         handles = server.num_fds() + server.num_threads()
         scales = Scales(server)
@@ -260,12 +258,12 @@ def soak(options: argparse.Namespace, folder: Path) -> bool:
         f"seed {options.seed}, {(end - begin) / 60:.1f} minutes, {options.clients} clients, {len(outcomes)} operations"
     )
     report("What clients did", tally(outcomes), options.json)
-    print("What was done to cores, seconds\n" + format_table([_times(fault) for fault in saboteur.faults]))
+    print("Faults of cores, seconds\n" + format_table([_times(fault) for fault in saboteur.faults]))
     print("Memory over the last two thirds\n" + format_table(memory))
     for name, minutes in by_minutes(scales.processes, begin, end):
         print(f"MiB of {name}, by minutes: {' '.join(f'{size:.1f}' for size in minutes)}")
     for outcome in errors[:20]:
-        print(f"unexplained: {outcome} ({outcome.begin - begin:.1f} s after the begin)")
+        print(f"unexplained: {outcome} ({outcome.begin - begin:.1f} s after the start)")
     print("\n".join(["FAILED:", *wrong]) if wrong else "PASSED")
     return not wrong
 

@@ -1,4 +1,4 @@
-"""The server of `soak_server.py` from outside: its processes, their memory, and what is done to them."""
+"""The server of `soak_server.py` from outside: its processes, their memory, and the faults injected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTLED_SECONDS = 30.0
 
 
 def ask(port: int, path: str, method: str = "GET") -> Any:
-    """What an operator is told."""
+    """The answer of an operator's route."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path, headers={"Authorization": f"Bearer {ADMIN_KEY}"})
@@ -39,7 +39,7 @@ def ask(port: int, path: str, method: str = "GET") -> Any:
 
 @dataclass
 class Fault:
-    """What was done to a core: from `at` until `noticed` it is the reason of errors; `back`: it serves again."""
+    """A fault of a core: from `at` until `noticed` it explains errors; `back`: it serves again."""
 
     what: str
     at: float
@@ -47,18 +47,18 @@ class Fault:
     back: float | None = None
 
     def explains(self, begin: float, end: float, grace: float = 5.0) -> bool:
-        """A request of this time may have been lost by it."""
+        """Whether a request of this time may have been lost by it."""
         over = self.at + NOTICE_SECONDS if self.noticed is None else self.noticed
         return begin <= over + grace and end >= self.at
 
     def keeps_out(self, begin: float, end: float, grace: float = 5.0) -> bool:
-        """A session of the replica could not be opened at this time."""
+        """Whether a session of the replica could not be opened at this time."""
         return end >= self.at and (self.back is None or begin <= self.back + grace)
 
 
 class Saboteur:
-    """Kills the core of one replica every `kill_every` seconds, and stops it every `stop_every`, as soon as it serves
-    again. The other core is left alone, so that one of them is as old as the server."""
+    """Kills the core of one replica every `kill_every` seconds, and stops it every `stop_every`, as soon as it
+    serves again. The other core is spared, so that one of them is as old as the server."""
 
     def __init__(self, port: int, spared: int, server: psutil.Process, kill_every: float, stop_every: float) -> None:
         self._port = port
@@ -74,7 +74,7 @@ class Saboteur:
         self._thread.start()
 
     def stop(self) -> None:
-        """Does no more; waits until the last victim serves again."""
+        """Stops; waits until the last victim serves again."""
         self._over.set()
         self._thread.join()
 
@@ -107,7 +107,7 @@ class Saboteur:
                 raise RuntimeError(f"{fault.what}: the core does not come back: {load}")
 
     def _load(self) -> dict[str, Any]:
-        """Of the replica whose core is not spared: the first one."""
+        """The load of the replica whose core is not spared: the first one."""
         loads: list[dict[str, Any]] = ask(self._port, "/v1/loads")["loads"]
         return loads[0]
 
@@ -136,7 +136,7 @@ class Samples:
 
 
 class Scales:
-    """Weighs every process of the server once a second."""
+    """Measures every process of the server once a second."""
 
     def __init__(self, server: psutil.Process) -> None:
         self._server = server
@@ -146,7 +146,7 @@ class Scales:
         self._thread.start()
 
     def stop(self) -> None:
-        """Weighs no more."""
+        """Stops measuring."""
         self._over.set()
         self._thread.join()
 

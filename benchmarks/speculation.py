@@ -1,17 +1,18 @@
-"""What guessing tokens gives: the embedded model on a CPU with `--speculative-algorithm` and without, by turns.
+"""Speedup from drafts: the embedded model on a CPU with `--speculative-algorithm` and without, in alternation.
 
     python benchmarks/speculation.py [--backend jax|torch] [--rows 1 8] [--turns 3] [--drafts 7] [--dtype auto]
                                      [--draft-model PATH] [--json FILE]
 
-Two engines take turns, a text at a time, and their outputs are compared token by token. Kinds of text:
+Two engines alternate, a text at a time, and their outputs are compared token by token. Kinds of text:
 
-- `edit`: a program that is to be written again with a small change; greedy;
-- `extract`: records of which some are to be repeated; greedy;
+- `edit`: a program to rewrite with a small change; greedy;
+- `extract`: records, some of which are to be repeated; greedy;
 - `random`: prompts of random tokens, at temperature 1: hardly anything repeats.
 
-`tok/s` are output tokens a second with and without, prefill included, medians over turns; `ratio` is the median of the
-turns' ratios. `drafted`, `right`: drafts for each output token, and the share that was right. `equal`: outputs that
-were the same; in bfloat16 a sum may round otherwise beside other rows, and two tokens that are as likely change places.
+`tok/s` are output tokens per second with and without drafts, prefill included, medians over turns; `ratio` is the
+median of the turns' ratios. `drafted`, `right`: drafts for each output token, and the accepted share. `equal`:
+outputs that were the same; in bfloat16 a sum may round differently with other rows, and two equally likely tokens
+change places.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Prompt = str | list[int]
 
 
 def edit(number: int) -> str:
-    """A module, and the beginning of its second version."""
+    """A module, and the start of its second version."""
     name = NAMES[number % len(NAMES)]
     module = "\n\n".join(
         f"def {name}_{verb}(values, start={number}):\n    total = start\n    for value in values:\n"
@@ -47,7 +48,7 @@ def edit(number: int) -> str:
 
 
 def extract(number: int) -> str:
-    """Records, and the beginning of a copy of them."""
+    """Records, and the start of a copy of them."""
     rows = [
         f"id: {1000 + 7 * index + number}, name: {NAMES[(index + number) % len(NAMES)]}, city: Springfield, state: open"
         for index in range(8)
@@ -64,7 +65,7 @@ KINDS: dict[str, tuple[Any, float]] = {"edit": (edit, 0.0), "extract": (extract,
 
 
 def run(engine: Engine, prompts: list[Prompt], temperature: float) -> tuple[float, list[GenerateOutput]]:
-    """Output tokens a second, and the outputs."""
+    """Output tokens per second, and the outputs."""
     sampling = SamplingParams(temperature=temperature, seed=1, max_new_tokens=OUTPUT, ignore_eos=True)
     start = time.perf_counter()
     outputs = engine.generate(prompts, sampling)
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=7, help="--speculative-num-draft-tokens")
-    parser.add_argument("--draft-model", help="--speculative-draft-model-path; n-grams guess unless given")
+    parser.add_argument("--draft-model", help="--speculative-draft-model-path; without it, n-grams draft")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--json", type=Path)

@@ -1,10 +1,10 @@
-"""What one waits for: the first answers of `generate`, `chat` and a server, from their commands on, and a server's end.
+"""Startup times: from the commands to the first answers of `generate`, `chat` and a server, and the end of a server.
 
     python benchmarks/start.py [--turns 3] [--port 30119] [--cold] [--clone] [--json FILE]
 
-Wall time, and processor time of all processes, of the embedded model; medians. What was compiled before is in the
-user's cache: a first turn, which is not counted, sees to that. `--cold`: the server also with an empty cache.
-`--clone`: also `make serve` in a fresh clone of this repository, which installs everything.
+Wall time, and processor time of all processes, with the embedded model; medians. Compiled programs are in the user's
+cache, thanks to a first turn that is not counted. `--cold`: the server also with an empty cache. `--clone`: also
+`make serve` in a fresh clone of this repository, which installs everything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHAT_ROUTE = "/v1/chat/completions"
 
 @dataclass
 class Taken:
-    """Seconds by what they were taken for, one figure a turn; and processor seconds where they were counted."""
+    """Seconds by what was measured, one figure per turn; and processor seconds where they were counted."""
 
     wall: dict[str, list[float]] = field(default_factory=dict)
     used: dict[str, list[float]] = field(default_factory=dict)
@@ -68,8 +68,8 @@ def processor_seconds() -> float:
 
 
 def first_character(command: list[str]) -> tuple[float, float]:
-    """Seconds until the command, which may read a question, prints something, and of the processors until it has ended,
-    as it is told to then. Raises `RuntimeError` if it prints nothing."""
+    """Seconds until the command, which may read a question, prints something, and processor seconds until it has
+    ended, as it is then interrupted. Raises `RuntimeError` if it prints nothing."""
     before, start = processor_seconds(), time.perf_counter()
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -104,12 +104,12 @@ class Served:
         threading.Thread(target=self._process.stdout.read, daemon=True).start()
 
     def answer(self) -> float:
-        """Asks the question; seconds from the command to the whole answer."""
+        """Sends the question; returns the seconds from the command to the whole answer."""
         self._ask(max_tokens=100)
         return time.perf_counter() - self._begin
 
     def wait_until_compiled(self) -> None:
-        """Returns once all programs are."""
+        """Returns once all programs are compiled."""
         while True:
             with urllib.request.urlopen(f"{self._url}/readyz", timeout=60) as response:
                 if not json.load(response)["programs_left"]:
@@ -117,14 +117,14 @@ class Served:
             time.sleep(0.5)
 
     def keep_busy(self) -> None:
-        """A long answer is under way when this returns."""
+        """Returns when a long answer is being written."""
         body: dict[str, object] = {"max_tokens": 4000, "ignore_eos": True, "stream": True}
         stream = urllib.request.urlopen(self._request(body), timeout=60)
         stream.readline()
         threading.Thread(target=_read_to_the_end, args=(stream.read,), daemon=True).start()
 
     def stop(self) -> float:
-        """Seconds from a Ctrl-C, and a second one, which waits for nobody, to the end of the process."""
+        """Seconds from a Ctrl-C, and a second one, which forces the end, to the end of the process."""
         begin = time.perf_counter()
         group = self._process.pid
         os.killpg(group, signal.SIGINT)
@@ -150,7 +150,7 @@ def _read_to_the_end(read: Callable[[], bytes]) -> None:
 
 
 def serve_turn(taken: Taken, port: str) -> None:
-    """A server with a warm cache, that ends idle; then one that ends with an answer under way."""
+    """A server with a warm cache that ends idle; then one that ends while an answer is being written."""
     command = [*COMMAND, "serve", "--port", port]
     before = processor_seconds()
     server = Served(command, port)

@@ -1,10 +1,10 @@
-"""What `--mamba-ssm-dtype bfloat16` loses: states rounded after each token, beside the same in float32.
+"""Loss of `--mamba-ssm-dtype bfloat16`: states rounded after each token, next to the same in float32.
 
     python benchmarks/state_dtype_loss.py [--tokens 1024] [--json FILE]
 
-One layer with 8 heads of 128 by 128 numbers is decoded token by token, over random queries, keys and values. `left`: of
-a matrix after a token, the median. The error is that of a head's output, relative to its size: median and largest over
-all heads and tokens.
+One layer with 8 heads of 128 by 128 numbers is decoded token by token, over random queries, keys and values. `left`:
+the median share of a matrix that remains after a token. The error is that of a head's output, relative to its size:
+median and largest over all heads and tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_backend.recurrent.scan import ScanInputs, scan
 
 HEADS, DIM = 8, 128
 SIZES_OF_DECAYS = (-1.0, -4.0, -7.0)
-"""Logarithms, of the medians of a token's decay, itself a logarithm."""
+"""Logarithms of the medians of a token's decay, which is itself a logarithm."""
 
 
 def loss(tokens: int, delta: bool, size: float) -> dict[str, Any]:

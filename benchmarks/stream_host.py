@@ -4,16 +4,16 @@
 
 Tables, none of which needs a model:
 
-- *Completion*: a token enters an output and is taken from it again as text, at 1k, 8k and 32k tokens of output.
+- *Completion*: a token is added to an output and read from it as text, at 1k, 8k and 32k tokens of output.
   Target: at most 3 us, equal within 10 %.
-- *Put together*: what is new becomes an output that has all so far, as callers in Python get it. The same target.
+- *Put together*: new tokens become a cumulative output, as Python callers get it. The same target.
 - *Engine client*: a step's message for 64 streams, until each of the 64 tasks that read has its token, the event loop
   included.
 - *Engine.generate*: the same for a script that reads 64 streams in its own thread, both threads included.
 - *Server*: the engine client, detokenizing, and the HTTP server that writes events of `/v1/chat/completions`, for 64
   streams of 50 tokens a second: as an ASGI application whose events are dropped, and over sockets on the loopback,
-  where what the kernel does for them counts too. The core and the readers of sockets are processes of their own; the
-  figure is that of the server's process. Target: at most 15 % of a core.
+  where the kernel's work for them counts too. The core and the readers of sockets are separate processes; the figure
+  is that of the server's process. Target: at most 15 % of a core.
 
 All figures are processor time, so that other programs on the machine matter little. All text goes through the
 detokenizer that models have, over a table of short words.
@@ -67,12 +67,12 @@ from sglang_jax.server.serve import bind, http_config
 
 LENGTHS = (1024, 8192, 32768)
 AT_ONCE = 1024
-"""Tokens of each stream that a step gives before times are taken: more of them than the client keeps unread end it."""
+"""Tokens of each stream that a step gives before times are taken; a client that has more unread tokens is ended."""
 STREAMS = 64
 TOKENS_PER_SECOND = 50
 TURNS = 15
 TOKENS_PER_TURN = 20
-"""Few, so that the output is hardly longer at the end than at the beginning."""
+"""Few, so that the output is hardly longer at the end than at the start."""
 
 VOCAB = [f" w{number}".encode() for number in range(1000)]
 MODEL = ModelInfo(
@@ -100,7 +100,7 @@ SCOPE = {
 
 
 class WordTokenizer:
-    """As much of a tokenizer as a chat needs: each byte of a prompt is a token, and each token a short word."""
+    """The part of a tokenizer that a chat needs: each byte of a prompt is a token, and each token a short word."""
 
     longest_token = 8
 
@@ -117,7 +117,7 @@ class WordTokenizer:
         return TextStream(VOCAB.__getitem__, frozenset({0}), 0)
 
     def check_roles(self, roles: Sequence[object]) -> None:
-        """All are known."""
+        """Accepts every role."""
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **more: Any) -> str:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
@@ -128,7 +128,7 @@ def load_words(config: EngineConfig) -> Any:
 
 
 def step_message(ids: Sequence[int], tokens: int, first: int) -> StepOutputs:
-    """A step that gave each request so many tokens."""
+    """A step that gave each request this many tokens."""
     sampled = [1 + (first + number) % (len(VOCAB) - 1) for number in range(tokens)]
     return StepOutputs(
         ids=np.repeat(np.array(ids, "<i8"), tokens).tobytes(), tokens=np.array(sampled * len(ids), "<i4").tobytes()
@@ -139,7 +139,7 @@ def step_message(ids: Sequence[int], tokens: int, first: int) -> StepOutputs:
 
 
 def completion(length: int) -> Completion:
-    """An output that has this many tokens, all of them taken."""
+    """An output with this many tokens, all of them read."""
     text = OutputText(WordTokenizer().stream_decoder(), (), frozenset({0}))
     made = Completion(RequestOutputs(GenerateInput(prompt=[1], stream=True)), index=0, prompt_tokens=1, text=text)
     for token in range(length):
@@ -149,12 +149,12 @@ def completion(length: int) -> Completion:
 
 
 def measure_completions() -> list[list[float]]:
-    """Microseconds per token of each turn, for each length. Lengths take turns, each as often the first."""
+    """Microseconds per token of each turn, for each length. Lengths alternate, each equally often the first."""
     times: list[list[float]] = [[] for _ in LENGTHS]
     for turn in range(4 * TURNS):
         outputs = [completion(length) for length in LENGTHS]
         for output in [*outputs, *outputs]:
-            spend(output)  # the caches are warm, as they are between the tokens of a step
+            spend(output)  # warms the caches, as between the tokens of a step
         for place in range(len(LENGTHS)):
             number = (turn + place) % len(LENGTHS)
             start = time.thread_time()
@@ -173,7 +173,7 @@ def spend(output: Completion) -> None:
 
 
 def measure_cumulative() -> list[list[float]]:
-    """Microseconds per token of each turn, for each length. Lengths take turns."""
+    """Microseconds per token of each turn, for each length. Lengths alternate."""
     times: list[list[float]] = [[] for _ in LENGTHS]
     for turn in range(4 * TURNS):
         for place in range(len(LENGTHS)):
@@ -191,7 +191,7 @@ def measure_cumulative() -> list[list[float]]:
 
 
 def text_delta(before: int, tokens: int) -> OutputDelta:
-    """So many tokens of an output that had so many before."""
+    """This many tokens of an output that had that many before."""
     return OutputDelta(
         index=0,
         text=" word" * tokens,
@@ -206,8 +206,8 @@ def text_delta(before: int, tokens: int) -> OutputDelta:
 
 
 class OpenChannel:
-    """The client's end of a wire whose other end is this program, and the core that is there until it is told to
-    stop. `on_new` is called for each request."""
+    """The client's end of a wire whose other end is this program, and a core that lives until it is stopped.
+    `on_new` is called for each request."""
 
     def __init__(self, on_new: Callable[[], None] = lambda: None) -> None:
         self._on_new = on_new
@@ -230,11 +230,11 @@ class OpenChannel:
         self.ended.set_result("told to stop")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 class Crowd:
-    """`STREAMS` tasks that read streams of one client, and how many tokens they have."""
+    """`STREAMS` tasks that read streams of one client, and their number of tokens."""
 
     def __init__(self, length: int) -> None:
         self.tokens = 0
@@ -255,7 +255,7 @@ class Crowd:
             await self.step(AT_ONCE)
 
     async def step(self, tokens: int = 1) -> None:
-        """Delivers a step and waits until each task has what it gave."""
+        """Delivers a step and waits until each task has its tokens."""
         expected = self.tokens + tokens * STREAMS
         self.channel.deliver(step_message(self.channel.new, tokens, self._steps))
         self._steps += 1
@@ -274,7 +274,7 @@ class Crowd:
 
 
 async def measure_clients() -> list[list[float]]:
-    """Microseconds per token of each turn, for each length. Lengths take turns."""
+    """Microseconds per token of each turn, for each length. Lengths alternate."""
     crowds = [Crowd(length) for length in LENGTHS]
     for crowd in crowds:
         await crowd.begin()
@@ -294,7 +294,7 @@ async def measure_clients() -> list[list[float]]:
 
 
 class Script:
-    """An `Engine` whose core is this program, and the iteration of a script over `STREAMS` streams of it."""
+    """An `Engine` whose core is this program, and a script that iterates over `STREAMS` of its streams."""
 
     def __init__(self, length: int) -> None:
         self._steps = 0
@@ -316,7 +316,7 @@ class Script:
             self._loop.call_soon(self._channel.deliver, step_message(self._channel.new, AT_ONCE, 0))
 
     def step(self, tokens: int = 1) -> None:
-        """Delivers a step, and reads what it gave."""
+        """Delivers a step, and reads its tokens."""
         self._steps += 1
         self._loop.call_soon_threadsafe(self._channel.deliver, step_message(self._channel.new, tokens, self._steps))
         self._read(tokens)
@@ -331,7 +331,7 @@ class Script:
 
 
 def measure_scripts() -> list[list[float]]:
-    """Microseconds of the process per token of each turn, for each length. Lengths take turns."""
+    """Microseconds of the process per token of each turn, for each length. Lengths alternate."""
     scripts = [Script(length) for length in LENGTHS]
     times: list[list[float]] = [[] for _ in LENGTHS]
     for _ in range(TURNS):
@@ -349,7 +349,7 @@ def measure_scripts() -> list[list[float]]:
 
 
 class PacedCore:
-    """Gives every request `TOKENS_PER_SECOND`, and before that a burst, in parts that are read as they come.
+    """Gives every request `TOKENS_PER_SECOND`, and before that a burst, in parts that are read as they arrive.
     `model_path` is `paced:TOKENS` of that burst. Requests count as running from the end of theirs on."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
@@ -387,7 +387,7 @@ class PacedCore:
             time.sleep(max(due - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     def _send(self, ids: Sequence[int], tokens: int, first: int) -> None:
         if ids:
@@ -405,7 +405,7 @@ def load_paced(config: EngineConfig, channel: CoreChannel) -> PacedCore:
 
 
 async def read_streams(port: int) -> None:
-    """Another process: `STREAMS` clients that read and drop what they get, until they are ended."""
+    """Another process: `STREAMS` clients that read and discard their streams until they are stopped."""
     head = (
         f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(BODY)}\r\n\r\n"
@@ -422,7 +422,7 @@ async def read_streams(port: int) -> None:
 
 @contextlib.asynccontextmanager
 async def over_sockets(context: ServerContext) -> AsyncGenerator[None, None]:
-    """The server serves on the loopback, and another process reads its streams."""
+    """The server listens on the loopback, and another process reads its streams."""
     listener = bind("127.0.0.1", 0)
     server = uvicorn.Server(http_config(context))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -439,7 +439,7 @@ async def over_sockets(context: ServerContext) -> AsyncGenerator[None, None]:
 
 @contextlib.asynccontextmanager
 async def without_sockets(context: ServerContext) -> AsyncGenerator[None, None]:
-    """The application is called in this process, and what it sends is dropped."""
+    """The application is called in this process, and its events are dropped."""
     app = create_app(context)
 
     async def call() -> None:
@@ -447,7 +447,7 @@ async def without_sockets(context: ServerContext) -> AsyncGenerator[None, None]:
         inbox.put_nowait({"type": "http.request", "body": BODY, "more_body": False})
 
         async def send(message: Message) -> None:
-            """Taken at once."""
+            """Accepts the message at once."""
 
         await app({**SCOPE, "path": PATH, "raw_path": PATH.encode()}, inbox.get, send)
 
@@ -461,7 +461,7 @@ async def without_sockets(context: ServerContext) -> AsyncGenerator[None, None]:
 
 
 async def measure_server(burst: int, seconds: float, *, sockets: bool) -> dict[str, float]:
-    """The share of a core that this process takes while 64 streams run, and microseconds of it per token."""
+    """The share of a core that this process uses while 64 streams run, and microseconds of it per token."""
     config = ServerConfig(model_path=f"paced:{burst}")
     client = await launch_core(config, in_process=False, load=load_paced, load_tokenizer=load_words)
     context = create_context(client, config)
@@ -471,7 +471,7 @@ async def measure_server(burst: int, seconds: float, *, sockets: bool) -> dict[s
                 await asyncio.sleep(0.05)
             await asyncio.sleep(2.0)
             gc.collect()
-            await asyncio.sleep(0.2)  # what the collection held up is read
+            await asyncio.sleep(0.2)  # output delayed by the collection is read
             begin, cpu, tokens = time.perf_counter(), time.process_time(), client.stats.generation_tokens
             await asyncio.sleep(seconds)
             wall = time.perf_counter() - begin

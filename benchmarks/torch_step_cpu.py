@@ -1,4 +1,4 @@
-"""Where the time of a step of the torch backend goes on a CPU: the bare model with logits and argmax, SmolLM2-135M.
+"""The time of the parts of a step of the torch backend on a CPU: the bare model with logits and argmax, SmolLM2-135M.
 
     python benchmarks/torch_step_cpu.py [--dtypes bfloat16] [--rows 1 8 32] [--context 128] [--prefill 64] [--json FILE]
                                         [--attention numba|native] [--profile]
@@ -12,12 +12,12 @@ Whole steps, bfloat16, 2 cores with amx_bf16, median ms, torch's operations and 
   decode, 128 keys a row          26.2 > 16.9   30.7 > 20.4   48.7 > 39.0
   prompts of 64 tokens            43.5 > 29.6  126.3 > 110    427 > 355
 
-Of these the matrix products and the logits alone, in a loop, take 13.3, 13.0 and 18.5 ms of the decode steps. Calls of
-the kernels, us: decode attention of 128 keys, 3 kv heads of 3 queries: 10 a row and 3 a call on one thread, 6 a
-row on two.
+Of these the matrix products and the logits, run by themselves in a loop, take 13.3, 13.0 and 18.5 ms of the decode
+steps. Calls of the kernels, us: decode attention of 128 keys, 3 kv heads of 3 queries: 10 a row and 3 a call on one
+thread, 6 a row on two.
 
-What was chosen by measurement among torch's own operations, which `--attention native` still runs (torch 2.13, a core
-with amx_bf16, processor time of one thread beside other work):
+The choices by measurement among torch's operations, which `--attention native` still runs (torch 2.13, a core
+with amx_bf16, processor time of one thread next to other work):
 
 All matrix products of the layers, bfloat16, ms          rows 1      8     32    512
   plain matrices                                           25.3   29.9   36.7  116.0

@@ -1,17 +1,17 @@
-"""What the TPU compiler says of the attention kernels: bundles, spills, memory, beside JAX's shipped kernel.
+"""The TPU compiler's figures for the attention kernels: bundles, spills, memory, next to JAX's shipped kernel.
 
     python benchmarks/tpu_kernel_estimate.py [--chips v6e tpu7x] [--models llama-8b qwen3-32b] [--pages 64 128]
         [--latency 0.4 0.6 1.0] [--rival FOLDER] [--json FILE]
 
 Needs libtpu and no TPU: `pip install --no-deps --target FOLDER libtpu` and PYTHONPATH=FOLDER. Every kernel is compiled
-for the chip and its final schedule is read (`tpu_kernels.schedule`). `--rival`: where the package tpu-inference lies
-(`pip install --no-deps --target FOLDER tpu-inference`), whose third ragged kernel, in the blocks that its own table
-says, is compiled in the same run (`tpu_kernels.compiles`). Columns:
+for the chip and its final schedule is read (`tpu_kernels.schedule`). `--rival`: the folder of the package tpu-inference
+(`pip install --no-deps --target FOLDER tpu-inference`), whose third ragged kernel, with the blocks of its table, is
+compiled in the same run (`tpu_kernels.compiles`). Columns:
 
 - `loop`, `per_key_head`, `spills`: see `tpu_kernels.kernel_costs.Cost`, which also lists what it excludes.
 - `compute_us`: `cycles` by the clock that the chip's peak of products implies.
-- `bytes_us`: `keys_read` by the bandwidth of the chip's memory. Where `compute_us` is below it, copies run beside
-  computing and the step is expected to take the time of the bytes and a little.
+- `bytes_us`: `keys_read` by the bandwidth of the chip's memory. Where `compute_us` is below it, copies overlap with
+  computing and the step is expected to take slightly more than the time of the bytes.
 - `of_memory_L`: of decode rows, the share of the memory's speed that they reach where blocks wait for copies whose
   first byte takes L microseconds (`--latency`): see `tpu_kernels.kernel_costs.decode_with_copies`.
 """
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--dumped-to", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dumped_to is not None:
-        from tpu_kernels.compiles import Kernels  # here: in a process of its own, as libtpu reads its flags once
+        from tpu_kernels.compiles import Kernels  # here, in a separate process, as libtpu reads its flags once
 
         heads, kv_heads = HEADS[args.models[0]]
         topology = TOPOLOGIES[args.chips[0]]

@@ -1,4 +1,4 @@
-"""What the TPU compiler says of top-k and top-p: as XLA's operations, and as one kernel.
+"""The TPU compiler's figures for top-k and top-p: as XLA's operations, and as one kernel.
 
     python benchmarks/tpu_sampler_estimate.py [--chips v5e v6e] [--vocab-size 128256] [--lines 16 64] [--json FILE]
 
@@ -49,7 +49,7 @@ def kernel_cycles(whole: Loop, programs: int, columns: int) -> tuple[int, int, i
 
 
 def compile_all(chip: str, vocab_size: int, counts: list[int], folder: Path) -> list[dict[str, Any]]:
-    """Rows of the table for one chip, in a process of its own: libtpu reads its flags once."""
+    """Rows of the table for one chip, in a separate process: libtpu reads its flags once."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -1,4 +1,4 @@
-"""What the TPU compiler says of the kernels of recurrent layers: bundles of a token and head, beside the bytes.
+"""The TPU compiler's figures for the kernels of recurrent layers: bundles of a token and head, next to the bytes.
 
     python benchmarks/tpu_state_estimate.py [--chips v6e tpu7x] [--rival FILE] [--json FILE]
 
@@ -6,11 +6,11 @@ Needs libtpu and no TPU: `pip install --no-deps --target FOLDER libtpu` and PYTH
 `tpu_inference/kernels/gdn/v2/gdn_decode_kernel.py` of the package tpu-inference (`pip install --no-deps --target FOLDER
 tpu-inference`), whose kernel for decode rows of gated delta nets is compiled in the same run. Columns:
 
-- `bundles`: of the loop that the kernel spends its time in, for one token and one head, at one bundle a cycle; of
+- `bundles`: of the kernel's main loop, for one token and one head, at one bundle a cycle; of
   convolutions for one token with all channels, and of XLA's operations the cycles that the compiler expects.
 - `bytes`: cycles in which memory delivers and takes the matrix of a head, and for chunks its queries, keys, values and
-  outputs; of convolutions inputs and outputs of a token in float32, and of decode rows what is kept, twice. Copies run
-  beside computing: the larger of the two is the time to expect.
+  outputs; of convolutions inputs and outputs of a token in float32, and of decode rows the kept inputs, twice.
+  Copies overlap with computing: the larger of the two is the expected time.
 - `spills`: stores of vector registers that ran out, in that loop.
 """
 
@@ -39,7 +39,7 @@ ROWS, TOKENS, SLOTS = 64, 512, 80
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer's. `groups`: of keys."""
+    """Heads of a layer. `groups`: of keys."""
 
     heads: int
     groups: int
@@ -58,12 +58,12 @@ MODELS = {"Qwen3-Next": Heads(32, 16, 128, 128, True, 8192), "Granite 4": Heads(
 
 
 def bundles_in(loop: Loop) -> int:
-    """Of a loop and what is in it, each once."""
+    """Bundles of a loop and its inner loops, each once."""
     return sum(len(found.bundles) for found in loop.walk())
 
 
 def _stores(loop: Loop) -> int:
-    """Of vector registers, in the loop's own bundles."""
+    """Stores of vector registers in the loop's own bundles."""
     return loop.count("= vst [")
 
 
@@ -72,7 +72,7 @@ def largest(loops: list[Loop]) -> Loop:
 
 
 def compile_all(chip_name: str, rival: Path | None, folder: Path) -> list[dict[str, Any]]:
-    """Rows of the table for one chip, in a process of its own: libtpu reads its flags once."""
+    """Rows of the table for one chip, in a separate process: libtpu reads its flags once."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -118,11 +118,11 @@ def compile_all(chip_name: str, rival: Path | None, folder: Path) -> list[dict[s
             by_xla = sum(operation.total for operation in Module(text).operations()) / tokens
             compile_convolution(heads, tokens, convolve_in_place, tiled=True)
             if kernel == "decode":
-                # A row is asked for, computed, and awaited when it has left.
+                # a row is requested, computed, and awaited when it has left
                 loops = sorted(read_schedule(folder, "convolution_rows").walk()[2:], key=bundles_in)[-3:]
                 bundles = sum(map(bundles_in, loops))
             else:
-                # A tile's tokens, some channels in each loop.
+                # a tile's tokens, some channels in each loop
                 every = read_schedule(folder, "convolution_chunks").walk()
                 loops = [loop for loop in every if not loop.loops and _stores(loop) >= TILE]
                 bundles = sum(len(loop.bundles) for loop in loops) / TILE
@@ -170,7 +170,7 @@ def _row(per_head: float, byte_cycles: float, loop: Loop) -> dict[str, Any]:
 
 
 def _rival(file: Path, heads: Heads, array: Any, folder: Path) -> tuple[float, Loop]:
-    """Bundles of a token and head of the other kernel, whose loop takes as many rows at once as its name says."""
+    """Bundles per token and head of the other kernel, whose loop handles as many rows at once as its name says."""
     import jax
     import jax.numpy as jnp
 

@@ -1,13 +1,13 @@
-"""A whole decode step on a TPU that is not there, beside its least time.
+"""Estimate of a whole decode step on a TPU without one, next to its minimum time.
 
     python benchmarks/tpu_step_estimate.py [--step MODEL:TOPOLOGY:TP:ROWS:CONTEXT ...] [--latency 0.6] [--json FILE]
 
 Needs libtpu and no TPU (`pip install --no-deps --target FOLDER libtpu` and PYTHONPATH=FOLDER). A decode program of two
 of the model's layers is compiled as `tpu.check` does. Microseconds of one layer:
 
-- `layer`: the compiler's estimate of all that is no Pallas kernel and no exchange.
+- `layer`: the compiler's estimate of everything except Pallas kernels and exchanges.
 - `attention`: bundles of the decode kernel, or the wait for its copies where that is longer
-  (`tpu_kernels.kernel_costs.decode_with_copies`), each copy taking `--latency` microseconds to begin.
+  (`tpu_kernels.kernel_costs.decode_with_copies`), each copy taking `--latency` microseconds to start.
 - `kv_write`: `WRITE_BUNDLES` for each row.
 
 Milliseconds of a step: `around` the layers, by the same estimate; `exchange`, the bytes that devices send over the
@@ -41,7 +41,7 @@ from tpu.topologies import Topology, parse_topology
 from tpu.worker import compile_in_child
 
 WRITE_BUNDLES = 60
-"""Of the kernel that writes keys and values, for a row: 46 with one kv head, 59 with eight (docs/tpu.md)."""
+"""Bundles per row of the kernel that writes keys and values: 46 with one kv head, 59 with eight (docs/tpu.md)."""
 
 PAGE_SIZE = 64
 
@@ -145,7 +145,7 @@ def compile_two_layers(wanted: Wanted) -> tuple[Deployment, ProgramFigures]:
 
 
 def attention_in_child(text: str, latency: float) -> float:
-    """Microseconds of a layer, by a process that libtpu writes schedules in."""
+    """Microseconds of a layer, measured in a process for which libtpu writes schedules."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "JAX_PLATFORMS": "cpu",

@@ -1,10 +1,10 @@
-"""Output tokens per second of the embedded model by `--model-impl transformers`, next to this project's own model.
+"""Output tokens per second of the embedded model by `--model-impl transformers`, next to this project's native model.
 
     python benchmarks/traced_cpu.py [--json FILE] [--batch 1 8 32] [--repeats N] [--compile-passes NAMES]
 
-Prompts and outputs are those of `decode_cpu.py`. Both engines are in this process and take turns, batch by batch, each
-first in every other turn. "share" is the median over the turns of what the traced model reaches of our own; "share
-by CPU time" the same of output tokens per second of processor time, which a busy machine changes less (give
+Prompts and outputs are those of `decode_cpu.py`. Both engines are in this process and alternate, batch by batch, each
+first in every other turn. "share" is the median over the turns of the traced model's rate over that of the native one;
+"share by CPU time" the same of output tokens per second of processor time, which a busy machine changes less (give
 OMP_NUM_THREADS=1 there). The target is 0.9.
 """
 
@@ -31,7 +31,7 @@ def measure(engine: Engine, batch: int, run: int) -> tuple[float, float]:
 
 
 def compare(own: Engine, traced: Engine, batch: int, repeats: int) -> dict[str, float]:
-    """Medians over turns, after one that does not count."""
+    """Medians over turns, after a turn that does not count."""
     turns = []
     for run in range(repeats + 1):
         engines = (own, traced) if run % 2 else (traced, own)

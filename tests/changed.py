@@ -1,7 +1,7 @@
-"""Prints the test files that a change touches: `make test-changed`, or since a commit, `make test-changed SINCE=main`.
+"""Prints the test files that a change affects: `make test-changed`, or since a commit, `make test-changed SINCE=main`.
 
-A test file is touched if it or a helper that it imports has changed, or imports a module that has changed, directly or
-through other modules. Test files that start processes depend on all modules, as imports do not show what those run.
+A test file is affected if it or a helper that it imports has changed, or if it imports a changed module, directly or
+through others. Test files that start processes depend on all modules, because imports do not show what those run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGES = ("sglang_jax", "torch_backend", "tpu")
 EVERYTHING = ("tests",)
 STARTS_PROCESSES = ("subprocess", "multiprocessing")
 LOADS_BACKENDS = "sglang_jax.runner.backends"
-"""The module that imports backends by their entry points, which the graph of imports does not show."""
+"""Imports backends by their entry points, which the import graph does not show."""
 
 READERS = {
     "docs": ("tests/prose", *(f"tests/test_docs_{name}.py" for name in ("examples", "links", "models", "reference"))),
@@ -33,11 +33,11 @@ READERS = {
     "examples": ("tests/test_docs_examples.py",),
     "Dockerfile": ("tests/test_packaging_commands.py", "tests/test_deployment.py"),
 }
-"""Test files that read files outside the packages; what is not listed is read by any test."""
+"""Test files that read files outside the packages; a file not listed here may be read by any test."""
 
 
 def changed_files(since: str) -> list[str]:
-    """Paths relative to the root, of tracked files that differ from this commit and of new ones."""
+    """Paths relative to the root of tracked files that differ from this commit, and of new ones."""
     commands = (["diff", "--name-only", since], ["ls-files", "--others", "--exclude-standard"])
     found = (
         subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -56,7 +56,7 @@ def import_graph() -> grimp.ImportGraph:
 
 @cache
 def imported_names(path: Path) -> set[str]:
-    """Dotted names that a file imports, with the packages around each; of `from a import b` both a and a.b."""
+    """Dotted names that a file imports, with their packages; for `from a import b` both a and a.b."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -69,7 +69,7 @@ def imported_names(path: Path) -> set[str]:
 
 @cache
 def lazy_names() -> dict[str, str]:
-    """The names that `sglang_jax` itself imports when they are first used, and the modules where they are."""
+    """The lazily imported names of `sglang_jax`, and their modules."""
     tree = ast.parse((ROOT / "sglang_jax/__init__.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     return {f"sglang_jax.{alias.name}": str(node.module) for node in imports for alias in node.names}
@@ -104,9 +104,9 @@ def touched_tests(changed: Iterable[str]) -> list[str]:
 
 
 def _importers(modules: set[str], helpers: set[str]) -> set[str]:
-    """Test files that depend on one of these modules of the product, or of the tests' helpers."""
+    """Test files that depend on one of these modules of the product or of the tests' helpers."""
     graph = import_graph()
-    # A file that is gone, or not Python, belongs to the package around it.
+    # a file that was removed, or is not Python, belongs to its package
     known = {next(part for part in with_packages(name) if part in graph.modules) for name in modules}
     wanted = known.union(*(graph.find_downstream_modules(name) for name in known))
     wanted |= helpers | set(STARTS_PROCESSES if modules else ())

@@ -1,4 +1,4 @@
-"""The environment of every test, set before anything that reads it is imported."""
+"""The environment of every test, set before it is read by an import."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if "TESTS_CPU_INFO" in os.environ:  # tests/on_other_cpus.py hides features of t
     this_machine._CPU_FEATURES = Path(os.environ["TESTS_CPU_INFO"])
 compile_quickly()
 spin_shortly()
-# No test fails because a machine was busy while one of its examples ran, or was made.
+# no test fails because the machine was busy while an example ran or was drawn
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 pytest_plugins = ["helpers.costs"]
 
 WORKER = "PYTEST_XDIST_WORKER"
-"""Set in the processes among which `make test` divides the tests."""
+"""Set in the worker processes of `make test`."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Parses test files with the garbage collector off.
 
-    In CPython 3.11 a collection in the middle of building a syntax tree can end in `SystemError: AST constructor
-    recursion depth mismatch`. What there is afterwards stays: modules and tests, at which no collection looks again.
+    In CPython 3.11 a collection while a syntax tree is built can end in `SystemError: AST constructor recursion
+    depth mismatch`. Objects that exist afterwards, modules and tests, are frozen: later collections skip them.
     """
     gc.disable()
     try:
@@ -50,10 +50,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-# -- Side by side ------------------------------------------------------------------------------------------------------
+# -- Parallel tests
+# ----------------------------------------------------------------------------------------------------
 
-# `make test` gives whole files to several workers. Files that take longest come first, so that no worker is left with
-# one when the others have finished.
+# `make test` distributes whole files to workers. The longest files come first, so that none of them is left at the
+# end.
 LONGEST = [
     "runner/test_runner_simulation.py",
     "kernels/test_pallas_attention.py",
@@ -76,7 +77,7 @@ LONGEST = [
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the longest files first, and last those with tests that run alone: what they hold up is little by then."""
+    """Puts the longest files first, and last those with tests that run alone, which then delay few others."""
     if WORKER not in os.environ:
         return
     folder = Path(__file__).parent
@@ -89,12 +90,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Runs a test marked `alone` while no other worker runs one.
 
-    Every test holds a lock, `alone` by itself and others together. Who waits for it holds a second one, so that whoever
-    comes later waits behind.
+    Every test holds a lock: exclusive for `alone`, shared for others. A worker that waits for it holds a second
+    lock, so that later workers queue behind it.
     """
     if WORKER not in os.environ:
         return (yield)
-    shared = Path(item.config.getoption("basetemp")).parent  # the workers' folders lie side by side
+    shared = Path(item.config.getoption("basetemp")).parent  # the workers' folders have one parent
     alone = item.get_closest_marker("alone") is not None
     with (shared / "turn").open("w") as turn, (shared / "quiet").open("w") as quiet:
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -103,14 +104,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         try:
             return (yield)
         finally:
-            fcntl.flock(quiet, fcntl.LOCK_UN)  # a process that the test has left behind must not keep it
+            fcntl.flock(quiet, fcntl.LOCK_UN)  # a process that the test left behind must not inherit it
 
 
 # -- Summary -----------------------------------------------------------------------------------------------------------
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line for each reason why tests were skipped, such as instructions that this machine lacks."""
+    """One line for each reason of skipped tests, such as instructions that this machine lacks."""
     reports = terminalreporter.stats.get("skipped", [])
     reasons = Counter(report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple))
     for reason, count in reasons.most_common():
@@ -119,9 +120,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 # -- Threads -----------------------------------------------------------------------------------------------------------
 
-# Here torch runs whole models, tiny ones and the oracles of transformers: threads of two workers on two cores would
-# wait for each other longer than they compute. Other files test kernels that divide their work, or set the threads
-# themselves.
+# In these files torch runs whole models, tiny ones and the oracles of transformers: with more threads, two workers
+# on two cores would spend most of their time waiting for each other. Other files test kernels that divide their
+# work, or set the threads themselves.
 ONE_THREAD = [
     "end_to_end",
     "jax_runner",
@@ -133,12 +134,12 @@ ONE_THREAD = [
 
 @pytest.fixture(scope="module", autouse=True)
 def threads_of_torch(request: pytest.FixtureRequest) -> Generator[None, None, None]:
-    """One in the files of `ONE_THREAD`, in this process; those that tests start have as many as users' have."""
+    """One thread in the files of `ONE_THREAD`, in this process; processes that tests start have the default number."""
     tests = Path(__file__).parent
     if not any(request.path.is_relative_to(tests / name) for name in ONE_THREAD):
         yield
         return
-    import torch  # reads the environment that is set above
+    import torch  # reads the environment set above
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

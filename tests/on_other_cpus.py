@@ -1,13 +1,13 @@
-"""Runs the tests that compute as other CPUs would: `make test-cpus`, or with `ARGS="--only haswell tests/models"`.
+"""Runs the numerical tests as on other CPUs: `make test-cpus`, or with `ARGS="--only haswell tests/models"`.
 
-How a sum is rounded belongs to the CPU: OpenBLAS, oneDNN, MKL, ATen, XLA, numpy and numba choose their instructions by
-it, and add in another order with others. Each can be told to leave newer instructions alone, so that one machine stands
-in for older ones. What tests ask of the engine has to hold on all.
+Rounding of sums depends on the CPU: OpenBLAS, oneDNN, MKL, ATen, XLA, numpy and numba choose their instructions by it,
+and add in different orders. Each can be restricted to older instructions, so that one machine emulates older ones. What
+tests require of the engine must hold on all.
 
-As on a CPU with AVX2 alone, which most that are no servers are like, all that computes is run; as on the others, what
-depends on the order in which a CPU adds. `--whole` runs all as on each, which takes hours.
+As on a CPU with only AVX2, like most CPUs outside of servers, all numerical tests run; as on the others, only those
+that depend on the order of additions. `--whole` runs all for each CPU, which takes hours.
 
-Arguments that are no options of this script are pytest's, and replace the tests that are run otherwise.
+Arguments other than the options of this script are passed to pytest, and replace the default tests.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ COMPUTING = [
     "tests/sampling",
     "tests/server/test_real_model_over_http.py",
     "tests/torch_backend",
-    # Code of other chips, asked of their compilers: nothing of it is computed here.
+    # code for other chips, given to their compilers: it is not run here
     "--ignore=tests/kernels/test_pallas_ahead_of_time.py",
     "--ignore=tests/torch_backend/test_triton_ahead_of_time.py",
-    # Messages between processes, and what becomes of these when one of them is gone.
+    # messages between processes, and failures of these
     "--ignore=tests/jax_runner/test_nodes.py",
     "--ignore=tests/runner/test_backends.py",
     "--ignore=tests/runner/test_group.py",
     "--ignore=tests/runner/test_remote_group.py",
     "--ignore=tests/runner/test_wire.py",
 ]
-"""All that adds numbers up."""
+"""All tests that sum numbers."""
 
 ROUNDING = [
     "tests/jax_runner/test_logprobs.py",
@@ -68,23 +68,23 @@ ROUNDING = [
     "tests/torch_backend/test_triton_interpreter.py",
     "tests/torch_backend/test_triton_operations.py",
 ]
-"""What asks two computations for the same bits or the same tokens: in another batch, in other chunks, on several
-devices, by another backend. It depends on a CPU's order of adding; what asks for an oracle's numbers within a tolerance
-depends on how often is added, which is the same on all."""
+"""Tests that require the same bits or tokens of two computations: in another batch, in other chunks, on several
+devices, by another backend. They depend on a CPU's order of additions; tests with an oracle and a tolerance depend
+on the number of additions, which is the same on all CPUs."""
 
 BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A CPU, as the libraries and the engine are told of it.
+    """A CPU, as the libraries and the engine see it.
 
-    - `needs`: the flag of `/proc/cpuinfo` without which this machine cannot stand in for it.
-    - `bfloat16`: it multiplies bfloat16, by which the engine chooses its default dtype.
-    - `openblas`, `numba`: the core whose kernels OpenBLAS takes, and that LLVM compiles for.
+    - `needs`: the flag of `/proc/cpuinfo` without which this machine cannot emulate it.
+    - `bfloat16`: it multiplies bfloat16; this decides the engine's default dtype.
+    - `openblas`, `numba`: the core whose kernels OpenBLAS uses, and that LLVM compiles for.
     - `onednn`, `aten`, `mkl`, `xla`: the newest instructions that oneDNN, ATen, MKL (on Intel's CPUs) and XLA may use.
-    - `numpy`: groups of instructions that numpy may not.
-    - `tests`: what is run as on it, unless all is.
+    - `numpy`: groups of instructions that numpy may not use.
+    - `tests`: the tests run for it, except with `--whole`.
     """
 
     name: str
@@ -100,12 +100,12 @@ class Profile:
     tests: list[str]
 
     def environment(self, cpu_info: Path) -> dict[str, str]:
-        """What to set for a process and for all that it starts."""
+        """Variables for a process and its children."""
         return {
             "ATEN_CPU_CAPABILITY": self.aten,
             "MKL_ENABLE_INSTRUCTIONS": self.mkl,
             "NPY_DISABLE_CPU_FEATURES": self.numpy,
-            "NUMBA_CPU_FEATURES": "",  # those of the CPU that is named, not of this one
+            "NUMBA_CPU_FEATURES": "",  # those of the named CPU, not of this one
             "NUMBA_CPU_NAME": self.numba,
             "ONEDNN_MAX_CPU_ISA": self.onednn,
             "OPENBLAS_CORETYPE": self.openblas,
@@ -114,7 +114,7 @@ class Profile:
         }
 
     def cpu_info(self) -> str:
-        """`/proc/cpuinfo` as the engine is to read it."""
+        """`/proc/cpuinfo` as the engine should read it."""
         text = CPU_INFO.read_text()
         for unit in () if self.bfloat16 else BFLOAT16_UNITS:
             text = text.replace(unit, "")
@@ -123,7 +123,7 @@ class Profile:
 
 PROFILES = [
     Profile(
-        name="haswell",  # Intel, 2013: AVX2 and no more
+        name="haswell",  # Intel, 2013: up to AVX2
         needs="avx2",
         bfloat16=False,
         openblas="Haswell",
@@ -162,7 +162,7 @@ PROFILES = [
         tests=ROUNDING,
     ),
     Profile(
-        name="nehalem",  # Intel, 2008: no AVX, and no multiply-add in one
+        name="nehalem",  # Intel, 2008: no AVX, and no fused multiply-add
         needs="sse4_2",
         bfloat16=False,
         openblas="Prescott",
@@ -180,7 +180,7 @@ PROFILES = [
 def run(profile: Profile, arguments: Sequence[str]) -> str | None:
     """Runs pytest as on that CPU.
 
-    **Returns:** how it ended, in words, where not all tests passed.
+    **Returns:** the outcome in words, if not all tests passed.
     """
     with tempfile.TemporaryDirectory(prefix="other-cpu-") as folder:
         cpu_info = Path(folder) / "cpuinfo"
@@ -193,8 +193,8 @@ def run(profile: Profile, arguments: Sequence[str]) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [profile.name for profile in PROFILES]
-    parser.add_argument("--only", action="append", choices=names, help="as this CPU alone; may be given several times")
-    parser.add_argument("--whole", action="store_true", help="as each CPU, all that computes")
+    parser.add_argument("--only", action="append", choices=names, help="only as this CPU; may be given several times")
+    parser.add_argument("--whole", action="store_true", help="all numerical tests as each CPU")
     options, arguments = parser.parse_known_args()
     features = CPU_INFO.read_text().split()
     reports, failed = [], False

@@ -1,7 +1,7 @@
-"""Builds the sdist, and the wheel from it; installs the wheel in a fresh environment of each Python that this machine
-has, and the sdist in the first; serves the embedded model from there and asks it. Then runs the steps of each target
-of the Dockerfile in one, starts what the image starts, as far as that runs on a CPU, and asks it and its health check.
-Run by `make package-test`.
+"""Builds the sdist and the wheel from it, installs the wheel in a fresh environment of each Python on this machine and
+the sdist in the first, and serves the embedded model from there with a few requests. Then runs the steps of each target
+of the Dockerfile in an environment, starts the image's command as far as that works on a CPU, and checks its answers
+and its health check. Run by `make package-test`.
 
 python tests/package_trial.py [3.11 3.12 ... image-cpu image-cuda image-tpu]
 """
@@ -27,7 +27,7 @@ from helpers.dockerfile import BuiltImage
 from sglang_jax.checkpoint.resolve import resolve_model
 
 Check = Callable[[str], None]
-"""What is looked at of a server at an address."""
+"""The requests made to a server at an address."""
 
 ROOT = Path(__file__).parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -35,7 +35,7 @@ IMAGES = ("image-cpu", "image-cuda", "image-tpu")
 MODEL = re.search(r"^MODEL := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
 OPTIONS = ["--port", "0", "--max-running-requests", "1", "--context-length", "256", "--skip-warmup"]
 ON_A_CPU = ["python", "-m", "sglang_jax", "serve", "--host", "0.0.0.0"]
-"""What stands for the entry point of an image that wants a TPU."""
+"""Stands in for the entry point of an image that needs a TPU."""
 
 NO_TPU = "this machine has no TPU chip on its PCI bus"
 SECONDS_TO_START = 240
@@ -49,7 +49,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """The sdist, and a wheel built from nothing else."""
+    """The sdist, and a wheel built only from it."""
     source = "from setuptools.build_meta import build_sdist; build_sdist({!r})"
     run(sys.executable, "-c", source.format(str(folder)), cwd=ROOT)
     (sdist,) = folder.glob("*.tar.gz")
@@ -63,8 +63,8 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def interpreter(version: str) -> str | None:
-    """Its path, or None if this machine has no such Python: that on the PATH, or one of pyenv's, whose name on the PATH
-    runs only if pyenv was told to use it."""
+    """Its path, or None if this machine lacks such a Python: from the PATH, or from pyenv, whose name on the PATH
+    runs only if pyenv selects that version."""
     installed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     of_pyenv = sorted(installed.glob(f"{version}.*/bin/python"), key=release_of, reverse=True)
     for candidate in (f"python{version}", *map(str, of_pyenv)):
@@ -94,7 +94,7 @@ def ask(url: str) -> str:
 
 
 def serve(command: list[str], folder: Path, environment: dict[str, str], check: Check = lambda url: None) -> str:
-    """The answer of a server that runs in `folder`, away from the clone; it must pass a check and end well."""
+    """The answer of a server that runs in `folder`, outside of the clone; it must pass a check and exit cleanly."""
     said, logged = folder / "said", folder / "logged"
     with said.open("w") as out, logged.open("w") as log:
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=log)
@@ -134,7 +134,7 @@ def trial(python: str, package: Path, name: str, folder: Path) -> str:
 
 def image_trial(target: str, python: str, folder: Path) -> str:
     """The target's steps, its server and its health check. The image for GPUs serves on this machine's CPU; that for
-    TPUs must say that it finds none, and then serves on the CPU by another command."""
+    TPUs must report that it finds none, and then serves on the CPU by another command."""
     image = BuiltImage(target, python, folder)
 
     def check(url: str) -> None:

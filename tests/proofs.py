@@ -1,10 +1,10 @@
 """Runs the proofs that `make test` leaves out, and records the green ones in tests/proofs.json.
 
-    python tests/proofs.py run [NAME ...]    # all, or those named; a name may be a pattern such as "bench-*"
-    python tests/proofs.py stale             # a line for each whose sources changed since; `make check` prints them
+    python tests/proofs.py run [NAME ...]    # all, or the named ones; a name may be a pattern such as "bench-*"
+    python tests/proofs.py stale             # a line for each whose sources have changed; `make check` prints them
 
-A record has the commit that was proved, the date, the processor, and the seconds that the proof took. A red proof
-writes nothing, and neither does one whose sources differ from every commit. Age is no fault: `stale` ends with 0.
+A record has the commit that was proved, the date, the processor, and the seconds that the proof took. A red proof is
+not recorded, nor one whose sources differ from every commit. An old record is not an error: `stale` exits with 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECORDS = "tests/proofs.json"
 CPU_INFO = Path("/proc/cpuinfo")
 BENCHMARK = "bench-"
 FILES_NAMED = 2
-"""Changed files that a line names; it counts the others."""
+"""How many changed files a line names; the rest are counted."""
 
 HOST = tuple(
     f"sglang_jax/{name}"
@@ -37,14 +37,15 @@ HOST = tuple(
         *("scheduler", "server", "spellings.py", "value_spellings.py"),
     )
 )
-"""The packages that compute nothing on a device."""
+"""The packages that do not compute on a device."""
 
 PRODUCT = ("sglang_jax", "torch_backend")
 
 
 @dataclass(frozen=True)
 class Proof:
-    """`command`: what runs it, in the root of the repository. `covers`: the files and folders that it proves."""
+    """`command`: the command line, run in the root of the repository. `covers`: the files and folders that it
+    proves."""
 
     name: str
     command: tuple[str, ...]
@@ -72,7 +73,7 @@ def target(name: str, *covers: str) -> Proof:
 
 
 def smoke(script: str, arguments: str = "", covers: tuple[str, ...] = PRODUCT) -> Proof:
-    """A script of benchmarks/ in a small size. Scripts about TPUs find the compiler that the Makefile installs."""
+    """A script of benchmarks/ on a small size. Scripts about TPUs find the compiler that the Makefile installs."""
     path = f"benchmarks/{script}.py"
     command = ("env", f"PYTHONPATH={sys.prefix}/libtpu:.", sys.executable, path, *shlex.split(arguments))
     return Proof(BENCHMARK + script.replace("_", "-"), command, (path, "benchmarks/machine.py", *covers))
@@ -142,7 +143,7 @@ class Clone:
         return self._git("rev-parse", "HEAD")[0]
 
     def changed_since(self, commit: str) -> set[str]:
-        """Files of the working tree that differ from the commit, new ones included."""
+        """Files of the working tree that differ from the commit, including new ones."""
         changed = self._git("diff", "--no-renames", "--name-only", commit, "--")
         return {*changed, *self._git("ls-files", "--others", "--exclude-standard")}
 
@@ -169,7 +170,7 @@ def processor() -> str:
 
 
 def chosen(proofs: Sequence[Proof], names: Sequence[str]) -> list[Proof]:
-    """The proofs that are named, in the order of the table; all if none is. Raises `SystemExit` for an unknown name."""
+    """The named proofs in the order of the table, or all without names. Raises `SystemExit` for an unknown name."""
     unknown = [name for name in names if not any(fnmatchcase(proof.name, name) for proof in proofs)]
     if unknown:
         known = ", ".join(proof.name for proof in proofs)
@@ -178,7 +179,7 @@ def chosen(proofs: Sequence[Proof], names: Sequence[str]) -> list[Proof]:
 
 
 def run_proof(clone: Clone, proof: Proof) -> str:
-    """Runs one proof and records it if it is green. Returns an empty text, or why there is no record."""
+    """Runs one proof and records it if it is green. Returns an empty text, or the reason why there is no record."""
     commit = clone.head()
     if changed := proof.covered(clone.changed_since(commit)):
         return f"not run, because its sources are not committed: {listed(changed)}"
@@ -195,7 +196,7 @@ def run_proof(clone: Clone, proof: Proof) -> str:
 
 
 def run_proofs(clone: Clone, proofs: Sequence[Proof]) -> int:
-    """Runs all, also after a red one. Returns the exit status: 1 if there is no record of one of them."""
+    """Runs all, also after a red one. Returns the exit status: 1 if one of them was not recorded."""
     missing = {proof.name: why for proof in proofs if (why := run_proof(clone, proof))}
     for name, why in missing.items():
         print(f"{name}: {why}", file=sys.stderr)
@@ -204,7 +205,7 @@ def run_proofs(clone: Clone, proofs: Sequence[Proof]) -> int:
 
 
 def stale(clone: Clone, proofs: Sequence[Proof]) -> list[str]:
-    """A line for each proof whose record is not of the sources that are here, and one for all benchmarks together."""
+    """A line for each proof recorded with other sources, and one line for all benchmarks together."""
     records = clone.records()
     changed: dict[str, set[str] | None] = {}
     for commit in {record.commit for record in records.values()}:
@@ -221,7 +222,7 @@ def stale(clone: Clone, proofs: Sequence[Proof]) -> list[str]:
 
 
 def stale_line(proof: Proof, record: Record | None, changed: dict[str, set[str] | None]) -> str:
-    """Empty if the record is of the sources that are here."""
+    """Empty if the record is of the current sources."""
     if record is None:
         return f"proof {proof.name}: no record"
     since = changed[record.commit]

@@ -1,8 +1,8 @@
-"""Runs tests side by side in a random order, and once more, alone, those that failed: `make test`.
+"""Runs tests in parallel in a random order, and then the failed ones again one at a time: `make test`.
 
-A test that fails beside others and passes alone depends on how busy the machine is, or on the tests before it. Up to
-three are listed as raced, and the run is green; with more, or if one fails again, the run fails. Arguments that are no
-options of this script are pytest's.
+A test that fails in parallel and passes on its own depends on the machine's load, or on the tests before it. Up to
+three are listed as raced, and the run is green; with more, or if one fails again, the run fails. Arguments other
+than the options of this script are passed to pytest.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MOST_RACED = 3
-MAX_REPEATED_CHARACTERS = 20
-"""With more failures than this, the code is wrong and not the machine busy: they are not run again."""
+MAX_RERUN = 20
+"""With more failures than this, the code is at fault and not the machine's load: they are not run again."""
 
 TESTS_FAILED = 1
-"""Pytest's exit status when it has run all tests, and some failed."""
+"""Pytest's exit status when it ran all tests and some failed."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,36 +33,37 @@ def parser() -> argparse.ArgumentParser:
 
 
 def pytest(cache: str, arguments: Sequence[str]) -> int:
-    """Pytest's exit status. `cache`: the folder where it keeps which tests failed."""
+    """Pytest's exit status. `cache`: the folder where it records failed tests."""
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *arguments]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 def failed_tests(cache: str) -> list[str]:
-    """The tests, or files that could not be read, that failed in the last run with this cache."""
+    """The tests, or unreadable files, that failed in the last run with this cache."""
     path = Path(cache) / "v/cache/lastfailed"
     return sorted(json.loads(path.read_text())) if path.exists() else []
 
 
 def run(workers: int, seed: int, arguments: Sequence[str]) -> int:
-    """The exit status: 0 if every test passed, beside others or alone."""
+    """The exit status: 0 if every test passed, in the first or the second run."""
     side_by_side = ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
-    # Each worker would restart `random` from the same seed, and draw the same ports as the others.
+    # each worker would seed `random` the same, and draw the same ports as the others
     in_random_order = ["-p", "randomly", "--randomly-dont-reset-seed", f"--randomly-seed={seed}"]
     with tempfile.TemporaryDirectory() as cache:
         status = pytest(cache, [*side_by_side, *in_random_order, *arguments])
         if status != TESTS_FAILED:
             return status
         failed = failed_tests(cache)
-        if not 0 < len(failed) <= MAX_REPEATED_CHARACTERS:
+        if not 0 < len(failed) <= MAX_RERUN:
             return status
-        print(f"\n{len(failed)} failed beside others, and run once more, alone:", *failed, sep="\n  ", flush=True)
-        selection = [argument for argument in arguments if not argument.startswith("--costs")]  # those of the first run
+        print(f"\n{len(failed)} failed in parallel, and run once more, one at a time:", *failed, sep="\n  ", flush=True)
+        # the failures of the first run
+        selection = [argument for argument in arguments if not argument.startswith("--costs")]
         status = pytest(cache, ["--last-failed", "--last-failed-no-failures=none", *selection])
         again = set(failed_tests(cache))
     raced = [test for test in failed if test not in again]
     if raced:
-        print(f"\nraced: failed beside others (order {seed}), passed alone:", *raced, sep="\n  ", flush=True)
+        print(f"\nraced: failed in parallel (order {seed}), passed on their own:", *raced, sep="\n  ", flush=True)
     if not status and len(raced) > MOST_RACED:
         print(f"\nAt most {MOST_RACED} tests may race, got {len(raced)}: mend them.", flush=True)
         return TESTS_FAILED

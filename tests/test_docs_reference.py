@@ -1,4 +1,4 @@
-"""The reference pages say what the code says: flags, routes, fields, limits, metrics, log lines, messages, names."""
+"""The reference pages match the code: flags, routes, fields, limits, metrics, log lines, messages, names."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ DEFAULTS_IN_WORDS = frozenset(
         "chat_template",
     }
 )
-"""Options whose default depends on the model, the device or the environment, or is nothing."""
+"""Options whose default depends on the model, the device or the environment, or is None."""
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def app(context: ServerContext) -> FastAPI:
 
 
 def section(page: str, heading: str) -> str:
-    """The text below a heading, up to the next one of its level or above."""
+    """The text below a heading, up to the next heading of its level or above."""
     level = heading.split()[0]
     found = re.search(rf"^{re.escape(heading)}$(.*?)(?=^#{{1,{len(level)}}} |\Z)", page, re.MULTILINE | re.DOTALL)
     assert found is not None, f"there is no section {heading!r}"
@@ -164,7 +164,7 @@ def test_every_route_is_described(app: FastAPI) -> None:
     ],
 )
 def test_the_fields_of_a_body_are_in_its_tables(heading: str, body: type[Body]) -> None:
-    """Each in the table of its own route or in that of both OpenAI routes, and nothing else is in them."""
+    """Each in the table of its route or in that of both OpenAI routes, and the tables have no other fields."""
     own = {name for row in table_rows(section(API, heading)) for name in code_words(row[0])}
     shared = {name for row in table_rows(section(API, "## Common rules")) for name in code_words(row[0])}
     assert own <= set(body.model_fields)
@@ -191,13 +191,13 @@ def test_fields_described_in_passing(heading: str, body: type[Body]) -> None:
     assert set(body.model_fields) - set(SamplingFields.model_fields) <= code_words(section(API, heading))
 
 
-def test_fields_that_are_let_pass_are_listed() -> None:
+def test_ignored_fields_are_listed() -> None:
     rules = code_words(section(API, "## Common rules"))
     assert set(IGNORED_FIELDS) | set(NEUTRAL_VALUES) <= rules
 
 
 def error_codes() -> Iterator[tuple[int, str]]:
-    """Status and code of every error class, and of codes given at the place of raising."""
+    """Status and code of every error class, and codes given where an error is raised."""
     for module in (errors, server_errors):
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, errors.RequestError):
@@ -309,7 +309,7 @@ def _literal(part: ast.expr) -> str:
 
 
 @pytest.mark.parametrize("message", [row[0] for row in table_rows(section(OPERATIONS, "## Troubleshooting"))])
-def test_a_message_to_look_up_is_one_that_the_code_has(message: str) -> None:
+def test_messages_in_the_docs_exist_in_the_code(message: str) -> None:
     pattern = r"\S*".join(re.escape(part) for part in message.strip("`").split("…"))
     assert re.search(pattern, texts_in_the_code()), message
 
@@ -323,20 +323,20 @@ def words_in_the_code() -> set[str]:
     return words | {part for path in scripts for part in (path.stem, path.parent.name)}
 
 
-def test_what_is_to_be_touched_exists() -> None:
+def test_files_to_change_exist() -> None:
     section = ARCHITECTURE.partition("## To add something")[2].partition("\n## ")[0]
     paths = re.findall(r"`((?:sglang_jax|torch_backend)/[\w./]+)`", section)
     assert len(paths) > 20
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-def test_names_in_the_architecture_are_those_of_the_code() -> None:
+def test_names_in_the_architecture_exist_in_the_code() -> None:
     assert not code_words(ARCHITECTURE) - words_in_the_code()
 
 
 @cache
 def known_flags() -> set[str]:
-    """Flags of all commands, those of `tpu` among them, and of benchmarks."""
+    """Flags of all commands, including those of `tpu`, and of benchmarks."""
     commands: list[click.Command] = [cli]
     flags: set[str] = {"--help"}
     while commands:

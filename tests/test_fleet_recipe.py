@@ -1,4 +1,4 @@
-"""The Kubernetes recipe of a fleet says what the code does, and its parts fit."""
+"""The Kubernetes recipe of a fleet matches the code, and its parts fit together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_router_knows_every_replica_by_its_name(parts) -> None:
     assert router["--model-path"] == flags(replicas)["--model-path"]
 
 
-def test_services_select_what_is_there(parts) -> None:
+def test_services_select_existing_pods(parts) -> None:
     workloads = {key: spec for key, spec in parts.items() if "template" in spec}
     pods = {spec["template"]["metadata"]["labels"]["app"] for spec in workloads.values()}
     services = {name: spec for (kind, name), spec in parts.items() if kind == "Service"}

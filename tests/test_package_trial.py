@@ -1,4 +1,4 @@
-"""Which Pythons `make package-test` finds, and what it says of those that it does not."""
+"""Which Pythons `make package-test` finds, and its report on missing ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def program(path: Path, script: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with no Python but those that a test puts into `bin` and `pyenv/versions`."""
+    """A machine whose only Pythons are those that a test puts into `bin` and `pyenv/versions`."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
     return tmp_path
 
 
-def test_a_python_that_pyenv_hides_behind_a_name_that_fails_is_found(machine: Path) -> None:
+def test_a_python_behind_an_unselected_pyenv_shim_is_found(machine: Path) -> None:
     for release in ("3.12.9", "3.12.10"):
         program(machine / f"pyenv/versions/{release}/bin/python", f"echo {release}")
     program(machine / "bin/python3.12", "exit 127")

@@ -1,4 +1,4 @@
-"""What a fresh clone offers: make targets, entry points, extras, and commands that answer."""
+"""What a fresh clone offers: make targets, entry points, extras, and working commands."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def project() -> dict[str, Any]:
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs make as from a fresh shell. A make that runs these tests hands on its flags, its level and the variables of
-    its command line: those that the Makefile takes from whoever calls it."""
+    """Runs make as from a fresh shell. A make that runs these tests exports its flags, its level and its
+    command-line variables, some of which the Makefile reads."""
     handed_on = {"MFLAGS", "GNUMAKEFLAGS", *re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)}
     assert handed_on >= {"VENV", "ARGS", "EXTRA", "PYTHON", "LOCKED"}
     environment = {
@@ -46,7 +46,7 @@ def test_a_fresh_clone_is_served_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", ["tpu", "cuda", "torch"])
-def test_another_extra_is_installed_instead(tmp_path: Path, extra: str) -> None:
+def test_a_chosen_extra_is_installed_instead(tmp_path: Path, extra: str) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").touch()
     (tmp_path / ".ready-to-serve-jax").touch()
@@ -70,8 +70,8 @@ def test_the_second_start_installs_nothing(tmp_path: Path) -> None:
         ("[console_scripts]\nx = y:z\n", False),
     ],
 )
-def test_the_project_of_that_name_on_pypi_stays(tmp_path: Path, entry_points: str, removed: bool) -> None:
-    """This project had its name once, and is removed under it."""
+def test_pypis_project_of_the_same_name_is_not_removed(tmp_path: Path, entry_points: str, removed: bool) -> None:
+    """This project once had that name, and is removed under it."""
     metadata = tmp_path / "site/sglang_jax-0.0.1.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-jax\nVersion: 0.0.1\n")
@@ -131,14 +131,14 @@ def test_tests_include_the_checks(tmp_path: Path) -> None:
         assert command in commands
 
 
-def test_continuous_integration_runs_make_test_alone() -> None:
+def test_continuous_integration_runs_only_make_test() -> None:
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
     commands = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
     assert commands == ["set -eu", 'cd "$(dirname "$0")/.."', "exec make test"]
 
 
-def test_each_backend_is_installed_alone(project: dict[str, Any]) -> None:
+def test_each_backend_can_be_installed_without_the_other(project: dict[str, Any]) -> None:
     extras = project["optional-dependencies"]
     assert set(extras) >= {"jax", "tpu", "cuda", "torch", "bench", "test", "dev"}
     host = " ".join(project["dependencies"])
@@ -160,9 +160,9 @@ def test_backends_are_entry_points(project: dict[str, Any]) -> None:
     assert project["scripts"] == dict.fromkeys(("sglang-jax", project["name"]), "sglang_jax.cli.program:main")
 
 
-def test_no_text_tells_to_install_what_is_another_project(project: dict[str, Any]) -> None:
-    """PyPI's `sglang-jax`; and this project is on no index, so that its own name alone would fetch whatever has it by
-    then."""
+def test_no_text_advises_installing_the_pypi_project(project: dict[str, Any]) -> None:
+    """PyPI's `sglang-jax`; and this project is not on an index, so its bare name would install whatever is published
+    there later."""
     names = f"(?:sglang-jax|{project['name']})"
     command = re.compile(rf"\binstall(?: -\S+)* ['\"]?{names}\b(?!(?:\[[a-z,]+\])? @ git\+)")
     texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.*"), ROOT / "Dockerfile", ROOT / "Makefile"]
@@ -180,7 +180,7 @@ def test_the_version_is_that_of_the_distribution(project: dict[str, Any]) -> Non
     assert version() == sglang_jax.__version__ == project["version"]
 
 
-def test_the_version_is_of_the_release_that_the_changelog_is_about(project: dict[str, Any]) -> None:
+def test_the_version_is_the_latest_of_the_changelog(project: dict[str, Any]) -> None:
     newest, *older = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     ours, released = Version(project["version"]), [Version(each) for each in older]
     assert released == sorted(released, reverse=True)
@@ -203,7 +203,7 @@ def test_the_version_is_of_the_release_that_the_changelog_is_about(project: dict
         ["sglang_jax.bench_offline_throughput"],
     ],
 )
-def test_commands_tell_their_options(command: list[str]) -> None:
+def test_commands_have_help(command: list[str]) -> None:
     result = subprocess.run(
         [sys.executable, "-m", *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -233,7 +233,7 @@ def test_an_interrupt_while_a_program_is_imported_leaves_no_traceback() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"\nInterrupted.\n")
 
 
-def test_the_package_gives_what_it_names_and_nothing_else() -> None:
+def test_the_package_exports_exactly_its_public_names() -> None:
     assert sglang_jax.Engine is sys.modules["sglang_jax.engine.engine"].Engine
     for name in sglang_jax.__all__:
         assert getattr(sglang_jax, name).__class__
@@ -253,7 +253,7 @@ def test_a_bad_flag_ends_with_status_2_and_one_line() -> None:
     assert result.stderr == "Error: --page-size must be a power of two, got 12\n"
 
 
-def test_what_is_locked_is_installed_by_its_hashes(tmp_path: Path) -> None:
+def test_locked_packages_are_installed_by_their_hashes(tmp_path: Path) -> None:
     commands = make("-n", "test", f"VENV={tmp_path}/venv", "LOCKED=1").stdout
     assert commands.count("--require-hashes --requirement requirements/dev.lock") == 2
     assert "--require-hashes --requirement requirements/model.lock" in commands

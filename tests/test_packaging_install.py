@@ -24,7 +24,7 @@ def install() -> ModuleType:
     return module
 
 
-def test_uv_gets_what_pip_knows_of_indexes(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_gets_pips_index_settings(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in install.VARIABLES.values():
         monkeypatch.delenv(name, raising=False)
     listed = """:env:.find-links='/a /b'
@@ -49,14 +49,14 @@ wheel.index-url='https://no/simple'
 
 
 def test_exact_versions_need_no_constraint(install: ModuleType) -> None:
-    """uv refuses one without hashes where hashes are required."""
+    """uv refuses constraints without hashes where hashes are required."""
     settings = install.settings_of_pip("global.constraint='/c.txt'")
     assert install.environment_of_uv(settings, by_hash=False)["UV_CONSTRAINT"] == "/c.txt"
     assert "UV_CONSTRAINT" not in install.environment_of_uv(settings, by_hash=True)
 
 
 def stand_in(folder: Path, name: str, status: int) -> Path:
-    """A command that writes what it is given and ends with this status."""
+    """A command that writes its arguments to a file and ends with this status."""
     command = folder / name
     command.write_text(f'#!/bin/sh\necho "$0 $*" >> {folder}/asked\nexit {status}\n')
     command.chmod(0o755)
@@ -64,10 +64,10 @@ def stand_in(folder: Path, name: str, status: int) -> Path:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_pip_installs_what_uv_cannot(tmp_path: Path, status: int) -> None:
+def test_pip_installs_where_uv_fails(tmp_path: Path, status: int) -> None:
     uv = stand_in(tmp_path, "uv", status)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    missing = tmp_path / "missing"  # so that pip, once asked, ends without a network
+    missing = tmp_path / "missing"  # so that pip fails without a network
     command = [sys.executable, str(SCRIPT), "--no-deps", str(missing)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     asked = (tmp_path / "asked").read_text()
@@ -77,8 +77,8 @@ def test_pip_installs_what_uv_cannot(tmp_path: Path, status: int) -> None:
     assert (str(missing) in result.stderr.partition("pip tries")[2]) == (status == 1)
 
 
-def test_pip_is_taken_where_a_setting_is_for_pip_alone(tmp_path: Path) -> None:
-    """Only wheels that somebody trusts, say: uv would go to an index."""
+def test_pip_is_used_where_a_setting_is_only_for_pip(tmp_path: Path) -> None:
+    """Only wheels of a trusted source, say: uv would go to an index."""
     stand_in(tmp_path, "uv", 0)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PIP_NO_INDEX": "1"}
     command = [sys.executable, str(SCRIPT), "--no-deps", str(tmp_path / "missing")]

@@ -1,4 +1,4 @@
-"""The locked dependencies are those of pyproject.toml, each with hashes, on every Python that the project runs on."""
+"""The locked dependencies are those of pyproject.toml, each with hashes, for every supported Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def environment(python: str) -> dict[str, str]:
 
 
 def versions(python: str, name: str = "dev.lock") -> dict[str, str]:
-    """What is installed on this Python, by name."""
+    """The installed versions on this Python, by name."""
     found = {}
     for requirement, _ in entries(LOCKED / name):
         if requirement.marker is None or requirement.marker.evaluate(environment(python)):
@@ -41,7 +41,7 @@ def versions(python: str, name: str = "dev.lock") -> dict[str, str]:
 
 
 def unfit(project: dict[str, Any], python: str, name: str = "dev.lock", extras: tuple[str, ...] = EXTRAS) -> list[str]:
-    """What pyproject.toml asks for and the lock does not have."""
+    """Requirements of pyproject.toml that the lock does not meet."""
     locked = versions(python, name)
     asked = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
     return [
@@ -58,7 +58,7 @@ def project() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_what_is_asked_for_is_locked(project: dict[str, Any], python: str) -> None:
+def test_every_dependency_is_locked(project: dict[str, Any], python: str) -> None:
     assert unfit(project, python) == [], "renew the lock: make lock"
 
 
@@ -74,7 +74,7 @@ def test_an_image_has_pinned_packages_of_the_versions_that_were_tested(project: 
         assert len(image.keys() & tested) > 50
 
 
-def test_a_bound_that_the_lock_does_not_keep_is_seen(project: dict[str, Any]) -> None:
+def test_a_bound_that_the_lock_violates_is_detected(project: dict[str, Any]) -> None:
     assert unfit({**project, "dependencies": ["numpy>=99", "unheard-of"]}, "3.12") == [
         f"numpy>=99: locked is {versions('3.12')['numpy']}",
         "unheard-of: locked is None",
@@ -82,20 +82,20 @@ def test_a_bound_that_the_lock_does_not_keep_is_seen(project: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("name", ["dev.lock", "model.lock", "libtpu.lock"])
-def test_every_file_is_known_by_its_hash(name: str) -> None:
+def test_every_file_has_a_hash(name: str) -> None:
     for requirement, hashes in entries(LOCKED / name):
         assert [pin.operator for pin in requirement.specifier] == ["=="], requirement
         assert hashes, requirement
         assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in hashes), requirement
 
 
-def test_no_place_is_named_where_they_are_from() -> None:
-    """Whoever installs them has an index of their own."""
+def test_the_lock_names_no_index() -> None:
+    """Each user has their own index."""
     for file in LOCKED.glob("*.lock"):
         assert not re.search(r"://|index-url|find-links|\.(?:org|com|io)\b", file.read_text()), file
 
 
-def test_what_lies_apart_is_what_make_installs() -> None:
+def test_separate_requirement_files_are_those_that_make_installs() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for variable, name in (("MODEL", "model.lock"), ("LIBTPU", "libtpu.lock")):
         [(requirement, _)] = entries(LOCKED / name)

@@ -1,4 +1,4 @@
-"""The import walls stand, and a hole in any of them is seen."""
+"""The import contracts hold, and a violation of any of them is detected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_walls_stand(copy: Path) -> None:
+def test_the_import_contracts_hold(copy: Path) -> None:
     result = lint(copy)
     assert result.returncode == 0, result.stdout
     assert "0 broken" in result.stdout
@@ -73,7 +73,7 @@ def test_the_walls_stand(copy: Path) -> None:
         ("torch_backend/step.py", "import sglang_jax.scheduler.messages", "torch backend knows only the seam"),
     ],
 )
-def test_a_hole_is_seen(copy: Path, module: str, line: str, contract: str) -> None:
+def test_a_violation_is_detected(copy: Path, module: str, line: str, contract: str) -> None:
     with (copy / module).open("a") as file:
         file.write(f"\n{line}\n")
     result = lint(copy)
@@ -98,7 +98,7 @@ PRIVATE = {
     "torch._ops": "the type of operators in graphs of torch.export",
     "torch._subclasses.fake_tensor": "torch's documentation imports FakeTensorMode from there",
     "torch.distributed._symmetric_memory": "torch's documentation imports symmetric memory from there",
-    "model._keys_to_ignore_on_load_unexpected": "transformers' models declare tensors to ignore there, and nowhere else",
+    "model._keys_to_ignore_on_load_unexpected": "transformers' models declare there which tensors to ignore",
     "ray.data._internal.execution.interfaces": "the type of an argument of Ray's Datasink, for writers of datasinks",
     "self._paths": "Ray's FileBasedDatasource gives its files to subclasses only so",
     "self._file_sizes": "Ray's FileBasedDatasource gives its files to subclasses only so",

@@ -1,4 +1,4 @@
-"""What the wheel holds: the packages that serve, the data that they read, and nothing that only tests need."""
+"""The content of the wheel: the packages that serve, the data that they read, and no files for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("sglang_jax", "torch_backend", "tpu")
 
 BUILD = "from setuptools.build_meta import build_wheel; build_wheel('wheels')"
 
-# Programs, entry points, and what users import: nothing in the wheel imports these.
+# programs, entry points, and modules that users import: the wheel does not import these itself
 STARTS = {
     "sglang_jax.__main__",
     "sglang_jax.architectures.dense",
@@ -35,7 +35,7 @@ STARTS = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The wheel's list of files, built from a copy of all that a clone has beside its packages."""
+    """The wheel's list of files, built from a copy of the files that a clone has next to its packages."""
     copy = tmp_path_factory.mktemp("clone")
     for folder in (*PACKAGES, "tests", "benchmarks", "docs", "examples"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -52,7 +52,7 @@ def test_the_wheel_has_every_module_of_the_packages_and_no_other(files: list[str
     assert [name for name in files if name.endswith(".py")] == sorted(modules)
 
 
-def test_the_wheel_has_the_data_that_a_server_or_a_check_reads_and_no_other(files: list[str]) -> None:
+def test_the_wheel_has_only_the_data_that_a_server_or_check_reads(files: list[str]) -> None:
     data = [name for name in files if not name.endswith(".py") and ".dist-info/" not in name]
     assert data == [
         "sglang_jax/kernels/ragged_paged_attention/pallas/block_sizes.json",
@@ -68,9 +68,9 @@ def test_the_wheel_has_the_data_that_a_server_or_a_check_reads_and_no_other(file
     ]
 
 
-def test_what_nothing_imports_is_where_somebody_starts() -> None:
-    """A module that nobody in the wheel imports is needed by tests alone, or by nobody. Families of models are found by
-    the folder that they lie in."""
+def test_modules_that_are_not_imported_are_entry_points() -> None:
+    """A module that the wheel does not import is only for tests, or unused. Families of models are found by their
+    folder."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     unused = {
         module

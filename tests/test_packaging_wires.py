@@ -1,4 +1,4 @@
-"""Nothing that is shipped makes objects of what bytes say: no pickle on a wire, and none in a file."""
+"""Shipped code never deserialises arbitrary objects: no pickle on a wire or in a file."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ NAMED = {
     ("yaml", "unsafe_load"): "makes objects of tags; safe_load does not",
 }
 FROM_CONNECTION = {"Connection", "Pipe"}
-"""`Listener` and `Client` wait for a proof where connections are accepted, and prove by MD5 on Python 3.11."""
+"""`Listener` and `Client` authenticate while accepting connections, and use MD5 on Python 3.11."""
 
 ALLOWED = {
-    ("tpu/worker.py", "Connection.recv"),  # a pipe to a child of its own, which multiprocessing starts by pickle anyway
+    ("tpu/worker.py", "Connection.recv"),  # a pipe to its child process, which multiprocessing starts by pickle anyway
 }
 
 
 def found(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """(line, what is used, why it may not be)."""
+    """(line, the forbidden use, the reason)."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -83,7 +83,7 @@ def _is_false(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value is False
 
 
-def test_nothing_shipped_unpickles() -> None:
+def test_shipped_code_does_not_unpickle() -> None:
     wrong = []
     for path in (path for package in SHIPPED for path in (ROOT / package).rglob("*.py")):
         name = str(path.relative_to(ROOT))
@@ -112,12 +112,12 @@ def test_nothing_shipped_unpickles() -> None:
         "yaml.load(text)",
     ],
 )
-def test_what_does_is_seen(line: str) -> None:
+def test_code_that_unpickles_is_detected(line: str) -> None:
     assert list(found(ast.parse(line)))
 
 
 @pytest.mark.parametrize(
     "line", ["connection.recv_bytes()", "socket.recv(4)", "yaml.safe_load(text)", "np.load(path, allow_pickle=False)"]
 )
-def test_what_does_not_is_not(line: str) -> None:
+def test_harmless_code_is_not_reported(line: str) -> None:
     assert not list(found(ast.parse(line)))

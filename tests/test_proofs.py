@@ -1,4 +1,4 @@
-"""Which proofs `make proofs` records, and of which records `make check` says that they are out of date."""
+"""Which proofs `make proofs` records, and which records `make check` reports as outdated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def commit(clone: Clone, file: str, text: str) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clone:
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # set where a hook of git runs the tests
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # set where a git hook runs the tests
         monkeypatch.delenv(name, raising=False)
     clone = Clone(tmp_path)
     git(clone, "init")
@@ -52,7 +52,7 @@ def test_a_green_proof_is_recorded(clone: Clone, monkeypatch: pytest.MonkeyPatch
     assert set(fields) == {"commit", "date", "processor", "seconds"}
 
 
-def test_a_red_proof_writes_nothing_and_the_next_one_runs(clone: Clone, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_red_proof_is_not_recorded_and_the_next_one_runs(clone: Clone, capfd: pytest.CaptureFixture[str]) -> None:
     red = Proof("red", ("sh", "-c", "exit 3"), ("code",))
     assert proofs.run_proofs(clone, [red, COVERED]) == 1
     assert set(clone.records()) == {"sums"}
@@ -61,7 +61,7 @@ def test_a_red_proof_writes_nothing_and_the_next_one_runs(clone: Clone, capfd: p
     assert "1 of 2 proofs are green" in said.out
 
 
-def test_a_red_proof_leaves_the_record_of_before(clone: Clone) -> None:
+def test_a_red_proof_keeps_the_earlier_record(clone: Clone) -> None:
     before = Record("0" * 40, "2026-01-01", "a processor", 7)
     clone.write("sums", before)
     assert proofs.run_proofs(clone, [replace(COVERED, command=("false",))]) == 1
@@ -69,7 +69,7 @@ def test_a_red_proof_leaves_the_record_of_before(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize("file", ["code/sum.py", "code/new.py", "table.json"])
-def test_sources_of_no_commit_are_not_proved(clone: Clone, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_uncommitted_sources_are_not_recorded(clone: Clone, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     (clone.root / file).write_text("2")
     assert proofs.run_proofs(clone, [COVERED]) == 1
     assert clone.records() == {}
@@ -86,8 +86,8 @@ def test_only_changed_sources_make_a_record_stale(clone: Clone) -> None:
     assert proofs.stale(clone, [COVERED]) == ["proof sums: no record"]
     proofs.run_proofs(clone, [COVERED])
     record = clone.records()["sums"]
-    commit(clone, "codes/other.py", "1")  # begins like a folder that is covered
-    clone.write("sums", replace(record, date="2001-01-01"))  # age alone is no fault
+    commit(clone, "codes/other.py", "1")  # shares a prefix with a covered folder
+    clone.write("sums", replace(record, date="2001-01-01"))  # age by itself is not an error
     assert proofs.stale(clone, [COVERED]) == []
     (clone.root / "code/new.py").write_text("1")
     start = f"proof sums: changed since 2001-01-01 ({record.commit[:8]}): "
@@ -97,14 +97,14 @@ def test_only_changed_sources_make_a_record_stale(clone: Clone) -> None:
     assert proofs.stale(clone, [COVERED]) == [f"{start}code/new.py, code/sum.py and 1 more"]
 
 
-def test_a_removed_source_is_a_changed_one(clone: Clone) -> None:
+def test_a_removed_source_counts_as_changed(clone: Clone) -> None:
     proofs.run_proofs(clone, [COVERED])
     git(clone, "rm", "code/sum.py")
     git(clone, "commit", "--message", "removed")
     assert [line.rpartition(": ")[2] for line in proofs.stale(clone, [COVERED])] == ["code/sum.py"]
 
 
-def test_a_commit_that_is_not_here_is_named(clone: Clone) -> None:
+def test_a_missing_commit_is_named(clone: Clone) -> None:
     clone.write("sums", Record("0123456789" * 4, "2026-01-01", "a processor", 7))
     assert proofs.stale(clone, [COVERED]) == ["proof sums: its commit 01234567 is not in this clone"]
 
@@ -138,12 +138,12 @@ def test_the_table_has_every_slow_target_and_benchmark() -> None:
     for name in targets:
         assert re.search(rf"^{name}:", makefile, re.MULTILINE), name
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
-    # soak_server is a target, a test runs facts_task, and decode_cpu and faults start the others.
+    # soak_server is a target, a test runs facts_task, and decode_cpu and faults start the others
     others = {"soak_server", "facts_task", "decode_llama_cpp", "decode_transformers", "memory_limit"}
     assert {f"bench-{script.replace('_', '-')}" for script in scripts - others} == set(names) - set(targets)
 
 
-def test_what_is_covered_exists() -> None:
+def test_covered_paths_exist() -> None:
     missing = {(proof.name, path) for proof in PROOFS for path in proof.covers if not (ROOT / path).exists()}
     assert missing == set()
 

@@ -1,4 +1,4 @@
-"""`tests/run.py`: what fails beside others runs once more, alone."""
+"""`tests/run.py`: failures of the parallel run are run again one at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 RUN = Path(__file__).parent / "run.py"
 
-# What each test leaves behind: its file, when it began and when it ended.
+# what each test leaves behind: its file, and when it started and ended
 TESTS = """
 import json, os, time
 from pathlib import Path
@@ -35,9 +35,9 @@ def test_takes_its_time(number):
 IN_THE_MAIN_PROCESS = "'PYTEST_XDIST_WORKER' not in os.environ"
 
 
-def test_tests_that_race_or_run_alone(tmp_path: Path) -> None:
-    """Nothing runs beside tests marked `alone`. What fails beside others and passes alone is listed, and the run is
-    green."""
+def test_tests_that_race_and_exclusive_tests(tmp_path: Path) -> None:
+    """Nothing runs next to tests marked `alone`. A test that fails in parallel and passes on its own is listed, and
+    the run is green."""
     shutil.copy(RUN.with_name("conftest.py"), tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone: as in this project\n")
     for name, count, seconds, marks, passes in (
@@ -50,13 +50,13 @@ def test_tests_that_race_or_run_alone(tmp_path: Path) -> None:
     program = f"import sys; sys.path.insert(0, {str(RUN.parent)!r}); import run; from pathlib import Path; "
     program += f"run.ROOT = Path({str(tmp_path)!r}); sys.exit(run.main())"
     command = [sys.executable, "-B", "-c", program, "--seed", "7", f"--basetemp={tmp_path / 'base'}"]
-    # This may be a worker's own process, whose variables are not for others.
+    # the process may be a worker, whose variables must not be inherited
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = f"{RUN.parent}:{RUN.parent.parent}"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "make test SEED=7" in done.stdout
-    raced = done.stdout.partition("raced: failed beside others (order 7), passed alone:")[2]
+    raced = done.stdout.partition("raced: failed in parallel (order 7), passed on their own:")[2]
     expected = [f"test_races.py::test_takes_its_time[{number}]" for number in range(3)]
     assert [line.strip() for line in raced.strip().splitlines()] == expected
     spans = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
@@ -71,7 +71,7 @@ Runs = Callable[..., tuple[int, int]]
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """The script's exit status and how often it ran pytest, of which one failed set after the other is given."""
+    """The script's exit status and its number of pytest runs, which fail with the given sets in turn."""
     spec = spec_from_file_location("run", RUN)
     assert spec is not None
     assert spec.loader is not None
@@ -96,7 +96,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return run
 
 
-def test_failures_beside_others_and_alone(runs: Runs) -> None:
+def test_failures_in_the_first_and_second_run(runs: Runs) -> None:
     many = [f"test_{number}" for number in range(21)]
     assert runs([]) == (0, 1)
     assert runs(many[:3], []) == (0, 2)

@@ -1,6 +1,6 @@
-"""Type-checks the Python of README.md and docs/ that uses this package: what users copy must pass their checkers.
+"""Type-checks the Python of README.md and docs/ that uses this package: code that users copy must pass their checkers.
 
-python tests/typed_docs.py           # a page's blocks, one behind the other, are one program
+python tests/typed_docs.py           # the blocks of a page, in order, are one program
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
 def program_of(page: Path) -> str:
-    """The page's blocks in lines of their own numbers; empty if it has none."""
+    """The page's blocks at their own line numbers; empty if it has none."""
     text = page.read_text()
     lines = [""] * text.count("\n")
     for found in BLOCK.finditer(text):
@@ -28,7 +28,7 @@ def program_of(page: Path) -> str:
 
 
 def main() -> int:
-    """The exit status: 1 for a page that does not pass."""
+    """The exit status: 1 if a page does not pass."""
     with tempfile.TemporaryDirectory() as folder:
         files = []
         for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):

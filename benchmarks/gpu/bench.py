@@ -1,4 +1,4 @@
-"""What the sections share: the device, its kernels, how long work takes on it, and what it could do at most."""
+"""Shared by the sections: the device, its kernels, how long work takes on it, and its peak rates."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from torch_backend.kernels.chip import Chip
 
 Row = dict[str, Any]
-"""One line of a table: column to number, word or truth value."""
+"""One line of a table: column to number, text or truth value."""
 
 Work = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Lines under a title; columns are those of all lines together."""
+    """Lines under a title; the columns are the union of the lines' columns."""
 
     title: str
     rows: list[Row]
@@ -44,7 +44,7 @@ class CudaStopwatch:
     """Times work between CUDA events.
 
     Before each run the L2 cache is overwritten, often enough to keep the GPU busy until the host has launched all of
-    the work: what is timed is the device, not the launches.
+    the work: this times the device, not the launches.
     """
 
     _COLD_BYTES = 256 * 2**20
@@ -76,7 +76,7 @@ class CudaStopwatch:
 
 
 class HostStopwatch:
-    """Times work on the CPU, for dry runs: caches are as they are."""
+    """Times work on the CPU, for dry runs, with caches as they are."""
 
     def seconds(self, work: Work, repeats: int = 20) -> float:
         times = []
@@ -99,14 +99,14 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the device does at most. Bytes are those read and those written together, as in a copy."""
+    """Peak rates of the device. Bytes are the sum of those read and written, as in a copy."""
 
     copy_bytes_per_second: float
     matmul_flops_per_second: float
 
 
 class Bench:
-    """A device and what is measured on it.
+    """A device and its measurements.
 
     **Arguments:** `small`: tiny shapes, for a dry run; `kernels_name`: triton or native. Triton on a CPU needs its
     interpreter, which is switched on before Triton is imported.
@@ -125,7 +125,7 @@ class Bench:
 
     @cached_property
     def chip(self) -> Chip:
-        """What Triton's kernels are shaped for; it needs Triton."""
+        """The chip that Triton's kernels are configured for; it needs Triton."""
         return _chip(self.device)
 
     @cached_property
@@ -134,7 +134,7 @@ class Bench:
         return Rates(self._copy_rate(), self._matmul_rate())
 
     def measure_rates(self) -> None:
-        """Measures them now if that was not done yet, and gives the memory back."""
+        """Measures them unless that was done, and frees the memory."""
         _ = self.rates
         self.free_bytes()
 
@@ -158,7 +158,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that is measured."""
+        """The measured dtype."""
         return self.dtypes[0]
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -217,7 +217,7 @@ def describe_device(device: torch.device) -> Row:
 
 
 def share(reached: float, possible: float) -> float:
-    """As a number from 0 on, to three digits."""
+    """A number from 0 on, to three digits."""
     return round(reached / possible, 3)
 
 

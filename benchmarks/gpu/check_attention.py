@@ -45,7 +45,7 @@ class Case:
 
 
 def cases(bench: Bench) -> list[Case]:
-    """One property changed at a time, then some together. Where float8 pages are not known they are left out."""
+    """One property changed at a time, then some together. Float8 pages are left out where unsupported."""
     base = Case(dtype=bench.dtype, kv_heads=2, group=2, head_dim=64) if bench.small else Case(dtype=bench.dtype)
     fp8 = torch.float8_e4m3fn
     found = [replace(base, dtype=dtype) for dtype in bench.dtypes]
@@ -68,7 +68,7 @@ def cases(bench: Bench) -> list[Case]:
 
 
 def shapes(bench: Bench) -> dict[str, Shape]:
-    """Lengths at and beside the edges of pages, tiles and splits; prefixes of none, aligned and not."""
+    """Lengths at and next to the edges of pages, tiles and splits; prefixes of zero, aligned and unaligned lengths."""
     if bench.small:
         return {
             "decode": Shape.decode((1, 16, 33, 70), padding=2),
@@ -79,7 +79,7 @@ def shapes(bench: Bench) -> dict[str, Shape]:
     return {
         "decode": Shape.decode(edges, padding=3),
         "extend": Shape(tuple(chunks), tuple(chunks.values()), num_decode=0),
-        # Longer than a split, and so few tokens that splits have programs of their own.
+        # longer than a split, and so few tokens that splits have separate programs
         "short chunk": Shape((40,), (7000,), num_decode=0),
         "mixed": Shape((1, 1, 1, 65, 257), (1, 300, 1025, 65, 900), num_decode=3),
     }
@@ -108,9 +108,9 @@ def _check(bench: Bench, case: Case, name: str, shape: Shape) -> Iterator[Row]:
     expected = ReferenceAttention().prepare(batch)(queries.float(), kv, options)
     coarsest = torch.int8 if kv.token_scales is not None else case.dtype
     yield Comparison.of(found, expected, coarsest).row(name, str(case))
-    # Native attention computes rows together whose lengths are alike; Triton's kernels promise more.
+    # Native attention batches rows of similar length; Triton's kernels promise more.
     if name == "decode" and bench.kernels.name == "triton":
-        yield _alone(bench, case, batch, queries, kv, options, found)
+        yield _single_row(bench, case, batch, queries, kv, options, found)
         if bench.on_gpu:
             yield _replayed(bench, case, batch, queries, kv, options)
 
@@ -118,12 +118,12 @@ def _check(bench: Bench, case: Case, name: str, shape: Shape) -> Iterator[Row]:
 def _attend(
     bench: Bench, batch: ForwardBatch, queries: torch.Tensor, kv: KVPages, options: AttentionOptions
 ) -> torch.Tensor:
-    # The result probably lies where this NaN did: what no program writes shows.
+    # the result probably reuses this memory: NaN shows what no program writes
     torch.full_like(queries, torch.nan)
     return bench.kernels.attention.prepare(batch)(queries, kv, options)
 
 
-def _alone(
+def _single_row(
     bench: Bench,
     case: Case,
     batch: ForwardBatch,
@@ -132,7 +132,7 @@ def _alone(
     options: AttentionOptions,
     together: torch.Tensor,
 ) -> Row:
-    """The longest row in a batch of its own gives the same bits."""
+    """The longest row in a batch by itself gives the same bits."""
     row = int(batch.kv_lens.argmax())
     single = replace(
         batch,
@@ -153,7 +153,7 @@ def _replayed(
     kv: KVPages,
     options: AttentionOptions,
 ) -> Row:
-    """A captured step replayed with other lengths gives the same bits as the same step launched anew."""
+    """A captured step replayed with other lengths gives the same bits as the same step launched eagerly."""
     lens = batch.kv_lens.clone()
     captured = replace(batch, kv_lens=lens)
     graph = torch.cuda.CUDAGraph()

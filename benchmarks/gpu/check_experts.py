@@ -1,5 +1,5 @@
-"""Layers with experts on the device against the same layers on the host in float32, and whether what other tokens
-choose changes a bit of a token's output."""
+"""Layers with experts on the device against the same layers on the host in float32, and whether the choices of other
+tokens change a bit of a token's output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHARD = ModelShard(rank=0, size=1, vocabulary=range(1), vocabulary_rows=1)
 
 
 def run(bench: Bench) -> Iterator[Table]:
-    """One table. A size that is no multiple of 8 is not for torch's grouped product."""
+    """One table. Torch's grouped product does not take sizes that are not a multiple of 8."""
     rows: list[Row] = []
     for dtype in bench.dtypes:
         for hidden, inner in ((64, 32), (64, 36)) if bench.small else ((2048, 768), (2880, 720), (512, 36)):
@@ -80,7 +80,7 @@ def _give(layer: Experts, name: str, values: torch.Tensor) -> None:
 
 
 def _step(x: torch.Tensor) -> LayerStep:
-    """One sequence, and one of padding behind it."""
+    """One sequence, followed by a padding one."""
     tokens = len(x)
     zeros = torch.zeros(tokens, dtype=torch.int32, device=x.device)
     lengths = [tokens - _PADDING, 0]

@@ -59,7 +59,7 @@ def _activation(bench: Bench, dtype: torch.dtype, tokens: int, inner: int, *, ge
 def _rotation(
     bench: Bench, dtype: torch.dtype, head_dim: int, page_size: int, *, norms: bool, kv_dtype: torch.dtype
 ) -> Row:
-    """Queries and all pages together: what was not written must be as it was."""
+    """Queries and all pages together: unwritten slots must be unchanged."""
     tokens, heads, kv_heads = (4, 4, 2) if bench.small else (37, 28, 4)
     pages = 2 + tokens // page_size * 2
     kv, expected_kv = (

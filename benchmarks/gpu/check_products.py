@@ -37,7 +37,7 @@ def _product(bench: Bench, product: Product, outputs: int, inputs: int, tokens: 
 
 
 def _rounded(x: torch.Tensor, values: torch.dtype) -> torch.Tensor:
-    """What inputs are once they are rounded."""
+    """The inputs after rounding."""
     largest = 127.0 if values == torch.int8 else torch.finfo(values).max
     scales = x.float().abs().amax(-1, keepdim=True) / largest
     quotients = x.float() / scales

@@ -1,4 +1,4 @@
-"""Sampled tokens against the sampler in plain numpy that all backends are tested against."""
+"""Sampled tokens against the plain numpy sampler that all backends are tested against."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_backend.noise import gumbel_noise
 from torch_backend.sampler import SamplerInputs
 
 _NEARLY_A_TIE = 1e-4
-"""Margin within which rounding may decide otherwise."""
+"""Margin within which rounding may decide."""
 
 _KINDS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def sampler_inputs(bench: Bench, sampling: list[SamplingParams], vocab: int) -> SamplerInputs:
-    """One row for each; row i has the seed (i, 7) and samples the token at position 100 + i."""
+    """One row each; row i has the seed (i, 7) and samples the token at position 100 + i."""
     rows = len(sampling)
 
     def floats(values: list[float]) -> torch.Tensor:

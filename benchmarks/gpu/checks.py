@@ -1,4 +1,4 @@
-"""How far results are from what is expected, and whether that is near enough."""
+"""Errors of results, and whether they are within bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RELATIVE = {
     torch.float8_e4m3fn: 1e-2,
     torch.int8: 3e-2,
 }
-"""Limit of the relative error of a whole result, by the coarsest type it went through; int8 is that of queries."""
+"""Limit of the relative error of a whole result, by the coarsest type of the computation; int8 is that of queries."""
 
 _OF_LARGEST = {
     torch.float32: 2e-5,
@@ -30,8 +30,8 @@ _OF_LARGEST = {
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Errors of a result `[...]` against what is expected: of the number that is furthest off, and of all together
-    (norm of the difference over the norm of what is expected)."""
+    """Errors of a result `[...]`: of the worst number, and of all together (norm of the difference over the norm of
+    the expected result)."""
 
     largest_error: float
     relative_error: float
@@ -39,7 +39,7 @@ class Comparison:
 
     @classmethod
     def of(cls, found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> Comparison:
-        """NaN must stand where NaN is expected, and nowhere else."""
+        """NaN must be exactly where it is expected."""
         found, expected = found.double(), expected.double()
         same_nan = torch.equal(found.isnan(), expected.isnan())
         found, expected = found.nan_to_num(), expected.nan_to_num()

@@ -1,4 +1,4 @@
-"""Decode attention of Llama 3 8B's layers, as a share of copy bandwidth, beside torch's own."""
+"""Decode attention of Llama 3 8B's layers, as a share of copy bandwidth, next to torch's attention."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gpu.steps import Shape, make_batch, random_pages
 from torch_backend.attention.interface import AttentionOptions
 
 DECODE_TARGET = 0.8
-"""Of copy bandwidth, from 32 rows of 4k tokens on."""
+"""Share of copy bandwidth, from 32 rows of 4k tokens on."""
 
 FLOAT8_TARGET = 0.75
-"""The same of pages in float8, which are read at twice the tokens a second and take more instructions a byte."""
+"""The same for float8 pages, which are read at twice the tokens a second and take more instructions a byte."""
 
 _PAGE_SIZE = 16
 
@@ -70,7 +70,7 @@ def _decode_float8(bench: Bench, count: int, context: int) -> Row:
 
 
 def _timed(bench: Bench, shape: Shape, page_size: int, kv_dtype: torch.dtype, window: int | None = None) -> Row:
-    """Of one layer: microseconds of the kernels that each layer launches, and of the plan that layers share."""
+    """For one layer: microseconds of the kernels that each layer launches, and of the plan that layers share."""
     needed = 2 * shape.pages(page_size) * page_size * KV_HEADS * HEAD_DIM * kv_dtype.itemsize
     if needed > 0.8 * bench.free_bytes():
         return {"note": f"{needed / 2**30:.0f} GiB of KV do not fit"}

@@ -68,7 +68,7 @@ TINY = dense_decoder(
 
 
 class NoText:
-    """A tokenizer without text: prompts are token ids, and outputs are read as ids too."""
+    """A tokenizer without text: prompts and outputs are token ids."""
 
     longest_token = 1
 
@@ -85,7 +85,7 @@ class NoText:
     def stream_decoder(
         self, skip_special_tokens: bool = True, *, continues_text: bool = False, markers: Set[int] = frozenset()
     ) -> NoText:
-        """Itself: it remembers nothing."""
+        """Itself: it has no state."""
         return self
 
     def push(self, token_id: int) -> str:
@@ -106,7 +106,7 @@ class NoText:
 
 @dataclass(frozen=True, slots=True)
 class DummyEngine:
-    """An engine that is ready, its model, and the times of its runner's steps."""
+    """A ready engine, its model, and the times of its runner's steps."""
 
     engine: Engine
     model: ModelConfig
@@ -114,7 +114,7 @@ class DummyEngine:
     weight_bytes: int
 
     def settle(self) -> None:
-        """Waits for the step that was launched while the last tokens came, and forgets all prefixes."""
+        """Waits for the step that was launched while the last tokens arrived, and clears the prefix cache."""
         if not self.engine.flush_cache():
             raise RuntimeError("the engine still has requests after all of them were answered")
 
@@ -124,14 +124,14 @@ class DummyEngine:
         return self.weight_bytes - self.model.vocab_size * self.model.hidden_size * itemsize
 
     def kv_bytes(self, tokens: int) -> int:
-        """Keys and values of so many tokens."""
+        """Keys and values of this many tokens."""
         itemsize = 2 if self.model.dtype == "bfloat16" else 4
         return 2 * tokens * itemsize * sum(each.num_kv_heads * each.head_dim for each in self.model.attention)
 
 
 @contextmanager
 def dummy_engine(bench: Bench, *, graphs: bool) -> Iterator[DummyEngine]:
-    """Loads and warms up an 8B model, or in a dry run a tiny one; options that are not given are the engine's own."""
+    """Loads and warms up an 8B model, or a tiny one in a dry run; other options have the engine's defaults."""
     model = TINY if bench.small else LLAMA_8B
     log = StepLog()
     bench.measure_rates()  # the engine will leave too little memory for it
@@ -156,7 +156,7 @@ def _config(bench: Bench, folder: str, *, graphs: bool) -> EngineConfig:
 
 
 class _Launch:
-    """Starts a core in a thread that loads the Torch backend by itself: the package need not be installed."""
+    """Starts a core in a thread that loads the Torch backend directly: the package need not be installed."""
 
     def __init__(self, log: StepLog) -> None:
         self._log = log

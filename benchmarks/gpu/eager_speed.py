@@ -1,4 +1,4 @@
-"""The engine with every kernel launched by itself, to be put beside the one with CUDA graphs."""
+"""The engine with every kernel launched separately, for comparison with CUDA graphs."""
 
 from __future__ import annotations
 

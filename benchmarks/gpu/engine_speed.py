@@ -18,7 +18,7 @@ from sglang_jax.engine.types import GenerateOutput
 from sglang_jax.sampling.params import SamplingParams
 
 BOUND_TARGET = 1.25
-"""A step of one row, over the time in which the weights can be read once."""
+"""Time of a step of one row, over the time in which the weights can be read once."""
 
 GAP_TARGET = 50.0
 """Microseconds of the host between two decode steps."""
@@ -81,7 +81,7 @@ def _digest(outputs: GenerateOutput | list[GenerateOutput]) -> str:
 
 
 def _steps(bench: Bench, dummy: DummyEngine, batch: int, length: int) -> Iterator[Row]:
-    """What the steps since the log was cleared took; at half the output each row holds 1.5 times the prompt."""
+    """Times of the steps since the log was cleared; at half the output each row holds 1.5 times the prompt."""
     times = dummy.log.decode_times(batch)
     if times is None:
         yield {"rows": batch, "note": "no two steps of all rows in a row"}
@@ -126,7 +126,7 @@ def _workload(bench: Bench, dummy: DummyEngine) -> Table:
 
 
 def _profile(bench: Bench, dummy: DummyEngine, batch: int) -> Table:
-    """Kernels of a short run, mostly decode steps, by torch's profiler; nothing in a dry run, whose operators run in
+    """Kernels of a short run, mostly decode steps, by torch's profiler; empty in a dry run, whose operators run in
     another thread."""
     params = SamplingParams(temperature=0.0, max_new_tokens=32, ignore_eos=True)
     prompts = np.random.default_rng(99).integers(10, dummy.model.vocab_size - 300, (batch, 16)).tolist()

@@ -1,4 +1,4 @@
-"""Extend attention of Llama 3 8B's layers, as a share of the rate of matrix products, beside torch's own."""
+"""Extend attention of Llama 3 8B's layers, as a share of the rate of matrix products, next to torch's attention."""
 
 from __future__ import annotations
 

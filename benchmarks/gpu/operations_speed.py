@@ -1,4 +1,4 @@
-"""Fused operations as a share of copy bandwidth, beside torch's own launched one by one."""
+"""Fused operations as a share of copy bandwidth, next to torch's operations launched one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_backend.operations import Operations, Rotation
 
 
 def run(bench: Bench) -> Iterator[Table]:
-    """Widths of Llama 3 8B, beside torch's own operations launched one by one."""
+    """Widths of Llama 3 8B, next to torch's operations launched one by one."""
     rows = [
         row
         for tokens in ((4,) if bench.small else (1, 256, 2048, 8192))

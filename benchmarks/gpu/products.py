@@ -1,4 +1,4 @@
-"""Products with matrices of 8 bits, as a device computes them."""
+"""Products with matrices of 8 bits, as computed by a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | No
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One of them, of inputs `dtype` and values `values`. `rounds`: inputs are rounded to the type of values. `alike`:
+    """A product of inputs `dtype` and values `values`. `rounds`: inputs are rounded to the type of values. `alike`:
     a row is the same, bit for bit, for any number of rows up to this."""
 
     name: str
@@ -27,7 +27,7 @@ class Product:
 
 
 def products(bench: Bench) -> Iterator[Product]:
-    """Those that the device has, for each type of inputs that has 16 bits."""
+    """The device's products, for each input type of 16 bits."""
     for dtype in bench.dtypes:
         if dtype == torch.float32:
             continue

@@ -1,4 +1,4 @@
-"""Products with matrices of 8 bits beside those of bfloat16, and as a share of the time to read them."""
+"""Products with matrices of 8 bits next to those of bfloat16, and as a share of the time to read them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""torch's own attention on contiguous keys and values, without any pages: what the paged kernels are put beside.
+"""torch's attention on contiguous keys and values, without pages, for comparison with the paged kernels.
 
-Each function gives something to be timed. What a torch cannot do raises, and the table says why.
+Each function returns work to be timed. Unsupported work raises, and the table says why.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sdpa(bench: Bench, rows: int, queries: int, keys: int) -> Work:
 
 
 def flex(bench: Bench, rows: int, queries: int, keys: int) -> Work:
-    """`flex_attention`, compiled (on a GPU) for this shape alone."""
+    """`flex_attention`, compiled (on a GPU) only for this shape."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     asked, stored, values = _dense(bench, rows, queries, keys)
@@ -52,7 +52,7 @@ def flex(bench: Bench, rows: int, queries: int, keys: int) -> Work:
 
 
 def rival_seconds(bench: Bench, make: Callable[[Bench, int, int, int], Work], shape: tuple[int, int, int]) -> Row:
-    """Seconds under the rival's name, or a word on why there are none. `shape`: rows, queries, keys."""
+    """Seconds under the rival's name, or the reason why there are none. `shape`: rows, queries, keys."""
     name = make.__name__
     rows, queries, keys = shape
     bytes_needed = 2 * rows * keys * KV_HEADS * HEAD_DIM * bench.dtype.itemsize
@@ -60,7 +60,7 @@ def rival_seconds(bench: Bench, make: Callable[[Bench, int, int, int], Work], sh
         return {f"{name} note": "no memory"}
     try:
         return {f"{name} seconds": bench.stopwatch.seconds(make(bench, rows, queries, keys), repeats=10)}
-    except Exception as error:  # a rival's failure, of whatever kind, is no failure of this suite
+    except Exception as error:  # any failure of a rival is not a failure of this suite
         return {f"{name} note": f"{type(error).__name__}: {error}".splitlines()[0][:60]}
 
 

@@ -1,4 +1,4 @@
-"""Sampling over a large vocabulary, beside sampling by a sort."""
+"""Sampling over a large vocabulary, next to sampling by a sort."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KINDS = {
 
 
 def run(bench: Bench) -> Iterator[Table]:
-    """Sampling for a step's rows; `reads`: as many times the time in which the logits can be read once. Beside it
-    sampling with top-p by a sort, in torch."""
+    """Sampling for a step's rows; `reads`: the time as a multiple of that of reading the logits once. Compared with
+    top-p sampling by a sort in torch."""
     vocab = 500 if bench.small else 128_256
     rows = []
     for count in (2,) if bench.small else (1, 32, 256):

@@ -1,4 +1,4 @@
-"""Steps over pages in random order, made on the device."""
+"""Steps over pages in random order, created on the device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch_backend.kv_pages import LARGEST_INT8, KVForm, KVPages
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a step's sequences: the last `query_lens[s]` of `kv_lens[s]` tokens are computed; the first `num_decode` are
-    decode rows. `padding` adds sequences of one token and no key."""
+    """The shape of a step: the last `query_lens[s]` of `kv_lens[s]` tokens are computed; the first `num_decode`
+    sequences are decode rows. `padding` adds sequences of one token and no key."""
 
     query_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -25,7 +25,7 @@ class Shape:
 
     @classmethod
     def decode(cls, kv_lens: Sequence[int], padding: int = 0) -> Shape:
-        """Of decode rows alone."""
+        """A step of only decode rows."""
         return cls((1,) * len(kv_lens), tuple(kv_lens), len(kv_lens), padding)
 
     @property
@@ -39,7 +39,7 @@ class Shape:
         return sum(self.query_lens) + self.padding
 
     def pages(self, page_size: int) -> int:
-        """Pages that the sequences take, and page 0."""
+        """Pages of the sequences, and page 0."""
         return 1 + sum(-(-length // page_size) for length in self.kv_lens)
 
     def visible_pairs(self) -> int:
@@ -49,8 +49,8 @@ class Shape:
 
 
 def make_batch(bench: Bench, shape: Shape, page_size: int) -> ForwardBatch:
-    """The step of `shape`, its pages in random order. Tokens, positions and slots, which attention does not read, are
-    0."""
+    """The step of `shape` with its pages in random order. Tokens, positions and slots, which attention does not
+    read, are 0."""
     columns = max(-(-length // page_size) for length in shape.kv_lens)
     order = 1 + torch.randperm(shape.pages(page_size) - 1, dtype=torch.int32, generator=torch.Generator())
     table = torch.zeros((shape.rows, columns), dtype=torch.int32)
@@ -76,8 +76,8 @@ def make_batch(bench: Bench, shape: Shape, page_size: int) -> ForwardBatch:
 def random_pages(
     bench: Bench, num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype | KVForm
 ) -> KVPages:
-    """Normal keys and values in every slot; float8 ones with a scale of 0.05, which no value outgrows, int8 ones with
-    scales of their own and, of keys, a normal mean."""
+    """Normal keys and values in every slot; float8 ones with a scale of 0.05, within which all values fit, int8 ones
+    with their own scales and, for keys, a normal mean."""
     kv = KVPages.allocate(num_pages, kv_heads, page_size, head_dim, dtype, bench.device)
     if kv.token_scales is not None:
         kv.token_scales.key_mean.normal_(generator=bench.generator)
@@ -89,7 +89,7 @@ def random_pages(
             stored.normal_(generator=bench.generator)
             continue
         scale.fill_(0.05)
-        for some in stored.view(torch.uint8).split(4096):  # what has float8's width has few operations of its own
+        for some in stored.view(torch.uint8).split(4096):  # types of float8's width support few operations
             values = bench.normal(*some.shape, dtype=torch.float32) / 0.05
             some.copy_(values.to(stored.dtype).view(torch.uint8))
     return kv
@@ -106,7 +106,7 @@ def _fill_integers(bench: Bench, stored: torch.Tensor, scales: torch.Tensor | No
 
 
 def poison_unused(kv: KVPages, batch: ForwardBatch) -> None:
-    """Writes NaN into every slot that no sequence holds, page 0 among them."""
+    """Writes NaN into every slot that no sequence holds, page 0 included."""
     page_size = kv.page_size
     used = torch.zeros((kv.keys.shape[0], page_size), dtype=torch.bool, device=kv.keys.device)
     offsets = torch.arange(page_size, device=kv.keys.device)
@@ -115,7 +115,7 @@ def poison_unused(kv: KVPages, batch: ForwardBatch) -> None:
         used[batch.page_table[:, column].long()] |= held
     for stored in (kv.keys, kv.values):
         nan = torch.full((), torch.nan).to(torch.float8_e4m3fn)
-        if stored.dtype.itemsize == 1:  # of int8 any number will do: scales tell that it is none
+        if stored.dtype.itemsize == 1:  # any int8 value will do: the scales are NaN
             bits = stored.view(torch.uint8)
             bits.masked_fill_(~used[:, None, :, None], int(nan.view(torch.uint8)))
         else:

@@ -1,4 +1,4 @@
-"""When the device began and ended each step of an engine's runner, without touching the runner."""
+"""When the device started and ended each step of an engine's runner, without changes to the runner."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Mark = torch.cuda.Event | float
 
 @dataclass(slots=True)
 class StepLog:
-    """Of every step: `starts`, once its inputs are on the device; `ends`, after its last kernel and copy; `decodes`,
-    the rows of a step of decode rows alone, else 0."""
+    """Per step: `starts`, when its inputs are on the device; `ends`, after its last kernel and copy; `decodes`, the
+    rows of a step of only decode rows, else 0."""
 
     starts: list[Mark] = field(default_factory=list)
     ends: list[Mark] = field(default_factory=list)
@@ -41,7 +41,8 @@ class StepLog:
             part.clear()
 
     def decode_times(self, rows: int) -> DecodeTimes | None:
-        """Of consecutive steps that decode exactly `rows` rows; None if there are none. All steps must have ended."""
+        """Times of consecutive steps that decode exactly `rows` rows; None if there are none. All steps must have
+        ended."""
         if not len(self.starts) == len(self.ends) == len(self.decodes):
             raise RuntimeError(
                 f"{len(self.decodes)} steps were launched, {len(self.starts)} began and {len(self.ends)} ended: "
@@ -62,8 +63,8 @@ class StepLog:
 @dataclass(frozen=True, slots=True)
 class DecodeTimes:
     """Medians in seconds. `step`: from the end of one step to the end of the next; `device`: from a step's inputs on
-    the device to its end; `gap`: from the end of a step to the next one's inputs on the device, when its first kernel
-    may start."""
+    the device to its end; `gap`: from the end of a step to the next one's inputs on the device, when its first
+    kernel may start."""
 
     step: float
     device: float
@@ -126,7 +127,7 @@ class _TimedCpuThread(CpuThread):
 
 @contextmanager
 def timed_streams(log: StepLog) -> Iterator[None]:
-    """Runners that are loaded meanwhile note their steps in `log`."""
+    """Runners loaded in this context record their steps in `log`."""
     with (
         patch.object(torch_backend.loading, "CudaStream", lambda device: _TimedCudaStream(device, log)),
         patch.object(torch_backend.loading, "CpuThread", lambda: _TimedCpuThread(log)),
@@ -135,7 +136,7 @@ def timed_streams(log: StepLog) -> Iterator[None]:
 
 
 class TimedRunner:
-    """A runner loaded under `timed_streams`; notes what kind each step is."""
+    """A runner loaded under `timed_streams`; records the kind of each step."""
 
     def __init__(self, runner: Runner, log: StepLog) -> None:
         self._runner = runner
@@ -168,7 +169,7 @@ class TimedRunner:
         self._runner.stop_profile()
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """Of the runner within."""
+        """As the wrapped runner."""
         return self._runner.expert_load()
 
     def report(self) -> RunnerReport:

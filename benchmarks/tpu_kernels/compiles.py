@@ -1,6 +1,6 @@
-"""Compiles the attention kernels for a TPU that is not there, and reads what each step of decode rows and chunks takes.
+"""Compiles the attention kernels for a TPU without one, and estimates each step of decode rows and chunks.
 
-See `tpu_kernel_estimate`. Imported in a process whose environment tells libtpu where to dump schedules.
+See `tpu_kernel_estimate`. Imported in a process whose environment tells libtpu where to write schedules.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from tpu_kernels.schedule import Loop, read_schedule
 HEAD_DIM = 128
 PAGES = 1024
 SHIPPED_KEYS, SHIPPED_QUERY_HEADS = 1024, 32 * 32
-"""The shipped kernel's blocks, as its own table has them for v5e and v6e, 32 heads, and contexts of 1024 tokens, the
-longest that it holds: 32 queries. It has none for 64 heads, which get half the queries. Without an entry it takes 128
-pages, which takes minutes to compile, as do 32 queries of 64 heads."""
+"""The shipped kernel's blocks, from its table for v5e and v6e, 32 heads, and contexts of 1024 tokens, the longest in
+it: 32 queries. It has none for 64 heads, which get half the queries. Without an entry it takes 128 pages, which
+takes minutes to compile, as do 32 queries of 64 heads."""
 COLUMNS = 4096
-"""Tokens that a row's part of the page table has room for."""
+"""Tokens that a row's part of the page table can hold."""
 
 CASES = (
     Step("64 rows x 1k", (1,) * 64, (1024,) * 64),
@@ -95,8 +95,8 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels for some heads of one device. `folder`: where libtpu was told to write schedules, and XLA its text.
-    `rival`: the module of `load_rival`."""
+    """The kernels for some heads of one device. `folder`: where libtpu writes schedules, and XLA its text. `rival`:
+    the module of `load_rival`."""
 
     mesh: Mesh
     chip: Chip
@@ -116,7 +116,7 @@ class Kernels:
         rival_folder: Path | None,
         latencies: list[float],
     ) -> Kernels:
-        """Those for a chip of a topology."""
+        """The kernels for a chip of a topology."""
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
         mesh = Mesh(np.array(devices[:1]), ("x",))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -139,11 +139,11 @@ class Kernels:
                 yield {"case": step.name, "kernel": kernel, **row, "bytes_us": ours["bytes_us"]}
 
     def array(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        """On the one device."""
+        """An array on the one device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))
 
     def arrays(self, step: Step) -> Arrays:
-        """For a step."""
+        """The arrays of a step."""
         sequences = max(step.decode_rows, 8)
         tokens, columns = max(step.tokens, sequences), COLUMNS // self.shape.page_size
         return Arrays(
@@ -157,7 +157,7 @@ class Kernels:
         )
 
     def compiled(self, kernels: tuple[str, ...], function: Any, *args: Any) -> Compiled:
-        """The text of the compiled module, and its schedules; once for steps of the same shapes."""
+        """The text of the compiled module and its schedules; compiled once for steps of the same shapes."""
         key = (*kernels, *(str(leaf) for leaf in jax.tree.leaves(args)))
         if key not in self.known:
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
@@ -232,7 +232,7 @@ class Kernels:
         heads = (shape.heads, shape.kv_heads, HEAD_DIM, shape.page_size)
         fresh = self.array((arrays.tokens, shape.kv_heads, HEAD_DIM), jnp.bfloat16)
         kv_pages = rival.get_kv_cache_shape(PAGES, shape.page_size, shape.kv_heads, HEAD_DIM, jnp.bfloat16)
-        # The kernel for chunks is part of every program; where it finds nothing to do its blocks compile quickly.
+        # the kernel for chunks is in every program; small blocks compile quickly where it has no work
         chunks = step.tokens > step.decode_rows
         cases = [rival.RpaCase.DECODE] * (step.decode_rows > 0) + [rival.RpaCase.MIXED] * chunks
         compiled = self.compiled(
@@ -266,7 +266,7 @@ class Kernels:
 
 
 def cost_of_shipped(schedule: Loop, step: Step, heads: int, queries: int, pages: int, page_size: int) -> Cost:
-    """Each block of queries goes through all keys of each sequence in it."""
+    """Each block of queries reads all keys of each sequence in it."""
     block_loop = max(loops_with_products(schedule), key=lambda loop: loop.products)
     keys = pages * page_size
     loop = len(block_loop.bundles) + issue(block_loop, pages)
@@ -289,9 +289,8 @@ class Rival:
     computed: int
 
     def cost(self, schedule: Loop, step: Step, heads: int) -> Cost:
-        """A loop over sequences, in it one over blocks of queries, in it one over blocks of keys, in it one over what
-        is computed at once. What a row or a block of queries takes next to its keys is left out, as most of it is in
-        branches of which few are taken."""
+        """Nested loops over sequences, blocks of queries, blocks of keys, and the part computed at once. Work of a
+        row or block of queries other than its keys is left out, as most of it is in branches that are rarely taken."""
         (inner,) = loops_with_products(schedule)
         block_loop = next(loop for loop in schedule.walk() if inner in loop.loops)
         own, turn = len(block_loop.bundles), len(inner.bundles)
@@ -302,7 +301,7 @@ class Rival:
         return Cost(loop, per_key_head, inner.vector_spills, cycles, sum(seen))
 
     def _keys_seen(self, step: Step) -> Iterator[int]:
-        """Keys that each block of queries goes through."""
+        """Keys that each block of queries reads."""
         lengths = list(zip(step.query_lens, step.kv_lens, strict=True))
         for count, kv_len in lengths[: step.decode_rows] if self.queries == 1 else lengths[step.decode_rows :]:
             for first in range(0, count, self.queries):
@@ -310,8 +309,8 @@ class Rival:
 
 
 def load_rival(folder: Path, generation: int) -> Any:
-    """The module of the rival's kernel, without the packages around it, which import what serves there. It asks which
-    chip the machine has, and is told the one that is compiled for."""
+    """The module of the rival's kernel, without its packages, which import serving code. Its query for the machine's
+    chip is answered with the one compiled for."""
     for name in ("tpu_inference", "tpu_inference.kernels"):
         package = types.ModuleType(name)
         package.__path__ = [str(folder.joinpath(*name.split(".")))]

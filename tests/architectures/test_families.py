@@ -1,4 +1,4 @@
-"""Configs of families, with transformers' own classes as the oracle."""
+"""Configs of families, with transformers' classes as the oracle."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_norms_of_random_weights_multiply_by_1(name: str, tmp_path: Path) -> Non
 
 
 _WITHOUT_ATTENTION = ("granitemoehybrid", "mamba2", "nemotron_h")
-"""Families whose layers have none unless the file says so."""
+"""Families whose layers have no window unless the file says so."""
 
 _LATENT = sorted({case.architecture for case in LATENT.values()})
 """Families with latent attention; tests/architectures/test_latent_families.py has their defaults."""
@@ -69,7 +69,7 @@ _LATENT = sorted({case.architecture for case in LATENT.values()})
 @pytest.mark.parametrize(
     "family", sorted({family.name for family in known_families()} - {*_WITHOUT_ATTENTION, *_LATENT})
 )
-def test_silent_fields_take_transformers_defaults(family: str, tmp_path: Path) -> None:
+def test_missing_fields_take_transformers_defaults(family: str, tmp_path: Path) -> None:
     more = {"hidden_size_per_layer_input": 0} if family == "gemma4_text" else {}
     config = configured(tmp_path, family, **more)
     theirs = transformers.AutoConfig.for_model(family, **_SHAPE, **more)
@@ -115,7 +115,7 @@ def test_silent_fields_take_transformers_defaults(family: str, tmp_path: Path) -
         ("nemotron_h", {"hybrid_override_pattern": "M-M*-MM-"}),
     ],
 )
-def test_silent_fields_of_recurrent_layers_take_transformers_defaults(
+def test_missing_fields_of_recurrent_layers_take_transformers_defaults(
     family: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     theirs = transformers.AutoConfig.for_model(family, **_SHAPE, **more)
@@ -153,9 +153,7 @@ def test_gemma3_in_both_spellings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 64])
-def test_layers_of_exaone4_rotate_unless_they_see_all_beside_others_that_do_not(
-    window: int | None, tmp_path: Path
-) -> None:
+def test_exaone4_rotates_all_layers_but_full_ones_of_a_hybrid(window: int | None, tmp_path: Path) -> None:
     types = [_LOCAL if window and (number + 1) % 4 else _WHOLE for number in range(8)]
     config = configured(tmp_path, "exaone4", sliding_window=window, sliding_window_pattern="LLLG")
     assert config == configured(tmp_path, "exaone4", sliding_window=window, layer_types=types)
@@ -199,18 +197,18 @@ def test_layers_of_exaone4_rotate_unless_they_see_all_beside_others_that_do_not(
         ),
     ],
 )
-def test_what_cannot_be_run_is_refused(family: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_fields_are_refused(family: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         configured(tmp_path, family, **change)
 
 
-def test_the_first_files_of_gemma_say_gelu_and_mean_its_approximation(tmp_path: Path) -> None:
+def test_gelu_in_gemmas_first_files_means_its_tanh_approximation(tmp_path: Path) -> None:
     assert transformers.AutoConfig.for_model("gemma", hidden_act="gelu").hidden_act == "gelu_pytorch_tanh"
     assert configured(tmp_path, "gemma", hidden_act="gelu") == configured(tmp_path, "gemma")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
-def test_configs_that_have_no_common_form_are_not_written(name: str, tmp_path: Path) -> None:
+def test_configs_without_a_common_format_are_not_written(name: str, tmp_path: Path) -> None:
     from sglang_jax.checkpoint import write_hf_config
 
     with pytest.raises(CheckpointError, match=r"cannot be written: copy the checkpoint's config\.json"):

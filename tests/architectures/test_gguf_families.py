@@ -1,6 +1,6 @@
-"""GGUF files of families beside Llama and Qwen: the same model as from their folder, and transformers' logits. Names of
-tensors and of metadata are those of the `gguf` package; the order of q and k, and which metadata there are, those of
-llama.cpp's converter."""
+"""GGUF files of families other than Llama and Qwen: the same model as from their folder, and transformers' logits.
+Names of tensors and metadata are those of the `gguf` package; the order of q and k and the set of metadata are those
+of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _GEMMA2_KEYS = {
     _KEYS.LLM.FINAL_LOGIT_SOFTCAPPING: "final_logit_softcapping",
 }
 _CHANGES: dict[str, dict[str, Any]] = {
-    # Files do not say which layers rotate: it is every fourth that does not.
+    # Files do not say which layers rotate: every fourth does not.
     "smollm3": {"num_hidden_layers": 4},
-    # Nor what scores are scaled by, and every how many layers one sees all.
+    # Nor the scale of scores, nor how often a layer has full attention.
     "gemma2": FAMILIES["gemma2"].changes | {"query_pre_attn_scalar": 16},
     "gemma3": {
         "num_hidden_layers": 7,
@@ -50,13 +50,13 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "rope_parameters": FAMILIES["gemma3"].changes["rope_parameters"],
     },
-    # Files have no biases: it is an error of the converter if they are not zero.
+    # Files have no biases: the converter fails if they are not zero.
     "cohere2": {"num_hidden_layers": 4, "sliding_window": 8, "logit_scale": 0.3},
     # Files do not say which layers have experts: all do.
     "qwen3_moe": {"head_dim": 32, "norm_topk_prob": True},
     "qwen2_moe": {"moe_intermediate_size": 64},
     "mixtral": {"head_dim": 24},
-    # Nor what the gate is clamped by, and that YaRN's limits are not rounded.
+    # Nor the clamp of the gate, nor that YaRN's limits are not rounded.
     "gpt_oss": {
         "num_hidden_layers": 3,
         "sliding_window": 8,
@@ -72,18 +72,18 @@ _ARCHITECTURES = {
     "mixtral": "llama",
     "gpt_oss": "gpt-oss",
 }
-"""Of files, where they do not have the family's name."""
+"""Architecture names in files, where they differ from the family's name."""
 
 _CASES = {**FAMILIES, "phi3_without_window": FamilyCase("phi3", 16, {"sliding_window": None})}
 
 
 def _as_they_multiply(config: ModelConfig) -> str:
-    """The config without what it says of how norms are stored."""
+    """The config without how norms are stored."""
     return repr(config).replace("offset=1.0", "offset=0.0")
 
 
 def _model(family: str) -> tuple[str, dict[str, Any]]:
-    """Its architecture in transformers, and what is changed of a tiny model."""
+    """Its architecture in transformers, and changes to the tiny model."""
     return _CASES[family].architecture, _CHANGES.get(family) or _CASES[family].changes
 
 
@@ -100,7 +100,7 @@ def written(
     stored_as = _ARCHITECTURES.get(family, family)
     model = make_tiny_model(architecture, **changes)
     config = model.config
-    # The converter writes 0 for a window that is null.
+    # the converter writes 0 for a window that is null
     metadata: dict[str, Any] = model_metadata(model, stored_as) | {
         key.format(arch=stored_as): getattr(config, name) or 0 for key, name in keys.items()
     }
@@ -178,7 +178,7 @@ def test_the_file_is_the_model_of_the_folder(
     assert np.abs(logits - transformers_logits(architecture, tokens, **changes)).max() < TOLERANCE
 
 
-def test_parts_of_quantised_experts_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_shards_of_quantised_experts_equal_the_whole(tmp_path: Path) -> None:
     kind = GGMLQuantizationType.Q8_0
     files = [open_checkpoint(str(written("qwen2_moe", {}, False, tmp_path / each.name, each))) for each in (kind, _F32)]
     quantised, plain = (ParameterReader(file.reader, file.config) for file in files)
@@ -195,7 +195,7 @@ def test_parts_of_quantised_experts_are_those_of_the_whole(tmp_path: Path) -> No
 
 
 def _of_experts(family: str, name: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of a file that hold one of transformers' with experts or what chooses them; none for another."""
+    """The tensors of a file for a transformers tensor of experts or routers; none for other tensors."""
     if not name.startswith("model.layers."):
         return {}
     _, _, layer, module = name.split(".", 3)
@@ -220,7 +220,7 @@ def _of_experts(family: str, name: str, values: np.ndarray) -> dict[str, np.ndar
 
 
 def _more_metadata(family: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Which layers have windows, in the files that say it, what layers have for ropes of their own, and experts."""
+    """Metadata of some files: windowed layers, separate rotary parameters, and experts."""
     found: dict[str, Any] = {}
     if family in EXPERTS:
         found["expert_count"] = config.get("num_experts") or config["num_local_experts"]

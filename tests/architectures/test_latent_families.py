@@ -1,4 +1,4 @@
-"""Configs of families with latent attention: those of released models, written out by hand, with transformers' own
+"""Configs of families with latent attention: those of released models, written out by hand, with transformers'
 numbers as the oracle."""
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ RELEASED: dict[str, dict[str, Any]] = {
         "vocab_size": 262144,
     },
 }
-"""As released; of sarvam-105b, only as far as transformers tells, and with made-up numbers of shared experts."""
+"""As released; sarvam-105b only as far as transformers documents it, with made-up numbers of shared experts."""
 
 
 def configured(folder: Path, values: dict[str, Any]) -> ModelConfig:
@@ -396,7 +396,7 @@ def test_released_dense_models(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "unknown fields" not in caplog.text
 
 
-def test_layers_of_glm_have_experts_where_the_file_says_so(tmp_path: Path) -> None:
+def test_the_file_says_which_layers_of_glm_have_experts(tmp_path: Path) -> None:
     values = RELEASED["GLM-4.7-Flash"] | {"num_hidden_layers": 4}
     for change, dense in (({}, 1), ({"first_k_dense_replace": 2}, 2)):
         config = configured(tmp_path, values | change)
@@ -405,7 +405,7 @@ def test_layers_of_glm_have_experts_where_the_file_says_so(tmp_path: Path) -> No
     assert [isinstance(part, ExpertsConfig) for part in config.feed_forward] == [True, False, False, True]
 
 
-def test_a_token_leaves_one_vector_whatever_heads_there_are(tmp_path: Path) -> None:
+def test_a_token_caches_one_vector_for_any_number_of_heads(tmp_path: Path) -> None:
     found = configured(tmp_path, RELEASED["DeepSeek-V3"]).attention[0]
     assert found.cached == (CachedArray("latent", None, 512 + 64),)
     assert [found.cached[0].numbers(devices) for devices in (1, 8)] == [576, 576]
@@ -416,7 +416,7 @@ def test_a_token_leaves_one_vector_whatever_heads_there_are(tmp_path: Path) -> N
 
 
 def small(values: dict[str, Any]) -> transformers.PreTrainedModel:
-    """transformers' model of a released config, of two layers, without memory."""
+    """transformers' model of a released config, with two layers, without memory."""
     few = {"num_hidden_layers": 2}
     name = values["model_type"].replace("kimi_k2", "deepseek_v3")
     fields = {field: value for field, value in values.items() if field not in ("model_type", "architectures")}
@@ -443,7 +443,7 @@ def test_scores_and_rotations_are_scaled_as_by_transformers(values: dict[str, An
 
 
 @pytest.mark.parametrize("name", sorted({case.architecture for case in LATENT.values()}))
-def test_silent_fields_take_transformers_defaults(name: str, tmp_path: Path) -> None:
+def test_missing_fields_take_transformers_defaults(name: str, tmp_path: Path) -> None:
     shape = {
         "vocab_size": 512,
         "hidden_size": 4096,
@@ -457,7 +457,7 @@ def test_silent_fields_take_transformers_defaults(name: str, tmp_path: Path) -> 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
     shapes = {name: tuple(values.shape) for name, values in model.state_dict().items()}
-    expected = expected_tensors(config, shapes)  # in memory, experts lie in one tensor
+    expected = expected_tensors(config, shapes)  # in memory, experts are stacked in one tensor
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     assert expected == shapes
@@ -513,12 +513,12 @@ def test_silent_fields_take_transformers_defaults(name: str, tmp_path: Path) -> 
         ("DeepSeek-V2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported; supported: softmax"),
     ],
 )
-def test_what_cannot_be_run_is_refused(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_fields_are_refused(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         configured(tmp_path, RELEASED[name] | change)
 
 
-def test_only_tensors_of_declared_guessing_layers_are_let_pass(tmp_path: Path) -> None:
+def test_only_tensors_of_declared_draft_layers_are_ignored(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=3, num_mtp_layers=1)
     config = json.loads((folder / "config.json").read_text())
     fewer = config | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}

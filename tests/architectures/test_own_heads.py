@@ -1,5 +1,5 @@
-"""Layers with heads and feed-forward parts of their own sizes, in a made-up family on both backends. The oracle is
-transformers' Llama, whose layers were exchanged for those of other configs."""
+"""Layers with separate head counts and feed-forward sizes, in a made-up family on both backends. The oracle is
+transformers' Llama with layers taken from other configs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _HEADS, _KV_HEADS, _COLUMNS = (4, 8, 4, 2), (2, 1, 2, 2), (128, 64, 128, 96)
 
 @pytest.fixture
 def wren(tmp_path: Path) -> Iterator[None]:
-    """A family more."""
+    """A new family."""
     folder = tmp_path / "more_families"
     folder.mkdir()
     (folder / "wren.py").write_text(_FILE)
@@ -109,7 +109,7 @@ def _logits(oracle: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndar
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("wren")
-def test_layers_with_heads_of_their_own(tmp_path: Path) -> None:
+def test_layers_with_separate_head_counts(tmp_path: Path) -> None:
     oracle = _oracle()
     folder = _write(oracle, tmp_path / "model")
     groups = cache_groups(open_checkpoint(str(folder)).config)
@@ -122,8 +122,8 @@ def test_layers_with_heads_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("wren")
-def test_two_groups_that_see_all_are_served_together(tmp_path: Path) -> None:
-    """Prompts that begin alike, twice: the second time their prefixes lie in the pages of both groups."""
+def test_two_groups_of_full_attention_are_served_together(tmp_path: Path) -> None:
+    """Prompts that share a prefix, twice: the second time their prefixes are in the pages of both groups."""
     oracle = _oracle()
     config = EngineConfig(
         model_path=str(_write(oracle, tmp_path / "model")),

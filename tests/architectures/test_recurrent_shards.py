@@ -1,4 +1,4 @@
-"""Which channels of a recurrent layer a device has, and which layers cannot be shared."""
+"""Which channels of a recurrent layer each device has, and which layers cannot be sharded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LAYERS = [
 
 @pytest.mark.parametrize(("layer", "size"), LAYERS, ids=str)
 def test_a_device_has_the_channels_that_its_heads_read(layer: RecurrentConfig, size: int) -> None:
-    """Of a head's channels the convolution and the projection have each what the head of that number reads."""
+    """The convolution and the projection each have the channels that the head of that number reads."""
     for read in (attrgetter("convolution_sections"), attrgetter("input_sections")):
         sections = read(layer)
         stored = [
@@ -69,7 +69,7 @@ def test_a_device_has_the_channels_that_its_heads_read(layer: RecurrentConfig, s
 
 
 @pytest.mark.parametrize(("layer", "size"), LAYERS, ids=str)
-def test_devices_share_states_and_have_copies_of_what_they_all_read(layer: RecurrentConfig, size: int) -> None:
+def test_devices_shard_states_and_replicate_shared_inputs(layer: RecurrentConfig, size: int) -> None:
     built = layer.sharded(size)
     for whole, mine in zip(built.state, built.of_one_device().state, strict=True):
         shape = list(whole.shape)
@@ -92,7 +92,7 @@ def test_devices_share_states_and_have_copies_of_what_they_all_read(layer: Recur
         (lambda: mamba(12, 2, norm_groups=3), 2, "with a norm over 3 parts cannot be spread over 2 devices"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_with_its_numbers(
+def test_layers_that_cannot_be_sharded_are_refused_with_their_sizes(
     layer: Callable[[], RecurrentConfig], size: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

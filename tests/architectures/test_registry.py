@@ -1,4 +1,4 @@
-"""A family is a file: one that a test drops into the package is served like any other."""
+"""A family is one file: a file that a test adds to the package is served like any other."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _forget_families() -> None:
 
 @pytest.fixture
 def starling(tmp_path: Path) -> Iterator[None]:
-    """A file more in the package of families."""
+    """An added file in the package of families."""
     folder = tmp_path / "more_families"
     folder.mkdir()
     (folder / "starling.py").write_text(_FILE)
@@ -83,7 +83,7 @@ def _starling_checkpoint(folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("starling")
-def test_a_file_more_is_a_family_more(tmp_path: Path) -> None:
+def test_an_added_file_is_an_added_family(tmp_path: Path) -> None:
     folder = _starling_checkpoint(tmp_path / "model")
     sequences = prompts()
     for model in (PagedModel(folder), TorchPagedModel(folder)):
@@ -101,7 +101,7 @@ def test_without_the_file_the_error_names_what_is_supported(tmp_path: Path) -> N
         assert family.class_name in message
 
 
-def test_every_file_of_the_package_is_a_family_of_another_name() -> None:
+def test_every_file_of_the_package_is_a_distinct_family() -> None:
     names = [family.name for family in registry.known_families()]
     files = [file.stem for file in Path(str(families.__file__)).parent.glob("*.py") if file.stem != "__init__"]
     assert len(names) == len(set(names)) == len(files) >= 12

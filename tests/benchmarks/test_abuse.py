@@ -1,4 +1,4 @@
-"""The server that the attacks of `benchmarks/abuse.py` are made on."""
+"""The server that `benchmarks/abuse.py` attacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_jax.scheduler.messages import NewRequest
 
 
 def test_its_core_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the options that the server has by default, of which some leave it to the runner."""
+    """With the server's default options, some of which are chosen by the runner."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     abuse = importlib.import_module("abuse")
     channel = RecordingChannel()
@@ -36,7 +36,7 @@ MET = {"health s": 0.25, "ttft x": 2.0, "chat x": 1.0, "peak MiB": 64.0, "left M
 
 
 @pytest.mark.parametrize("over", [None, *MET])
-def test_a_target_that_is_missed_is_its_exit_status(
+def test_a_missed_target_is_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], over: str | None
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
@@ -63,7 +63,7 @@ def test_a_target_that_is_missed_is_its_exit_status(
     assert missed == ({} if over is None else {"deep": f"{over} 100.00, target {abuse.TARGETS[over]:g}"})
 
 
-def test_wrong_requests_that_break_the_server_are_its_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_requests_that_break_the_server_are_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     abuse = importlib.import_module("abuse")
     assert [abuse.tell_failures([{"5xx": count}]) for count in (0, 3)] == [0, 3]

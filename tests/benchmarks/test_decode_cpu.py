@@ -1,4 +1,4 @@
-"""What the CPU decode benchmark has of each backend."""
+"""The targets of the CPU decode benchmark for each backend."""
 
 from __future__ import annotations
 

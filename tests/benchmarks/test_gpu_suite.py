@@ -1,4 +1,4 @@
-"""The GPU suite runs on a CPU with tiny shapes, finds what is wrong, and survives sections that fail."""
+"""The GPU suite runs on a CPU with tiny shapes, detects errors, and survives sections that fail."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rows_of(module: ModuleType, bench: Any) -> list[dict[str, Any]]:
 # -- Dry runs ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_prints_and_writes_what_it_found(tmp_path: Path) -> None:
+def test_a_dry_run_prints_and_writes_its_results(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     done = run_suite(
         "--device", "cpu", "--small", "--only", "check-sampling", "engine", "eager", "--output", str(file), *PATIENT
@@ -105,7 +105,7 @@ def test_every_section_runs_on_native_operations(load: Any, name: str, columns: 
 )
 def test_kernels_run_in_the_interpreter(load: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module = load(name)
-    if name == "check_attention":  # a case of each kind, of the two dozen
+    if name == "check_attention":  # one of the two dozen cases of each kind
         chosen = module.cases
         monkeypatch.setattr(module, "cases", lambda bench: chosen(bench)[::4])
     rows = rows_of(module, load("bench").Bench(CPU, small=True, kernels_name="triton"))
@@ -161,12 +161,12 @@ def test_a_wrong_operation_is_found(load: Any, faulty: NativeOperations, what: s
     bench.kernels = replace(bench.kernels, operations=faulty)
     rows = rows_of(load("check_operations"), bench)
     assert not any(row["ok"] for row in rows if row["what"] == what)
-    # One operation may be made of another; those apart from it are right.
+    # one operation may be made of another; the others are right
     assert all(row["ok"] for row in rows if what.split("_")[-1] not in row["what"])
 
 
 def test_a_wrong_product_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales of the next row; and one that differs a little by the number of rows."""
+    """Scales of the next row; and a product that differs slightly with the number of rows."""
     products, module = load("products"), load("check_products")
     bench = load("bench").Bench(CPU, small=True, kernels_name="triton")
     for product in products.products(bench):
@@ -207,7 +207,7 @@ def test_wrong_attention_is_found(load: Any, short: bool) -> None:
     bench = load("bench").Bench(CPU, small=True, kernels_name="native")
     bench.kernels = replace(bench.kernels, attention=WideWindow(short=short))
     for row in rows_of(load("check_attention"), bench):
-        # A window of 70 tokens is as long as the longest sequence.
+        # a window of 70 tokens is as long as the longest sequence
         assert row["ok"] == ("window 5" not in row["case"] and not short), row
 
 
@@ -222,12 +222,12 @@ def test_wrong_samples_are_found(load: Any) -> None:
     rows = rows_of(load("check_sampling"), bench)
     wrong = {row["what"]: row["wrong"] for row in rows}
     assert wrong["greedy"] == wrong["greedy alone"] == 0
-    # Another noise samples the same token now and then.
+    # with other noise the same token is sampled now and then
     assert sum(wrong.values()) >= 3
     assert all(row["ok"] == (row["wrong"] == 0) for row in rows)
 
 
-def test_a_section_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_a_section_that_times_out_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     sections = ("check-sampling", "check-operations")
     limits = ("--time-limit", "1")
@@ -237,9 +237,7 @@ def test_a_section_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path: 
     assert [section["error"] for section in found] == ["it took longer than 1 s and was ended"] * 2
 
 
-def test_what_a_section_found_before_it_failed_is_kept(
-    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_results_before_a_section_failed_are_kept(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bench_module, module = load("bench"), load("check_sampling")
     suite = importlib.import_module("gpu_suite")
 
@@ -260,7 +258,7 @@ def test_what_a_section_found_before_it_failed_is_kept(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_the_suite_says_so() -> None:
     done = run_suite()
     assert done.returncode == 2
     assert "No CUDA GPU" in done.stdout
@@ -270,7 +268,7 @@ def test_without_a_gpu_it_says_so() -> None:
 # -- Parts -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_has_pages_of_its_own_and_nan_everywhere_else(load: Any) -> None:
+def test_a_step_has_its_own_pages_and_nan_everywhere_else(load: Any) -> None:
     steps = load("steps")
     bench = load("bench").Bench(CPU, small=True, kernels_name="native")
     shape = steps.Shape((1, 3), (5, 9), num_decode=1)
@@ -293,7 +291,7 @@ def test_a_step_has_pages_of_its_own_and_nan_everywhere_else(load: Any) -> None:
                     assert slots[batch.page_table[row, position // 4], position % 4]
 
 
-def test_decode_times_are_those_of_steps_side_by_side(load: Any) -> None:
+def test_decode_times_come_from_adjacent_decode_steps(load: Any) -> None:
     timed_steps = load("timed_steps")
     log = timed_steps.StepLog(
         starts=[0.0, 1.5, 2.75, 4.0, 5.0], ends=[1.0, 2.5, 3.75, 4.5, 6.0], decodes=[2, 2, 2, 0, 2]
@@ -310,7 +308,7 @@ def test_decode_times_are_those_of_steps_side_by_side(load: Any) -> None:
 
 
 class FakeClock:
-    """Time that passes when it is told to, and a little with every event."""
+    """Time that advances when the test says so, and a little with every event."""
 
     now = 0.0
 
@@ -340,7 +338,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_cuda")
-def test_the_stopwatch_gives_the_median_of_the_work_after_warm_up(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stopwatch_gives_the_median_after_warm_up(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("bench")
     monkeypatch.setattr(bench.CudaStopwatch, "_COLD_BYTES", 2**10)
     durations = iter([100.0, 50.0, 3.0, 1.0, 2.0, 9.0, 2.5])
@@ -353,7 +351,7 @@ def test_the_stopwatch_gives_the_median_of_the_work_after_warm_up(load: Any, mon
 
 
 @pytest.mark.usefixtures("fake_cuda")
-def test_a_step_starts_with_its_inputs_and_ends_with_its_work(load: Any) -> None:
+def test_a_steps_time_is_from_its_inputs_to_the_end_of_its_work(load: Any) -> None:
     timed_steps = load("timed_steps")
     log = timed_steps.StepLog()
     stream = timed_steps._TimedCudaStream(CPU, log)
@@ -375,11 +373,11 @@ def test_a_step_starts_with_its_inputs_and_ends_with_its_work(load: Any) -> None
 
 
 def test_a_graph_that_ignores_new_lengths_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay that does nothing leaves the result of the lengths at capture."""
+    """A replay that does nothing leaves the result for the lengths at capture."""
 
     class NoGraph:
         def replay(self) -> None:
-            """Nothing is done again."""
+            """Does nothing."""
 
     @contextmanager
     def capture(graph: NoGraph) -> Iterator[None]:

@@ -1,5 +1,5 @@
-"""The scripts of benchmarks/ start, and those that need no model measure something: so that one that calls what is no
-longer there is noticed before somebody wants a figure."""
+"""The scripts of benchmarks/ start, and those that need no model run on small sizes, so that a script that calls
+removed code is noticed before its figures are needed."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ for command in json.loads(sys.argv[1]):
         told.append(f"{type(error).__name__}: {error}")
 print(json.dumps(told))
 """
-"""All in one process: most of the time goes into importing JAX, torch and transformers once."""
+"""All in one process: most of the time is one import of JAX, torch and transformers."""
 
 
 @pytest.mark.slow
-def test_each_script_tells_its_options_and_reads_those_of_the_pages() -> None:
+def test_each_script_has_help_and_accepts_the_commands_of_the_docs() -> None:
     scripts = [str(path.relative_to(ROOT)) for path in sorted(BENCHMARKS.glob("*.py"))]
     documented = [list(each.words[1:]) for each in documented_commands() if each.words[0] == "python"]
     by_click = {"-m", "benchmarks/tpu_tune.py"}  # their options are read by test_docs_commands
@@ -80,7 +80,7 @@ def test_each_script_tells_its_options_and_reads_those_of_the_pages() -> None:
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script and makes what it measures small."""
+    """Imports a script and shrinks its workload."""
 
     def make(name: str, **small: object) -> ModuleType:
         monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -93,7 +93,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def rows_written(module: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> list[Any]:
-    """Runs the script's `main`; the rows of its table."""
+    """Runs the script's `main`; returns the rows of its table."""
     file = folder / "rows.json"
     monkeypatch.setattr(sys, "argv", ["script", "--json", str(file), *arguments])
     module.main()

@@ -1,4 +1,4 @@
-"""What the soak of a whole server lets pass, and what it does not."""
+"""Which outcomes the soak of a whole server accepts, and which it reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def soak(load: Any) -> ModuleType:
     return module
 
 
-def test_a_fault_explains_what_ran_while_it_lasted(load: Any, soak: ModuleType) -> None:
+def test_a_fault_explains_failures_while_it_lasted(load: Any, soak: ModuleType) -> None:
     outcome, fault = load("soak_clients").Outcome, load("soak_watch").Fault("SIGKILL", at=100.0, noticed=101.0)
     fine = outcome("chat", 50.0, 60.0, "")
     lost = outcome("chat", 90.0, 101.0, "503 replica_lost")
@@ -54,14 +54,14 @@ def samples(load: Any, name: str, begin: float, sizes: list[float]) -> Any:
     return one
 
 
-def test_memory_that_grows_is_seen(load: Any, soak: ModuleType) -> None:
+def test_growing_memory_is_noticed(load: Any, soak: ModuleType) -> None:
     flat, grows = samples(load, "front end", 0.0, [100.0] * 30), samples(load, "core", 0.0, [100.0] * 25 + [103.0] * 5)
-    early = samples(load, "front end", 0.0, [100.0] * 8 + [200.0] * 22)  # it had its size before it was looked at
+    early = samples(load, "front end", 0.0, [100.0] * 8 + [200.0] * 22)  # it had this size at the first sample
     rows = soak.memory_rows({1: flat, 2: grows, 3: early}, 600.0, 1800.0)
     assert [round(row["spread"], 3) for row in rows] == [0.0, 0.03, 0.0]
 
 
-def test_cores_that_are_larger_each_time_are_seen(load: Any, soak: ModuleType) -> None:
+def test_cores_that_grow_with_each_restart_are_noticed(load: Any, soak: ModuleType) -> None:
     cores = {n: samples(load, "core", 200.0 * n, [50.0, 100.0 + 2 * n]) for n in range(6)}
     [row] = soak.memory_rows(cores, 600.0, 1800.0)
     assert row["process"] == "6 later cores"
@@ -71,7 +71,7 @@ def test_cores_that_are_larger_each_time_are_seen(load: Any, soak: ModuleType) -
     assert row["spread"] < soak.FLAT
 
 
-def test_an_answer_must_be_the_first_one(load: Any) -> None:
+def test_an_answer_must_equal_the_first_one(load: Any) -> None:
     oracle = load("soak_clients").Oracle()
     assert [oracle.check("a", "x"), oracle.check("b", "y"), oracle.check("a", "x")] == ["", "", ""]
     assert oracle.check("a", "y") == "another answer to a"

@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket, by gcsfs over HTTP from a stand-in of Google Cloud Storage on this machine."""
+"""Checkpoints in a bucket, read by gcsfs over HTTP from a local stand-in for Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reader_of(checkpoint: Checkpoint) -> SafetensorsReader:
     return checkpoint.reader
 
 
-def test_it_is_the_checkpoint_of_a_folder(local: Path, served: Bucket) -> None:
+def test_a_bucket_reads_like_a_folder(local: Path, served: Bucket) -> None:
     here, there = open_checkpoint(str(local)), open_checkpoint(f"{ADDRESS}/")
     assert there.config == here.config
     assert there.generation_defaults == here.generation_defaults
@@ -59,7 +59,7 @@ def test_it_is_the_checkpoint_of_a_folder(local: Path, served: Bucket) -> None:
         np.testing.assert_array_equal(found.read(name), expected.read(name))
 
 
-def test_opening_reads_headers_and_a_part_its_own_rows(
+def test_opening_reads_only_headers_and_a_shard_only_its_rows(
     local: Path, served: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_jax.checkpoint.safetensors_reader._FIRST_BYTES", 512)
@@ -101,7 +101,7 @@ def test_small_files_are_copied_once_for_each_version(served: Bucket) -> None:
     assert (resolve_model(ADDRESS).path / "config.json").read_text() == "{}"
 
 
-def test_dummy_weights_need_none_there(served: Bucket) -> None:
+def test_dummy_weights_need_no_weights_in_the_bucket(served: Bucket) -> None:
     for file in folder(served).glob("*.safetensors"):
         file.unlink()
     assert open_checkpoint(ADDRESS, LoadFormat.DUMMY).config.num_layers > 0
@@ -130,7 +130,7 @@ def test_an_orbax_checkpoint_is_known_by_its_marker(served: Bucket) -> None:
         "gs://a b/c",
     ],
 )
-def test_what_is_no_address(address: str, served: Bucket) -> None:
+def test_malformed_addresses_are_refused(address: str, served: Bucket) -> None:
     with pytest.raises(CheckpointError, match="is not a bucket address; give gs://BUCKET/PATH"):
         resolve_model(address)
 
@@ -140,13 +140,13 @@ def test_other_storages_are_refused_by_name() -> None:
         resolve_model("s3://models/a")
 
 
-def test_without_gcsfs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gcsfs_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"reading gs://models/a needs gcsfs, .* pip install -e '\.\[gcs\]'"):
         resolve_model("gs://models/a")
 
 
-def test_what_is_not_there_is_named(served: Bucket) -> None:
+def test_missing_files_are_named(served: Bucket) -> None:
     for address in ("gs://models/none", "gs://others/tiny"):
         with pytest.raises(CheckpointError, match=f"{address} does not exist"):
             resolve_model(address)
@@ -167,18 +167,18 @@ def test_gguf_files_are_read_from_disk(served: Bucket) -> None:
 
 
 @pytest.mark.parametrize(("status", "reason"), [(401, "HttpError"), (403, "Forbidden"), (400, "HttpError")])
-def test_a_bucket_that_does_not_give(served: Bucket, status: int, reason: str) -> None:
+def test_a_bucket_that_denies_access(served: Bucket, status: int, reason: str) -> None:
     served.failures = [status] * 100
     with pytest.raises(CheckpointError, match=f"{ADDRESS}/.* cannot be read .*has this machine's.*{reason}"):
         resolve_model(ADDRESS)
 
 
-def test_what_fails_for_a_moment_is_asked_again(served: Bucket) -> None:
+def test_transient_failures_are_retried(served: Bucket) -> None:
     served.failures = [503]
     assert resolve_model(ADDRESS).kind is SourceKind.SAFETENSORS
 
 
-def test_answers_that_are_cut_short(served: Bucket) -> None:
+def test_truncated_responses_are_an_error(served: Bucket) -> None:
     reader = reader_of(open_checkpoint(ADDRESS))
     served.cut = 1
     with pytest.raises(
@@ -187,7 +187,7 @@ def test_answers_that_are_cut_short(served: Bucket) -> None:
         reader.read("model.norm.weight")
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read(served: Bucket) -> None:
+def test_a_checkpoint_replaced_while_it_is_read_is_an_error(served: Bucket) -> None:
     reader = reader_of(open_checkpoint(ADDRESS))
     served.generation += 1
     with pytest.raises(CheckpointError, match=f"{ADDRESS}/model-.*safetensors does not exist, or was replaced"):
@@ -201,7 +201,8 @@ def test_a_cache_that_cannot_be_written(served: Bucket, tmp_path: Path, monkeypa
         resolve_model(ADDRESS)
 
 
-# -- Made to do harm ---------------------------------------------------------------------------------------------------
+# -- Malicious buckets
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "gs://others/model.safetensors", "/etc/passwd", ""])
@@ -212,7 +213,7 @@ def test_weights_of_another_folder_are_not_read(served: Bucket, name: str) -> No
     assert served.bytes_of(".safetensors") == 0
 
 
-def test_a_header_that_says_too_much_is_not_fetched(served: Bucket) -> None:
+def test_a_header_that_claims_to_be_huge_is_not_fetched(served: Bucket) -> None:
     for file in folder(served).glob("model*"):
         file.unlink()
     served.extra.append(f"tiny/llama/{SINGLE_FILE}")
@@ -227,20 +228,20 @@ def test_a_header_that_says_too_much_is_not_fetched(served: Bucket) -> None:
     assert served.bytes_of(SINGLE_FILE) <= 128 << 10
 
 
-def test_small_files_that_are_large_are_not_fetched(served: Bucket) -> None:
+def test_oversized_config_files_are_not_fetched(served: Bucket) -> None:
     served.sizes["tiny/llama/config.json"] = 2**40
     with pytest.raises(CheckpointError, match=rf"{ADDRESS}: the files \*.json and \*.jinja have \d+ bytes"):
         resolve_model(ADDRESS)
     assert served.sent == []
 
 
-def test_too_many_objects(served: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_objects_are_refused(served: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "_MOST_OBJECTS", 5)
     with pytest.raises(CheckpointError, match=f"{ADDRESS} has more than 5 objects"):
         resolve_model(ADDRESS)
 
 
-def test_names_that_no_file_has_are_left_out(served: Bucket, tmp_path: Path) -> None:
+def test_object_names_that_are_not_file_names_are_skipped(served: Bucket, tmp_path: Path) -> None:
     served.extra += [f"tiny/llama/{name}" for name in ("..", "a\\b.json", "a\nb.json", "x" * 300 + ".json")]
     source = resolve_model(ADDRESS)
     assert {path.name for path in source.path.iterdir()} == {

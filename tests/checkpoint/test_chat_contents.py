@@ -1,4 +1,4 @@
-"""Whether templates take the content of a message as text or as a list of parts, and that they get it so."""
+"""Whether a template takes a message's content as text or as a list of parts, and that it gets that form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = "{% for p in m.content %}{% if p['type'] == 'text' %}{{ p['text'] }}{% e
 EACH = "{% for m in messages %}{{ '<' + m.role + '>' }}"
 
 GUARD = EACH + PARTS + "{% endfor %}"
-"""As Llama Guard 3 and 4."""
+"""As in Llama Guard 3 and 4."""
 
 GUARD_STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('order') }}"
@@ -55,8 +55,8 @@ CASES = [(name, roles) for name in OF_PARTS for roles in CONVERSATIONS if (name,
 
 
 @pytest.mark.parametrize(("name", "roles"), CASES)
-def test_what_everybody_says_is_in_the_prompt(tmp_path: Path, name: str, roles: list[str]) -> None:
-    """As transformers renders the form that the template takes."""
+def test_every_message_is_in_the_prompt(tmp_path: Path, name: str, roles: list[str]) -> None:
+    """Transformers renders the same from the form that the template takes."""
     template, of_parts = OF_PARTS[name]
     tokenizer = byte_tokenizer(tmp_path, template)
     conversation = turns(*roles)
@@ -83,9 +83,7 @@ TWO = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
 
 @pytest.mark.parametrize(("name", "together"), [("guard", "onetwo"), ("either", "one\ntwo"), ("tiny", "one\ntwo")])
-def test_a_clients_parts_are_given_as_parts_where_the_template_takes_them(
-    tmp_path: Path, name: str, together: str
-) -> None:
+def test_parts_stay_parts_where_the_template_takes_them(tmp_path: Path, name: str, together: str) -> None:
     tokenizer = byte_tokenizer(tmp_path, OF_PARTS[name][0])
     assert together in asked(tokenizer, TWO)
     assert asked(tokenizer, TWO[:1]) == asked(tokenizer, "one")
@@ -96,7 +94,7 @@ NO_WORD_FOR_IT = EACH + "{% for p in m.content %}{{ (p.values() | list)[1] }}{% 
 
 
 @pytest.mark.parametrize(("alone", "with_tools"), [(DEFAULT_OF_TEXT, GUARD), (GUARD, DEFAULT_OF_TEXT)])
-def test_a_template_of_chats_with_tools_has_its_own_form(tmp_path: Path, alone: str, with_tools: str) -> None:
+def test_a_template_for_tools_may_take_another_form(tmp_path: Path, alone: str, with_tools: str) -> None:
     tokenizer = byte_tokenizer(tmp_path, {"default": alone, "tool_use": "{{ tools[0].function.name }}" + with_tools})
     tools = [{"type": "function", "function": {"name": "get"}}]
     conversation = turns("user", "assistant", "user")
@@ -105,12 +103,12 @@ def test_a_template_of_chats_with_tools_has_its_own_form(tmp_path: Path, alone: 
     assert tokenizer.render_chat(conversation, tools=tools) == "get" + told
 
 
-def test_a_template_need_not_name_what_a_part_says(tmp_path: Path) -> None:
+def test_a_template_may_print_whole_parts(tmp_path: Path) -> None:
     assert byte_tokenizer(tmp_path, NO_WORD_FOR_IT).render_chat(turns("user")) == "<user>what user says"
 
 
-def test_tools_are_told_before_parts(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer(tmp_path, GUARD_STRICT)  # which knows neither tools nor a system
+def test_missing_tool_support_is_reported_before_parts(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path, GUARD_STRICT)  # its template knows neither tools nor a system message
     tools = [{"type": "function", "function": {"name": "get"}}]
     assert tokenizer.render_chat([{"role": "user", "content": TWO}], tools=tools).endswith("</tool_call>\n\none\ntwo")
 
@@ -122,7 +120,7 @@ def test_control_tokens_in_parts_are_text(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "<user>a<|im_end|>onetwo"
 
 
-def test_a_message_of_parts_goes_on(tmp_path: Path) -> None:
+def test_a_message_of_parts_can_be_continued(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path, GUARD)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is: "}]
     body = ChatBody.model_validate(

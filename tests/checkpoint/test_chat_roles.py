@@ -1,4 +1,4 @@
-"""Which roles a chat template is found to know, and what is said of the others."""
+"""Which roles a chat template is found to know, and the errors for other roles."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ OTHERS |= {"model", "alien", "User", "USER", ""}
 
 
 def naming(condition: str) -> str:
-    """A template that prints any role, and says something about one."""
+    """A template that prints any role, and has special text for one."""
     return "{% for m in messages %}" + condition + "!{% endif %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
 
 
 def words_as(text: str) -> str:
-    """A template that shows the words of users and assistants alone."""
+    """A template that prints only the messages of users and assistants."""
     return "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ " + text + " }}{% endif %}{% endfor %}"
 
 
@@ -90,8 +90,8 @@ def test_roles_that_a_template_knows(tmp_path: Path, template: str, roles: list[
     ],
     ids=["tokens of roles", "ChatML", "prints any", "tokens of some"],
 )
-def test_roles_that_have_a_token(tmp_path: Path, template: str, further: str | None) -> None:
-    """Where any role is printed as a token. Those that end a message or a sequence are no roles."""
+def test_roles_that_are_tokens(tmp_path: Path, template: str, further: str | None) -> None:
+    """Where any role is printed as a token. Tokens that end a message or a sequence are not roles."""
     tokenizer = byte_tokenizer(tmp_path, template, ("<|user|>", "<|observation|>", "[MASK]", "<|two words|>"))
     with pytest.raises(ParameterError) as caught:
         tokenizer.check_roles(["alien"])
@@ -101,7 +101,7 @@ def test_roles_that_have_a_token(tmp_path: Path, template: str, further: str | N
         assert rendered(tokenizer, ("observation", "a")) == "<|im_start|><|observation|>\na<|im_end|>"
 
 
-def test_a_template_that_recurses_without_end(tmp_path: Path) -> None:
+def test_a_template_with_infinite_recursion_is_an_error(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path, chat_templates.RECURSES)
     assert rendered(tokenizer, ("user", "a")) == "<user>a"
     with pytest.raises(RequestError, match=r"^the chat template refused the messages: maximum recursion") as caught:
@@ -131,7 +131,7 @@ def test_rendering_checks_the_roles(tmp_path: Path) -> None:
         ({"role": "u" * 10_000, "content": "a"}, "'uuuuuuuuuuuu...uuuuuuuuuuuuu'"),
     ],
 )
-def test_what_is_no_role(tmp_path: Path, message: dict[str, object], seen: str) -> None:
+def test_values_that_are_not_roles_are_refused(tmp_path: Path, message: dict[str, object], seen: str) -> None:
     tokenizer = byte_tokenizer(tmp_path, chat_templates.PRINTS_ANY)
     with pytest.raises(ParameterError, match=re.escape(f"messages[0].role is {seen}, which")):
         tokenizer.render_chat([message])
@@ -141,7 +141,7 @@ def rendered(tokenizer: Tokenizer, *turns: tuple[str, str]) -> str:
     return tokenizer.render_chat([{"role": role, "content": content} for role, content in turns])
 
 
-def test_a_developer_is_the_system_where_the_template_does_not_name_it(tmp_path: Path) -> None:
+def test_developer_means_system_where_the_template_does_not_name_it(tmp_path: Path) -> None:
     turns = (("developer", "be brief"), ("user", "hi"))
     for template in (chat_templates.PRINTS_ANY, chat_templates.LLAMA, chat_templates.MISTRAL, CHAT_TEMPLATE):
         tokenizer = byte_tokenizer(tmp_path, template)
@@ -152,7 +152,7 @@ def test_a_developer_is_the_system_where_the_template_does_not_name_it(tmp_path:
 
 
 @pytest.mark.parametrize("template", [chat_templates.GEMMA, chat_templates.MISTRAL], ids=["gemma", "mistral"])
-def test_what_else_a_template_refuses_stays_as_it_was(tmp_path: Path, template: str) -> None:
+def test_other_errors_of_a_template_are_unchanged(tmp_path: Path, template: str) -> None:
     tokenizer = byte_tokenizer(tmp_path, template)
     assert rendered(tokenizer, ("user", "a"), ("assistant", "b"), ("user", "c"))
     with pytest.raises(RequestError, match=r"^the chat template refused the messages: .*must alternate") as caught:
@@ -160,7 +160,7 @@ def test_what_else_a_template_refuses_stays_as_it_was(tmp_path: Path, template: 
     assert caught.value.param == "messages"
 
 
-def test_no_default_among_several_templates(tmp_path: Path) -> None:
+def test_several_templates_without_a_default_refuse_chats(tmp_path: Path) -> None:
     """Such a tokenizer is loaded; a chat is refused with the reason."""
     tokenizer = byte_tokenizer(tmp_path, {"rag": "x", "tool_use": "y"})
     with pytest.raises(RequestError, match=r"^the chat template refused the messages: .*no default"):
@@ -170,7 +170,7 @@ def test_no_default_among_several_templates(tmp_path: Path) -> None:
         rendered(one_of_two, ("system", "a"))
 
 
-def test_without_a_template_roles_are_not_the_reason(tmp_path: Path) -> None:
+def test_without_a_template_the_error_does_not_blame_roles(tmp_path: Path) -> None:
     hugging_face = byte_tokenizer(tmp_path, chat_templates.GEMMA)._files
     hugging_face.chat_template = None
     tokenizer = Tokenizer(hugging_face, "test")

@@ -46,12 +46,12 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% 
         ("{{ raise_exception('never') }}", False, ArgumentForm.NONE),
     ],
 )
-def test_what_templates_do_with_tools(tmp_path: Path, template: str, shown: bool, form: ArgumentForm) -> None:
+def test_how_templates_use_tools_is_detected(tmp_path: Path, template: str, shown: bool, form: ArgumentForm) -> None:
     support = learn_tools(byte_tokenizer(tmp_path, template)._chat.render_probe)
     assert (support.renders_tools, support.arguments) == (shown, form)
 
 
-def test_arguments_are_given_as_the_template_takes_them(tmp_path: Path) -> None:
+def test_arguments_have_the_form_that_the_template_takes(tmp_path: Path) -> None:
     tool = json.dumps({**TOOL, "function": {**TOOL["function"], "description": "d"}})
     tools = [json.loads(tool)]
     said = "<user>a<assistant>b"
@@ -69,7 +69,7 @@ def test_arguments_are_given_as_the_template_takes_them(tmp_path: Path) -> None:
         assert again == text.replace(ARGUMENTS, '{"key": "ä"}')
 
 
-def test_a_template_without_tools_is_told_of_them(tmp_path: Path) -> None:
+def test_a_template_without_tools_gets_a_system_message_about_them(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path, NO_TOOLS)
     text = tokenizer.render_chat(TURNS, tools=[{"type": "function", "function": {"name": "get"}}])
     system, _, rest = text.partition("<user>")
@@ -86,7 +86,7 @@ def test_a_template_without_tools_is_told_of_them(tmp_path: Path) -> None:
 
 
 def test_control_tokens_in_tools_calls_and_variables_are_text(tmp_path: Path) -> None:
-    """Whoever describes a tool, or writes what one says, ends nobody's turn."""
+    """Text in tool descriptions and tool results cannot end a turn."""
     tokenizer = byte_tokenizer(tmp_path, AS_OBJECT + "{{ mood[0] }}<|im_end|>")
     turns = [dict(turn) for turn in TURNS]
     turns[1]["tool_calls"] = [{**CALL, "function": {"name": "get", "arguments": '{"key": "<|im_end|>"}'}}]
@@ -99,7 +99,7 @@ def test_control_tokens_in_tools_calls_and_variables_are_text(tmp_path: Path) ->
 
 @pytest.mark.parametrize("template", [AS_OBJECT, AS_TEXT, NO_TOOLS])
 def test_control_tokens_in_escapes_and_in_names_are_text(tmp_path: Path, template: str) -> None:
-    """What JSON spells in escapes is decoded before it is marked, and names are marked as what they name."""
+    """JSON escapes are decoded before control tokens are marked, and names are treated like other text."""
     tokenizer = byte_tokenizer(tmp_path, template + "<|im_end|>")
     named = {"type": "object", "properties": {"<|im_end|>": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "get", "parameters": named}}
@@ -130,14 +130,14 @@ def test_variables_of_a_template(tmp_path: Path) -> None:
         assert not is_variable(name)
 
 
-def test_the_template_for_tools_of_two(tmp_path: Path) -> None:
+def test_the_tool_use_template_is_chosen_of_two(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path, {"default": NO_TOOLS, "tool_use": AS_OBJECT})
     assert tokenizer.render_chat(TURNS[:1]) == "<user>a"
     assert tokenizer.render_chat(TURNS[:1], tools=[{"type": "function", "function": {"name": "get"}}]).startswith("{")
     assert tokenizer.chat_template == AS_OBJECT
 
 
-def test_the_embedded_model_is_told_of_tools() -> None:
+def test_tools_are_in_the_prompt_of_the_embedded_model() -> None:
     tokenizer: Tokenizer = load_tokenizer(resolve_model("demo"))
     text = tokenizer.render_chat(TURNS, tools=[TOOL])
     assert text.startswith("<|im_start|>system\nYou may call")

@@ -1,4 +1,4 @@
-"""Tokenizers of folders and GGUF files, against transformers' own."""
+"""Tokenizers of folders and GGUF files, against transformers' tokenizers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_bos_is_added_as_tokenizer_json_says(tmp_path: Path, add_bos: bool) -> N
     assert tokenizer.encode("the fox") == AutoTokenizer.from_pretrained(tmp_path).encode("the fox")
 
 
-def test_settings_for_batches_are_dropped(tmp_path: Path) -> None:
+def test_padding_and_truncation_settings_are_dropped(tmp_path: Path) -> None:
     make_tiny_tokenizer(tmp_path)
     backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
     backend.enable_truncation(3)
@@ -92,7 +92,7 @@ def test_settings_for_batches_are_dropped(tmp_path: Path) -> None:
 
 
 def test_known_ids_of_the_embedded_model(demo: Tokenizer) -> None:
-    """`Digits` come one by one, and the space before a number stays apart: this model was trained so."""
+    """`Digits` splits numbers into single digits, and the space before a number is a separate token, as in training."""
     assert demo.encode("What is the capital of France?") == [1780, 314, 260, 3575, 282, 4649, 47]
     assert demo.encode("a  12") == [*demo.encode("a"), *demo.encode("  "), *demo.encode("1"), *demo.encode("2")]
     assert demo.encode("<|im_start|>") == [1]
@@ -151,7 +151,9 @@ def test_chat_of_the_embedded_model(demo: Tokenizer) -> None:
         ([], "messages is empty; a conversation needs"),
     ],
 )
-def test_messages_that_the_template_refuses(tiny: Tokenizer, messages: list[dict[str, object]], message: str) -> None:
+def test_messages_that_the_template_refuses_are_an_error(
+    tiny: Tokenizer, messages: list[dict[str, object]], message: str
+) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         tiny.render_chat(messages)
     assert (caught.value.status, caught.value.param) == (400, "messages")
@@ -168,8 +170,8 @@ def test_chat_template_overrides(tmp_path: Path, folder: Path) -> None:
         load_tokenizer(source, chat_template="/none")
 
 
-def test_a_chat_template_that_is_not_text(tmp_path: Path, folder: Path) -> None:
-    """Neither the option's nor the checkpoint's own."""
+def test_a_chat_template_that_is_not_text_is_refused(tmp_path: Path, folder: Path) -> None:
+    """Neither from the option nor from the checkpoint."""
     mine = tmp_path / "mine.jinja"
     mine.write_bytes(b"{{ '\xff' }}")
     with pytest.raises(CheckpointError, match=re.escape(f"chat template {mine} is not UTF-8: ")):
@@ -184,14 +186,14 @@ def test_a_chat_template_that_is_not_text(tmp_path: Path, folder: Path) -> None:
             load_tokenizer(resolve_tokenizer(str(checkpoint)))
 
 
-def test_no_chat_template(tmp_path: Path) -> None:
+def test_without_a_chat_template_chats_are_refused(tmp_path: Path) -> None:
     make_tiny_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(RequestError, match="no chat template"):
         load_tokenizer(resolve_tokenizer(str(tmp_path))).render_chat(MESSAGES)
 
 
-def test_saving_and_loading_again(tmp_path: Path, demo: Tokenizer) -> None:
+def test_a_saved_tokenizer_loads_the_same(tmp_path: Path, demo: Tokenizer) -> None:
     demo.save(tmp_path)
     again = load_tokenizer(resolve_tokenizer(str(tmp_path)))
     for text in TEXTS:
@@ -202,10 +204,8 @@ def test_saving_and_loading_again(tmp_path: Path, demo: Tokenizer) -> None:
 
 @pytest.mark.parametrize("add_eos", [False, True])
 @pytest.mark.parametrize("add_bos", [False, True])
-def test_special_tokens_of_a_gguf_file_are_those_that_transformers_makes_of_it(
-    tmp_path: Path, add_bos: bool, add_eos: bool
-) -> None:
-    """One of those with a role, `unk`, is text as far as the file's types of tokens say."""
+def test_special_tokens_of_a_gguf_file_are_those_of_transformers(tmp_path: Path, add_bos: bool, add_eos: bool) -> None:
+    """`unk` has a role, but the file's token types mark it as text."""
     metadata = sentencepiece_metadata() | {
         "tokenizer.ggml.add_bos_token": add_bos,
         "tokenizer.ggml.add_eos_token": add_eos,
@@ -261,8 +261,8 @@ def test_splits_are_those_of_transformers_conversion(tmp_path: Path, pre: str) -
     assert composed is (pre == "qwen2")
 
 
-def test_whole_tokens_come_before_merges_for_llama3(tmp_path: Path) -> None:
-    """Llama 3 keeps a word that is a token, even where the merges would build it otherwise."""
+def test_whole_tokens_win_over_merges_for_llama3(tmp_path: Path) -> None:
+    """Llama 3 keeps a word that is a token even where the merges would build it from other tokens."""
     metadata = byte_level_metadata(make_tiny_tokenizer(tmp_path), "llama-bpe")
     metadata["tokenizer.ggml.tokens"].append("zq")
     metadata["tokenizer.ggml.token_type"].append(1)
@@ -290,7 +290,7 @@ def test_gguf_tokenizers_that_cannot_be_built(tmp_path: Path, change: dict[str, 
 
 @pytest.mark.parametrize("role", ["bos", "eos", "padding", "unknown"])
 @pytest.mark.parametrize("index", [5000, 4294967295])
-def test_ids_outside_the_vocabulary_are_left_out(
+def test_ids_outside_the_vocabulary_decode_to_nothing(
     tmp_path: Path, role: str, index: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     metadata = byte_level_metadata(make_tiny_tokenizer(tmp_path))
@@ -303,7 +303,7 @@ def test_ids_outside_the_vocabulary_are_left_out(
 
 
 def sentencepiece_metadata() -> dict[str, Any]:
-    """A vocabulary as sentencepiece BPE makes it: control tokens, bytes, pieces by falling score, then letters."""
+    """A vocabulary in the order of sentencepiece BPE: control tokens, bytes, pieces by falling score, then letters."""
     pieces = ["▁t", "he", "▁the", "in", "an", "▁f", "ox", "▁fox", "er", "▁a", "▁an", "and", "▁and", "▁▁", "ther"]
     letters = sorted(set("▁the quick brown fox jumps over lazy dog inad".replace(" ", "")))
     tokens = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *pieces, *letters]
@@ -373,7 +373,7 @@ def test_streamed_text_is_the_decoded_text(kind: str, tmp_path: Path, request: p
 
 
 def test_any_byte_level_tokens_stream_to_their_decoding(tiny: Tokenizer) -> None:
-    """Random tokens: mostly not UTF-8, where decoding puts U+FFFD by the same rule as the stream."""
+    """Random tokens are mostly not UTF-8; decoding and the stream place U+FFFD by the same rule."""
     generator = random.Random(0)
     for _ in range(300):
         ids = [generator.randrange(tiny.vocab_size) for _ in range(generator.randrange(30))]
@@ -401,7 +401,7 @@ def test_a_continued_sentencepiece_text_keeps_its_space(tmp_path: Path) -> None:
 
 
 def test_neither_torch_nor_jax_is_imported(folder: Path) -> None:
-    """Torch is installed here, and transformers imports it at the slightest touch of a model's config."""
+    """Torch is installed here, and transformers imports it at the slightest use of a model's config."""
     program = f"""
 import sys
 from sglang_jax.checkpoint import open_checkpoint
@@ -431,7 +431,7 @@ def test_the_tiny_chat_template_is_the_one_saved(folder: Path) -> None:
 def test_a_long_text_has_the_ids_that_its_tokenizer_gives(
     demo: Tokenizer, tiny: Tokenizer, folder: Path, add_special_tokens: bool
 ) -> None:
-    """Long texts are encoded another way than short ones."""
+    """Long texts are encoded by another method than short ones."""
     theirs = AutoTokenizer.from_pretrained(folder)
     draw = random.Random(3)
     for _ in range(5):
@@ -459,8 +459,8 @@ def test_special_tokens_around_a_long_text() -> None:
 
 
 def has_turns_during(work: Callable[[int], object]) -> bool:
-    """Whether this thread runs again and again while another does the work, of a size that grows: a busy machine gives
-    it few turns in a short time, and a thread that keeps Python's lock gives it none however long it takes."""
+    """Whether this thread runs repeatedly while another does the work, whose size grows: on a busy machine it gets
+    few turns in a short time, and none at all if the other thread keeps the GIL."""
     for size in (1, 5, 25):
         thread = threading.Thread(target=work, args=(size,))
         thread.start()
@@ -473,27 +473,27 @@ def has_turns_during(work: Callable[[int], object]) -> bool:
     return False
 
 
-def test_tokenizing_leaves_other_threads_their_turn(demo: Tokenizer) -> None:
+def test_other_threads_run_while_a_text_is_tokenized(demo: Tokenizer) -> None:
     draw = random.Random(5)
     text = " ".join("".join(draw.choices("abcdefghij", k=draw.randrange(1, 9))) for _ in range(30_000))
     assert has_turns_during(lambda size: demo.encode(text * size))
 
 
-def test_many_tokens_are_decoded_while_other_threads_have_their_turn(demo: Tokenizer) -> None:
+def test_other_threads_run_while_many_tokens_are_decoded(demo: Tokenizer) -> None:
     ids = [random.Random(7).randrange(demo.vocab_size) for _ in range(200_000)]
     texts: list[str] = []
     assert has_turns_during(lambda size: texts.append(demo.decode(ids * size)))
     assert texts[0] == demo._backend.decode(ids)
 
 
-def test_bytes_of_few_tokens_are_kept(demo: Tokenizer) -> None:
-    """Those of all that a server ever served were a reason of its growing for hours."""
+def test_the_cache_of_token_bytes_is_limited(demo: Tokenizer) -> None:
+    """A cache of every token that a server ever produced made it grow for hours."""
     first = [demo.token_bytes(token) for token in range(KEPT_TOKENS + 10)]
     assert len(demo._bytes) <= KEPT_TOKENS
     assert [demo.token_bytes(token) for token in range(KEPT_TOKENS + 10)] == first
 
 
-def test_no_token_stands_for_more_characters_than_the_longest(demo: Tokenizer, tiny: Tokenizer) -> None:
+def test_no_token_is_longer_than_the_longest_token(demo: Tokenizer, tiny: Tokenizer) -> None:
     for tokenizer in (demo, tiny):
         longest = max(len(tokenizer.token_text(token)) for token in range(tokenizer.vocab_size))
         assert longest <= tokenizer.longest_token < 200

@@ -1,4 +1,4 @@
-"""What messages spell is text, whatever it spells."""
+"""Control tokens that are spelled in messages are text."""
 
 from __future__ import annotations
 
@@ -42,31 +42,33 @@ def control_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return [token for token in ids if token in tokenizer.special_token_ids]
 
 
-def test_a_message_begins_no_turn(tokenizer: Tokenizer) -> None:
+def test_a_message_cannot_start_a_turn(tokenizer: Tokenizer) -> None:
     ids = chat_ids(tokenizer, ATTACK)
     assert control_ids(tokenizer, ids) == control_ids(tokenizer, chat_ids(tokenizer, "Hi"))
     assert ATTACK.strip() in tokenizer.decode(ids, skip_special_tokens=False), "its characters are all there"
 
 
-def test_the_embedded_models_neither() -> None:
+def test_a_message_cannot_start_a_turn_of_the_embedded_model() -> None:
     tokenizer = load_tokenizer(resolve_model("demo"))
     ids = chat_ids(tokenizer, ATTACK)
     assert control_ids(tokenizer, ids) == control_ids(tokenizer, chat_ids(tokenizer, "Hi"))
     assert ATTACK.strip() in tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_the_old_way_is_there_for_whoever_asks(source: ModelSource) -> None:
+def test_an_option_allows_control_tokens_in_messages(source: ModelSource) -> None:
     tokenizer = load_tokenizer(source, special_tokens_in_content=True)
     extra = control_ids(tokenizer, chat_ids(tokenizer, ATTACK))
     assert len(extra) == len(control_ids(tokenizer, chat_ids(tokenizer, "Hi"))) + 4
 
 
-def test_a_prompt_that_is_no_chat_may_spell_them(tokenizer: Tokenizer) -> None:
+def test_a_plain_prompt_may_spell_control_tokens(tokenizer: Tokenizer) -> None:
     assert len(control_ids(tokenizer, tokenizer.encode(ATTACK))) == 4
 
 
 @pytest.mark.parametrize("content", ["", "Hello wörld", "a < b | c > d <|im_", "日本語 <think> </s", "x" * 5000])
-def test_what_spells_none_is_tokenized_as_it_was(source: ModelSource, tokenizer: Tokenizer, content: str) -> None:
+def test_text_without_control_tokens_is_tokenized_the_same(
+    source: ModelSource, tokenizer: Tokenizer, content: str
+) -> None:
     old = load_tokenizer(source, special_tokens_in_content=True)
     assert chat_ids(tokenizer, content) == chat_ids(old, content)
 
@@ -84,7 +86,7 @@ def test_no_text_of_a_message_becomes_a_control_token(tokenizer: Tokenizer, cont
     assert control_ids(tokenizer, chat_ids(tokenizer, content)) == control_ids(tokenizer, chat_ids(tokenizer, "Hi"))
 
 
-# Each of these puts a space before texts, as published models do.
+# each of these adds a space before texts, as published models do
 LLAMA_2 = (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None)
 MISTRAL = (None, pre_tokenizers.Metaspace("▁", "first", split=False))
 GEMMA = (None, pre_tokenizers.Sequence([pre_tokenizers.Metaspace("▁", "always", split=False)]))
@@ -108,8 +110,8 @@ def with_space(steps: tuple[object, object]) -> Tokenizer:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([LLAMA_2, MISTRAL, GEMMA, BYTES, NONE]), st.text(" a\n", max_size=4), st.data())
-def test_what_is_spelt_gains_no_space(steps: tuple[object, object], begin: str, data: st.DataObject) -> None:
-    """As if `</s>` and `<m>` were words that mean nothing, such as `</t>` and `<t>`."""
+def test_marked_text_gains_no_space(steps: tuple[object, object], begin: str, data: st.DataObject) -> None:
+    """As if `</s>` and `<m>` were meaningless words, such as `</t>` and `<t>`."""
     words = data.draw(st.lists(st.sampled_from(["</s>", "<m>", " ", "a", "s ", "\n", "<", "</s"]), max_size=8))
     content = begin + "".join(words)
     tokenizer = with_space(steps)
@@ -133,7 +135,7 @@ def test_every_field_of_a_message_is_marked() -> None:
     words=st.lists(st.text("ab<", min_size=1, max_size=5), min_size=1, max_size=8), text=st.text("ab<c", max_size=30)
 )
 def test_the_longest_token_at_each_place_is_found(words: list[str], text: str) -> None:
-    """As by a plain list of them, the longest first."""
+    """As by a regex of all of them, the longest first."""
     control = ControlTokens(words)
     plain = re.compile("|".join(map(re.escape, sorted(set(words), key=len, reverse=True))))
     found = [piece for piece, is_control in control.pieces(control.mark(text)) if is_control]
@@ -141,7 +143,7 @@ def test_the_longest_token_at_each_place_is_found(words: list[str], text: str) -
     assert "".join(piece for piece, _ in control.pieces(control.mark(text))) == text
 
 
-def test_thousands_of_control_tokens_cost_a_search_no_more() -> None:
+def test_the_number_of_control_tokens_does_not_slow_the_search() -> None:
     control = ControlTokens([f"<unused{number}>" for number in range(6000)] + ["<" * depth for depth in range(1, 300)])
     text = "<unused 12> plain text with < and > " * 3000 + "<unused5999>"
     assert len(list(control.pieces(control.mark(text)))) > 1

@@ -1,4 +1,4 @@
-"""Which tokens end an output, where the model's config does not say it all."""
+"""Which tokens end an output, where the model's config is incomplete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BEGIN, START, END = range(3)
 
 
 def change(file: Path, values: dict[str, Any]) -> None:
-    """Changes fields of a JSON file; takes out those that are None."""
+    """Changes fields of a JSON file; removes those that are None."""
     stored = json.loads(file.read_text()) | values
     file.write_text(json.dumps({name: value for name, value in stored.items() if value is not None}))
 
@@ -62,7 +62,7 @@ def test_the_eos_token_may_be_a_word_of_the_vocabulary_or_unknown(tmp_path: Path
     stored = json.loads((tmp_path / "tokenizer.json").read_text())
     end = next(added for added in stored["added_tokens"] if added["content"] == "<|im_end|>")
     change(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": {"3": end}, "eos_token": "<|im_end|>"})
-    assert end_token_ids(folder_source(tmp_path)) == (end["id"],) != (3,)  # of two ids, as the tokenizer itself
+    assert end_token_ids(folder_source(tmp_path)) == (end["id"],) != (3,)  # one of two ids: that of the tokenizer
     assert load_tokenizer(folder_source(tmp_path)).eos_token_id == end["id"]
     for damaged in ("[]", '{"eos_token": 7}', "{"):
         (tmp_path / "tokenizer_config.json").write_text(damaged)
@@ -82,10 +82,10 @@ CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
         (["<s>", "</s>", "<|end|>"], {"eos": 1}, (1, 2)),
         (["<s>", "</s>", "<end_of_turn>"], {"eos": 1}, (1, 2)),
         (["<s>", "</s>", "<other>"], {"eos": 1, "eot": 2}, (1, 2)),
-        (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, (1, 2)),  # a message ends, but not the answer
+        (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, (1, 2)),  # ends a message, but not the answer
     ],
 )
-def test_a_gguf_file_has_ends_by_key_and_by_name(
+def test_a_gguf_file_names_end_tokens_by_key_and_by_spelling(
     tmp_path: Path, names: list[str], keys: dict[str, int], ends: tuple[int, ...]
 ) -> None:
     metadata = byte_level_metadata(make_tiny_tokenizer(tmp_path))
@@ -97,18 +97,18 @@ def test_a_gguf_file_has_ends_by_key_and_by_name(
     assert gguf_end_token_ids(open_gguf(path)) == ends
     source = ModelSource(SourceKind.GGUF, path, "x")
     assert end_token_ids(source) == ends
-    # Whatever the file says of them, they are no text.
+    # whatever the file says, they cannot be spelled in text
     tokenizer = load_tokenizer(source)
     assert tokenizer.special_token_ids >= set(ends)
     assert tokenizer.encode(f"a{names[ends[-1]]}")[-1] == ends[-1]
 
 
 class StartedError(Exception):
-    """Instead of a runner."""
+    """Raised instead of creating a runner."""
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_engine_ends_outputs_with_the_tokenizers_own(
+def test_the_engine_uses_the_tokenizers_end_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     model = make_tiny_checkpoint(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Mixtures of experts in checkpoints: each parameter is what transformers has in memory, however a folder keeps it."""
+"""Mixtures of experts in checkpoints: each parameter equals transformers', in every layout of the folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_jax.checkpoint.hf_config import load_hf_config
 from sglang_jax.errors import CheckpointError
 
 _STACKED = sorted(EXPERTS.keys() - {"gpt_oss"})
-"""Families whose folders may keep experts as transformers 5 does in memory; gpt-oss's always do."""
+"""Families whose folders may have the stacked layout that transformers 5 has in memory; gpt-oss's always do."""
 
 _MODULES = {
     Part.ATTENTION_NORM: "input_layernorm",
@@ -49,7 +49,7 @@ def tiny_model(family: str) -> PreTrainedModel:
 
 
 def of_transformers(model: PreTrainedModel, name: ParameterName) -> np.ndarray:
-    """A parameter, matrices as [out, in], from the memory of transformers' own model."""
+    """A parameter, matrices as [out, in], from transformers' model in memory."""
     values = {key: value.numpy() for key, value in model.state_dict().items()}
     if name.layer is None:
         return values[f"{_WHOLE[name.part]}.{name.kind}"]
@@ -75,7 +75,7 @@ def of_transformers(model: PreTrainedModel, name: ParameterName) -> np.ndarray:
 
 
 def saved(model: PreTrainedModel, folder: Path, *, stacked: bool = False) -> Path:
-    """`stacked`: as the experts lie in memory, and not in a tensor for each."""
+    """`stacked`: experts in one tensor, as in memory, instead of one tensor each."""
     model.save_pretrained(folder, save_original_format=not stacked)
     return folder
 
@@ -94,7 +94,7 @@ def parameters(folder: Path) -> ParameterReader:
 
 
 def faults(model: PreTrainedModel, folder: Path) -> list[ParameterName]:
-    """Parameters that are not those of transformers, whole or at a place."""
+    """Parameters that differ from transformers', whole or as shards."""
     rng = np.random.default_rng(0)
     reader = parameters(folder)
     wrong = []
@@ -104,7 +104,7 @@ def faults(model: PreTrainedModel, folder: Path) -> list[ParameterName]:
         ends = [np.sort(rng.choice(size + 1, 2, replace=False)) for size in spec.shape]
         index = tuple(slice(int(first), int(last)) for first, last in ends)
         if name.part in (Part.QUERY, Part.KEY, Part.VALUE, Part.QUERY_NORM, Part.KEY_NORM):
-            index = (slice(None), *index[1:])  # of rows that make up heads, whole heads are read
+            index = (slice(None), *index[1:])  # where rows make up heads, whole heads are read
         if not (
             np.array_equal(reader.read(name), expected) and np.array_equal(reader.read(name, index), expected[index])
         ):
@@ -136,7 +136,7 @@ def test_experts_in_another_order_would_be_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "granitemoe"])
-def test_gates_in_the_place_of_ups_would_be_noticed(family: str, tmp_path: Path) -> None:
+def test_gates_swapped_with_ups_would_be_noticed(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
 
     def swap(tensors: dict[str, np.ndarray]) -> None:
@@ -178,19 +178,19 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(
     assert f"misshapen: {tensor} is" in check()
     assert "(1 faults)" in check()
     changed(folder, lambda tensors: tensors.pop(tensor))
-    # Without it, nothing tells that a folder stacks its experts.
+    # without it, there is no sign that a folder stacks its experts
     one_each = tensor.replace("gate_up_proj", "0.gate_proj.weight") if stacked else tensor
     assert f"missing: {one_each}" in check()
 
 
-def test_of_very_many_missing_tensors_the_first_are_named(tmp_path: Path) -> None:
+def test_of_many_missing_tensors_only_the_first_are_named(tmp_path: Path) -> None:
     folder = saved(tiny_model("olmoe"), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_experts": 1000}))
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(str(folder))
     lines = str(caught.value).splitlines()
-    # Of both layers, the tensors of 994 experts, and the routers' shape.
+    # the tensors of 994 experts of both layers, and the routers' shape
     assert f"({2 * 994 * 3 + 2} faults)" in lines[0]
     assert (len(lines), lines[-1]) == (502, f"  and {2 * 994 * 3 + 2 - 500} more")
 
@@ -224,7 +224,7 @@ def configured(folder: Path, family: str, values: dict[str, Any]) -> Any:
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     ],
 )
-def test_numbers_of_experts_that_cannot_be_are_refused(
+def test_impossible_numbers_of_experts_are_refused(
     family: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
@@ -247,12 +247,12 @@ def test_numbers_of_experts_that_cannot_be_are_refused(
         ("granitemoe", {"residual_multiplier": -1.0}, "residual_multiplier is -1, it must be greater than 0"),
     ],
 )
-def test_what_cannot_be_run_is_refused(family: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_fields_are_refused(family: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         configured(tmp_path, family, change)
 
 
-def test_layers_with_experts_are_those_that_the_file_says(tmp_path: Path) -> None:
+def test_the_file_says_which_layers_have_experts(tmp_path: Path) -> None:
     def sparse(**values: Any) -> list[bool]:
         layers = configured(tmp_path, "qwen3_moe", values).layers
         return [isinstance(layer.feed_forward, ExpertsConfig) for layer in layers]
@@ -264,7 +264,7 @@ def test_layers_with_experts_are_those_that_the_file_says(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("types", [{}, {"layer_types": None}])
 def test_windows_of_qwen2_without_types_of_layers(types: dict[str, Any], tmp_path: Path) -> None:
-    """As transformers: every second layer has one, null or no field."""
+    """As in transformers: every second layer has one, whether the field is null or missing."""
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 4}
     layers = configured(tmp_path, "qwen2_moe", window | types).layers
     assert [layer.attention.window for layer in layers] == [4, None, 4, None]

@@ -132,7 +132,7 @@ HALVES_AT = {GGMLQuantizationType.Q6_K: (208,), GGMLQuantizationType.Q8_0: (0,)}
 
 
 def random_blocks(kind: GGMLQuantizationType, rows: int = ROWS, columns: int = COLUMNS) -> np.ndarray:
-    """Random bits, with scales that are ordinary numbers: `[rows, bytes of a row]`."""
+    """Random bits with ordinary scales: `[rows, bytes of a row]`."""
     generator = np.random.default_rng(int(kind))
     block, block_bytes = GGML_QUANT_SIZES[kind]
     data = generator.integers(0, 256, (rows, columns // block, block_bytes), dtype=np.uint8)
@@ -149,7 +149,7 @@ def expected(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     return np.array(values, dtype=np.float64).reshape(data.shape[0], -1)
 
 
-def test_each_supported_type_has_an_oracle_or_is_plain() -> None:
+def test_each_supported_type_has_an_oracle_or_is_a_float() -> None:
     plain = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
     assert ORACLES.keys() | plain == SUPPORTED_TYPES
 
@@ -171,7 +171,7 @@ def test_blocks_are_dequantised(tmp_path: Path, kind: GGMLQuantizationType) -> N
 
 @pytest.mark.parametrize("kind", list(ORACLES), ids=lambda kind: kind.name)
 @pytest.mark.parametrize("rows", [127, 128, 300])
-def test_many_rows_are_widened_as_few_are(tmp_path: Path, kind: GGMLQuantizationType, rows: int) -> None:
+def test_many_rows_are_dequantised_like_few(tmp_path: Path, kind: GGMLQuantizationType, rows: int) -> None:
     data = random_blocks(kind, rows)
     file = write_gguf(tmp_path / "x.gguf", "llama", {}, {NAME: (data, kind)})
     values = GgufReader(open_gguf(file), config()).read(HF_NAME)
@@ -204,7 +204,7 @@ def test_plain_types_keep_their_type(tmp_path: Path, kind: GGMLQuantizationType,
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_q_and_k_rows_are_unpermuted_for_llama_only(tmp_path: Path, architecture: str) -> None:
-    """Written out for two heads of dimension 6: stored rows 0 to 5 are the rotary pairs (0, 1), (2, 3), (4, 5)."""
+    """Worked out for two heads of dimension 6: stored rows 0 to 5 are the rotary pairs (0, 1), (2, 3), (4, 5)."""
     values = np.repeat(np.arange(12, dtype=np.float32)[:, None], COLUMNS, axis=1)
     kind = GGMLQuantizationType.F32
     q8 = quantize(values, GGMLQuantizationType.Q8_0)
@@ -233,7 +233,7 @@ def test_an_unsupported_type_is_named_with_its_tensor(tmp_path: Path) -> None:
         GgufReader(file, config())
 
 
-def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     file = open_gguf(write_gguf(tmp_path / "x.gguf", "llama", {}, {}))
     with pytest.raises(CheckpointError, match=r"no tensor model\.norm\.weight"):
         GgufReader(file, config()).read("model.norm.weight")

@@ -47,7 +47,7 @@ def config_of(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_shape(tmp_path: Path, architecture: str) -> None:
+def test_shapes_come_from_the_metadata(tmp_path: Path, architecture: str) -> None:
     ends = {"eos_token_id": 5, "eot_token_id": 7, "eom_token_id": 5, "bos_token_id": 4}
     tokenizer = {f"tokenizer.ggml.{name}": value for name, value in ends.items()}
     bias = np.zeros(64, dtype=np.float32)
@@ -85,7 +85,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert (config.eos_token_ids, config.bos_token_id) == ((), None)
 
 
-def test_counts_for_each_layer_must_agree(tmp_path: Path) -> None:
+def test_counts_per_layer_must_agree(tmp_path: Path) -> None:
     assert config_of(tmp_path, change={"attention.head_count_kv": [2, 2, 2]}).layers[0].mixer.num_kv_heads == 2
     with pytest.raises(CheckpointError, match=r"head_count_kv is \[2, 1, 2\]; it must be one integer for all layers"):
         config_of(tmp_path, change={"attention.head_count_kv": [2, 1, 2]})
@@ -116,7 +116,7 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
 
 
 def llama3_factors(factor: float, head_dim: int, **change: Any) -> np.ndarray:
-    """What the file stores: the plain frequency over transformers' scaled one."""
+    """The stored factors: the plain frequency divided by transformers' scaled one."""
     parameters = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -171,6 +171,8 @@ def test_other_factors_are_refused(tmp_path: Path) -> None:
         ("llama", {"block_count": "3"}, r"llama\.block_count should be a int, it is '3'"),
     ],
 )
-def test_what_cannot_be_run_is_refused(tmp_path: Path, architecture: str, change: dict[str, Any], message: str) -> None:
+def test_unsupported_metadata_is_refused(
+    tmp_path: Path, architecture: str, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         config_of(tmp_path, architecture, change)

@@ -1,4 +1,4 @@
-"""The GGUF container, against the `gguf` package's own reader, and damaged files."""
+"""The GGUF container, against the `gguf` package's reader, and damaged files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def small_file(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "small.gguf", "llama", metadata, tensors)
 
 
-def test_values_of_every_kind(small_file: Path) -> None:
+def test_values_of_every_type_are_read(small_file: Path) -> None:
     file = open_gguf(small_file)
     assert file.metadata == {
         "general.architecture": "llama",
@@ -55,7 +55,7 @@ def test_values_of_every_kind(small_file: Path) -> None:
         file.require("a.none", int)
 
 
-def test_a_file_cut_anywhere_is_refused(small_file: Path, tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_refused(small_file: Path, tmp_path: Path) -> None:
     whole = small_file.read_bytes()
     cut = tmp_path / "cut.gguf"
     data_ends = open_gguf(small_file).tensors["second"]

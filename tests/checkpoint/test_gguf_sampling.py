@@ -23,16 +23,16 @@ def defaults_of(folder: Path, **values: Any) -> GenerationDefaults:
     return gguf_generation_defaults(open_gguf(write_gguf(folder / "x.gguf", "llama", metadata, tensors)))
 
 
-def test_the_files_values(tmp_path: Path) -> None:
+def test_values_come_from_the_file(tmp_path: Path) -> None:
     found = defaults_of(tmp_path, temp=0.6, top_p=0.95, top_k=20, min_p=0.05, penalty_repeat=1.1)
     assert found == GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.05)
 
 
-def test_a_file_that_says_nothing(tmp_path: Path) -> None:
+def test_a_file_without_values_has_neutral_defaults(tmp_path: Path) -> None:
     assert defaults_of(tmp_path) == GenerationDefaults()
 
 
-def test_all_tokens(tmp_path: Path) -> None:
+def test_a_top_k_of_0_keeps_all_tokens(tmp_path: Path) -> None:
     assert defaults_of(tmp_path, top_k=0).top_k == -1
 
 
@@ -41,5 +41,5 @@ def test_a_value_of_another_type_is_named(tmp_path: Path) -> None:
         defaults_of(tmp_path, temp="hot")
 
 
-def test_the_embedded_model_has_its_cards() -> None:
+def test_the_embedded_model_has_the_values_of_its_model_card() -> None:
     assert open_checkpoint(DEMO).generation_defaults == GenerationDefaults(temperature=0.2, top_p=0.9)

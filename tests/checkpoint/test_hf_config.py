@@ -92,7 +92,7 @@ def test_shapes_agree_with_transformers(tmp_path: Path, architecture: str) -> No
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_silent_fields_take_transformers_defaults(tmp_path: Path, architecture: str) -> None:
+def test_missing_fields_take_transformers_defaults(tmp_path: Path, architecture: str) -> None:
     values = architecture_values(architecture)
     for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "architectures"):
         del values[name]
@@ -147,7 +147,7 @@ def test_rope_in_both_spellings(tmp_path: Path, rope: str, form: str) -> None:
 
 
 def test_yarn_extends_the_declared_context(tmp_path: Path) -> None:
-    """As Qwen2.5's documentation asks: max_position_embeddings stays at the length before scaling."""
+    """As Qwen2.5's documentation asks: max_position_embeddings stays the length before scaling."""
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     assert load_hf_config(written(tmp_path, LLAMA | {"rope_scaling": scaling})).max_position == 8192
     del scaling["original_max_position_embeddings"]
@@ -169,7 +169,7 @@ def test_yarn_extends_the_declared_context(tmp_path: Path) -> None:
         (None, 2048, 2048),
     ],
 )
-def test_contexts_reach_as_far_as_rope_scaling(
+def test_the_context_is_the_length_after_rope_scaling(
     tmp_path: Path, scaling: dict[str, Any] | None, default: int, longest: int
 ) -> None:
     config = load_hf_config(written(tmp_path, LLAMA | {"rope_scaling": scaling}))
@@ -178,7 +178,7 @@ def test_contexts_reach_as_far_as_rope_scaling(
     assert load_hf_config(tmp_path) == config
 
 
-def test_a_window_that_only_scaled_contexts_outgrow_is_one(tmp_path: Path) -> None:
+def test_a_window_shorter_than_only_the_scaled_context_counts(tmp_path: Path) -> None:
     values = architecture_values("mistral") | {"max_position_embeddings": 2048, "sliding_window": 2048}
     assert load_hf_config(written(tmp_path, values)).layers[0].mixer.window is None
     dynamic = load_hf_config(written(tmp_path, values | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
@@ -200,12 +200,12 @@ def test_biases_of_llama_and_qwen3(tmp_path: Path) -> None:
     ) == (True, True, False)
 
 
-def test_head_dim_null_and_apart_from_hidden_over_heads(tmp_path: Path) -> None:
+def test_head_dim_may_be_null_or_differ_from_hidden_over_heads(tmp_path: Path) -> None:
     assert load_hf_config(written(tmp_path, LLAMA | {"head_dim": None})).layers[0].mixer.head_dim == 8
     assert load_hf_config(written(tmp_path, LLAMA | {"head_dim": 80})).layers[0].mixer.head_dim == 80
 
 
-def test_end_of_sequence_ids_join(tmp_path: Path) -> None:
+def test_end_of_sequence_ids_of_both_files_are_joined(tmp_path: Path) -> None:
     folder = written(tmp_path, LLAMA | {"eos_token_id": [7, 9]}, {"eos_token_id": [9, 11]})
     assert load_hf_config(folder).eos_token_ids == (7, 9, 11)
     folder = written(tmp_path, LLAMA | {"eos_token_id": None}, {"eos_token_id": 11})
@@ -261,7 +261,7 @@ def test_a_top_k_of_zero_keeps_all_as_in_transformers(tmp_path: Path) -> None:
         ({"eos_token_id": ["2"]}, "eos_token_id is .* it must be an integer or a list of integers"),
     ],
 )
-def test_what_cannot_be_run_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_unsupported_fields_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_hf_config(written(tmp_path, LLAMA | change))
 
@@ -287,7 +287,7 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path, change: dict[str, Any], m
         ("qwen3", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0}, [None, None, None]),
     ],
 )
-def test_layers_with_a_window_that_sequences_can_outgrow(
+def test_layers_with_a_window_shorter_than_the_context(
     tmp_path: Path, architecture: str, change: dict[str, Any], windows: list[int | None]
 ) -> None:
     config = load_hf_config(written(tmp_path, architecture_values(architecture) | change))
@@ -298,13 +298,13 @@ def test_layers_with_a_window_that_sequences_can_outgrow(
     assert cache_groups(config) == tuple(group for group in groups if group.layers)
 
 
-def test_mistral_without_the_field_has_a_window(tmp_path: Path) -> None:
+def test_mistral_without_the_field_has_transformers_window(tmp_path: Path) -> None:
     values = architecture_values("mistral") | {"max_position_embeddings": 32768}
     del values["sliding_window"]
     assert load_hf_config(written(tmp_path, values)).layers[2].mixer.window == 4096
 
 
-def test_layer_types_that_are_not_known_are_named(tmp_path: Path) -> None:
+def test_unknown_layer_types_are_named(tmp_path: Path) -> None:
     values = architecture_values("qwen2") | {"use_sliding_window": True}
     with pytest.raises(
         CheckpointError, match="layer_types has chunked_attention; supported: sliding_attention or full"
@@ -323,8 +323,8 @@ def test_a_field_of_another_family_is_refused(tmp_path: Path, name: str, value: 
         load_hf_config(written(tmp_path, LLAMA | {name: value}))
 
 
-def test_the_cap_that_gemma_2_has_is_refused_of_gemma_3(tmp_path: Path) -> None:
-    """It was dropped without a word."""
+def test_gemma_2s_soft_cap_is_refused_for_gemma_3(tmp_path: Path) -> None:
+    """It was ignored silently."""
     values = transformers.AutoConfig.for_model("gemma3_text", num_hidden_layers=3).to_dict()
     values["architectures"] = ["Gemma3ForCausalLM"]
     assert load_hf_config(written(tmp_path, values | {"attn_logit_softcapping": None})).layers[0].mixer.soft_cap is None
@@ -334,25 +334,25 @@ def test_the_cap_that_gemma_2_has_is_refused_of_gemma_3(tmp_path: Path) -> None:
         load_hf_config(written(tmp_path, values | {"attn_logit_softcapping": 50.0}))
 
 
-def test_rotary_parameters_of_several_kinds_of_layers_are_refused(tmp_path: Path) -> None:
+def test_rotary_parameters_per_layer_type_are_refused(tmp_path: Path) -> None:
     sets = {"full_attention": {"rope_type": "yarn", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}
     with pytest.raises(CheckpointError, match="parameters for full_attention, sliding_attention are not supported"):
         load_hf_config(written(tmp_path, LLAMA | {"rope_parameters": sets}))
 
 
-def test_long_names_are_cut_in_the_error_for_an_unknown_family(tmp_path: Path) -> None:
+def test_long_names_are_truncated_in_the_error_for_an_unknown_family(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_hf_config(written(tmp_path, LLAMA | {"architectures": ["X" * 100_000], "y" * 50_000: 3}))
     assert len(str(caught.value)) < 3000
 
 
-def test_fields_that_nobody_knows_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_hf_config(written(tmp_path, LLAMA | {"flux_capacitors": 3, "use_cache": True, "tardis": None}))
     (record,) = caplog.records
     assert record.getMessage().endswith("ignoring unknown fields: flux_capacitors")
 
 
-def test_a_config_that_is_not_there_or_not_json(tmp_path: Path) -> None:
+def test_a_config_that_is_missing_or_not_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -1,4 +1,4 @@
-"""Checkpoints that were spoilt, by accident or on purpose: each loads, or is refused by name, and soon."""
+"""Checkpoints damaged by accident or on purpose: each loads, or is refused by name, quickly."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def spoil_gguf(good: Good, numbers: random.Random) -> None:
 
 
 def spoil_gguf_values(good: Good, numbers: random.Random) -> None:
-    """The container is in order, what it says is not."""
+    """The container is valid, its metadata is not."""
     odd: tuple[Any, ...] = (0, 1, 7, 2**31, 2**32 - 1, 0.0, -1.0, 1e30, float("nan"), "", "x", "gpt2", True, [1], ["a"])
     metadata, tensors = dict(good.gguf_parts[0]), dict(good.gguf_parts[1])
     for _ in range(numbers.randint(1, 3)):
@@ -138,7 +138,7 @@ SPOILERS = (spoil_config, spoil_index, spoil_header, spoil_tokenizer, spoil_gguf
 
 
 def spoil(good: Good, spoiler: Callable[[Good, random.Random], None], count: int) -> Counter[bool]:
-    """How many loaded. Raises what is no `CheckpointError`."""
+    """Returns how many loaded. Raises any error that is not a `CheckpointError`."""
     loaded: Counter[bool] = Counter()
     longest = 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -162,23 +162,23 @@ def spoil(good: Good, spoiler: Callable[[Good, random.Random], None], count: int
 
 
 @pytest.mark.parametrize("spoiler", SPOILERS, ids=lambda spoiler: spoiler.__name__)
-def test_a_spoilt_file_loads_or_is_refused_by_name(good: Good, spoiler: Callable[[Good, random.Random], None]) -> None:
+def test_a_damaged_file_loads_or_is_refused_by_name(good: Good, spoiler: Callable[[Good, random.Random], None]) -> None:
     loaded = spoil(good, spoiler, 100)
     assert min(loaded[True], loaded[False]) > 0, loaded
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("spoiler", SPOILERS, ids=lambda spoiler: spoiler.__name__)
-def test_ten_thousand_spoilt_files(good: Good, spoiler: Callable[[Good, random.Random], None]) -> None:
+def test_ten_thousand_damaged_files(good: Good, spoiler: Callable[[Good, random.Random], None]) -> None:
     spoil(good, spoiler, 10_000)
 
 
 class PanicException(BaseException):
-    """As the tokenizers package raises it, which has no name for it: no `Exception`."""
+    """As the tokenizers package raises it, without exporting the class: not an `Exception`."""
 
 
-def test_a_tokenizer_that_panics(good: Good, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is loaded, or on a text: neither ends the process."""
+def test_a_tokenizer_that_panics_is_an_error(good: Good, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it loads or encodes a text: the process survives both."""
 
     def panic(*_: object, **__: object) -> None:
         raise PanicException("range end index 18446744073709551318 out of range")
@@ -198,7 +198,7 @@ def _make_pipe(path: Path) -> None:
 
 
 def _make_device(path: Path) -> None:
-    """One without an end."""
+    """A device without end."""
     path.symlink_to("/dev/zero")
 
 
@@ -215,7 +215,7 @@ def test_a_pipe_or_a_device_is_not_read(tmp_path: Path, name: str, make: Callabl
 
 
 @pytest.mark.parametrize("make", [_make_pipe, _make_device])
-def test_a_pipe_or_a_device_is_no_gguf_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_pipe_or_a_device_is_refused_as_gguf_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "model.gguf")
     for path in (tmp_path / "model.gguf", tmp_path):
         with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
@@ -233,7 +233,7 @@ def test_weights_of_another_folder_are_not_read(good: Good, tmp_path: Path, name
 
 
 @pytest.mark.parametrize("offsets", [[-64, 0], [64, 0], [-(2**62), -(2**62) + 64], [0, 2**63]])
-def test_bytes_outside_of_the_data_are_no_weights(tmp_path: Path, offsets: list[int]) -> None:
+def test_offsets_outside_of_the_data_are_refused(tmp_path: Path, offsets: list[int]) -> None:
     header = json.dumps({"a": {"dtype": "F32", "shape": [16], "data_offsets": offsets}}).encode()
     (tmp_path / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     with pytest.raises(CheckpointError, match=SINGLE_FILE):

@@ -1,4 +1,4 @@
-"""Scales of keys and values in checkpoints: every spelling and shape, and errors that name what is wrong."""
+"""Scales of keys and values in checkpoints: every spelling and shape, and errors that name the fault."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(plain: Path, tmp_path: Path) -> Path:
 
 
 def named(keys: str, values: str, numbers: NDArray[Any] = NUMBERS, shape: tuple[int, ...] = (KV_HEADS,)) -> Tensors:
-    """Tensors of all layers by the names of one; a shape of one number takes the first head's."""
+    """Tensors of all layers named as in one layer; a shape of one number takes the first head's."""
     count = int(np.prod(shape))
     return {
         f"model.layers.{layer}.{name}": numbers[layer, :count, side].reshape(shape)
@@ -50,7 +50,7 @@ def named(keys: str, values: str, numbers: NDArray[Any] = NUMBERS, shape: tuple[
 
 
 def read(folder: Path, dtype: KVCacheDtype = FLOAT8) -> NDArray[np.float32]:
-    """What a cache takes: the numbers of the checkpoint, times the factor."""
+    """The scales that the cache gets: the checkpoint's numbers times the factor."""
     checkpoint = open_checkpoint(str(folder))
     factor = kv_scale_factor(checkpoint, dtype)
     assert factor is not None
@@ -90,7 +90,7 @@ def test_one_number_or_one_for_each_kv_head(folder: Path, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision(folder: Path, dtype: Any) -> None:
+def test_scales_in_half_precision_are_read(folder: Path, dtype: Any) -> None:
     numbers = NUMBERS.astype(dtype)
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale", numbers=numbers))
     np.testing.assert_array_equal(read(folder), numbers.astype(np.float32))
@@ -110,18 +110,18 @@ def test_scales_made_for_another_type_cover_the_same_range(folder: Path, caplog:
     np.testing.assert_allclose(read(folder) * 448, NUMBERS * 127, rtol=1e-6)
 
 
-def test_where_config_json_does_not_say_they_are_for_what_is_asked_for(folder: Path) -> None:
+def test_scales_of_an_unstated_type_are_taken_for_the_cache_type(folder: Path) -> None:
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale"))
     np.testing.assert_array_equal(read(folder), read(folder, INT8))
 
 
-def test_the_log_says_once_what_becomes_of_scales(folder: Path, plain: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_how_scales_are_used(folder: Path, plain: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert kv_scale_factor(open_checkpoint(str(plain)), KVCacheDtype.AUTO) is None
     assert kv_scale_factor(open_checkpoint(str(plain)), INT8) is None
     assert caplog.messages == []
     assert kv_scale_factor(open_checkpoint(str(plain)), FLOAT8) is None
-    # Numbers that could not be used do no harm to a cache that does not use them.
+    # unusable numbers do not matter to a cache without scales
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale", numbers=np.zeros_like(NUMBERS)))
     assert kv_scale_factor(open_checkpoint(str(folder)), KVCacheDtype.AUTO) is None
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale"))
@@ -157,7 +157,7 @@ def test_layers_and_sides_without_a_scale_are_named(folder: Path) -> None:
     ]
 
 
-def test_scales_of_unknown_layers_are_extra_and_two_for_one_are_refused(folder: Path) -> None:
+def test_scales_of_unknown_layers_and_duplicates_are_refused(folder: Path) -> None:
     tensors = named("self_attn.k_scale", "self_attn.v_scale")
     tensors["model.layers.2.self_attn.k_scale"] = np.float32([1.0])
     tensors["model.layers.0.self_attn.k_zero_point"] = np.float32([0.0])
@@ -173,7 +173,7 @@ def test_scales_of_unknown_layers_are_extra_and_two_for_one_are_refused(folder: 
 
 def test_misshapen_scales_are_named(folder: Path) -> None:
     tensors = named("self_attn.k_scale", "self_attn.v_scale")
-    tensors["model.layers.0.self_attn.k_scale"] = np.ones(8, np.float32)  # of query heads
+    tensors["model.layers.0.self_attn.k_scale"] = np.ones(8, np.float32)  # the number of query heads
     tensors["model.layers.1.self_attn.v_scale"] = np.ones((KV_HEADS, KV_HEADS), np.float32)
     add_tensors(folder, tensors)
     wanted = "it must be one number, or one for each of 4 kv heads"
@@ -183,12 +183,12 @@ def test_misshapen_scales_are_named(folder: Path) -> None:
     ]
 
 
-def test_numbers_that_cannot_be_scales_are_named(folder: Path) -> None:
+def test_invalid_scales_are_named(folder: Path) -> None:
     tensors = named("self_attn.k_scale", "self_attn.v_scale", numbers=NUMBERS.copy())
     tensors["model.layers.0.self_attn.k_scale"][1] = 0.0
     tensors["model.layers.0.self_attn.v_scale"][2] = -2.0
     tensors["model.layers.1.self_attn.k_scale"][[0, 3]] = np.nan, np.inf
-    # Devices take it for 0.
+    # devices flush it to 0
     tensors["model.layers.1.self_attn.v_scale"][0] = 1e-40
     add_tensors(folder, tensors)
     with pytest.raises(CheckpointError) as caught:
@@ -211,7 +211,7 @@ def test_numbers_that_cannot_be_scales_are_named(folder: Path) -> None:
         ({"dynamic": "local"}, "quantization_config.kv_cache_scheme.dynamic is 'local'"),
     ],
 )
-def test_schemes_that_no_scale_of_a_head_can_express(folder: Path, change: dict[str, object], words: str) -> None:
+def test_unsupported_kv_cache_schemes_are_refused(folder: Path, change: dict[str, object], words: str) -> None:
     add_tensors(folder, named("self_attn.k_scale", "self_attn.v_scale"), scheme=SCHEME | change)
     assert open_checkpoint(str(folder)).kv_parameters().has(ParameterKind.SCALE)
     with pytest.raises(CheckpointError, match=words):

@@ -77,9 +77,7 @@ def test_an_output_matrix_that_differs_from_tied_embeddings_is_used(tmp_path: Pa
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_gguf_file_gives_the_tensors_of_the_model_it_was_made_of(
-    tmp_path: Path, architecture: str, tied: bool
-) -> None:
+def test_a_gguf_file_has_the_tensors_of_its_original(tmp_path: Path, architecture: str, tied: bool) -> None:
     bias = {"attention_bias": True} if architecture == "llama" else {}
     model = make_tiny_model(architecture, tie_word_embeddings=tied, rms_norm_eps=1e-5, **bias)
     path = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), architecture)
@@ -130,7 +128,7 @@ def test_the_embedded_model() -> None:
     np.testing.assert_array_equal(rows, gguf.dequantize(embedding.data[1000:1010], embedding.tensor_type))
 
 
-def test_dummy_weights_need_the_config_alone(tmp_path: Path) -> None:
+def test_dummy_weights_need_only_the_config(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, dtype="bfloat16")
     (folder / "model.safetensors").unlink()
     reader = reader_of(folder, LoadFormat.DUMMY)
@@ -143,7 +141,7 @@ def test_dummy_weights_need_the_config_alone(tmp_path: Path) -> None:
         reader.read("model.none")
 
 
-def test_dummy_weights_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
+def test_dummy_weights_depend_only_on_seed_and_name(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path)
     name, other = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
     values = reader_of(folder, LoadFormat.DUMMY, seed=5).read(name)
@@ -163,7 +161,7 @@ def test_dummy_weights_of_a_gguf_and_an_orbax_checkpoint(tmp_path: Path) -> None
     assert reader_of(folder, LoadFormat.DUMMY).shape("model.norm.weight") == (64,)
 
 
-def test_generation_defaults_come_along(tmp_path: Path) -> None:
+def test_generation_defaults_are_read(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0], "temperature": 0.7}))
     checkpoint = open_checkpoint(str(folder))
@@ -172,7 +170,7 @@ def test_generation_defaults_come_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [[0, 5000], [0, -1], [5000, 0, 4294967295]])
-def test_ends_outside_the_vocabulary_are_left_out(
+def test_eos_ids_outside_the_vocabulary_are_ignored(
     tmp_path: Path, ends: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("config.json", "generation_config.json"):

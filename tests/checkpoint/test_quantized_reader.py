@@ -1,4 +1,4 @@
-"""Folders whose weights are stored in 8 bits: read as compressed-tensors reads them, whole, in part and as stored."""
+"""Folders with weights in 8 bits: read as compressed-tensors reads them, whole, as shards, and as stored values."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ def parameters(folder: Path) -> ParameterReader:
 
 
 def changed(folder: Path, change: Callable[[Tensors], object]) -> Path:
-    """A folder whose tensors `change` changed."""
+    """A folder whose tensors were modified by `change`."""
     tensors = tensors_of(folder)
     change(tensors)
     write_tensors(folder, tensors)
     return folder
 
 
-def some_part(name: ParameterName, shape: tuple[int, ...], random: np.random.Generator) -> Index:
-    """A part that is not empty; of rows that make up heads, all."""
+def some_shard(name: ParameterName, shape: tuple[int, ...], random: np.random.Generator) -> Index:
+    """A shard that is not empty; where rows make up heads, all rows."""
     ends = [np.sort(random.choice(size + 1, 2, replace=False)) for size in shape]
     index = tuple(slice(int(first), int(last)) for first, last in ends)
     return (slice(None), *index[1:]) if name.part in WHOLE_HEADS else index
 
 
 def faults(quantised: ParameterReader, plain: ParameterReader, random: np.random.Generator) -> list[str]:
-    """Parameters that differ from those of the twin: read, and as stored, whole and in part."""
+    """Parameters that differ from those of the unquantised twin: dequantised and as stored, whole and as shards."""
     found = []
     for name, spec in manifest_of(plain.config).specs.items():
-        for index in (None, some_part(name, spec.shape, random)):
+        for index in (None, some_shard(name, spec.shape, random)):
             expected = plain.read(name, index)
             if not np.array_equal(quantised.read(name, index), expected):
                 found.append(f"read {name}")
@@ -94,15 +94,15 @@ def faults(quantised: ParameterReader, plain: ParameterReader, random: np.random
             shapes = {stored.arrays[role].shape for role in encoding.roles if role is not Role.VALUES}
             if stored.shape != expected.shape or shapes != {expected.shape[:-1]}:
                 found.append(f"shapes of {name}")
-            elif not np.allclose(stored.widened(), expected, rtol=3e-7, atol=0):  # factors are multiplied by before
+            elif not np.allclose(stored.widened(), expected, rtol=3e-7, atol=0):  # factors are applied first
                 found.append(f"stored {name}")
     return found
 
 
 @pytest.mark.parametrize("kind", Quantised)
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
-def test_every_format(architecture: str, kind: Quantised, tmp_path: Path) -> None:
-    # Rows that do not fill their words.
+def test_every_format_is_read(architecture: str, kind: Quantised, tmp_path: Path) -> None:
+    # rows that do not fill their words
     widths = {"intermediate_size": 130, "moe_intermediate_size": 47}
     weights = make_quantised_checkpoint(tmp_path / "a", architecture, kind, **widths)
     quantised = parameters(tmp_path / "a")
@@ -121,7 +121,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": 0},
     "falcon_h1": {},
     "cohere2": {"num_hidden_layers": 2},  # rows in pairs
-    "qwen3_5_text": {},  # queries and gates by turns
+    "qwen3_5_text": {},  # queries and gates alternate
 }
 _KINDS = [kind for kind in Quantised if kind is not Quantised.MODELOPT]
 _TARGETS = [
@@ -134,9 +134,9 @@ _IGNORED = [(), IGNORED, ("re:.*gate", "model.layers.0.mlp.up_proj", r"re:.*expe
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_any_groups(architecture: str, tmp_path: Path) -> None:
-    """Several groups, names, patterns and classes, in orders that matter; each tensor as compressed-tensors' own
-    matching and numbers have it."""
+def test_any_config_groups_are_matched(architecture: str, tmp_path: Path) -> None:
+    """Several groups, names, patterns and classes, where the order matters; each tensor as compressed-tensors
+    matches and computes it."""
     random = np.random.default_rng(sum(architecture.encode()))
     stored = 0
     for number in range(4):
@@ -153,7 +153,7 @@ def test_any_groups(architecture: str, tmp_path: Path) -> None:
 
 
 def check_inputs(quantised: ParameterReader, folder: Path) -> None:
-    """Each row has the scale of its input that its own tensor has beside it."""
+    """Each row has the input scale stored with its tensor."""
     tensors = tensors_of(folder)
     for name, spec in manifest_of(quantised.config).specs.items():
         encoding = quantised.encoding(name)
@@ -166,8 +166,8 @@ def check_inputs(quantised: ParameterReader, folder: Path) -> None:
         np.testing.assert_array_equal(found.reshape(len(names), -1), np.tile(expected, spec.shape[-2]))
 
 
-def test_parts_of_a_fused_matrix_keep_their_scales(tmp_path: Path) -> None:
-    """Written out: rows of one tensor that hold queries, keys and values, and those of a tensor with one scale."""
+def test_shards_of_a_fused_matrix_keep_their_scales(tmp_path: Path) -> None:
+    """Worked out for rows of one tensor that hold queries, keys and values, and for a tensor with one scale."""
     folder = make_tiny_checkpoint(tmp_path, "phi3", pad_token_id=0)
     quantise(folder, [scheme_of(Quantised.FP8_CHANNEL, "Linear")], IGNORED)
     name = "model.layers.1.self_attn.qkv_proj.weight_scale"
@@ -182,7 +182,7 @@ def test_parts_of_a_fused_matrix_keep_their_scales(tmp_path: Path) -> None:
     assert joined.encoding.nbytes(128, 64) == 128 * 64 + 128 * 4
 
 
-def test_experts_are_stacked_if_they_are_alike(tmp_path: Path) -> None:
+def test_experts_are_stacked_if_they_have_one_scheme(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, "qwen3_moe")
     schemes = [scheme_of(Quantised.INT8_W8A8, r"re:.*experts\.[0-3]\."), scheme_of(Quantised.INT8_W8A16, "Linear")]
     quantise(folder, schemes, [*IGNORED, r"re:.*experts\.5\."])
@@ -202,7 +202,7 @@ def test_experts_are_stacked_if_they_are_alike(tmp_path: Path) -> None:
 
 
 def test_a_model_that_compressed_tensors_saved_itself(tmp_path: Path) -> None:
-    """Its own names, formats and shapes of scales, and its own config."""
+    """With compressed-tensors' names, formats, scale shapes and config."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig
     from helpers.tiny_models import make_tiny_model
@@ -237,7 +237,7 @@ def test_a_model_that_compressed_tensors_saved_itself(tmp_path: Path) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """What opening a folder, or reading all of it, raises."""
+    """The error of opening a folder or of reading all of it."""
     with pytest.raises(CheckpointError) as raised:
         read_all(folder)
     return str(raised.value)
@@ -327,8 +327,8 @@ def test_weights_may_only_be_packed_where_config_json_says_so(tmp_path: Path) ->
     assert f"extra: {STEM}.weight_packed is stored as int32, and is not to be packed" in refusal(tmp_path)
 
 
-def test_shapes_of_packed_weights_are_those_that_the_model_has(tmp_path: Path) -> None:
-    """Rows of 130 and of 132 have as many words."""
+def test_shapes_of_packed_weights_must_be_the_models(tmp_path: Path) -> None:
+    """Rows of 130 and of 132 have equally many words."""
     make_quantised_checkpoint(tmp_path, "qwen3", Quantised.PACKED, intermediate_size=130)
     name = "model.layers.1.mlp.down_proj.weight"
 
@@ -343,8 +343,8 @@ def test_shapes_of_packed_weights_are_those_that_the_model_has(tmp_path: Path) -
     assert f"misshapen: {name} is (64, 128), the config requires (64, 130)" in refusal(changed(tmp_path, cut))
 
 
-def test_scales_are_read_once_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By several threads, in parts, and again; of what could not be read another try is made."""
+def test_scales_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By several threads, in parts, and again; a failed read is retried."""
     make_quantised_checkpoint(tmp_path, "qwen3", Quantised.PACKED)
     quantised = parameters(tmp_path)
     reads: list[str] = []
@@ -367,7 +367,7 @@ def test_scales_are_read_once_whoever_asks(tmp_path: Path, monkeypatch: pytest.M
     np.testing.assert_array_equal(np.concatenate(parts), quantised.read(up))
 
 
-def test_few_arrays_are_kept() -> None:
+def test_few_arrays_are_cached() -> None:
     reads: list[str] = []
 
     def read(name: str) -> Array:
@@ -380,12 +380,12 @@ def test_few_arrays_are_kept() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.5, float("nan"), float("inf")])
-def test_a_scale_that_is_no_scale_is_named_when_it_is_read(value: float, tmp_path: Path) -> None:
+def test_an_invalid_scale_is_named_when_it_is_read(value: float, tmp_path: Path) -> None:
     make_quantised_checkpoint(tmp_path, "qwen3", Quantised.INT8_W8A16)
     changed(tmp_path, lambda tensors: tensors[f"{STEM}.weight_scale"][77].fill_(value))
     assert refusal(tmp_path).startswith(f"{STEM}.weight_scale has the scale {value:g}; scales must be positive")
     quantised = parameters(tmp_path)
-    quantised.read(ParameterName(Part.UP, layer=1), (slice(0, 77),))  # the other rows are right
+    quantised.read(ParameterName(Part.UP, layer=1), (slice(0, 77),))  # the other rows are valid
 
 
 def test_files_of_8_bits_without_a_config_are_refused_as_before(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_files_of_8_bits_without_a_config_are_refused_as_before(tmp_path: Path) 
 
 
 def test_scales_of_16_bits_and_axes_of_one_are_read(tmp_path: Path) -> None:
-    """As vLLM reads them: `[out]` and `[out, 1]`, `[]` and `[1]`; whether float32 or not."""
+    """As vLLM reads them: `[out]` and `[out, 1]`, `[]` and `[1]`; float32 or not."""
     weights = make_quantised_checkpoint(tmp_path, "qwen3", Quantised.FP8_TENSOR)
 
     def narrow(tensors: Tensors) -> None:
@@ -419,7 +419,7 @@ INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True
 
 
 def config_of(of_all: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """A `quantization_config` that is right but for changes: `weights`, `inputs` and others of its group."""
+    """A valid `quantization_config` apart from changes: `weights`, `inputs` and other entries of its group."""
     first = {
         "targets": ["Linear"],
         "weights": WEIGHTS | group.pop("weights", {}),
@@ -475,7 +475,7 @@ def config_of(of_all: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, "quant_algo 'NVFP4' .*supported: FP8;"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(
+def test_unsupported_schemes_are_refused_by_name(
     of_all: dict[str, Any], group: dict[str, Any], words: str, config_folder: Path
 ) -> None:
     set_quantization(config_folder, config_of(of_all, dict(group)))
@@ -486,7 +486,7 @@ def test_what_cannot_be_read_is_refused_by_name(
 
 @pytest.fixture(scope="module")
 def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in the default format, whose config tests change."""
+    """A folder in the default format, with a config for tests to change."""
     folder = tmp_path_factory.mktemp("config")
     make_quantised_checkpoint(folder, "qwen3", Quantised.FP8_CHANNEL)
     set_quantization(folder, config_of({}, {}))
@@ -494,8 +494,8 @@ def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_fields_that_files_leave_out(config_folder: Path) -> None:
-    """The first versions of the tool wrote less, and `frozen`."""
+def test_missing_fields_have_defaults(config_folder: Path) -> None:
+    """The first versions of the tool wrote fewer fields, and `frozen`."""
     short = {"num_bits": 8, "type": "float"}
     config = config_of({"quantization_status": "frozen"}, {})
     config["config_groups"]["group_0"]["input_activations"] = None
@@ -510,8 +510,9 @@ def test_fields_that_files_leave_out(config_folder: Path) -> None:
     )
 
 
-def test_modelopt_before_it_wrote_into_config_json(tmp_path: Path) -> None:
-    """Its own file, with names that have a `*` and that of a module whose layers are meant; and scales of keys."""
+def test_modelopts_older_separate_config_file(tmp_path: Path) -> None:
+    """In a separate file, with names that have a `*` and the name of a module whose layers are meant; and key
+    scales."""
     make_tiny_checkpoint(tmp_path, "qwen3")
     weights = quantise_as_modelopt(tmp_path)
 
@@ -544,7 +545,7 @@ def test_modelopt_before_it_wrote_into_config_json(tmp_path: Path) -> None:
 
 
 def test_quantised_heads_and_embeddings(tmp_path: Path) -> None:
-    """A head may be quantised, also where config.json ties it; embeddings are plain once they are read."""
+    """A head may be quantised, also where config.json ties it; embeddings are dequantised when read."""
     make_tiny_checkpoint(tmp_path, "qwen3")
     weights = quantise(tmp_path, [scheme_of(Quantised.INT8_W8A16, "Linear", "Embedding")])
     quantised = parameters(tmp_path)
@@ -560,7 +561,7 @@ def test_quantised_heads_and_embeddings(tmp_path: Path) -> None:
 
 
 def test_routers_may_be_plain_though_all_linear_layers_are_quantised(tmp_path: Path) -> None:
-    """In transformers 5 they are no linear layers; in earlier versions they are, and may be quantised."""
+    """In transformers 5 they are not linear layers; in earlier versions they are, and may be quantised."""
     make_quantised_checkpoint(tmp_path, "qwen3_moe", Quantised.INT8_W8A8)
     fields = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     set_quantization(tmp_path, fields | {"ignore": ["lm_head"]})
@@ -569,7 +570,7 @@ def test_routers_may_be_plain_though_all_linear_layers_are_quantised(tmp_path: P
     assert "lm_head.weight is stored as plain numbers" in refusal(tmp_path)
 
 
-def test_parts_that_cut_through_blocks_have_no_encoding() -> None:
+def test_shards_that_cut_through_blocks_have_no_encoding() -> None:
     assert [Q8.allows(slice(*ends), 96) for ends in ((0, 96), (32, 64), (0, 40), (8, 40))] == [True, True, False, False]
     assert FP8_STATIC.allows(slice(3, 5), 96)
     assert Q4.nbytes(6, 64) == 6 * 2 * 20

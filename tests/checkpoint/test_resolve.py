@@ -1,4 +1,4 @@
-"""What `--model-path` may be, and the errors when it is something else."""
+"""The forms of `--model-path`, and the errors for anything else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_demo_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.M
         resolve_model("demo")
 
 
-def test_folders(folder: Path) -> None:
+def test_a_folder_is_a_path(folder: Path) -> None:
     assert resolve_model(str(folder)).kind is SourceKind.SAFETENSORS
     (folder / ORBAX_MARKER).write_text("{}")
     assert resolve_model(str(folder)).kind is SourceKind.ORBAX
@@ -52,7 +52,7 @@ def test_a_folder_with_gguf_files(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
-def test_what_is_there_but_no_checkpoint(tmp_path: Path) -> None:
+def test_existing_files_that_are_not_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         resolve_model(str(tmp_path))
     (tmp_path / "weights.bin").touch()
@@ -68,13 +68,13 @@ def test_load_format_must_agree(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/none/such", "./none", "../none", "~/none/such", "a/b/c", "none.gguf", "a b"])
-def test_a_local_path_that_does_not_exist_is_not_sought_on_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_local_path_is_not_searched_on_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(CheckpointError, match=r"^/none/such does not exist$|does not exist \(looked at /"):
         resolve_model(path)
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("no connection, no cached snapshot")
 
@@ -83,7 +83,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_model("org/model")
 
 
-def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_the_hub_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> str:
         response = httpx2.Response(404, request=httpx2.Request("GET", "https://hub.example/org/model"))
         raise RepositoryNotFoundError("404: no such repository", response=response)
@@ -93,7 +93,7 @@ def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_model("org/model")
 
 
-def test_what_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_needed_files_are_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None, list[str]]] = []
 
     def download(
@@ -137,7 +137,7 @@ def test_the_tokenizer_has_the_models_revision_or_its_own(folder: Path, monkeypa
 
 
 @pytest.mark.parametrize("path", ["demo", "here"])
-def test_a_revision_of_what_is_here_is_refused(folder: Path, path: str) -> None:
+def test_a_revision_of_a_local_model_is_refused(folder: Path, path: str) -> None:
     with pytest.raises(CheckpointError, match="revision 'v1' is only for repositories on the hub"):
         resolve_model(path if path == "demo" else str(folder), revision="v1")
 

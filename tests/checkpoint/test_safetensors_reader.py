@@ -32,7 +32,7 @@ def test_every_tensor_reads_as_transformers_wrote_it(tmp_path: Path, architectur
         np.testing.assert_array_equal(read.astype(np.float32), value.float().numpy())
 
 
-def test_a_part_of_a_tensor(tmp_path: Path) -> None:
+def test_a_shard_of_a_tensor_is_read(tmp_path: Path) -> None:
     values = np.arange(60, dtype=np.float32).reshape(6, 10).astype(ml_dtypes.bfloat16)
     save_file({"a": values, "b": np.ones((3,), dtype=np.float32)}, tmp_path / "model.safetensors")
     reader = SafetensorsReader(tmp_path)
@@ -51,7 +51,7 @@ def test_files_without_an_index_are_joined_and_may_not_overlap(tmp_path: Path) -
         SafetensorsReader(tmp_path)
 
 
-def test_a_folder_without_weights(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no \.safetensors file in"):
         SafetensorsReader(tmp_path)
 
@@ -63,7 +63,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         open_checkpoint(str(folder))
 
 
-def test_an_index_that_names_too_much(tmp_path: Path) -> None:
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_file({"a": np.ones((2,), dtype=np.float32)}, tmp_path / "one.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
@@ -87,7 +87,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         SafetensorsReader(tmp_path)
 
 
-def test_a_dtype_that_no_model_here_uses(tmp_path: Path) -> None:
+def test_an_unused_dtype_is_refused(tmp_path: Path) -> None:
     save_file({"a": np.ones((2,), dtype=np.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"a in .* is stored as I8; supported: BF16, F16, F32"):
         SafetensorsReader(tmp_path).read("a")

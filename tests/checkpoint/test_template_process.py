@@ -1,4 +1,4 @@
-"""Chat templates have a process with limits: no template takes more than it may, and each next one is rendered."""
+"""Chat templates run in a process with limits: none exceeds them, and the next one is rendered."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ ALIKE = {
     "syntax": "{% for m in messages %}",
 }
 SEEN_BY_BOTH = {"a name in a namespace": "underscore", "the class of dict": "has no attribute 'mro'"}
-"""Where the words of an error are each side's own: what both say."""
+"""Error texts that transformers and this project word differently: the words they share."""
 
 
 def transformers_rendering(template: str, variables: dict[str, Any]) -> tuple[str, str]:
-    """The text, or else the words of the error."""
+    """The text, or the words of the error."""
     try:
         rendered: Any = render_jinja_template(
             conversations=[CONVERSATION], tools=TOOLS, chat_template=template, add_generation_prompt=True, **variables
         )
-    except Exception as refused:  # whatever it is, ours is to say the same
+    except Exception as refused:  # any exception: ours must give the same words
         return "", str(refused)
     return rendered[0][0], ""
 
@@ -89,7 +89,7 @@ def test_templates_find_what_transformers_gives_them(templates: TemplateProcess,
 
 
 def test_the_process_has_no_transformers() -> None:
-    """Importing it takes longer than all else that the process does at the start."""
+    """Importing it would dominate the process's start time."""
     worker = Path(sys.modules[TemplateProcess.__module__].__file__ or "").with_name("template_worker.py")
     program = f"import runpy, sys; runpy.run_path({str(worker)!r}, run_name='x'); print('transformers' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
@@ -111,7 +111,7 @@ LARGE = (
 
 
 @pytest.mark.parametrize("template", LARGE)
-def test_one_instruction_that_takes_gigabytes(templates: TemplateProcess, template: str) -> None:
+def test_an_instruction_that_takes_gigabytes_is_refused(templates: TemplateProcess, template: str) -> None:
     with pytest.raises(RequestError, match="the chat template exceeded its memory limit on 1 messages") as caught:
         templates.render(rendering(template))
     assert (caught.value.status, caught.value.param) == (400, "messages")
@@ -121,25 +121,25 @@ ENDLESS = ("{{ 7 ** 99999999 }}", "{% for a in range(99999) %}{% for b in range(
 
 
 @pytest.mark.parametrize("template", ENDLESS)
-def test_one_that_computes_for_ever(templates: TemplateProcess, template: str) -> None:
+def test_an_endless_computation_is_refused(templates: TemplateProcess, template: str) -> None:
     with pytest.raises(RequestError, match=r"took more than 0\.2 s of processor time on 1 messages, and was stopped"):
         templates.render(rendering(template, seconds=0.2))
     assert templates.render(rendering("{{ messages[0].content }}!")) == "hi!"
 
 
-def test_a_text_of_too_many_characters(templates: TemplateProcess) -> None:
+def test_a_text_of_too_many_characters_is_refused(templates: TemplateProcess) -> None:
     with pytest.raises(RequestError, match=r"produced 17000000 characters \(the limit is 16777216\)"):
         templates.render(rendering("{{ 'a' * 17000000 }}"))
 
 
-def test_what_a_template_refuses(templates: TemplateProcess) -> None:
+def test_the_templates_own_error_is_reported(templates: TemplateProcess) -> None:
     with pytest.raises(RequestError, match="the chat template refused the messages: no such thing"):
         templates.render(rendering("{{ raise_exception('no such thing') }}"))
     with pytest.raises(RequestError, match="a value that JSON cannot express"):
         templates.render(Rendering("a", [{"role": object()}], {}))
 
 
-def test_any_text_comes_back(templates: TemplateProcess) -> None:
+def test_any_text_round_trips(templates: TemplateProcess) -> None:
     odd = "東京 \ud800 \x00 \ufdd0 🙂" + "x" * 1_000_000
     number = 10**400
     made = Rendering("{{ messages[0].content }}{{ n }}", [{"role": "user", "content": odd}], {"n": number})
@@ -147,7 +147,7 @@ def test_any_text_comes_back(templates: TemplateProcess) -> None:
 
 
 def new_worker(templates: TemplateProcess) -> psutil.Process:
-    """The process that `templates` has: others of this process's may have theirs, or have left a dead one."""
+    """The process of `templates`: others of this process may have their own, or have left a dead one."""
     templates.close()
     before = {one.pid for one in psutil.Process().children()}
     templates.render(rendering("a"))
@@ -156,14 +156,14 @@ def new_worker(templates: TemplateProcess) -> psutil.Process:
     return worker
 
 
-def test_a_process_that_is_gone_is_started_again(templates: TemplateProcess) -> None:
+def test_a_dead_process_is_started_again(templates: TemplateProcess) -> None:
     new_worker(templates).kill()
     with pytest.raises(RequestError, match="crashed its process"):
         templates.render(rendering("a"))
     assert templates.render(rendering("b")) == "b"
 
 
-def test_threads_get_what_they_asked_for(templates: TemplateProcess) -> None:
+def test_concurrent_threads_get_their_own_results(templates: TemplateProcess) -> None:
     wrong: list[str] = []
 
     def ask(number: int) -> None:
@@ -180,13 +180,13 @@ def test_threads_get_what_they_asked_for(templates: TemplateProcess) -> None:
     assert wrong == []
 
 
-def test_a_short_conversation_waits_for_no_long_one() -> None:
+def test_a_short_conversation_does_not_wait_for_a_long_one() -> None:
     templates = TemplateProcesses(2)
     try:
         for _ in range(3):  # one after the other: one process
             templates.render(rendering("a"))
         assert [one._process is not None for one in templates._all] == [True, False]
-        with templates._all[0]._lock:  # it is at work
+        with templates._all[0]._lock:  # it is rendering
             waiting = threading.Thread(target=templates.render, args=(rendering("a"),))
             waiting.start()
             until = time.monotonic() + 20
@@ -211,8 +211,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_process_ends_with_the_one_that_it_works_for() -> None:
-    """Not by SIGTERM, which goes to all processes of a service: what is in flight is to be finished."""
+def test_the_process_ends_with_its_parent() -> None:
+    """Not by SIGTERM, which goes to all processes of a service: requests in flight must finish."""
     done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     worker = int(done.stdout)
@@ -222,7 +222,7 @@ def test_the_process_ends_with_the_one_that_it_works_for() -> None:
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
 
 
-def test_a_signal_for_all_processes_is_not_its(templates: TemplateProcess) -> None:
+def test_the_process_ignores_sigterm(templates: TemplateProcess) -> None:
     worker = new_worker(templates)
     worker.send_signal(signal.SIGTERM)
     worker.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for, read without a tokenizer, against the tokenizers themselves."""
+"""The bytes of tokens, read without a tokenizer, against the tokenizers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def byte_level_gguf(folder: Path) -> ModelSource:
 
 
 def sentencepiece_folder(folder: Path) -> ModelSource:
-    """As Llama 2's tokenizer.json."""
+    """As in Llama 2's tokenizer.json."""
     ids = {token: number for number, token in enumerate(SENTENCEPIECE)}
     backend = Backend(models.BPE(ids, MERGES, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -64,7 +64,7 @@ def sentencepiece_gguf(folder: Path) -> ModelSource:
 
 
 @pytest.mark.parametrize("make", [byte_level_folder, byte_level_gguf, sentencepiece_folder, sentencepiece_gguf])
-def test_tokens_spell_what_their_tokenizer_says(tmp_path: Path, make: object) -> None:
+def test_token_bytes_equal_the_tokenizers(tmp_path: Path, make: object) -> None:
     source = make(tmp_path)  # type: ignore[operator]
     check(source, leading_space="sentencepiece" in make.__name__)  # type: ignore[attr-defined]
 
@@ -81,12 +81,12 @@ def check(source: ModelSource, *, leading_space: bool) -> None:
         assert spelt == tokenizer.token_bytes(token), token
     for text in TEXTS:
         joined = b"".join(table.tokens[token] for token in tokenizer.encode(text, add_special_tokens=False))
-        # Sentencepiece puts a space before a text; before one that has its own, some do not.
+        # Sentencepiece adds a space before a text; some do not if the text starts with one.
         before = b" " if leading_space and not (source.kind is SourceKind.GGUF and text.startswith(" ")) else b""
         assert joined == before + text.encode()
 
 
-def test_tokens_that_were_added_later(tmp_path: Path) -> None:
+def test_bytes_of_added_tokens(tmp_path: Path) -> None:
     source = byte_level_folder(tmp_path)
     stored = json.loads((tmp_path / "tokenizer.json").read_text())
     first = len(load_token_table(source).tokens)
@@ -104,11 +104,11 @@ def test_tokens_that_were_added_later(tmp_path: Path) -> None:
 
 
 LATIN = ["õ", "Größe", "đem", "čaj", "Ġzq", "<|größe|>"]
-"""Their letters are GPT-2's for bytes, too."""
+"""Their letters are also GPT-2's spellings of bytes."""
 
 
 @pytest.mark.parametrize("make", [byte_level_folder, byte_level_gguf])
-def test_added_tokens_with_latin_letters_are_themselves(tmp_path: Path, make: object) -> None:
+def test_added_tokens_with_latin_letters_are_spelled_literally(tmp_path: Path, make: object) -> None:
     if make is byte_level_folder:
         source = byte_level_folder(tmp_path)
         theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)

@@ -1,5 +1,4 @@
-"""What is said of a checkpoint of a family that is not known: what is supported, and which of its fields no supported
-family has."""
+"""The error for a checkpoint of an unknown family: the supported families, and fields that none of them has."""
 
 from __future__ import annotations
 
@@ -71,12 +70,12 @@ def test_fields_that_no_family_has_are_named(model_type: str, class_name: str, t
         ({"clip_qkv": 8.0}, "clip_qkv is 8.0, which llama does not support here: outputs would be wrong"),
     ],
 )
-def test_of_a_known_type(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_the_error_for_a_known_model_type(change: dict[str, Any], told: str, tmp_path: Path) -> None:
     config = transformers.AutoConfig.for_model("llama").to_dict() | {"architectures": ["LlamaForCausalLM"]} | change
     assert told in refusal(tmp_path, config)
 
 
-def test_gemma_4_with_parts_that_are_not_supported(tmp_path: Path) -> None:
+def test_gemma_4_with_unsupported_parts_is_refused(tmp_path: Path) -> None:
     config = transformers.AutoConfig.for_model("gemma4_text").to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
     assert "hidden_size_per_layer_input is 256" in refusal(tmp_path, config)
     config["hidden_size_per_layer_input"] = 0

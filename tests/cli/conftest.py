@@ -18,5 +18,5 @@ async def launch_echo(config: EngineConfig) -> AsyncEngineClient:
 
 @pytest.fixture
 def echo_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that make an `Engine` get one that answers with its prompt, byte by byte."""
+    """Commands that make an `Engine` get one that echoes its prompt byte by byte."""
     monkeypatch.setattr(engine_module, "Engine", functools.partial(Engine, launch=launch_echo))

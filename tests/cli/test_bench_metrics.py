@@ -1,4 +1,4 @@
-"""The arithmetic of latencies, against cases worked by hand."""
+"""The arithmetic of latencies, against hand-computed cases."""
 
 from __future__ import annotations
 
@@ -58,25 +58,25 @@ def test_intervals_add_up_to_the_time_after_the_first_output() -> None:
     assert sum(intervals) == pytest.approx(2.6)
 
 
-def test_untold_counts_are_known_when_chunks_are_tokens() -> None:
+def test_missing_counts_are_known_when_chunks_are_tokens() -> None:
     request = record(0.0, (1.0, None), (1.2, None), (1.6, None), output_tokens=3)
     assert request.inter_token_latencies() == pytest.approx([0.2, 0.4])
 
 
-def test_untold_counts_are_not_guessed() -> None:
+def test_missing_counts_are_not_guessed() -> None:
     request = record(0.0, (1.0, None), (2.0, None), output_tokens=5)
     assert request.inter_token_latencies() is None
     assert request.chunk_gaps() == pytest.approx([1.0])
     assert request.time_per_output_token == pytest.approx(0.25)  # the first output counts as one token
 
 
-def test_a_finish_after_the_last_text_counts_in_the_end() -> None:
+def test_a_finish_after_the_last_text_counts_end_to_end() -> None:
     request = record(0.0, (1.0, 1), (2.0, 2), output_tokens=3, end=3.0)
     assert request.end_to_end == 3.0
     assert request.time_per_output_token == pytest.approx(1.0)
 
 
-def test_a_single_token_has_no_later_latency() -> None:
+def test_a_single_token_has_no_inter_token_latency() -> None:
     request = record(0.0, (1.0, 1), output_tokens=1)
     assert request.time_per_output_token is None
     assert request.inter_token_latencies() == []
@@ -128,6 +128,6 @@ def test_offline_rates() -> None:
     assert figures["total_throughput"] == 80.0
 
 
-def test_tokens_are_spread_over_chunks_only_where_untold() -> None:
+def test_tokens_are_spread_over_chunks_only_without_counts() -> None:
     assert tokens_per_chunk(record(0.0, (1.0, 2), (2.0, 5), output_tokens=5)) == [2.0, 3.0]
     assert tokens_per_chunk(record(0.0, (1.0, None), (2.0, None), output_tokens=5)) == [2.5, 2.5]

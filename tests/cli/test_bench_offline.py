@@ -1,4 +1,4 @@
-"""The offline benchmark: what it asks of an engine, and what it adds up."""
+"""The offline benchmark: its requests to the engine, and its totals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_jax.sampling import SamplingParams
 
 
 class Recorder:
-    """Answers every prompt with its own length, over and over."""
+    """Answers every prompt with its length, repeated."""
 
     def __init__(self) -> None:
         self.batches: list[list[list[int]]] = []
@@ -43,7 +43,7 @@ class Recorder:
         )
 
 
-def test_turns_run_in_rounds_and_carry_what_was_said() -> None:
+def test_turns_run_in_rounds_and_carry_the_conversation() -> None:
     recorder = Recorder()
     long = Conversation((Turn((1, 2), 1), Turn((3,), 2)))
     short = Conversation((Turn((7, 8, 9), 1),))

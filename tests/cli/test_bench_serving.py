@@ -1,4 +1,4 @@
-"""The load generator against a server whose every answer is known."""
+"""The load generator against a server with known answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_option_is_a_flag() -> None:
     assert {flag_name(field) for field in LoadConfig.model_fields} <= flags
 
 
-def test_native_route_measures_what_the_server_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_native_route_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(first_delay=0.1, step_delay=0.02) as fake:
         line = measure(fake, tmp_path / "out.jsonl", *SMALL, "--warmup-requests", "0")
     assert line["completed"] == 6
@@ -65,7 +65,7 @@ def test_native_route_measures_what_the_server_does(tmp_path: Path, capsys: pyte
     assert "inter-token latency" in printed
 
 
-def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = iter([0.0, 4.0, 11.0, 11.0, 12.0, 22.0, 22.0])
     with LoadProgress(4, bar=False, clock=lambda: next(seconds)) as progress:
         for _ in range(4):
@@ -73,14 +73,14 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "2 of 4 requests finished\n4 of 4 requests finished\n"
 
 
-def test_no_bar_is_drawn_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_bar_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with served() as fake:
         assert run(bench_serving, "bench_serving", ["--port", str(fake.port), *SMALL]) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_tokens_that_come_together_are_told_apart(tmp_path: Path) -> None:
-    # Many chunks: those that come while this process is held up are seen at once, and must be few of them.
+def test_tokens_that_arrive_together_are_counted_separately(tmp_path: Path) -> None:
+    # Many chunks: only a few may arrive together while this process is delayed.
     long = ["--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "40"]
     with served(step_delay=0.08, tokens_per_chunk=4) as fake:
         line = measure(fake, tmp_path / "out.jsonl", *long)
@@ -89,7 +89,7 @@ def test_tokens_that_come_together_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
-def test_openai_routes(tmp_path: Path, backend: str, path: str) -> None:
+def test_openai_routes_are_measured(tmp_path: Path, backend: str, path: str) -> None:
     with served() as fake:
         line = measure(fake, tmp_path / "out.jsonl", *SMALL, "--backend", backend, "--warmup-requests", "0")
     assert [called for called, _ in fake.calls] == [path] * 6
@@ -123,7 +123,7 @@ TURNS = ["--dataset-name", "multi-turn", "--multi-turn-num-turns", "3", "--num-p
 TURNS += ["--random-input-len", "5", "--random-output-len", "4", "--warmup-requests", "0", "--max-concurrency", "1"]
 
 
-def test_turns_carry_what_was_said(tmp_path: Path) -> None:
+def test_turns_carry_the_conversation(tmp_path: Path) -> None:
     with served() as fake:
         line = measure(fake, tmp_path / "out.jsonl", *TURNS)
     assert line["completed"] == 6
@@ -148,7 +148,7 @@ def test_turns_carry_text_on_openai_routes(tmp_path: Path, backend: str) -> None
         assert any(prompts[-1].startswith(prompt + "aaaa ") for prompt in prompts[:-1])
 
 
-def test_no_more_requests_at_once_than_allowed(tmp_path: Path) -> None:
+def test_concurrency_is_limited(tmp_path: Path) -> None:
     with served(first_delay=0.02) as fake:
         line = measure(fake, tmp_path / "out.jsonl", *SMALL, "--max-concurrency", "2")
     assert fake.most_at_once == 2
@@ -166,7 +166,7 @@ def test_the_cache_is_emptied_between_warming_up_and_measuring(tmp_path: Path) -
     assert not {tuple(body["input_ids"]) for body in warm} & {tuple(body["input_ids"]) for body in measured}
 
 
-def test_failures_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_counted_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(fail_after=4) as fake:
         line = measure(fake, tmp_path / "out.jsonl", *SMALL, "--warmup-requests", "0", status=1)
     assert (line["completed"], line["failed"]) == (4, 2)
@@ -188,7 +188,7 @@ def test_a_missing_server_is_one_clear_line(capsys: pytest.CaptureFixture[str]) 
     assert f"127.0.0.1:{port}" in message
 
 
-def test_details_and_extra_body(tmp_path: Path) -> None:
+def test_details_are_written_and_the_extra_body_is_sent(tmp_path: Path) -> None:
     with served() as fake:
         line = measure(
             fake, tmp_path / "out.jsonl", *SMALL, "--output-details", "--extra-request-body", '{"priority": 3}'

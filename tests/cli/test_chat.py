@@ -1,4 +1,4 @@
-"""`chat` on an engine that echoes its prompt, byte by byte, and conversations with an answer from a list."""
+"""`chat` on an engine that echoes its prompt byte by byte, and on one with scripted answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_jax.errors import RequestError
 
 @dataclass
 class Script:
-    """Answers from a list; an exception in it is raised after the answer's first word."""
+    """Scripted answers; an exception is raised after the answer's first word."""
 
     answers: list[str | BaseException]
     asked: list[list[dict[str, object]]]
@@ -46,7 +46,7 @@ def assistant(text: str) -> dict[str, object]:
     return {"role": "assistant", "content": text}
 
 
-def test_an_answer_is_part_of_what_comes_after(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_is_part_of_the_next_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     conversation, script = converse("yes", "no", system="be brief")
     assert conversation.take("Is it?") is Step.NEXT
     assert conversation.take("Sure?") is Step.NEXT
@@ -55,7 +55,7 @@ def test_an_answer_is_part_of_what_comes_after(capsys: pytest.CaptureFixture[str
     assert script.asked == [[system, user("Is it?")], [system, user("Is it?"), assistant("well, yes"), user("Sure?")]]
 
 
-def test_reset_and_a_new_system_message_begin_anew(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reset_and_a_new_system_message_start_over(capsys: pytest.CaptureFixture[str]) -> None:
     conversation, script = converse("a", "b", "c", "d")
     conversation.take("one")
     for command, told, message in (
@@ -71,7 +71,7 @@ def test_reset_and_a_new_system_message_begin_anew(capsys: pytest.CaptureFixture
     assert script.asked == [[user("one")], [user("two")], [kind, user("three")], [user("four")]]
 
 
-def test_an_interrupted_answer_is_kept_as_far_as_it_came(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_part_of_an_interrupted_answer_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     conversation, script = converse(KeyboardInterrupt(), "b")
     conversation.take("one")
     conversation.take("two")
@@ -79,7 +79,7 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_came(capsys: pytest.CaptureF
     assert script.asked[1] == [user("one"), assistant("well, "), user("two")]
 
 
-def test_a_message_that_is_stopped_before_there_is_an_answer_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_interrupted_before_its_answer_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     conversation, script = converse("b")
 
     def stopped(messages: object) -> Iterator[Any]:
@@ -94,7 +94,7 @@ def test_a_message_that_is_stopped_before_there_is_an_answer_is_forgotten(capsys
     assert script.asked == [[user("two")]]
 
 
-def test_a_message_that_fails_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_that_fails_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     conversation, script = converse(RequestError("the prompt is too long"), "b")
     conversation.take("one")
     conversation.take("two")
@@ -103,18 +103,18 @@ def test_a_message_that_fails_is_forgotten(capsys: pytest.CaptureFixture[str]) -
     assert script.asked[1] == [user("two")]
 
 
-def test_other_faults_are_not_swallowed() -> None:
+def test_other_exceptions_are_raised() -> None:
     conversation, _ = converse(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         conversation.take("one")
 
 
 @pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
-def test_words_that_leave(word: str) -> None:
+def test_words_that_end_the_chat(word: str) -> None:
     assert converse()[0].take(word) is Step.LEAVE
 
 
-def test_commands_that_nobody_knows_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     conversation, script = converse()
     conversation.take("/rset")
     conversation.take("/help")
@@ -140,15 +140,13 @@ def test_messages_of_one_and_of_several_lines(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.usefixtures("echo_engine")
-def test_the_command_answers_what_a_pipe_says(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_answers_piped_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/exit\nnever\n"))
     assert run(chat, "chat", ["echo", "--system", "be brief"]) == 0
     assert capsys.readouterr().out == "system: be brief\nuser: hello\n\n"
 
 
 @pytest.mark.usefixtures("echo_engine")
-def test_bad_options_are_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(chat, "chat", ["--temperature", "-1"]) == 2
     assert "--temperature" in capsys.readouterr().err

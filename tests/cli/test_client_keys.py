@@ -1,4 +1,4 @@
-"""Commands that ask a server which wants keys."""
+"""Commands that call a server with API keys."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def bench(server: EchoServer, *arguments: str) -> int:
     return run(bench_serving, "bench serving", ["--port", str(server.port), *SMALL, *arguments])
 
 
-def test_bench_serving_has_the_key_of_the_environment(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_serving_sends_the_key_of_the_environment(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_JAX_API_KEY", "clients'-ключ")
     assert bench(server) == 0
 
 
-def test_the_option_comes_before_the_environment(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_wins_over_the_environment(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_JAX_API_KEY", "wrong")
     assert bench(server, "--api-key", "clients'-ключ") == 0
     monkeypatch.setenv("SGLANG_JAX_API_KEY", "clients'-ключ")

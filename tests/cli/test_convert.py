@@ -86,10 +86,10 @@ def test_the_converted_checkpoint_is_the_same_model(original: Path, tmp_path: Pa
     [(Quantised.FP8_CHANNEL, WeightQuantization.AUTO), (None, WeightQuantization.INT8)],
     ids=["stored, tied", "converted"],
 )
-def test_matrices_of_8_bits_stay_what_they_are(
+def test_matrices_of_8_bits_are_copied_unchanged(
     kind: Quantised | None, quantization: WeightQuantization, tmp_path: Path
 ) -> None:
-    """With their scales; of experts, too. A folder without them is of the format that earlier releases read."""
+    """With their scales, experts too. A folder without scales has the format that earlier releases read."""
     original, output = tmp_path / "original", tmp_path / "converted"
     if kind is None:
         make_tiny_checkpoint(original, "qwen2_moe")
@@ -116,7 +116,7 @@ def test_matrices_of_8_bits_stay_what_they_are(
         encodings_of(open_checkpoint(str(output)), None)
 
 
-def test_a_head_that_the_config_ties_away_comes_along(tmp_path: Path) -> None:
+def test_a_stored_head_is_kept_although_the_config_ties_it(tmp_path: Path) -> None:
     original, output = tmp_path / "original", tmp_path / "converted"
     make_tiny_checkpoint(original)
     config = json.loads((original / "config.json").read_text())
@@ -128,7 +128,7 @@ def test_a_head_that_the_config_ties_away_comes_along(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-def test_scales_of_keys_and_values_come_along(original: Path, tmp_path: Path) -> None:
+def test_scales_of_keys_and_values_are_kept(original: Path, tmp_path: Path) -> None:
     given = np.random.default_rng(0).uniform(1e-9, 1e3, (2, 2, 2)).astype(np.float32)
     scheme = {"type": "int", "num_bits": 8, "symmetric": True, "dynamic": False}
     folder, output = Path(shutil.copytree(original, tmp_path / "scaled")), tmp_path / "converted"
@@ -156,8 +156,8 @@ def test_scales_of_keys_and_values_come_along(original: Path, tmp_path: Path) ->
             kv_scale_factor(converted, KVCacheDtype.INT8)
 
 
-def test_scales_of_a_model_that_also_keeps_states_come_along(tmp_path: Path) -> None:
-    """Of layers without attention there are none."""
+def test_scales_of_a_model_with_states_are_kept(tmp_path: Path) -> None:
+    """Layers without attention have no scales."""
     folder, output = make_tiny_checkpoint(tmp_path / "original", "qwen3_5_text"), tmp_path / "converted"
     layers = open_checkpoint(str(folder)).config.layers
     attention = [number for number, layer in enumerate(layers) if layer.attention is not None]
@@ -195,7 +195,7 @@ def test_the_engine_generates_the_same_from_it(original: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("stored", "written"), [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")]
 )
-def test_the_type_of_the_weights_follows_the_checkpoint(
+def test_weights_keep_the_checkpoints_dtype(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], stored: str, written: str
 ) -> None:
     folder, output = make_tiny_checkpoint(tmp_path / "original", dtype=stored), tmp_path / "converted"
@@ -242,7 +242,7 @@ def test_refusals_are_clear(capsys: pytest.CaptureFixture[str], arguments: list[
         (["/missing", "--model-path", "/missing"], "/missing does not exist"),
     ],
 )
-def test_what_is_converted_is_named_once(
+def test_the_source_is_named_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     assert run(convert, "convert", [*arguments, "--to", "orbax", "--output", str(tmp_path / "new")]) == 2

@@ -1,4 +1,4 @@
-"""`generate` on an engine that echoes its prompt, byte by byte."""
+"""`generate` on an engine that echoes its prompt byte by byte."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_the_chat_template_is_applied(capsys: pytest.CaptureFixture[str]) -> Non
     assert text == "user: héllo\n\n"
 
 
-def test_a_terminal_is_told_what_is_loaded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where standard error is a file, its one line stays the summary."""
+def test_a_terminal_shows_what_is_loaded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If standard error is a file, it gets only the summary line."""
     _, told = answer(capsys, "hello")
     assert "Loading" not in told
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -59,7 +59,7 @@ def test_a_terminal_is_told_what_is_loaded(capsys: pytest.CaptureFixture[str], m
 def test_a_raw_prompt_is_continued_and_a_chat_answered(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each text begins with a space, as sentencepiece has it, an answer begins without."""
+    """Where each text starts with a space, as with sentencepiece, an answer starts without it."""
     continued: list[bool] = []
 
     def stream_decoder(
@@ -74,16 +74,16 @@ def test_a_raw_prompt_is_continued_and_a_chat_answered(
     assert continued == [True, False]
 
 
-class WithBeginning(ByteTokenizer):
-    """Puts token 257 before a text, as tokenizers with a beginning-of-sequence token do."""
+class WithBos(ByteTokenizer):
+    """Prepends token 257 to texts, like tokenizers with a beginning-of-sequence token."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [257] * add_special_tokens + super().encode(text)
 
 
-def test_special_tokens_are_not_added_to_what_the_template_wrote() -> None:
-    assert prompt_ids(WithBeginning(), "hi", system=None, raw=True) == [257, *b"hi"]
-    assert prompt_ids(WithBeginning(), "hi", system=None, raw=False) == [*b"user: hi\n"]
+def test_special_tokens_are_not_added_to_a_rendered_template() -> None:
+    assert prompt_ids(WithBos(), "hi", system=None, raw=True) == [257, *b"hi"]
+    assert prompt_ids(WithBos(), "hi", system=None, raw=False) == [*b"user: hi\n"]
 
 
 def test_a_system_message_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,8 +106,8 @@ def test_the_summary_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "prompt 5 tokens (2 cached), finished: stop" in line
 
 
-def test_a_prompt_that_is_not_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    """There is no first token whose time could be told."""
+def test_a_prompt_without_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a first token, the summary has no time for it."""
     text, line = answer(capsys, "--raw", "--max-new-tokens", "0", "hello")
     assert text == "\n"
     assert re.fullmatch(r"0 tokens, \d\.\d{3} s, prompt 5 tokens \(2 cached\), finished: length\n", line)
@@ -132,7 +132,7 @@ def test_the_prompt_may_come_from_standard_input(
 def test_sampling_options_left_out_are_the_models(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "Engine", Engine)  # not the one that echoes
+    monkeypatch.setattr(engine_module, "Engine", Engine)  # not the echo engine
     folder = str(make_recommending_checkpoint(tmp_path))
     with recorded_sampling() as seen:
         answer(capsys, "hello", model=folder)
@@ -182,7 +182,7 @@ def test_an_interrupt_ends_the_answer_and_the_engine(
     timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
 
     def stream(outputs: Iterable[GenerateOutput], timing: Timing) -> None:
-        timer.start()  # once there is an engine: before, an interrupt ends the process
+        timer.start()  # only when the engine exists: before, an interrupt ends the process
         stream_to_terminal(outputs, timing)
 
     monkeypatch.setattr(generate_module, "stream_to_terminal", stream)
@@ -213,7 +213,7 @@ sys.exit(run(cli, "sglang-jax", ["generate", "hello"]))
 """
 
 
-def test_an_interrupt_while_the_model_is_loaded_waits_for_nothing() -> None:
+def test_an_interrupt_while_the_model_loads_takes_effect_at_once() -> None:
     command = [sys.executable, "-c", LOADING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"loading\n"
@@ -223,8 +223,8 @@ def test_an_interrupt_while_the_model_is_loaded_waits_for_nothing() -> None:
     assert errors == b"\nInterrupted.\n"
 
 
-def test_two_threads_import_from_transformers(tmp_path: Path) -> None:
-    """One that reads the tokenizer, and one that reads a model of transformers."""
+def test_two_threads_may_import_from_transformers(tmp_path: Path) -> None:
+    """One thread loads a tokenizer, the other a model of transformers."""
     make_tiny_checkpoint(tmp_path, "llama")
     options = ("--backend", "torch", "--model-impl", "transformers", "--dtype", "float32", "--max-tokens", "2")
     command = [sys.executable, "-m", "sglang_jax", "generate", "--model-path", str(tmp_path), *options, "hello"]

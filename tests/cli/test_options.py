@@ -1,4 +1,4 @@
-"""Flags and config fields are one and the same; what is refused is told in one line."""
+"""Flags and config fields correspond one to one, and errors are one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_jax.cli.serve import serve
 from sglang_jax.config import CompilePass, EngineConfig, ServerConfig
 from sglang_jax.errors import CheckpointError, ConfigError, RequestError
 
-# A value for every field, unlike its default.
+# a non-default value for every field
 OTHER_VALUES: dict[str, Any] = {
     "model_path": "some/model",
     "revision": "v1.0",
@@ -121,7 +121,7 @@ OTHER_VALUES: dict[str, Any] = {
 
 
 def parse(*arguments: str, model: type[BaseModel] = ServerConfig) -> BaseModel:
-    """The model that a command line gives."""
+    """The config that a command line gives."""
     built: list[BaseModel] = []
 
     @click.command()
@@ -134,7 +134,7 @@ def parse(*arguments: str, model: type[BaseModel] = ServerConfig) -> BaseModel:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The line that the server's command line is refused with."""
+    """The error line for a command line of the server."""
     assert run(serve, "serve", arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -150,7 +150,7 @@ def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
 
 
 @pytest.mark.parametrize("field", ServerConfig.model_fields)
-def test_a_flag_sets_its_field_alone(field: str) -> None:
+def test_a_flag_sets_only_its_field(field: str) -> None:
     value = OTHER_VALUES[field]
     arguments = [flag_name(field)] if value is True else [flag_name(field), str(value)]
     config = parse(*arguments)
@@ -161,7 +161,7 @@ def test_a_flag_sets_its_field_alone(field: str) -> None:
 
 def test_help_shows_description_default_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(serve, "serve", ["--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # lines are broken at hyphens too
+    text = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # help texts wrap at hyphens too
     for field in ServerConfig.model_fields.values():
         assert fields_as_flags(field.description or "", ServerConfig) in text
     assert "[auto|bfloat16|float16|float32]" in text
@@ -225,7 +225,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         ("{", ["neither YAML nor JSON"]),
     ],
 )
-def test_what_the_file_has_wrong_is_named(
+def test_errors_in_the_file_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, words: list[str]
 ) -> None:
     file = tmp_path / "options.yaml"
@@ -285,7 +285,7 @@ def test_other_errors_keep_their_traceback() -> None:
         run(command, "command", [])
 
 
-def test_the_nodes_secret_is_that_of_the_file_or_of_the_environment(
+def test_the_nodes_secret_comes_from_the_file_or_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert EngineConfig().group_secret() == b""
@@ -313,7 +313,7 @@ def test_list_passes_shows_them_in_their_order_and_exits(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("flags", [["--enable-metrics"], ["--config", "options.yaml"]], ids=["flag", "file"])
-def test_notes_on_options_are_lines_of_a_log_in_json(flags: list[str], tmp_path: Path) -> None:
+def test_notes_on_options_are_logged_as_json(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "options.yaml").write_text("enable_metrics: true")
     command = ["serve", "--log-format", "json", *flags, "/no/such/model"]
     done = subprocess.run(
@@ -332,7 +332,7 @@ def test_notes_on_options_are_lines_of_a_log_in_json(flags: list[str], tmp_path:
     assert "enable_metrics has no effect: " in notes[0].replace("-", "_")
 
 
-def test_notes_are_told_although_another_option_is_refused(
+def test_notes_are_shown_although_another_option_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(serve, "serve", ["--enable-metrics", "--page-size", "0"]) == 2

@@ -1,5 +1,5 @@
-"""`bench --dataset-name sharegpt`: which prompts of a file are asked, how long their answers are to be, and how they
-are sent. The tokenizer is one of bytes, so that lengths can be counted."""
+"""`bench --dataset-name sharegpt`: which prompts of a file are sent, with which output lengths, and in which form.
+The tokenizer is one of bytes, so that lengths can be counted."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def config(**options: Any) -> WorkloadConfig:
 
 
 def sampled(pairs: Sequence[Pair], **options: Any) -> list[tuple[str | None, int]]:
-    """The prompts asked and the lengths of their answers."""
+    """The prompts and their output lengths."""
     conversations, _ = sample_pairs(config(**options), pairs, ByteTokenizer())
     return [(each.turns[0].text, each.turns[0].output_len) for each in conversations]
 
 
-def test_the_first_two_turns_count(tmp_path: Path) -> None:
+def test_the_first_two_turns_are_used(tmp_path: Path) -> None:
     content = [
         conversation("question", "answer", "thanks", "welcome"),
         conversation("only one turn"),
@@ -50,7 +50,7 @@ def test_the_first_two_turns_count(tmp_path: Path) -> None:
     assert read_pairs(write(tmp_path, content)) == [Pair("question", "answer"), Pair("older", "form")]
 
 
-def test_a_lone_half_of_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_replaced(tmp_path: Path) -> None:
     file = write(tmp_path, r'[{"conversations": [{"value": "a\ud83d b"}, {"value": "\ud83d\ude00"}]}]')
     assert read_pairs(file) == [Pair("a? b", "😀")]
 
@@ -73,7 +73,7 @@ def test_a_lone_half_of_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
         (1025, 9, {"sharegpt_context_len": 1034, "sharegpt_output_len": 10}, None),
     ],
 )
-def test_what_is_too_short_or_too_long_is_left_out(
+def test_conversations_too_short_or_too_long_are_left_out(
     prompt: int, answer: int, options: dict[str, int], output_len: int | None
 ) -> None:
     fits = Pair("fits", "well")
@@ -84,7 +84,7 @@ def test_what_is_too_short_or_too_long_is_left_out(
     assert set(asked) == expected
 
 
-def test_the_order_follows_from_the_seed() -> None:
+def test_the_seed_decides_the_order() -> None:
     pairs = [Pair(f"prompt {i}", "answer") for i in range(50)]
     asked = sampled(pairs, num_prompts=50)
     assert asked == sampled(pairs, num_prompts=50)
@@ -94,7 +94,7 @@ def test_the_order_follows_from_the_seed() -> None:
     assert asked != [(pair.prompt, 6) for pair in pairs]
 
 
-def test_fewer_prompts_than_asked_for_are_told() -> None:
+def test_too_few_prompts_are_reported() -> None:
     pairs = [Pair("prompt", "answer"), Pair("p", "answer"), Pair("p" * 3000, "answer")]
     conversations, note = sample_pairs(config(num_prompts=5), pairs, ByteTokenizer())
     assert len(conversations) == 1
@@ -114,12 +114,12 @@ def test_fewer_prompts_than_asked_for_are_told() -> None:
         ([conversation("alone")], "has no conversation with two turns"),
     ],
 )
-def test_a_file_of_another_form(tmp_path: Path, content: object, message: str) -> None:
+def test_a_file_of_another_format_is_refused(tmp_path: Path, content: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_pairs(write(tmp_path, content))
 
 
-def test_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (bench_serving, bench_offline):
         assert run(command, "bench", ["--dataset-name", "sharegpt"]) == 2
         assert "--dataset-name sharegpt needs --dataset-path FILE" in capsys.readouterr().err
@@ -138,7 +138,7 @@ TEXTS = [("What is a page?", "A block of tokens."), ("And a row?", "A sequence t
 
 
 def measure(folder: Path, *arguments: str, status: int = 0) -> FakeServer:
-    """What a server got that was asked the prompts of `TEXTS`."""
+    """The requests that a server received for the prompts of `TEXTS`."""
     file = write(folder, [conversation(*texts) for texts in TEXTS])
     sharegpt = ["--dataset-name", "sharegpt", "--dataset-path", str(file), "--num-prompts", "2", "--disable-tqdm"]
     with serve_in_thread(FakeServer()) as fake:
@@ -146,7 +146,7 @@ def measure(folder: Path, *arguments: str, status: int = 0) -> FakeServer:
     return fake
 
 
-def test_a_server_is_asked_what_people_wrote(tmp_path: Path) -> None:
+def test_a_server_gets_the_prompts_of_the_file(tmp_path: Path) -> None:
     from sglang_jax.checkpoint import resolve_tokenizer
     from sglang_jax.checkpoint.tokenizer import load_tokenizer
 
@@ -160,7 +160,7 @@ def test_a_server_is_asked_what_people_wrote(tmp_path: Path) -> None:
     assert {(body["messages"][0]["content"], body["max_tokens"]) for body in bodies} == {(text, 5) for text, _ in TEXTS}
 
 
-def test_a_server_whose_tokenizer_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_with_an_unknown_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measure(tmp_path, status=2)
     assert "does not name a tokenizer: give --tokenizer" in capsys.readouterr().err
     measure(tmp_path, "--tokenizer", str(tmp_path / "none"), status=2)
@@ -170,7 +170,7 @@ def test_a_server_whose_tokenizer_is_not_known(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("echo_engine")
-def test_offline(tmp_path: Path) -> None:
+def test_the_offline_benchmark_uses_them_too(tmp_path: Path) -> None:
     file = write(tmp_path, [conversation(*texts) for texts in TEXTS])
     result = tmp_path / "result.jsonl"
     arguments = ["--model-path", "echo", "--dataset-name", "sharegpt", "--dataset-path", str(file)]

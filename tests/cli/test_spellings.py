@@ -1,4 +1,4 @@
-"""What people's fingers know from other engines: other names mean the same, the rest is explained."""
+"""Options of other engines: other names of ours are accepted, the rest is explained."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_short_flags_set_their_fields(field: str, flag: str) -> None:
     assert parse(flag, word) == ServerConfig(**{field: word})
 
 
-def test_no_name_stands_for_two_things() -> None:
+def test_no_name_has_two_meanings() -> None:
     names = [
         *ServerConfig.model_fields,
         *(alias for alias, _ in OTHER_NAMES),
@@ -120,7 +120,7 @@ def test_every_flag_that_an_explanation_names_exists() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_implemented_says_so_by_flag_file_and_keyword(
+def test_unimplemented_options_say_so_by_flag_file_and_keyword(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
     value = ["x"] if REFUSED[name].takes_value else []
@@ -134,7 +134,7 @@ def test_what_is_not_implemented_says_so_by_flag_file_and_keyword(
 
 
 @pytest.mark.parametrize("name", NEEDLESS)
-def test_what_is_so_anyway_is_accepted_with_a_note(
+def test_options_for_the_fixed_behaviour_are_accepted_with_a_note(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
     value = ["auto"] if NEEDLESS[name].takes_value else []
@@ -157,14 +157,14 @@ def test_what_is_so_anyway_is_accepted_with_a_note(
         (AttentionBackend, "torch-native", AttentionBackend.NATIVE),
     ],
 )
-def test_values_have_other_spellings(enum: type[Choice], spelling: str, value: Choice) -> None:
+def test_values_may_have_other_spellings(enum: type[Choice], spelling: str, value: Choice) -> None:
     assert enum(spelling) is value
     fields = {name for name, field in ServerConfig.model_fields.items() if field.annotation is enum}
     for field in fields:
         assert parse(flag_name(field), spelling) == ServerConfig(**{field: spelling}) == ServerConfig(**{field: value})
 
 
-def test_every_other_spelling_is_of_a_value() -> None:
+def test_every_other_spelling_means_an_existing_value() -> None:
     enums = {enum.__name__: enum for enum in Choice.__subclasses__()}
     for enum, spellings in VALUES.items():
         for spelling, value in spellings.items():
@@ -183,7 +183,7 @@ def test_a_model_may_be_given_without_a_flag_but_not_twice(
     assert message == "Error: two models are given: one and --model-path two\n"
 
 
-def test_a_misspelt_flag_is_not_answered_by_what_is_not_implemented(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_flag_does_not_suggest_an_unimplemented_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "--tp-sze", "2") == "Error: No such option '--tp-sze'. Did you mean '--tp-size'?\n"
     assert "Invalid value for '--tp-size'" in refusal(capsys, "--tensor_parallel_size", "two")
 
@@ -198,7 +198,7 @@ def test_a_misspelt_flag_is_not_answered_by_what_is_not_implemented(capsys: pyte
         ("--dist-backends", "--dist-backend"),
     ],
 )
-def test_a_misspelt_flag_of_others_is_answered_by_what_became_of_it(
+def test_a_misspelt_flag_of_another_engine_gets_its_explanation(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, nearest: str
 ) -> None:
     name = nearest.strip("-").replace("-", "_")
@@ -224,7 +224,7 @@ def test_the_opposite_is_never_suggested(capsys: pytest.CaptureFixture[str], fla
     assert "disable" not in str(caught.value).partition("did you mean")[2]
 
 
-def test_a_command_without_an_engine_explains_no_options_of_engines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_without_an_engine_does_not_explain_engine_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "x", ["bench", "serving", "--enable-metric"]) == 2
     assert capsys.readouterr().err == "Error: No such option '--enable-metric'.\n"
 
@@ -238,7 +238,7 @@ REFUSED_OF_SERVERS = [
 
 
 @pytest.mark.parametrize(("field", "value", "note"), REFUSED_OF_SERVERS)
-def test_a_value_that_is_not_implemented_says_so_before_the_list(
+def test_an_unimplemented_value_says_so_before_the_list(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str, value: str, note: str
 ) -> None:
     kind = ServerConfig.model_fields[field].annotation
@@ -256,7 +256,7 @@ def test_a_value_that_is_not_implemented_says_so_before_the_list(
         assert str(caught.value).startswith(f"{field} {spelling} is {note}; input should be '{known[0]}'")
 
 
-def test_values_that_are_refused_are_none_of_ours() -> None:
+def test_values_with_an_explanation_are_not_accepted_values() -> None:
     enums = {enum.__name__: enum for enum in Choice.__subclasses__()}
     for name, refused in REFUSED_VALUES.items():
         for value in refused:
@@ -270,7 +270,7 @@ def test_a_benchmark_explains_values_too(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == f"Error: --backend tgi is {note}; choose from sglang, openai, openai-chat\n"
 
 
-def test_names_that_share_some_letters_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+def test_vaguely_similar_names_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--gc-threshold", "--show-time-cost", "--numa-node"):
         assert refusal(capsys, flag, "2") == f"Error: No such option '{flag}'.\n"
     for flag, near in (("--prot", "--port"), ("--log-lvl", "--log-level"), ("--context-len", "--context-length")):
@@ -278,9 +278,7 @@ def test_names_that_share_some_letters_are_not_suggested(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("flag", ["--max-tokens", "--max_new_tokens", "--temperature", "--top-p"])
-def test_a_field_of_a_request_is_not_answered_by_a_flag_that_looks_like_it(
-    capsys: pytest.CaptureFixture[str], flag: str
-) -> None:
+def test_a_sampling_field_does_not_suggest_a_similar_flag(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     message = refusal(capsys, flag, "5")
     assert message.endswith(" is a sampling parameter: set it in requests, or pass it to generate or chat\n")
 
@@ -296,7 +294,7 @@ def test_a_field_of_a_request_is_not_answered_by_a_flag_that_looks_like_it(
         ("--tp-size; SGLANG_JAX_api_key; my_tp_size", "--tp-size; SGLANG_JAX_api_key; my_tp_size"),
     ],
 )
-def test_errors_name_flags_where_flags_were_given(
+def test_errors_name_flags_if_flags_were_given(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, message: str, told: str
 ) -> None:
     def refuse(config: ServerConfig) -> int:
@@ -306,7 +304,7 @@ def test_errors_name_flags_where_flags_were_given(
     assert refusal(capsys) == f"Error: {told}\n"
 
 
-def test_commands_take_the_words_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_options_of_other_engines(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("generate", "chat"):
         assert run(cli, "x", [command, "--max-tokens", "-1", *(["hi"] if command == "generate" else [])]) == 2
         assert "max_new_tokens must be an integer" in capsys.readouterr().err
@@ -315,7 +313,7 @@ def test_commands_take_the_words_of_others(capsys: pytest.CaptureFixture[str]) -
     assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
-def test_check_is_that_of_tpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_is_the_check_for_tpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "x", ["check", "--help"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("Usage: sglang-jax check [OPTIONS]")
@@ -377,7 +375,7 @@ def test_commands_take_a_model_without_a_flag(
     assert capsys.readouterr().err == "Error: two models are given: one and --model-path two\n"
 
 
-def test_benchmarks_of_servers_take_the_words_of_others(
+def test_bench_serving_accepts_options_of_other_engines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def measure(load: LoadConfig, workload: WorkloadConfig, pairs: object) -> None:
@@ -410,7 +408,7 @@ def test_options_of_other_benchmarks_are_explained(capsys: pytest.CaptureFixture
     assert "check " in capsys.readouterr().out
 
 
-def test_an_engine_takes_the_names_too() -> None:
+def test_engine_keywords_have_other_names_too() -> None:
     async def no_launch(config: EngineConfig) -> object:
         raise ConfigError(f"{config.model_path} {config.tp_size}")
 
@@ -429,7 +427,7 @@ def test_an_engine_takes_the_names_too() -> None:
 
 
 @pytest.mark.parametrize(("name", "ours"), SAMPLING_FIELDS.items())
-def test_sampling_fields_of_others_are_named_as_here(name: str, ours: str) -> None:
+def test_sampling_fields_of_other_engines_name_ours(name: str, ours: str) -> None:
     with pytest.raises(TypeError, match=rf"SamplingParams has no field '{name}': it is called {ours} here"):
         SamplingParams(**{name: 1})
     with pytest.raises(ParameterError, match=f"sampling_params has no field '{name}': it is called {ours} here"):
@@ -437,7 +435,7 @@ def test_sampling_fields_of_others_are_named_as_here(name: str, ours: str) -> No
 
 
 @pytest.mark.parametrize(("name", "instead"), SAMPLING_ELSEWHERE.items())
-def test_what_is_elsewhere_says_where(name: str, instead: str) -> None:
+def test_fields_that_belong_elsewhere_name_the_place(name: str, instead: str) -> None:
     with pytest.raises(TypeError, match=f"SamplingParams has no field '{name}': it is ") as caught:
         SamplingParams(**{name: 1})
     assert instead in str(caught.value)
@@ -456,22 +454,22 @@ def test_what_is_elsewhere_says_where(name: str, instead: str) -> None:
         ({"zzz": 1}, "^there is no option 'zzz'$"),
     ],
 )
-def test_wrong_options_of_an_engine(options: dict[str, Any], message: str) -> None:
+def test_wrong_keywords_of_an_engine_are_explained(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(**options)
 
 
-def test_a_model_by_its_place() -> None:
+def test_the_model_may_be_positional() -> None:
     with pytest.raises(ConfigError, match=r"^pass the model by keyword: Engine\(model_path='demo'\)$"):
         Engine("demo")  # type: ignore[arg-type]
 
 
-def test_a_sampling_field_that_nobody_knows_lists_those_there_are() -> None:
+def test_an_unknown_sampling_field_lists_the_known_ones() -> None:
     with pytest.raises(TypeError, match=r"no field 'temprature'; there are .*temperature"):
         SamplingParams(temprature=1)
 
 
-def test_the_page_for_people_from_elsewhere_has_these_tables() -> None:
+def test_the_migration_page_has_these_tables() -> None:
     page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     for field, aliases in ALIASES.items():
@@ -526,39 +524,43 @@ def test_commands_have_other_names(capsys: pytest.CaptureFixture[str], words: li
     assert told == capsys.readouterr().out.partition("\n")[2]
 
 
-def test_serve_is_no_command_of_bench_for_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_serve_does_not_start_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "sglang-jax", ["serving", "--help"]) == 2
     assert "Did you mean 'serve'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "name"), [(["-O3"], "--compilation-config"), (["-pp", "2"], "--pp")])
-def test_short_flags_of_others_are_explained(capsys: pytest.CaptureFixture[str], words: list[str], name: str) -> None:
+def test_short_flags_of_other_engines_are_explained(
+    capsys: pytest.CaptureFixture[str], words: list[str], name: str
+) -> None:
     assert refusal(capsys, *words) == f"Error: {name} is {REFUSED[name.strip('-').replace('-', '_')].note}\n"
 
 
-def test_a_limit_says_what_must_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_says_the_required_range(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "--chunked-prefill-size", "-1")
     assert message == "Error: --chunked-prefill-size must be greater than or equal to 1, got -1\n"
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in cli.commands), ["bench", "offline"]])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_every_command_tells_its_options(capsys: pytest.CaptureFixture[str], command: list[str], flag: str) -> None:
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: list[str], flag: str) -> None:
     assert run(cli, "sglang-jax", [*command, flag]) == 0
     assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['sglang-jax', *command])} ")
 
 
 @pytest.mark.parametrize("command", cli.commands.values(), ids=list(cli.commands))
-def test_the_short_flag_of_help_does_not_depend_on_who_calls_a_command(command: click.Command) -> None:
+def test_h_is_help_however_a_command_is_called(command: click.Command) -> None:
     assert CliRunner().invoke(command, ["-h"]).exit_code == 0
 
 
-def test_the_list_of_commands_says_each_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_commands_has_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "sglang-jax", ["-h"]) == 0
     assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
 
 
-def test_a_configs_key_is_corrected_in_its_own_style(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_config_key_is_corrected_in_its_own_style(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for wrong, right in (("modle-path", "model-path"), ("modle_path", "model_path")):
         (tmp_path / "config.yaml").write_text(f"{wrong}: demo\n")
         message = refusal(capsys, "--config", str(tmp_path / "config.yaml"))

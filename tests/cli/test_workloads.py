@@ -1,4 +1,4 @@
-"""Workloads are what they say: lengths, shared prefixes, and the same again from the same seed."""
+"""Workloads have the requested lengths and shared prefixes, and are the same for the same seed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_groups_come_mixed() -> None:
     assert sum(earlier == later for earlier, later in itertools.pairwise(first_ids)) < len(first_ids) // 2
 
 
-def test_conversations_have_their_turns() -> None:
+def test_conversations_have_the_requested_turns() -> None:
     config = WorkloadConfig(
         dataset_name=Dataset.MULTI_TURN,
         num_prompts=3,

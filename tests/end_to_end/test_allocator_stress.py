@@ -1,7 +1,7 @@
-"""200 requests of random lengths through a pool that is too small for those at once: not a page is lost.
+"""200 requests of random lengths through a pool too small for those that run at once: no page leaks.
 
-An engine that frees by token index lost 216 tokens of KV in this very run, and another took a few for tolerable. Here
-the leak is 0, on both backends, whatever the page size, with steps overlapped and every page's owner on record.
+An engine that frees by token index lost 216 tokens of KV in this run, and another tolerated a few. Here the leak is
+0, on both backends, for every page size, with overlapped steps and every page's owner recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ RATIO = 0.5
 
 
 def requests(count: int, prompt: int, output: int, vocab: int) -> list[NewRequest]:
-    """Lengths are drawn from the ratio on; a quarter of the prompts begin alike: pages are shared, and evicted."""
+    """Lengths are drawn from the ratio up to the whole; a quarter of the prompts share a prefix, so pages are shared
+    and evicted."""
     rng = np.random.default_rng(SEED)
     shared = rng.integers(3, vocab, prompt)
     made = []
@@ -68,7 +69,7 @@ def assert_nothing_leaks(runner: Runner, config: EngineConfig, asked: list[NewRe
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_random_requests_leak_nothing(page_size: int) -> None:
-    """The quick form of the next test: 30 requests, prompts of 16 to 32 tokens and outputs of 12 to 24."""
+    """The short form of the next test: 30 requests, prompts of 16 to 32 tokens and outputs of 12 to 24."""
     pages = 3 * 64 // page_size
     runner = stand_in_runner(random_weights(), max_rows=8, page_size=page_size, num_pages=1 + pages, max_context=64)
     config = EngineConfig(

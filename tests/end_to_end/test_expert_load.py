@@ -1,4 +1,4 @@
-"""Tokens of each expert, as an engine counts them: those of a router in numpy over what transformers computes."""
+"""Tokens per expert as the engine counts them, against a numpy router over transformers' hidden states."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def options(folder: Path, backend: str, **more: object) -> EngineConfig:
 
 @pytest.fixture(scope="module", params=["jax", "torch"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """After a warm-up, whose steps count for nothing."""
+    """After a warm-up, whose steps are not counted."""
     folder = make_tiny_checkpoint(Path(tmp_path_factory.mktemp("model")), CASE.architecture, **CASE.changes)
     config = options(folder, request.param)
     runner = load_backend(config)(config, open_checkpoint(str(folder)))
@@ -60,7 +60,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @torch.inference_mode()
 def expected(model: PreTrainedModel, sequences: list[list[int]]) -> dict[str, list[int]]:
-    """Of each layer, how often each expert is among the best by the softmax of the router's logits."""
+    """For each layer, how often each expert is among the top k of the router's softmax."""
     counts = {str(layer): np.zeros(EXPERTS, np.int64) for layer in LAYERS_WITH_EXPERTS}
     seen: dict[str, np.ndarray] = {}
     routers = {layer: model.get_submodule(f"model.layers.{layer}.mlp.gate") for layer in counts}
@@ -80,7 +80,7 @@ def expected(model: PreTrainedModel, sequences: list[list[int]]) -> dict[str, li
 
 
 def test_counts_are_those_of_a_router_in_numpy(served: Served) -> None:
-    """Chunks of prompts beside rows that decode, in steps with padding; each token is computed once."""
+    """Chunks of prompts together with rows that decode, in steps with padding; each token is counted once."""
     config, runner = served
     channel = RecordingChannel()
     loop = SchedulerLoop(runner, (), config, channel)
@@ -114,7 +114,7 @@ def test_a_model_without_experts_is_refused(backend: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_without_the_option_nothing_is_counted(backend: str, tmp_path: Path) -> None:
+def test_without_the_option_there_are_no_counts(backend: str, tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, CASE.architecture, **CASE.changes)
     config = options(folder, backend).model_copy(update={"enable_expert_distribution_metrics": False})
     runner = load_backend(config)(config, open_checkpoint(str(folder)))
@@ -127,7 +127,7 @@ def test_without_the_option_nothing_is_counted(backend: str, tmp_path: Path) -> 
     runner.close()
 
 
-def test_a_server_tells_of_each_layer(tmp_path: Path) -> None:
+def test_a_server_reports_each_layer(tmp_path: Path) -> None:
     """Over HTTP, from an idle engine."""
     folder = make_tiny_checkpoint(tmp_path, CASE.architecture, **CASE.changes)
     config = options(folder, "torch", skip_warmup=True).model_dump(exclude_unset=True)

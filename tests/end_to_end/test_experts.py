@@ -1,5 +1,5 @@
-"""Models with experts through scheduler, cache and runner, and with a server or a batch before them: greedy outputs are
-transformers', and drafts, samples, stop strings and grammars are what they are on any model."""
+"""Models with experts through the scheduler, cache and runner, a server and a batch: greedy outputs are
+transformers', and drafts, sampling, stop strings and grammars work as on any model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ PERSON = {
     ids="-".join,
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The first two have layers with a window, the others latent attention; all but one layers without experts, too."""
+    """The first two have layers with a window, the others latent attention; all but one also have layers without
+    experts."""
     name, backend = request.param
     case, folder = (FAMILIES | LATENT)[name], Path(tmp_path_factory.mktemp(name))
     make_tiny_checkpoint(folder, case.architecture, **case.changes)
@@ -76,14 +77,14 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def most_likely(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
-    """After the prompt and each token of an output but the last, the most likely token by transformers."""
+    """The most likely token by transformers after the prompt and after each output token except the last."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
     return logits[len(prompt) - 1 :].argmax(-1).tolist()
 
 
-class Lent(ModelCore):
-    """Leaves its runner to others at its end."""
+class LentCore(ModelCore):
+    """`close` leaves its runner open for other cores."""
 
     def close(self) -> None:
         if self._grammars is not None:
@@ -91,18 +92,18 @@ class Lent(ModelCore):
 
 
 def lent(config: EngineConfig, runner: Runner) -> CoreLoader:
-    """Makes cores of a runner that is there already."""
+    """Makes cores of an existing runner."""
 
     def load(_: EngineConfig, channel: CoreChannel) -> ModelCore:
         checkpoint = open_checkpoint(config.model_path)
         grammars = load_grammars(config, checkpoint)
-        return Lent(config, checkpoint, GenerationDefaults(), runner, channel, grammars)
+        return LentCore(config, checkpoint, GenerationDefaults(), runner, channel, grammars)
 
     return load
 
 
 def test_greedy_outputs_are_those_of_transformers(served: Served) -> None:
-    """Of prompts that begin alike, in chunks beside each other, some of which have to begin again."""
+    """Prompts that share a prefix, computed in chunks in the same steps; some requests are retracted and restart."""
     model, config, runner = served
     channel = RecordingChannel()
     scheduler = Scheduler(runner, (), config, channel)
@@ -133,7 +134,7 @@ def test_drafts_change_no_output(served: Served) -> None:
 
 @pytest.mark.parametrize("num_lines", [150, pytest.param(1000, marks=pytest.mark.soak)])
 def test_a_batch_of_many_lines(served: Served, num_lines: int, tmp_path: Path) -> None:
-    """Of prompts that begin alike, many of them the same ones: each line has one answer, transformers'."""
+    """Prompts that share a prefix, many of them equal: each line has one answer, transformers'."""
     model, config, runner = served
     rng = np.random.default_rng(8)
     begins = [rng.integers(3, TINY_VOCAB_SIZE, length).tolist() for length in (5, 13, 30)]
@@ -170,7 +171,7 @@ def server(served: Served) -> Iterator[EchoServer]:
         yield running
 
 
-def test_turns_of_sessions_are_those_of_transformers(served: Served, server: EchoServer) -> None:
+def test_session_turns_equal_transformers(served: Served, server: EchoServer) -> None:
     model, config, _ = served
     rng = np.random.default_rng(5)
     sessions = [
@@ -188,7 +189,7 @@ def test_turns_of_sessions_are_those_of_transformers(served: Served, server: Ech
         answer = server.http.post("/generate", json=body).json()
         before, output = history[session], answer["output_ids"]
         assert output == most_likely(model, [*before, *new], output)
-        # Whole pages, of all but the last token, whose keys and values were not computed.
+        # Whole pages of all tokens except the last, whose keys and values were not computed.
         assert answer["meta_info"]["cached_tokens"] == max(len(before) - 1, 0) // config.page_size * config.page_size
         history[session] = [*before, *new, *output]
     for session in sessions:
@@ -196,14 +197,14 @@ def test_turns_of_sessions_are_those_of_transformers(served: Served, server: Ech
 
 
 def test_answers_follow_a_schema(server: EchoServer) -> None:
-    """Beside others without one."""
+    """In a batch with requests without a schema."""
 
     def ask(body: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = server.http.post("/v1/chat/completions", json=body).json()
         return answer
 
     form = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
-    # A model of random weights might write spaces to the end.
+    # a model of random weights might write spaces to the end
     compact = {"response_format": form, "guided_whitespace_pattern": ""}
     plain: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 110}
     plain |= {"temperature": 5, "seed": 5, "n": 3}
@@ -216,8 +217,8 @@ def test_answers_follow_a_schema(server: EchoServer) -> None:
     assert not any(choice["message"]["content"].startswith("{") for choice in others)
 
 
-def test_a_load_of_clients(server: EchoServer, tmp_path: Path) -> None:
-    """All tokens that were asked for come, some from the cache, and nothing stays behind."""
+def test_many_concurrent_clients(server: EchoServer, tmp_path: Path) -> None:
+    """Every requested token arrives, some prompts hit the cache, and no state is left."""
     command = "--port {} --disable-tqdm --num-prompts 24 --random-input-len 40 --random-output-len 10 --output-file {}"
     arguments = command.format(server.port, tmp_path / "out.jsonl").split()
     assert run(bench_serving, "bench_serving", arguments) == 0

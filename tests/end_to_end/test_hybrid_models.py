@@ -1,5 +1,5 @@
-"""A model with layers that keep a recurrent state, on both backends: scheduler, cache and runner together give what
-transformers gives, whatever was cached, however prompts were cut, and whoever had to begin again."""
+"""A model with recurrent layers on both backends: the scheduler, cache and runner together give transformers'
+outputs, with any cache hits, any chunks and any retractions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAMILY = "qwen3_5_text"
 
 
 def prompts() -> list[list[int]]:
-    """Some begin alike; the fourth goes on where the first ends."""
+    """Some share a prefix; the fourth continues where the first ends."""
     rng = np.random.default_rng(3)
     shared, *tails = (rng.integers(3, TINY_VOCAB_SIZE, length).tolist() for length in (37, 5, 17, 2, 40))
     return [shared + tail for tail in tails] + [tails[3][:9], shared[:21]]
@@ -52,8 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda param: f"{param[0]}-{param[1].value}{' with drafts' if param[2] else ''}",
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """States beside pages, and states alone. Guesses are as many as fit, as the scheduler is not told of them and does
-    not go by the time that they take."""
+    """Models with states and pages, and with states only. The number of drafts is the maximum that fits: the
+    scheduler does not measure step times here."""
     family, backend, drafting = request.param
     folder = make_tiny_checkpoint(tmp_path_factory.mktemp(family), family)
     config = EngineConfig(
@@ -78,7 +78,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def most_likely(model: torch.nn.Module, prompt: list[int], output: list[int]) -> list[int]:
-    """After the prompt and each token of an output but the last, the most likely token by transformers."""
+    """The most likely token by transformers after the prompt and after each output token except the last."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
     return logits[len(prompt) - 1 :].argmax(-1).tolist()
@@ -117,8 +117,8 @@ def test_outputs_are_those_of_transformers(
     assert scheduler.log.counts.retractions > 2
 
 
-def test_turns_of_sessions_are_those_of_transformers(served: tuple[torch.nn.Module, EngineConfig, Runner]) -> None:
-    """Two sessions, and a request between their turns that takes the slots that nobody keeps."""
+def test_session_turns_equal_transformers(served: tuple[torch.nn.Module, EngineConfig, Runner]) -> None:
+    """Two sessions, and a request between their turns that takes the unpinned slots."""
     model, config, runner = served
     channel = RecordingChannel()
     scheduler = Scheduler(runner, (), config, channel)
@@ -148,7 +148,7 @@ def test_turns_of_sessions_are_those_of_transformers(served: tuple[torch.nn.Modu
 
 
 @pytest.mark.parametrize("backend", [Backend.JAX, Backend.TORCH])
-def test_states_of_half_the_size_on_request(backend: Backend, folder: Path) -> None:
+def test_states_may_have_half_the_size(backend: Backend, folder: Path) -> None:
     def bytes_of(dtype: MambaDtype) -> int:
         config = EngineConfig(
             model_path=str(folder),
@@ -180,10 +180,10 @@ def test_states_of_half_the_size_on_request(backend: Backend, folder: Path) -> N
         (Backend.TORCH, KVCacheDtype.AUTO, AttentionBackend.SAGE),
     ],
 )
-def test_keys_and_values_of_8_bits_beside_states(
+def test_keys_and_values_of_8_bits_with_states(
     backend: Backend, dtype: KVCacheDtype, attention: AttentionBackend, folder: Path
 ) -> None:
-    """A hit gives what was computed before, and rounding changes few tokens of what transformers gives."""
+    """A hit gives what was computed before, and rounding changes few tokens of transformers' output."""
     config = EngineConfig(
         model_path=str(folder),
         backend=backend,
@@ -220,7 +220,7 @@ def test_keys_and_values_of_8_bits_beside_states(
 
 
 @pytest.mark.parametrize("backend", [Backend.JAX, Backend.TORCH])
-def test_a_type_of_keys_that_a_model_does_not_have_is_refused(backend: Backend, tmp_path: Path) -> None:
+def test_an_unsupported_kv_dtype_is_refused(backend: Backend, tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, "mamba2")
     config = EngineConfig(
         model_path=str(folder), backend=backend, device="cpu", kv_cache_dtype=KVCacheDtype.FLOAT8_E4M3
@@ -240,10 +240,10 @@ def test_a_type_of_keys_that_a_model_does_not_have_is_refused(backend: Backend, 
         ),
     ],
 )
-def test_what_states_do_not_go_with_is_refused(
+def test_options_incompatible_with_states_are_refused(
     backend: Backend, option: dict[str, object], message: str, folder: Path
 ) -> None:
-    """Devices that do not divide them, and a draft model with states."""
+    """Numbers of devices that do not divide the states, and a draft model with states."""
     if "speculative_algorithm" in option:
         option |= {"speculative_draft_model_path": str(folder)}
     config = EngineConfig(model_path=str(folder), backend=backend, device="cpu", **option)

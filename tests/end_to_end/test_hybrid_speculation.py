@@ -1,4 +1,4 @@
-"""Guessing tokens of models that keep recurrent states changes no token: wrong drafts leave nothing in them."""
+"""Drafts for models with recurrent states change no token: rejected drafts leave the states unchanged."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from torch_backend.runner import TorchRunner
 
 DELTA_NET, MAMBA, BESIDE_ATTENTION, CONVOLUTIONS = "qwen3_5_text", "mamba2", "falcon_h1", "lfm2"
 MIXED = "mixed"
-"""A model that nobody has trained: latent attention, a window and a gated delta net, so that all kinds of cache groups
-are beside each other."""
+"""An untrained model of latent attention, a window and a gated delta net: all kinds of cache groups in one model."""
 DRAFT, WINDOWS = SpeculativeAlgorithm.DRAFT, "gemma3"
-"""A draft model, which has layers with a window and some without."""
+"""A draft model that has layers with and without a window."""
 SOAK = pytest.mark.soak
 
 CHANGES = {CONVOLUTIONS: {"layer_types": ["full_attention", "conv"]}}
-"""Of the first layer's inputs a state has the same behind drafts of one token over and over, right or wrong."""
+"""For drafts that repeat one token, the first layer's convolution inputs are the same whether accepted or rejected."""
 
 
 @pytest.fixture(
@@ -94,8 +93,8 @@ def tiny(family: str, folder: Path) -> Checkpoint:
 
 
 def mixed(folder: Path, patch: pytest.MonkeyPatch) -> Checkpoint:
-    """`MIXED`, of layers of three families, with weights by chance. `patch`: for as long as weights are loaded, so that
-    a family has names for the parameters of all three."""
+    """`MIXED`, of layers of three families, with random weights. `patch` lasts while weights are loaded, so that a
+    family has names for the parameters of all three."""
     latent = tiny("deepseek_v3", folder)
     windows, states = (tiny(family, folder / family).config for family in (WINDOWS, DELTA_NET))
     window = next(layer for layer in windows.layers if layer.attention is not None and layer.attention.window)
@@ -109,7 +108,7 @@ def mixed(folder: Path, patch: pytest.MonkeyPatch) -> Checkpoint:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("at_once", "reuse"), [(1, True), (8, False), (1, False), (8, True)])
-def test_outputs_are_the_same_with_guesses_and_without(
+def test_outputs_are_the_same_with_and_without_drafts(
     served: tuple[EngineConfig, Runner], at_once: int, reuse: bool
 ) -> None:
     """Eight requests leave room for eight drafts a step."""
@@ -118,10 +117,10 @@ def test_outputs_are_the_same_with_guesses_and_without(
 
 
 @pytest.mark.slow
-def test_states_that_take_in_wrong_guesses_are_noticed(
+def test_states_that_include_rejected_drafts_are_noticed(
     served: tuple[EngineConfig, Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A planted fault: after a step with drafts a row goes on from the state behind its own token."""
+    """A planted fault: after a step with drafts, a row continues from the state after its own token."""
     monkeypatch.setattr(TorchRunner, "_settle_states", lambda self, *arguments: None)
     monkeypatch.setattr(JaxRunner, "_settle", lambda self, flat: None)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Each backend serves on a machine that does not have the other one's framework."""
+"""Each backend serves on a machine that lacks the other one's framework."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HIDDEN = {
     "jax": ("torch", "triton", "torch_backend"),
     "torch": ("jax", "jaxlib", "flax", "orbax", "triton"),
 }
-"""By backend, modules that are as good as not installed; Triton is for GPUs alone."""
+"""The modules hidden for each backend, as if not installed; Triton is only for GPUs."""
 
-# Read by every process that is started with its folder on the path, the engine's own among them.
+# Read by every process started with its folder on the path, the engine process included.
 SITE_CUSTOMIZE = """
 import sys
 from importlib.machinery import PathFinder
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, list[int]]:
-    """What each backend has said so far."""
+    """The answers of the backends so far."""
     return {}
 
 
@@ -89,7 +89,7 @@ def answers() -> dict[str, list[int]]:
 def test_a_machine_with_one_framework_serves(
     backend: str, folder: Path, answers: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """`--backend auto` finds the one that is there, in this process and in one of the engine's own."""
+    """`--backend auto` finds the installed one, both in this process and in an engine process."""
     result = run_without(HIDDEN[backend], folder, tmp_path)
     assert result["backends"] == [backend, backend]
     assert result["imported"] == []
@@ -121,7 +121,7 @@ def run_without(hidden: tuple[str, ...], folder: Path, scratch: Path) -> dict[st
     return answer
 
 
-def test_what_is_hidden_cannot_be_imported(tmp_path: Path) -> None:
+def test_hidden_modules_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE_CUSTOMIZE.format(hidden=HIDDEN["torch"]))
     code = "import numpy, importlib.util; assert importlib.util.find_spec('jax') is None; import jax"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

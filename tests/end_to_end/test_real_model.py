@@ -1,5 +1,5 @@
-"""The embedded model through the whole engine in float32: on every backend, against transformers, against the other
-backend, and against itself in other batches."""
+"""The embedded model through the whole engine in float32: on every backend, against transformers, the other backend,
+and itself in other batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKENDS = (Backend.JAX, Backend.TORCH)
 
 @dataclass(frozen=True)
 class Size:
-    """Prompts, and tokens sampled for each: a few in `make test`, many in `make soak`."""
+    """The number of prompts and of tokens sampled for each: a few in `make test`, many in `make soak`."""
 
     prompts: int
     new_tokens: int
@@ -55,7 +55,7 @@ def size(request: pytest.FixtureRequest) -> Size:
 
 @pytest.fixture(scope="module")
 def prompts(size: Size) -> Tokens:
-    """Half of them are of either kind of question."""
+    """Half of each kind of question."""
     assert len(QUESTIONS) == 50
     half = size.prompts // 2
     tokenizer = load_text_tokenizer(EngineConfig())
@@ -72,13 +72,13 @@ def oracle() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def proven() -> set[tuple[int, ...]]:
-    """Prompts with an output that the oracle agrees to: those of the second backend are mostly the first one's."""
+    """Prompts with outputs that the oracle has confirmed: the second backend's are mostly the same as the first's."""
     return set()
 
 
 @dataclass
 class Engines:
-    """One per backend, started for the first test that needs it."""
+    """One per backend, started by the first test that needs it."""
 
     stack: ExitStack
     started: dict[Backend, Engine] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def engines() -> Iterator[Engines]:
 
 @dataclass
 class Outputs:
-    """Outputs of all prompts at once with the default options, by backend."""
+    """Outputs of all prompts in one batch with the default options, by backend."""
 
     engines: Engines
     prompts: Tokens
@@ -136,8 +136,8 @@ def _config(backend: Backend, **options: object) -> EngineConfig:
 
 
 def _engine(backend: Backend, **options: object) -> Engine:
-    """Its core is a process, whose programs are compiled as users' are. Without a warm-up: most of what that builds is
-    for steps that are not made here."""
+    """Its core is a process whose programs are compiled as users' are. Without a warm-up, which would mostly build
+    steps that are not used here."""
     return Engine(config=_config(backend, skip_warmup=True, **options), launch=launch_engine)
 
 
@@ -175,8 +175,10 @@ def test_the_oracle_notices_one_wrong_token(oracle: LlamaForCausalLM, prompts: T
 
 
 @pytest.mark.timeout(600)
-def test_one_by_one_and_from_the_cache(engine: Engine, size: Size, prompts: Tokens, outputs: Tokens) -> None:
-    """Alone instead of all at once; and with the prompt's KV in the tree from the time before."""
+def test_outputs_one_by_one_and_from_the_cache_are_the_same(
+    engine: Engine, size: Size, prompts: Tokens, outputs: Tokens
+) -> None:
+    """One request at a time instead of all at once; then with the prompt's KV in the tree from the first run."""
     for prompt, expected in zip(prompts[:3], outputs[:3], strict=True):
         again = engine.generate(prompt, size.sampling)
         assert not isinstance(again, list)
@@ -208,7 +210,7 @@ def test_other_sizes_give_the_same_text(
 
 
 @pytest.mark.timeout(600)
-def test_the_backends_say_the_same(oracle: LlamaForCausalLM, prompts: Tokens, all_outputs: Outputs) -> None:
+def test_the_backends_have_the_same_outputs(oracle: LlamaForCausalLM, prompts: Tokens, all_outputs: Outputs) -> None:
     jax, torch = (all_outputs.of(backend) for backend in BACKENDS)
     for prompt, one, other in zip(prompts, jax, torch, strict=True):
         assert_equal_but_for_ties(oracle, prompt, one, other)

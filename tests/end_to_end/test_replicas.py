@@ -72,14 +72,14 @@ def _ids(output: GenerateOutput) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_outputs_are_those_of_one_replica(checkpoint: Path, backend: str) -> None:
-    """Greedy ones and sampled ones alike: the router gives seeds, by order of arrival."""
+def test_outputs_equal_those_of_one_replica(checkpoint: Path, backend: str) -> None:
+    """Greedy and sampled ones: the router assigns seeds in order of arrival."""
     assert outputs(checkpoint, backend, 2) == outputs(checkpoint, backend, 1)
 
 
 @contextmanager
 def server(checkpoint: Path, log: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx2.Client]]:
-    """A server of the small model by the command that users know, and a client of it."""
+    """A server of the small model, started by the command line, and a client of it."""
     command = [sys.executable, "-m", "sglang_jax.launch_server", "--model-path", str(checkpoint), "--port", "0", *flags]
     with log.open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -95,13 +95,13 @@ def server(checkpoint: Path, log: Path, *flags: str) -> Iterator[tuple[subproces
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """Ends a server as operators do."""
+    """Stops a server as operators do."""
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 0
 
 
 @pytest.mark.slow
-def test_the_server_starts_replicas_and_brings_them_back_also_behind_another(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_server_starts_and_restarts_replicas_also_behind_a_router(checkpoint: Path, tmp_path: Path) -> None:
     body = {"prompt": "the quick brown fox", "max_tokens": 8, "temperature": 0}
     flags = ["--dp-size", "2", "--device", "cpu", "--backend", "torch", "--skip-warmup", "--max-total-tokens", "1024"]
     with server(checkpoint, tmp_path / "behind", *flags) as (behind, http):
@@ -129,7 +129,7 @@ def test_the_server_starts_replicas_and_brings_them_back_also_behind_another(che
 
 
 def _cores(parent: int) -> list[int]:
-    """Engine processes of a server, by the kernel's list of its children."""
+    """Engine processes of a server, from the kernel's list of its children."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     return [pid for pid in map(int, children) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
 

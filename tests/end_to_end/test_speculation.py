@@ -1,5 +1,5 @@
-"""Guessing tokens changes how many steps an output takes, and no token of it: real models on both backends, with the
-drafts that their runners make."""
+"""Drafts change the number of steps of an output, and none of its tokens: real models on both backends, with drafts
+made by their runners."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sglang_jax.runner.protocol import Runner
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.soak)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """Layers with a window beside some without, so that pages are given back while drafts are computed. On JAX this
-    takes half a minute to compile, and the simulator has its runner with a smaller model."""
+    """Layers with and without a window, so that pages are freed while drafts are computed. On JAX this takes half a
+    minute to compile; the simulator covers its runner with a smaller model."""
     case, folder = FAMILIES["gemma3"], Path(tmp_path_factory.mktemp("drafts"))
     make_tiny_checkpoint(folder, case.architecture, **case.changes)
     config = EngineConfig(
@@ -64,8 +64,8 @@ def options(folder: Path, draft: Path, backend: str) -> EngineConfig:
 
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.soak)])
-def guessed_by_another(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """A model whose draft model is of another family, with windows, and knows fewer positions."""
+def drafted_by_another(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+    """A model whose draft model is of another family, with windows, and has a shorter context."""
     folder, draft = (Path(tmp_path_factory.mktemp(name)) for name in ("model", "draft"))
     case = FAMILIES["gemma3"]
     make_tiny_checkpoint(folder, "qwen3")
@@ -80,12 +80,12 @@ def guessed_by_another(request: pytest.FixtureRequest, tmp_path_factory: pytest.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_outputs_are_the_same_with_guesses_of_another_model(
-    guessed_by_another: tuple[EngineConfig, Runner], at_once: int
+def test_outputs_are_the_same_with_drafts_of_another_model(
+    drafted_by_another: tuple[EngineConfig, Runner], at_once: int
 ) -> None:
-    _, runner = guessed_by_another
+    _, runner = drafted_by_another
     assert [pool.window for pool in runner.spec.pools] == [None, None, 7], "its groups are behind the model's"
-    check_same_outputs(*guessed_by_another, count=10, at_once=at_once, reuse=at_once > 1)
+    check_same_outputs(*drafted_by_another, count=10, at_once=at_once, reuse=at_once > 1)
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
@@ -97,7 +97,7 @@ def test_outputs_are_the_same_with_guesses_of_another_model(
         ({"speculative_draft_model_path": None}, "needs a draft model: give --speculative-draft-model-path"),
     ],
 )
-def test_a_draft_model_that_cannot_guess_is_refused(
+def test_an_unsuitable_draft_model_is_refused(
     backend: str, changes: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     folder, draft = tmp_path / "model", tmp_path / "draft"
@@ -109,7 +109,7 @@ def test_a_draft_model_that_cannot_guess_is_refused(
 
 
 def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
-    """Of the same number: the error names the first that differs."""
+    """The same number of tokens: the error names the first that differs."""
     folder, draft = tmp_path / "model", tmp_path / "draft"
     make_tiny_checkpoint(folder, "llama")
     make_tiny_checkpoint(draft, "llama")
@@ -128,17 +128,17 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("at_once", "right"), [(1, 20), (3, 5)])
-def test_outputs_are_the_same_with_guesses_and_without(
+def test_outputs_are_the_same_with_and_without_drafts(
     served: tuple[EngineConfig, Runner], at_once: int, right: int
 ) -> None:
-    """Three requests leave room for one guess a step, one for three."""
+    """Three requests leave room for one draft a step, one request for three."""
     found = check_same_outputs(*served, count=15, at_once=at_once, reuse=at_once > 1)
     assert found > right, "hardly any guess was right"
 
 
 @pytest.mark.slow
-def test_outputs_are_the_same_with_as_many_guesses_as_pay(served: tuple[EngineConfig, Runner]) -> None:
-    """By how often those of each row were right, and by how long steps take."""
+def test_outputs_are_the_same_with_an_adaptive_number_of_drafts(served: tuple[EngineConfig, Runner]) -> None:
+    """By how often each row's drafts were accepted, and how long steps take."""
     found = check_same_outputs(*served, count=16, at_once=2, reuse=True, adaptive=True)
     assert found > 10, "hardly any guess was right"
 
@@ -152,7 +152,7 @@ def backend_of_many(request: pytest.FixtureRequest) -> str:
 def served_to_many(
     request: pytest.FixtureRequest, backend_of_many: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple]:
-    """With room for drafts next to 32 requests."""
+    """With room for drafts of 32 requests."""
     case = FAMILIES["gemma3"]
     folder, draft = (Path(tmp_path_factory.mktemp(name)) for name in ("model", "draft"))
     make_tiny_checkpoint(folder, case.architecture, **case.changes)
@@ -172,6 +172,6 @@ def served_to_many(
 @pytest.mark.parametrize("at_once", [1, 8, 32])
 def test_many_outputs_are_the_same(served_to_many: tuple[EngineConfig, Runner], at_once: int, reuse: bool) -> None:
     """200 requests, greedy and sampled, some with stop strings, some under a grammar; as many drafts as fit, and as
-    pay."""
+    pay off."""
     for adaptive in (False, True):
         check_same_outputs(*served_to_many, count=200, at_once=at_once, reuse=reuse, adaptive=adaptive)

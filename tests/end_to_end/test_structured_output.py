@@ -1,4 +1,5 @@
-"""Outputs under grammars through the whole engine, on a tiny model with random weights, which says anything else."""
+"""Outputs under grammars through the whole engine, on a tiny model with random weights, which follows no grammar by
+itself."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=1, max_new_tokens=30)
 
 BYTES = TokenTable((*(bytes([byte]) for byte in range(256)), b"<eos>"), frozenset({256}))
 CLOSING = [256, *b'"}],', *b"0123456789", *range(0x61, 0x7B), *b":-. \\"]
-"""What is tried first where a text is to come to its end."""
+"""Bytes tried first to complete a text."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 
 class Completer:
-    """Brings the beginning of a text to an end that its grammar allows, byte by byte."""
+    """Completes the start of a text byte by byte so that its grammar accepts it."""
 
     def __init__(self) -> None:
         self._backend = LlguidanceBackend(BYTES, 257, (256,))
@@ -118,7 +119,7 @@ def run(engine: Engine, grammars: Sequence[Grammar], seed: int, most: int) -> li
 def check_schemas(
     engine: Engine, table: TokenTable, completer: Completer, schemas: Sequence[Schema], seed: int, most: int
 ) -> None:
-    """A finished output parses and fits; one cut short is the beginning of one that does."""
+    """A finished output parses and validates; a truncated one is the start of one that does."""
     grammars = [json_grammar(schema) for schema in schemas]
     for schema, grammar, output in zip(schemas, grammars, run(engine, grammars, seed, most), strict=True):
         text = bytes_of(table, output)
@@ -150,7 +151,7 @@ LENGTHS = st.sampled_from([3, 12, 40])
 
 @settings(max_examples=10, **EXAMPLES)
 @given(schemas=st.lists(SCHEMAS, min_size=3, max_size=6), seed=SEEDS, most=LENGTHS)
-def test_json_follows_its_schema(
+def test_json_follows_the_schema(
     engine: Engine, table: TokenTable, completer: Completer, schemas: list[Schema], seed: int, most: int
 ) -> None:
     check_schemas(engine, table, completer, schemas, seed, most)
@@ -158,9 +159,7 @@ def test_json_follows_its_schema(
 
 @settings(max_examples=10, **EXAMPLES)
 @given(patterns=st.lists(REGEXES, min_size=3, max_size=6), seed=SEEDS, most=LENGTHS)
-def test_text_follows_its_expression(
-    engine: Engine, table: TokenTable, patterns: list[str], seed: int, most: int
-) -> None:
+def test_text_follows_the_regex(engine: Engine, table: TokenTable, patterns: list[str], seed: int, most: int) -> None:
     check_regexes(engine, table, patterns, seed, most)
 
 
@@ -178,7 +177,7 @@ def demo(request: pytest.FixtureRequest) -> Iterator[Engine]:
     patterns=st.lists(REGEXES, min_size=3, max_size=3),
     seed=SEEDS,
 )
-def test_the_demo_model_follows_schemas_and_expressions(
+def test_the_demo_model_follows_schemas_and_regexes(
     demo: Engine, completer: Completer, schemas: list[Schema], patterns: list[str], seed: int
 ) -> None:
     words = load_token_table(resolve_model("demo"))
@@ -208,8 +207,8 @@ def test_soak(
     check_regexes(engine, table, patterns, seed, most)
 
 
-def test_greedy_is_the_likeliest_token_that_is_allowed(engine: Engine, table: TokenTable, folder: Path) -> None:
-    """Logits by transformers, masks by a matcher of the test's own. Logprobs are those of all tokens."""
+def test_greedy_takes_the_most_likely_allowed_token(engine: Engine, table: TokenTable, folder: Path) -> None:
+    """Logits by transformers, masks by the test's own matcher. Logprobs cover all tokens."""
     oracle = AutoModelForCausalLM.from_pretrained(folder)
     backend = LlguidanceBackend(table, 384, (EOS,))
     words = np.zeros((1, mask_words(384)), np.int32)
@@ -232,8 +231,8 @@ def test_greedy_is_the_likeliest_token_that_is_allowed(engine: Engine, table: To
     assert apart > 10, "grammars decided little"
 
 
-def test_a_retracted_request_goes_on_where_it_was(engine: Engine, folder: Path) -> None:
-    """Pages for half of what the requests come to: they lose their rows, and give what they give by themselves."""
+def test_a_retracted_request_resumes(engine: Engine, folder: Path) -> None:
+    """With pages for half of the requests, they lose their rows, and give the same outputs as without contention."""
     params = [
         SamplingParams(temperature=1.0, seed=seed, max_new_tokens=60, grammar=grammar)
         for seed, grammar in enumerate([ENDLESS, json_grammar({"type": "array"}), ENDLESS, None, ENDLESS])
@@ -242,11 +241,11 @@ def test_a_retracted_request_goes_on_where_it_was(engine: Engine, folder: Path) 
     alone = [engine.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     with Engine(config=config(folder, max_total_tokens=160, schedule_conservativeness=0.01)) as small:
         together = small.generate(prompts, params)
-        assert int(str(small.state()["num_retractions"])) > 0  # of now: the last statistics may be older
+        assert int(str(small.state()["num_retractions"])) > 0  # current values: the last statistics may be older
     assert [output.output_ids for output in together] == [output.output_ids for output in alone]  # type: ignore
 
 
-def test_min_tokens_stop_and_ignored_ends_hold_as_far_as_the_grammar_lets_them(engine: Engine) -> None:
+def test_min_tokens_stop_and_ignore_eos_hold_as_far_as_the_grammar_allows(engine: Engine) -> None:
     anything = regex_grammar("[a-z]*")
     for least in (0, 8):
         output = engine.generate(PROMPT, SamplingParams(**_seeded(3), min_new_tokens=least, grammar=anything))
@@ -270,7 +269,7 @@ def _seeded(seed: int) -> dict[str, Any]:
 
 
 def test_seeds_and_several_outputs(engine: Engine) -> None:
-    """Each of n outputs follows the grammar by itself; a seed gives the same ones again, beside others or not."""
+    """Each of n outputs follows the grammar; a seed gives the same ones again, in a batch or not."""
     params = SamplingParams(temperature=1.0, seed=7, n=4, max_new_tokens=40, grammar=json_grammar(PERSON))
     first, busy = engine.generate(PROMPT, params), engine.generate([PROMPT, PROMPT[:2]], params)
     assert isinstance(first, list)

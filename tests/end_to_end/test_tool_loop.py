@@ -1,5 +1,5 @@
-"""OpenAI's client calls tools on the embedded model; the page about tools says what is so, of a tiny model with random
-weights, which would rather say anything else."""
+"""OpenAI's client calls tools on the embedded model; the docs page about tools holds for a tiny model with random
+weights, which makes no calls by itself."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def weather(city: str, days: int) -> str:
 
 
 def ask(client: openai.OpenAI, messages: list[Any], *, stream: bool, **fields: Any) -> tuple[dict[str, Any], str]:
-    """The assistant's message, as a client would send it back, and why it ended."""
+    """The assistant's message, as a client would send it back, and its finish reason."""
     fields = {"model": "demo", "temperature": 0, "max_tokens": 120, "parallel_tool_calls": False, **fields}
     if not stream:
         choice = client.chat.completions.create(messages=messages, **fields).choices[0]
@@ -103,7 +103,7 @@ def ask(client: openai.OpenAI, messages: list[Any], *, stream: bool, **fields: A
     return message, reason
 
 
-def test_the_loop_of_tools_at_once_and_as_a_stream(demo: openai.OpenAI) -> None:
+def test_the_tool_loop_whole_and_as_a_stream(demo: openai.OpenAI) -> None:
     finals = []
     for stream in (False, True):
         messages: list[Any] = [QUESTION]
@@ -124,7 +124,7 @@ def test_the_loop_of_tools_at_once_and_as_a_stream(demo: openai.OpenAI) -> None:
 
 
 def test_sampled_calls_follow_their_schemas(client: openai.OpenAI) -> None:
-    """With several outputs, logprobs and stop strings that a call does not hold."""
+    """With several outputs, logprobs, and stop strings that do not occur in a call."""
     answer = client.chat.completions.create(
         model="demo", messages=[QUESTION], tools=[WEATHER], tool_choice="required", n=4, seed=3, temperature=1.5,  # type: ignore
         max_tokens=120, logprobs=True, stop=["\n\n\n"], parallel_tool_calls=False,
@@ -139,7 +139,7 @@ def test_sampled_calls_follow_their_schemas(client: openai.OpenAI) -> None:
 
 
 def test_a_strict_tool_may_be_called(client: openai.OpenAI) -> None:
-    """Free to say something else, it says that or calls it right."""
+    """It answers with text, or calls the tool by its schema."""
     message, _ = ask(client, [QUESTION], stream=False, tools=[WEATHER], max_tokens=40)
     for call in message.get("tool_calls", []):
         assert weather(**json.loads(call["function"]["arguments"]))
@@ -157,7 +157,7 @@ def test_a_schema_that_cannot_be_enforced_is_a_400_that_names_it(tiny: EchoServe
         assert "/properties/a" in error["message"]
 
 
-def test_the_requests_of_the_page(tiny: EchoServer) -> None:
+def test_the_requests_of_the_docs_page(tiny: EchoServer) -> None:
     bodies = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     called = []
     for body in bodies:
@@ -168,7 +168,7 @@ def test_the_requests_of_the_page(tiny: EchoServer) -> None:
     assert [names[:1] for names in called] == [["get_weather"], [], ["roll"], []]
 
 
-def test_the_program_of_the_page(
+def test_the_program_of_the_docs_page(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

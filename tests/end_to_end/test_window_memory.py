@@ -1,5 +1,5 @@
-"""Models whose layers have windows, with a pool for each group of layers: scheduler, runner and kernels together give
-what transformers gives, while pages behind the windows are given back, cached, lost and computed again."""
+"""Models with windowed layers and a pool for each group of layers: the scheduler, runner and kernels together give
+transformers' outputs, while pages behind windows are freed, cached, evicted and recomputed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from sglang_jax.scheduler.scheduler import Scheduler
 PAGE_SIZE = 4
 OUTPUT = 22
 CASES = {"gemma3": 7, "mistral": 8, "gemma4": 8}
-"""Families, and their windows: full layers beside windows, windows alone, and pages of another shape in each group."""
+"""Families, and their windows: full and windowed layers, only windowed ones, and pages of another shape in each
+group."""
 
 
 def prompts() -> list[list[int]]:
-    """Some begin alike, for longer than a window; the fourth goes on where the first ends."""
+    """Some share a prefix longer than a window; the fourth continues where the first ends."""
     rng = np.random.default_rng(3)
     shared, *tails = (rng.integers(3, TINY_VOCAB_SIZE, length).tolist() for length in (37, 5, 17, 2, 40))
     return [shared + tail for tail in tails] + [tails[3][:9], shared[:21]]
@@ -61,7 +62,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def most_likely(model: torch.nn.Module, prompt: list[int], output: list[int]) -> list[int]:
-    """After the prompt and each token of an output but the last, the most likely token by transformers."""
+    """The most likely token by transformers after the prompt and after each output token except the last."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
     return logits[len(prompt) - 1 :].argmax(-1).tolist()

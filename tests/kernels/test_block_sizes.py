@@ -1,4 +1,4 @@
-"""Sizes of blocks: what the table says, what a model of the costs says in its place, and one warning."""
+"""Block sizes: the table's entries, the cost model's choice for other shapes, and one warning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPE = Shape.of(Chip.V6E, 12, 4, 64, 32, "bfloat16")
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
-    """One that is the test's own."""
+    """A table private to the test."""
     own: Table = {}
     monkeypatch.setattr(blocks, "tuned", lambda: own)
     blocks._decode_by_costs.cache_clear()
@@ -43,13 +43,13 @@ def test_the_table_decides(table: Table, caplog: pytest.LogCaptureFixture) -> No
         table[SHAPE, phase] = Entry(SHAPE, phase, queries, pages, Source.DEVICE)
     assert decode_blocks(SHAPE, 64, 128) == DecodeBlocks(8, 32)
     assert prefill_blocks(SHAPE, 512, 128) == PrefillBlocks(64, 16)
-    # No larger than the step and the page table.
+    # no larger than the step and the page table
     assert decode_blocks(SHAPE, 3, 10) == DecodeBlocks(3, 16)
     assert prefill_blocks(SHAPE, 20, 2) == PrefillBlocks(32, 4)
     assert not caplog.records
 
 
-def test_a_shape_that_is_not_in_the_table_is_told_once(table: Table, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shape_outside_the_table_is_logged_once(table: Table, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = [decode_blocks(SHAPE, 64, 128) for _ in range(3)]
     assert found == [DecodeBlocks(16, 1024 // 32)] * 3
@@ -62,7 +62,7 @@ LATENT = Shape(Chip.V4, 16, 1, 1, 640, 64, "bfloat16")
 
 
 def test_wide_queries_of_many_heads(table: Table, caplog: pytest.LogCaptureFixture) -> None:
-    """Of latent attention, whose vectors of 640 a v4 has little room for."""
+    """Latent attention's vectors of 640 leave little room in a v4."""
     with caplog.at_level(logging.WARNING):
         assert decode_blocks(LATENT, 64, 512) == DecodeBlocks(16, 16)
     assert "for 16 heads, latent vectors of 640, pages of 64, bfloat16: using a cost model" in caplog.text
@@ -78,11 +78,11 @@ def test_wide_queries_of_many_heads(table: Table, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 @pytest.mark.parametrize("chip", [Chip.V4, Chip.V5P, Chip.TPU7X])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 128), (64, 8, 128), (16, 16, 256), (128, 8, 128)])
-def test_the_model_of_the_costs_stays_within_the_memory(
+def test_the_cost_model_stays_within_the_memory(
     table: Table, chip: Chip, heads: int, kv_heads: int, head_dim: int, page_size: int
 ) -> None:
     shape = Shape.of(chip, heads, kv_heads, head_dim, page_size, "bfloat16")
-    # A block is of 128 keys, or a page, at least.
+    # a block has at least 128 keys, or a page
     limit = max(blocks.VMEM_LIMITS[chip] // 4, 2 * max(128, page_size) * shape.bytes_per_key)
     for found in (decode_blocks(shape, 256, 4096), prefill_blocks(shape, 8192, 4096)):
         assert 2 * found.pages * page_size * shape.bytes_per_key <= limit
@@ -102,7 +102,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_table(tmp_path / "table.json") == {(entry.shape, entry.phase): entry for entry in entries}
 
 
-def test_the_table_of_the_package() -> None:
+def test_the_packages_table_covers_well_known_models() -> None:
     """Well-known models whole and over eight devices, with pages of 64 and 128; over four, with pages of 64."""
     whole_or_over_eight = ((32, 8), (64, 8), (4, 1), (8, 1))
     over_four = ((8, 2), (16, 2))
@@ -119,9 +119,9 @@ def test_heads_that_have_the_same_pages_share_an_entry(head_dim: int, stands_for
     assert shape == Shape.of(Chip.V6E, 8, 2, stands_for, 64, "bfloat16")
 
 
-def test_short_rows_come_in_groups_where_a_key_is_small() -> None:
-    """Of up to eight rows of 512 keys, of 2 MiB at most; what is computed of a block is the same in batches of one row
-    and of many."""
+def test_short_rows_are_grouped_where_keys_are_small() -> None:
+    """Up to eight rows of 512 keys, at most 2 MiB; the computation of a block is the same in batches of one row and
+    of many."""
 
     def sizes(rows: int, kv_heads: int, keys: int, columns: int = 128, chip: Chip = Chip.V6E) -> Sizes:
         page_bytes = 64 * kv_heads * 2 * 128 * 2
@@ -134,7 +134,7 @@ def test_short_rows_come_in_groups_where_a_key_is_small() -> None:
     for kv_heads, keys in ((1, 2048), (2, 1024), (8, 1024)):
         assert sizes(1, kv_heads, keys).computed == sizes(16, kv_heads, keys).computed
         assert sizes(1, kv_heads, keys).groups.rows == 1
-    # Page numbers of groups lie in half of the scalar memory, buffers in the vector memory.
+    # Page numbers of groups take half of the scalar memory, buffers the vector memory.
     assert sizes(16, 1, 2048, columns=2048).groups.rows == 8
     assert sizes(16, 1, 2048, columns=2176).groups.rows == 1
     small = sizes(16, 1, 2048, chip=Chip.V4)

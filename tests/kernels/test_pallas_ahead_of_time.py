@@ -1,4 +1,4 @@
-"""The TPU kernels compiled for real TPUs by libtpu's compiler: every form, in place, within the chip's memory."""
+"""The TPU kernels compiled for real TPUs by libtpu's compiler: every variant, in place, within the chip's memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MORE = [
     Kernel(heads=64, head_dim=64, window=128, sinks=True, tokens=256, rows=8),
     Kernel(storage="float8_e4m3fn", scales=True, tokens=256, rows=8),
     Kernel(storage="float8_e5m2", scales=True, page_size=16),
-    # Latent vectors of DeepSeek, of 16 heads and of all; keys and values as wide.
+    # Latent vectors of DeepSeek, of 16 heads and of all; keys and values of the same width.
     Kernel(heads=16, kv_heads=1, head_dim=576, shared=True, tokens=512, rows=16),
     Kernel(heads=128, kv_heads=1, head_dim=576, shared=True),
     Kernel(heads=16, kv_heads=1, head_dim=640, tokens=512, rows=16),
@@ -92,14 +92,14 @@ MORE_FILTERS = [FilterKernel(lines=256), FilterKernel(lines=64, vocab_size=262_1
 
 
 def check_filters(kernels: list[FilterKernel], outcomes: list[Outcome]) -> None:
-    """The lines are filled up to whole programs and columns, and there is no other copy of them."""
+    """Lines are padded to whole programs and columns, and there is no other copy of them."""
     for kernel, outcome in zip(kernels, outcomes, strict=True):
         assert outcome.error is None, (kernel, outcome.error)
         assert outcome.temporary < 4 * 8 * -(-kernel.lines // 8) * (kernel.vocab_size + 4096) + 2**20, kernel
 
 
 def check_convolutions(kernels: list[ConvolutionKernel], outcomes: list[Outcome]) -> None:
-    """Pools are updated in place, and not copied; of tokens there are float32 inputs and outputs at most."""
+    """Pools are updated in place, and not copied; tokens have at most float32 inputs and outputs."""
     for kernel, outcome in zip(kernels, outcomes, strict=True):
         assert outcome.error is None, (kernel, outcome.error)
         pool = math.prod(kernel.pool) * {"float32": 4, "bfloat16": 2}[kernel.storage]
@@ -114,7 +114,7 @@ def check_states(kernels: list[StateKernel], outcomes: list[Outcome]) -> None:
         assert outcome.error is None, (kernel, outcome.error)
         pool = math.prod(kernel.pool) * {"float32": 4, "bfloat16": 2}[kernel.states]
         assert outcome.in_place == pool, kernel
-        # Queries, keys, values and outputs, a head at a time, and decays, which fill a lane each.
+        # Queries, keys, values and outputs, one head at a time, and decays, which take a whole lane each.
         tokens = kernel.tokens + 64
         inputs = 4 * tokens * kernel.heads * (2 * kernel.key_dim + 2 * max(kernel.value_dim, 128) + 128)
         assert outcome.temporary < max(2 * inputs, pool // 2), kernel
@@ -180,14 +180,14 @@ def test_a_mixed_step_compiles_for_other_chips(chip: str, kernel: Kernel) -> Non
 
 SHARED = {"paged_attention_decode", "paged_attention_prefill", "kv_write_runs", "state_rows", "state_chunks"}
 ALONE = {"kv_write", "convolution_rows", "convolution_chunks"}
-"""Kernels of a mixed step whose programs two cores share, and that one core runs: what two of its programs write may
-lie in one tile, or a program waits for what the one before it has asked for."""
+"""Kernels of a mixed step whose programs two cores share, and which one core runs: two of its programs may write
+into one tile, or a program waits for the previous one's copies."""
 
 
 SMALL = Kernel(heads=2, kv_heads=1, tokens=512, rows=32, columns=8)
 SMALL_STATES = StateKernel(heads=18, groups=18, tokens=128, rows=4, slots=8)
 SMALL_CONVOLUTION = ConvolutionKernel(channels=1024, tokens=64, rows=4, slots=8)
-"""Of all kernels, quick to compile: writing a schedule down takes as long as making it."""
+"""Of all kernels, but quick to compile: writing a schedule takes as long as making it."""
 
 
 def schedules(folder: Path) -> dict[str, str]:
@@ -203,7 +203,7 @@ def schedules(folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_two_cores_of_a_device_share_programs(tmp_path: Path) -> None:
-    """The schedule has the cores meet before a kernel that both run; the second passes over others."""
+    """In the schedule the cores meet before a kernel that both run; the second core skips the others."""
     mixed = [SMALL, SMALL_STATES, SMALL_CONVOLUTION]
     assert {outcome.error for outcome in compile_kernels("v5p", mixed, tmp_path)} == {None}
     found = schedules(tmp_path)
@@ -212,7 +212,7 @@ def test_two_cores_of_a_device_share_programs(tmp_path: Path) -> None:
 
 
 CHECK = "BoundsCheck"
-"""What an address outside its array is reported as, with the copy or the load."""
+"""How an out-of-bounds address is reported, with the copy or load."""
 
 
 @pytest.mark.soak
@@ -224,14 +224,14 @@ def test_debugging_compiles_checks_in(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("chip", TOPOLOGIES)
-def test_every_form_compiles(chip: str) -> None:
+def test_every_variant_compiles(chip: str) -> None:
     kernels = KERNELS + MORE
     check(kernels, compile_kernels(chip, kernels))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("chip", ["v5e", "v6e", "tpu7x"])
-def test_every_form_of_states_compiles(chip: str) -> None:
+def test_every_variant_of_states_compiles(chip: str) -> None:
     kernels = STATES + MORE_STATES
     check_states(kernels, compile_kernels(chip, kernels))
     convolutions = CONVOLUTIONS + MORE_CONVOLUTIONS
@@ -240,8 +240,8 @@ def test_every_form_of_states_compiles(chip: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("chip", TOPOLOGIES)
-def test_every_form_of_filters_compiles(chip: str) -> None:
-    """But for vocabularies that do not fit into the vector memory of a v4, which are searched without the kernel."""
+def test_every_variant_of_filters_compiles(chip: str) -> None:
+    """Except for vocabularies that do not fit into the vector memory of a v4, which are searched without the kernel."""
     kernels = FILTERS + MORE_FILTERS
     outcomes = compile_kernels(chip, kernels)
     refused = [kernel for kernel, outcome in zip(kernels, outcomes, strict=True) if outcome.error == "it does not fit"]

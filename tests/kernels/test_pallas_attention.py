@@ -1,4 +1,5 @@
-"""The TPU kernels in the interpreter, against plain numpy: late copies over NaN, and eager ones watched for races."""
+"""The TPU kernels in the interpreter, against plain numpy: with late copies over NaN, and with eager copies and race
+detection."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from sglang_jax.kernels.ragged_paged_attention.pallas.prefill import HEADS_TOGET
 
 MODES = list(CopyMode)
 EXACT, ROUNDED = 2e-5, 2e-2
-"""Bounds for float32 pages, and for pages whose products are of bfloat16 numbers."""
+"""Bounds for float32 pages, and for pages whose products are in bfloat16."""
 
 DECODE = Case((), (), 0, tokens=6, rows=6, head_dim=128, page_size=16, columns=20, tiled=True)
 MIXED = replace(DECODE, tokens=48)
@@ -27,8 +28,8 @@ MIXED = replace(DECODE, tokens=48)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 128 keys, so that short sequences take several, programs of few rows and queries, and passes of two
-    heads, half as long to compile."""
+    """Blocks of 128 keys, so that short sequences have several; programs of few rows and queries, and passes of two
+    heads, which compile in half the time."""
     monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(2, 128 // shape.page_size))
     monkeypatch.setattr(blocks, "_prefill_by_costs", lambda shape: PrefillBlocks(16, 128 // shape.page_size))
     monkeypatch.setattr(prefill, "HEADS_TOGETHER", 2)
@@ -65,14 +66,14 @@ def mixed(kv_lens: tuple[int, ...], query_lens: tuple[int, ...], num_decode: int
 
 @pytest.mark.parametrize("mode", MODES)
 def test_decode_rows(mode: CopyMode) -> None:
-    """A row, no row, all rows; around pages of 16 and blocks of 128; one program for all."""
+    """One row, no row, all rows; lengths around pages of 16 and blocks of 128; one program for all."""
     for kv_lens in ((1,), (), (15, 16, 17, 127, 128, 129), (260, 1, 256, 2, 5, 3)):
         check(decode(*kv_lens), mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_last_block_is_computed_as_far_as_it_has_keys(monkeypatch: pytest.MonkeyPatch, mode: CopyMode) -> None:
-    """Blocks of 512 keys, of which 512, 256 or 128 are computed: around each, and behind a whole block."""
+    """Blocks of 512 keys, of which 512, 256 or 128 are computed: lengths around each, and after a whole block."""
     monkeypatch.setattr(decode_sizes, "_KEYS_OF_SHORT", 128)
     monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(1, 512 // shape.page_size))
     case = replace(decode(1, 128, 129, 257, 512, 641), columns=48, kv_heads=1, group=2)
@@ -93,7 +94,7 @@ def kernel_of_pairs() -> Interpreted:
 
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
-    """Pairs of rows of up to 512 keys share a block, of which there are three; other blocks are of 1,024 keys."""
+    """Pairs of rows of up to 512 keys share a block, of which there are three; other blocks have 1,024 keys."""
     monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(2, 1024 // shape.page_size))
     monkeypatch.setattr(decode_sizes, "_LEAST_DEPTH", 3)
     monkeypatch.setattr(decode_sizes, "_MOST_DEPTH", 3)
@@ -102,20 +103,20 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_short_rows_share_a_block(pairs: Interpreted, mode: CopyMode) -> None:
-    """Behind one another, before and behind long rows; with a row without keys, and with none beside it."""
+    """In sequence, before and after long rows; next to a row without keys, and to none."""
     for kv_lens in ((512, 3, 16, 511, 1, 200), (300, 0, 513, 5, 17, 40), (1100, 700, 0, 0, 511), (2, 1, 1025)):
         check(in_pairs(*kv_lens), mode, attention=pairs)
 
 
 def test_the_last_pages_of_the_last_row_of_a_full_table(monkeypatch: pytest.MonkeyPatch, pairs: Interpreted) -> None:
-    """Behind their numbers there are no others, though as many are read as a short row may have."""
+    """The table ends after their page numbers, though the kernel reads as many as a short row may have."""
     monkeypatch.setattr(decode_sizes, "_KEYS_OF_SHORT", 128)
     case = replace(in_pairs(1, 2, 3, 4, 5, 2048), page_size=16, columns=128, window=70)
     check(case, CopyMode.EAGER, attention=pairs)
 
 
 def test_a_row_is_the_same_in_a_group_and_by_itself(pairs: Interpreted) -> None:
-    """The same bits beside a short row, a long one, and one whose keys are NaN."""
+    """The same bits next to a short row, a long one, and one whose keys are NaN."""
     step = make_step(in_pairs(300, 700, 12, 512, 5))
     beside_long, _ = attend(step, CopyMode.ON_WAIT, pairs)
     batch = replace(step.batch, kv_lens=np.array([300, 20, 12, 512, 5, 0], np.int32))
@@ -130,7 +131,7 @@ def test_a_row_is_the_same_in_a_group_and_by_itself(pairs: Interpreted) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_mixed_steps(mode: CopyMode) -> None:
-    """Chunks that share a block of queries, fill blocks or straddle them; decode rows alone, prefill alone, neither."""
+    """Chunks that share a block of queries, fill blocks or straddle them; only decode rows, only prefill, neither."""
     for kv_lens, query_lens, num_decode in (
         ((9, 1, 30, 7), (1, 1, 13, 7), 2),
         ((300,), (48,), 0),
@@ -144,14 +145,16 @@ def test_mixed_steps(mode: CopyMode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_empty_sequences_between_others(mode: CopyMode) -> None:
-    """Rows without keys among decode rows, chunks without queries among chunks: nothing waits for what never comes."""
+    """Rows without keys among decode rows, chunks without queries among chunks: no program waits for a copy that is
+    never started."""
     check(mixed((9, 0, 30, 0, 20), (1, 1, 13, 0, 7), 2), mode)
     check(mixed((0, 0, 30, 0, 20), (0, 0, 30, 0, 18), 0), mode)
     check(decode(0, 7, 0, 0, 200), mode)
 
 
 def test_short_chunks_in_a_wide_block_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those within a part of the block are computed for it alone: in the first, over the edge, in the second."""
+    """Chunks within a part of the block are computed only for that part: in the first part, over its edge, in the
+    second."""
     monkeypatch.setattr(blocks, "_prefill_by_costs", lambda shape: PrefillBlocks(256, 128 // shape.page_size))
     case = replace(mixed((100, 60, 150, 5), (100, 60, 40, 5), 0), tokens=256, kv_heads=1, group=1)
     check(case, CopyMode.EAGER)
@@ -170,7 +173,7 @@ TWO_CORES = {
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As v4 and v5p have them; blocks of queries of which the first core has two and the second one or two."""
+    """As on v4 and v5p; the first core has two blocks of queries and the second one or two."""
     monkeypatch.setitem(shapes.CORES, shapes.Chip.INTERPRETER, 2)
     monkeypatch.setattr(blocks, "_decode_by_costs", lambda shape: DecodeBlocks(1, 128 // shape.page_size))
 
@@ -190,7 +193,7 @@ def test_two_cores_share_the_work() -> None:
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", TWO_CORES)
-def test_two_cores_share_any_work(name: str, mode: CopyMode) -> None:
+def test_two_cores_share_random_work(name: str, mode: CopyMode) -> None:
     check_on_two_cores(name, mode)
 
 
@@ -226,8 +229,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize(("case", "mode"), list(zip(FORMS.values(), MODES * 4, strict=False)), ids=FORMS)
-def test_forms(monkeypatch: pytest.MonkeyPatch, case: Case, mode: CopyMode) -> None:
-    """Options, types and heads, each of which is a program; heads that fill two passes of four, and that fill none."""
+def test_every_variant_of_the_kernel(monkeypatch: pytest.MonkeyPatch, case: Case, mode: CopyMode) -> None:
+    """Each combination of options, types and heads is a program; heads that fill two passes of four, and heads that
+    do not."""
     if case.group != LONG.group:
         monkeypatch.setattr(prefill, "HEADS_TOGETHER", HEADS_TOGETHER)
     check(case, mode)
@@ -248,7 +252,7 @@ def test_pages_outside_the_window_are_not_read() -> None:
 
 
 def test_a_row_is_batch_invariant() -> None:
-    """The same bits beside other rows, of which one holds NaN."""
+    """The same bits next to other rows, one of which holds NaN."""
     step = make_step(decode(40, 200, 7, 100))
     alone, _ = attend(step, CopyMode.ON_WAIT)
     poisoned = step.kv_pages.at[step.batch.page_table[1, 3]].set(np.nan)
@@ -267,7 +271,7 @@ def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch, wait: str, cas
     assert raced
 
 
-def test_pages_of_another_form_are_refused() -> None:
+def test_pages_of_another_shape_are_refused() -> None:
     step = make_step(replace(decode(3), tiled=False, head_dim=64))
     with pytest.raises(ValueError, match="a multiple of 128 lanes, got 64"):
         attend(step, CopyMode.EAGER)

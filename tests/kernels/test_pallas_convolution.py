@@ -1,5 +1,5 @@
-"""The TPU kernels of short convolutions in the interpreter, against one token after the other: NaN in all that nobody
-may read."""
+"""The TPU kernels of short convolutions in the interpreter, against token-by-token computation: NaN wherever the
+kernels must not read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Convolve = Callable[..., tuple[Any, bool]]
 
 
 def reference(x: np.ndarray, taps: np.ndarray, bias: np.ndarray, tail: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Float32, one token of one sequence after the other: outputs, and the last inputs."""
+    """Float32, one token of one sequence at a time: outputs, and the last inputs."""
     found = []
     for token in x:
         window = np.concatenate((tail, token[None]))
@@ -100,7 +100,7 @@ def test_copies_that_arrive_as_late_as_they_may(compiled: Interpreted) -> None:
 
 
 def tile_by_tile(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """Programs of decode rows take a tile each, so that sets of lines are used again."""
+    """Programs of decode rows take a tile each, so that buffers are reused."""
     monkeypatch.setattr(module, "rows_at_once", lambda rows, bytes_of_row: 8)
 
 

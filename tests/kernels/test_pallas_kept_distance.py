@@ -1,4 +1,4 @@
-"""The TPU kernel of top-k and top-p in the interpreter, against a sort in float64; and which lines pay for which."""
+"""The TPU kernel of top-k and top-p in the interpreter, against a sort in float64; and which lines run which filter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_jax.kernels import kept_distance_pallas
 from sglang_jax.kernels.kept_distance_pallas import LINES, kept_distance
 
 VOCAB = 4097
-"""One more than are added up in one turn of the loop."""
+"""One more than one turn of the loop sums."""
 
 ROUNDING = 1e-5
 
@@ -39,11 +39,11 @@ def logits_of(kind: str, rng: np.random.Generator) -> np.ndarray:
 
 KINDS = ("normal", "flat", "tiny", "ties", "masked", "wide")
 FILTERS = [(0, 0.0), (1, 0.0), (40, 0.0), (VOCAB - 1, 0.0), (0, 1e-6), (0, 0.9), (0, 0.9999), (40, 0.5), (3000, 0.99)]
-"""`(top_k, top_p)` of a line, 0 where it is not asked for."""
+"""`(top_k, top_p)` of a line; 0 turns a filter off."""
 
 
 def cases() -> Iterator[tuple[np.ndarray, int, float]]:
-    """A line for each kind and filter: distances are what a sampler has, not negative."""
+    """A line for each kind and filter: distances are not negative, as in a sampler."""
     rng = np.random.default_rng(5)
     for top_k, top_p in FILTERS:
         for kind in KINDS:
@@ -54,7 +54,7 @@ def cases() -> Iterator[tuple[np.ndarray, int, float]]:
 
 EVERY = list(cases())
 CASES = [EVERY[place] for place in (0, 7, 14, 21, 10, 17, 18, 22, 31, 39, 42, 50, 28)]
-"""Each kind, each filter. Those of the first program ask for no top-p."""
+"""Each kind and each filter. The lines of the first program have no top-p."""
 
 
 def found_by(interpreted: Interpreted, mode: CopyMode, chosen: list[tuple[np.ndarray, int, float]]) -> np.ndarray:
@@ -72,7 +72,7 @@ def found_by(interpreted: Interpreted, mode: CopyMode, chosen: list[tuple[np.nda
 
 
 def check(distances: np.ndarray, top_k: int, top_p: float, found: float) -> None:
-    """`found` against a sort. Between two tokens whose mass is within rounding of what is asked either is right."""
+    """Compares `found` with a sort. Between two tokens whose mass is within rounding of the bound, either is right."""
     ranked = np.sort(distances)
     if not top_k and not top_p:
         assert found == np.inf
@@ -100,8 +100,8 @@ def compiled() -> Interpreted:
     return Interpreted(kept_distance)
 
 
-def test_lines_keep_what_a_sort_keeps_wherever_they_stand(compiled: Interpreted) -> None:
-    """In one call: programs of lines that ask for different things, the last of them not full."""
+def test_lines_keep_what_a_sort_keeps_in_any_position(compiled: Interpreted) -> None:
+    """In one call: programs of lines with different filters, the last program partly filled."""
     assert LINES < len(CASES) < 2 * LINES
     together = check_all(compiled, CopyMode.EAGER, CASES)
     order = np.random.default_rng(1).permutation(len(CASES))

@@ -1,4 +1,4 @@
-"""The kernel that writes pages, in the interpreter: what it stores, what it leaves alone, and its races."""
+"""The kernel that writes pages, in the interpreter: stored values, untouched slots, and races."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = [("bfloat16", CopyMode.ON_WAIT), *zip(FORMS, [CopyMode.ON_WAIT, CopyMode
 
 @pytest.mark.parametrize(("form", "mode"), CASES, ids=str)
 def test_pages_after_a_write(monkeypatch: pytest.MonkeyPatch, form: str, mode: CopyMode) -> None:
-    """Those that a plain scatter leaves, but for page 0; every case is one more run of the same program."""
+    """The same pages as after a plain scatter, except page 0; every case is one more run of the same program."""
     monkeypatch.setattr(kv_write, "_TOKENS_PER_PROGRAM", OF_A_PROGRAM)
     assert sorted(len(slots) > OF_A_PROGRAM for slots in SLOTS.values()) == [False, False, False, True]
     storage, head_dim = FORMS[form]
@@ -70,7 +70,7 @@ def test_pages_after_a_write(monkeypatch: pytest.MonkeyPatch, form: str, mode: C
 
 
 def write_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> tuple[jax.Array, jax.Array, bool]:
-    """A sequence of which a tile's slots are written by two programs: the pages as they should be and as they are, and
+    """Two programs write the slots of one tile of a sequence. Returns the expected pages, the actual ones, and
     whether there was a race."""
     monkeypatch.setattr(kv_write, "_TOKENS_PER_PROGRAM", 32)
     before = jnp.zeros(page_shape(PAGES, 1, PAGE_SIZE, 64, tiled=True), jnp.float32)
@@ -100,12 +100,12 @@ def test_a_program_stays_within_the_vector_memory(kv_heads: int, head_dim: int, 
     runs = jax.eval_shape(partial(find_runs, vmem_limit=limit), pages, slots)
     width = runs.shape[2]
     assert kv_write.vmem_bytes(pages, width) < limit
-    # Narrower only where more tokens would not leave room.
+    # narrower only where more tokens would not fit
     assert width == 128 or kv_write.vmem_bytes(pages, width + 32) > limit * 3 // 4
 
 
 @pytest.mark.soak
-def test_cores_that_share_the_writing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_that_share_the_writing_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     params = kv_write.pltpu.CompilerParams
     shared = partial(params, dimension_semantics=("parallel",))
     monkeypatch.setattr(kv_write.pltpu, "CompilerParams", lambda dimension_semantics, **others: shared(**others))

@@ -1,4 +1,5 @@
-"""The TPU kernels under a mesh, in the interpreter: each device with its own heads computes what one does for all."""
+"""The TPU kernels under a mesh, in the interpreter: devices with a shard of the heads each give the result of one
+device with all."""
 
 from __future__ import annotations
 
@@ -149,11 +150,11 @@ assert after.sharding.shard_shape(after.shape) == (SLOTS, 2, 8, 16)
 
 @pytest.mark.slow
 def test_each_device_attends_for_its_own_heads() -> None:
-    """With a window, a soft cap, sinks of each head and scales of each kv head; pages are written by each as well."""
+    """With a window, a soft cap, sinks per head and scales per kv head; each device also writes its pages."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=4"),
-        # The interpreter's devices wait for each other on XLA's threads, of which there are else as many as cores.
+        # The interpreter's devices wait for each other on XLA's threads, whose default number is that of the cores.
         "NPROC": "16",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }

@@ -1,4 +1,5 @@
-"""The TPU kernels of states in the interpreter, against one token after the other: NaN in all that nobody may read."""
+"""The TPU kernels of states in the interpreter, against token-by-token computation: NaN wherever the kernels must
+not read."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ DECODES = {"all rows": [1] * ROWS, "some": [1] * 3, "none": list[int]()}
 
 
 def arrays_of(tokens: int, used: int, delta: bool, sizes: tuple[int, int]) -> list[np.ndarray | None]:
-    """`random_scan` with other sizes of keys and values, again and again; NaN behind the step's tokens."""
+    """`random_scan` with other sizes of keys and values, repeated; NaN after the step's tokens."""
     queries, keys, values, decays, rates = random_scan(delta)
     rng = np.random.default_rng(2)
     if sizes != (8, 16):
@@ -102,14 +103,14 @@ def test_steps_with_chunks(compiled: Interpreted, counts: list[int], num_decode:
 
 
 def test_copies_that_arrive_as_late_as_they_may(compiled: Interpreted) -> None:
-    """All of them are the pipeline's own: one step shows as much as all."""
+    """The pipeline makes all copies: one step shows as much as all."""
     counts, num_decode = STEPS["decode rows and chunks"]
     check(compiled.run, CopyMode.ON_WAIT, counts, num_decode, decode_only=False, delta=True, sizes=(8, 16))
 
 
 @pytest.mark.parametrize(("decode_only", "sizes"), [(True, (128, 16)), (False, (256, 192))])
-def test_matrices_that_lie_otherwise(compiled: Interpreted, decode_only: bool, sizes: tuple[int, int]) -> None:
-    """Values that fill no lanes go along the lines; keys and values of more lanes than a tile has are in parts."""
+def test_matrices_of_other_layouts(compiled: Interpreted, decode_only: bool, sizes: tuple[int, int]) -> None:
+    """Values that do not fill the lanes are laid out along the lines; keys and values wider than a tile are split."""
     counts, num_decode = ([1] * 3, 3) if decode_only else STEPS["decode rows and chunks"]
     check(compiled.run, CopyMode.EAGER, counts, num_decode, decode_only=decode_only, delta=True, sizes=sizes)
 
@@ -121,7 +122,7 @@ def test_states_of_bfloat16_are_rounded_once_a_step(compiled: Interpreted) -> No
 
 
 def test_a_sequence_is_batch_invariant(compiled: Interpreted) -> None:
-    """The same bits alone and behind others: blocks begin with the sequence's own tokens."""
+    """The same bits as the only sequence and after others: blocks start with the sequence's own tokens."""
     arrays = arrays_of(TOKENS, TOKENS, True, (8, 16))
     pool = jnp.zeros((SLOTS, 4, 8, 16))
 

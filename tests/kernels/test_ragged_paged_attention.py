@@ -1,4 +1,4 @@
-"""Paged attention against plain numpy: ragged lengths, shuffled pages, and NaN in every slot that holds no token."""
+"""Paged attention against plain numpy: ragged lengths, shuffled pages, and NaN in every slot without a token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_jax.kernels.ragged_paged_attention import AttentionImplementation, r
 IMPLEMENTATIONS = (AttentionImplementation.REFERENCE, AttentionImplementation.XLA)
 STORAGES = ("float32", "bfloat16", "uint16")
 TOLERANCE = 2e-5
-"""Whatever the type of the cache: values are rounded before the oracle sees them."""
+"""The same for every cache type: values are rounded before the oracle sees them."""
 
 
 ATTENTION = jax.jit(ragged_paged_attention, static_argnums=0, static_argnames="scale")
@@ -56,7 +56,7 @@ def test_heads(implementation: AttentionImplementation, group: int, head_dim: in
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", [MIXED, DECODE], ids=["mixed", "decode"])
-def test_values_that_are_the_keys(implementation: AttentionImplementation, case: Case) -> None:
+def test_values_may_be_a_slice_of_the_keys(implementation: AttentionImplementation, case: Case) -> None:
     check(implementation, replace(case, kv_heads=1, group=4, head_dim=72, shared=True))
 
 
@@ -84,7 +84,8 @@ def test_edges_of_blocks(implementation: AttentionImplementation, length: int) -
     [(16, 45, None), (16, 45, 200), (24, 30, 30), (24, 30, 400), (128, 6, None), (128, 6, 400), (512, 2, 200)],
 )
 def test_keys_that_every_query_sees(page_size: int, columns: int, window: int | None) -> None:
-    """Chunks behind so many keys that blocks between the oldest and the newest need no mask, and the edges of that."""
+    """Chunks after so long a prefix that blocks between the oldest and the newest need no mask, and lengths around
+    that bound."""
     first_keys = (255, 256, 257, 319, 320, 639)
     for first in first_keys:
         kv_lens = (first + 1, first + 70, first + 2)
@@ -95,7 +96,7 @@ def test_keys_that_every_query_sees(page_size: int, columns: int, window: int | 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_steps(implementation: AttentionImplementation, seed: int) -> None:
-    """One program for all seeds: nothing of its shape depends on lengths."""
+    """One program for all seeds: shapes do not depend on lengths."""
     rng = np.random.default_rng(seed)
     sequences = int(rng.integers(1, 7))
     num_decode = int(rng.integers(0, sequences + 1))
@@ -135,7 +136,7 @@ def test_tiled_pages(implementation: AttentionImplementation, head_dim: int) -> 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("tokens", [4, 16])
-def test_a_step_of_padding_alone(implementation: AttentionImplementation, tokens: int) -> None:
+def test_a_step_of_only_padding(implementation: AttentionImplementation, tokens: int) -> None:
     check(implementation, Case((), (), 0, tokens, rows=4))
 
 
@@ -154,7 +155,7 @@ def test_empty_sequences_between_others(implementation: AttentionImplementation)
 
 
 def test_a_row_is_batch_invariant() -> None:
-    """The same bits, whatever other rows are in the batch and however long they are."""
+    """The same bits for any other rows in the batch."""
     together = make_step(replace(DECODE, kv_lens=(9, 77, 30, 400), columns=100))
     outputs = attend(AttentionImplementation.XLA, together)
     alone = replace(together.batch, kv_lens=together.batch.kv_lens * (jnp.arange(8) < 3))
@@ -168,7 +169,7 @@ def test_large_scores_do_not_overflow(implementation: AttentionImplementation) -
     assert np.isfinite(output).all()
 
 
-def test_keys_and_values_are_stored_where_slots_say() -> None:
+def test_keys_and_values_are_stored_in_their_slots() -> None:
     kv_pages = jnp.zeros((5, 3, 2, 4, 8), jnp.uint16)
     rng = np.random.default_rng(0)
     keys, values = rng.standard_normal((2, 6, 3, 8)).astype(np.float32)
@@ -193,7 +194,7 @@ def test_latent_vectors_in_tiles_are_keys_and_values(size: int) -> None:
     assert np.isfinite(written[2]).all(), "what pads them is 0"
 
 
-def test_memory_follows_blocks_and_not_the_table() -> None:
+def test_memory_depends_on_blocks_and_not_on_the_table() -> None:
     case = replace(DECODE, columns=500)
     step = make_step(case)
     queries = jnp.asarray(step.queries)
@@ -203,7 +204,7 @@ def test_memory_follows_blocks_and_not_the_table() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 8], ids=["decode", "mixed"])
-def test_blocks_follow_lengths_and_not_the_table(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_depend_on_lengths_and_not_on_the_table(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
     def count_and_gather(*arguments: Any) -> tuple[jax.Array, jax.Array]:

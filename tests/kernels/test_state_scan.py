@@ -1,4 +1,4 @@
-"""Convolutions and matrices of recurrent layers in steps of rows of any length, against one token after the other."""
+"""Convolutions and matrices of recurrent layers in steps of rows of any length, against token-by-token computation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS, ROWS, SLOTS = 4 * BLOCK, 6, 16
 
 
 def rows_of(step: StateStep) -> StateRows:
-    """A step in a program of so many tokens and rows, or in a decode program."""
+    """A step in a program of this many tokens and rows, or in a decode program."""
     decode_only = step.num_decode == len(step.counts)
     counts = step.counts + [int(decode_only)] * (ROWS - len(step.counts))
     starts = np.concatenate(([0], np.cumsum(counts)))
@@ -47,13 +47,13 @@ def run_convolution(x: jax.Array, weight: jax.Array, pool: jax.Array, rows: Stat
 
 
 def padded(x: np.ndarray, rows: StateRows) -> jax.Array:
-    """Behind the step's tokens there is NaN, which nobody may read."""
+    """NaN after the step's tokens: it must not be read."""
     length = len(rows.sequences)
     return jnp.asarray(np.concatenate((x, np.full((length - len(x), *x.shape[1:]), np.nan, np.float32))))
 
 
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "mamba"])
-def test_any_split_gives_the_outputs_and_the_state_of_one_token_after_the_other(delta: bool) -> None:
+def test_any_split_gives_the_outputs_and_state_of_single_tokens(delta: bool) -> None:
     arrays = random_scan(delta)
     whole = ScanInputs(*(None if array is None else jnp.asarray(array) for array in arrays))
     expected, last = reference_scan(whole, jnp.zeros((4, 8, 16)))
@@ -69,7 +69,7 @@ def test_any_split_gives_the_outputs_and_the_state_of_one_token_after_the_other(
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["plain slots", "tiled slots"])
-def test_any_split_convolves_the_same_numbers(tiled: bool) -> None:
+def test_any_split_gives_the_same_convolutions(tiled: bool) -> None:
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((3 * BLOCK, 5), np.float32), rng.standard_normal((5, 4), np.float32)
     expected = np.stack([np.convolve(channel, taps[::-1])[: len(x)] for channel, taps in zip(x.T, weight, strict=True)])

@@ -1,4 +1,4 @@
-"""Steps whose rows have drafts: each state and each output is that of as many decode steps, one after the other."""
+"""Steps whose rows have drafts: states and outputs equal those of as many successive decode steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rows_of(begin: list[int], own: list[int], drafts: list[int] | None) -> State
 
 
 def filled(*shape: int) -> jax.Array:
-    """Something in the slots that rows begin with, NaN in all others."""
+    """Random values in the slots that rows start from, NaN in all others."""
     pool = np.full((DRAFTED_SLOTS, *shape), np.nan, np.float32)
     begun = sorted(set(STEP.begin))
     pool[begun] = np.random.default_rng(2).standard_normal((len(begun), *shape))
@@ -55,7 +55,7 @@ convolve_once = jax.jit(lambda x, weight, pool, rows: convolve_states(XLA, x, we
 
 
 def in_interpreter(function: Run) -> Run:
-    """TPU kernels, in the mode of the interpreter that shows a state that is read before it is written."""
+    """TPU kernels, in the interpreter mode that detects a state that is read before it is written."""
     interpreted = Interpreted(function)
 
     def run(*arguments: object) -> tuple[jax.Array, jax.Array]:
@@ -85,7 +85,7 @@ def one_by_one(step: DraftedStep, sequence: int) -> StateRows:
         (SCANS["pallas"], jnp.bfloat16, False),
     ],
 )
-def test_matrices_behind_drafts_are_those_of_decode_steps(run: Run, delta: bool, dtype: jnp.dtype) -> None:
+def test_matrices_after_drafts_equal_those_of_decode_steps(run: Run, delta: bool, dtype: jnp.dtype) -> None:
     count = len(STEP.own)
     arrays = [None if array is None else jnp.asarray(array[:count]) for array in random_scan(delta)]
     inputs, pool = ScanInputs(*arrays), filled(4, 8, 16).astype(dtype)
@@ -105,7 +105,7 @@ def test_matrices_behind_drafts_are_those_of_decode_steps(run: Run, delta: bool,
     [(CONVOLUTIONS["xla"], False), (CONVOLUTIONS["xla"], True), (CONVOLUTIONS["pallas"], True)],
     ids=["xla, plain slots", "xla, tiled slots", "pallas"],
 )
-def test_last_inputs_behind_drafts_are_those_of_decode_steps(run: Run, tiled: bool, width: int) -> None:
+def test_conv_inputs_after_drafts_equal_those_of_decode_steps(run: Run, tiled: bool, width: int) -> None:
     count = len(STEP.own)
     rng = np.random.default_rng(4)
     x, weight = rng.standard_normal((count, 5), np.float32), rng.standard_normal((5, width), np.float32)
@@ -123,7 +123,7 @@ def test_last_inputs_behind_drafts_are_those_of_decode_steps(run: Run, tiled: bo
 
 
 def test_no_pool_is_copied() -> None:
-    """It is larger than all that a step computes."""
+    """The pool is larger than everything that a step computes."""
     count = len(STEP.own)
     arrays = [None if array is None else jnp.asarray(array[:count]) for array in random_scan(True)]
     run = jax.jit(lambda inputs, pool, rows: scan_states(XLA, inputs, pool, rows), donate_argnums=1)
@@ -133,8 +133,8 @@ def test_no_pool_is_copied() -> None:
     assert not re.search(rf"= f32\[{DRAFTED_SLOTS},4,8,16\]\S* copy\(", text)
 
 
-def test_without_drafts_a_step_is_what_it_was() -> None:
-    """The same numbers, to the bit, whether the program knows of drafts or not."""
+def test_steps_without_drafts_are_unchanged() -> None:
+    """The same bits, whether or not the program supports drafts."""
     arrays = [None if array is None else jnp.asarray(array[:3]) for array in random_scan(True)]
     inputs, pool, rows = ScanInputs(*arrays), filled(4, 8, 16), rows_of([1, 9, 3], [1, 2, 3], [0, 0, 0])
     for found, expected in zip(

@@ -24,7 +24,7 @@ def whole_cluster() -> Iterator[Nodes]:
 
 @pytest.fixture
 def cluster(whole_cluster: Nodes) -> Iterator[Nodes]:
-    """The head alone; a test adds the nodes that it needs."""
+    """Only the head; a test adds the nodes that it needs."""
     yield whole_cluster
     given_back = whole_cluster.groups_come_and_gone()
     whole_cluster.clear()
@@ -33,7 +33,7 @@ def cluster(whole_cluster: Nodes) -> Iterator[Nodes]:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
-    """Where engines' starts are noted."""
+    """Where starts of engines are recorded."""
     folder = tmp_path / "started"
     folder.mkdir()
     return folder
@@ -46,13 +46,13 @@ def output(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def read_output(output: Path) -> Callable[[], tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """The lines of all files of answers, and of all files of errors; no id may be there twice."""
+    """The lines of all files of answers, and of all files of errors; asserts that ids are unique."""
 
     def read() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         lines: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for path in output.iterdir():
             assert path.name.endswith(".jsonl")
-            written = path.read_bytes().splitlines()  # at the ends that bytes have, not at those of Unicode
+            written = path.read_bytes().splitlines()  # splits at line feeds only, not at Unicode line ends
             lines[path.name.endswith(".errors.jsonl")] += map(json.loads, written)
         times = Counter(line["id"] for line in lines[True] + lines[False])
         assert set(times.values()) <= {1}

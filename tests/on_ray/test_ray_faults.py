@@ -61,7 +61,7 @@ def test_rows_of_a_killed_node_are_answered_elsewhere(cluster: Nodes, tmp_path, 
 def test_rows_wait_for_an_engine_where_a_lost_node_leaves_no_room(
     cluster: Nodes, tmp_path, started, output, read_output
 ) -> None:
-    """Two nodes, an engine on each, one is lost: its batches begin again once the other engine is idle."""
+    """Two nodes with an engine each, one of which is lost: its batches restart when the other engine is idle."""
     for _ in range(2):
         cluster.add(num_cpus=2)
     (tmp_path / "input.jsonl").write_text("\n".join(plain_lines(600)))
@@ -81,7 +81,7 @@ def test_rows_wait_for_an_engine_where_a_lost_node_leaves_no_room(
     assert texts(answers) == {f"row {row}": f"this is {row}!" for row in range(600)}
 
 
-def test_lines_that_end_engines_and_actors_fail_and_the_job_goes_on(
+def test_lines_that_kill_engines_and_actors_fail_and_the_job_continues(
     cluster: Nodes, tmp_path, started, output, read_output
 ) -> None:
     cluster.add(num_cpus=2)
@@ -122,7 +122,7 @@ def test_an_actor_that_is_always_lost_while_its_engine_starts_ends_the_run(clust
         )
 
 
-def test_a_killed_driver_goes_on_where_it_was(cluster: Nodes, tmp_path, started, output, read_output) -> None:
+def test_a_run_resumes_after_its_driver_was_killed(cluster: Nodes, tmp_path, started, output, read_output) -> None:
     cluster.add(num_cpus=2)
     (tmp_path / "input.jsonl").write_text("\n".join(plain_lines(600)))
     command = [sys.executable, "-m", "helpers.ray_command", cluster.address, str(tmp_path / "input.jsonl"), str(output)]
@@ -130,7 +130,7 @@ def test_a_killed_driver_goes_on_where_it_was(cluster: Nodes, tmp_path, started,
     until(lambda: output.is_dir() and len(list(output.iterdir())) >= 5)
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    # What was written for certain. A file that is not was noted as begun, and is removed by the next run.
+    # The lines that were surely written. A file without them was noted as started, and the next run removes it.
     noted = [path.name.removesuffix(".parquet") for path in Path(f"{output}.run/finished").iterdir()]
     certain = {name: (output / f"{name}.jsonl").read_bytes() for name in noted if not name.endswith(".pending")}
     assert certain

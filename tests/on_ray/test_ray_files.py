@@ -18,7 +18,7 @@ from sglang_jax.batch.source import FileFormat
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_lines_are_what_lies_between_line_feeds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_end_at_line_feeds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     content = bytes(draw.choice(b"ab\n\n\r\x85\xe2\x80\xa8") for _ in range(draw.randrange(400)))
     monkeypatch.setattr(files, "READ_BYTES", draw.randrange(1, 50))
@@ -26,11 +26,11 @@ def test_lines_are_what_lies_between_line_feeds(seed: int, monkeypatch: pytest.M
     assert list(read_lines(io.BytesIO(content))) == expected
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_line() -> None:
     assert list(read_lines(io.BytesIO(b"\xef\xbb\xbf{}\n\xef\xbb\xbf"))) == [b"{}", b"\xef\xbb\xbf"]
 
 
-def test_a_line_that_is_too_long_is_none_and_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long_is_dropped_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_LINE_BYTES > files.READ_BYTES
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 20)
     monkeypatch.setattr(files, "READ_BYTES", 8)
@@ -38,7 +38,7 @@ def test_a_line_that_is_too_long_is_none_and_not_held(monkeypatch: pytest.Monkey
     assert list(read_lines(io.BytesIO(content))) == [b"a" * 20, None, b"c", None]
 
 
-def test_blank_lines_count_and_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blank_lines_are_numbered_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", 3)
     tables = list(blocks_of(100, iter([b"aa", b" ", b"bb", b"", None, b"c"])))
     rows = [(row["number"], row["raw"]) for table in tables for row in table.to_pylist()]
@@ -46,7 +46,7 @@ def test_blank_lines_count_and_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(tables) == 2
 
 
-def test_a_batch_that_was_answered_counts_as_new() -> None:
+def test_an_answered_batch_starts_again_at_attempt_1() -> None:
     book = AttemptBook()
     assert [book.begin("a"), book.begin("b"), book.begin("a"), book.begin("a")] == [1, 1, 2, 3]
     book.finish("a")
@@ -55,7 +55,7 @@ def test_a_batch_that_was_answered_counts_as_new() -> None:
 
 
 def test_a_batch_may_be_answered_twice() -> None:
-    """By an actor on a node that was only thought lost, and by the one in its place."""
+    """By an actor on a node that was wrongly thought lost, and by its replacement."""
     book = AttemptBook()
     assert [book.begin("a"), book.begin("a")] == [1, 2]
     book.finish("a")
@@ -63,8 +63,8 @@ def test_a_batch_may_be_answered_twice() -> None:
     assert (book.num_unfinished(), book.finished()) == (0, 2)
 
 
-def test_a_task_that_writes_again_leaves_no_line_twice(tmp_path: Path) -> None:
-    """A line that failed, as its actor was lost, is answered when the task's node is lost too."""
+def test_a_task_that_writes_again_duplicates_no_line(tmp_path: Path) -> None:
+    """A line that failed with its actor is answered when the task's node is lost too."""
     files = AnswerFiles(str(tmp_path), FileFormat.JSONL, rows_per_file=1)
     task = TaskContext(3, "write", kwargs={"write_uuid": "run"})
     for failing in ({1}, set(), {0, 1}, {0}, set()):

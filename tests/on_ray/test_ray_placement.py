@@ -1,4 +1,4 @@
-"""What engines reserve of a cluster, and how many of them there are."""
+"""Which resources of a cluster engines reserve, and how many engines there are."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_pool_grows_to_its_limit(cluster: Nodes, tmp_path: Path, started: Pa
     assert len(starts(started)) == 2
 
 
-def test_engines_run_on_what_the_cluster_has(cluster: Nodes) -> None:
+def test_engines_run_on_the_clusters_devices(cluster: Nodes) -> None:
     options = RayOptions(cpus_per_replica=4)
     config = EngineConfig(tp_size=4)
     assert replica_resources(config, options) == {"num_cpus": 4}
@@ -84,8 +84,8 @@ def tiny_engine(folder: Path) -> EngineConfig:
     )
 
 
-def test_an_engine_over_two_nodes_has_a_node_each(cluster: Nodes, tmp_path: Path, output: Path) -> None:
-    """Two processes of JAX, one model. Alone it says the same."""
+def test_each_process_of_a_two_node_engine_has_its_own_node(cluster: Nodes, tmp_path: Path, output: Path) -> None:
+    """Two processes of JAX, one model. One process gives the same output."""
     for _ in range(2):
         cluster.add(num_cpus=2)
     body = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -105,10 +105,10 @@ def test_an_engine_over_two_nodes_has_a_node_each(cluster: Nodes, tmp_path: Path
     assert len(texts[0]) == 3
 
 
-def test_an_engine_over_two_nodes_that_loses_one_is_started_on_those_that_are_there(
+def test_a_two_node_engine_that_loses_one_restarts_on_the_remaining_nodes(
     cluster: Nodes, tmp_path: Path, output: Path, read_output
 ) -> None:
-    """There are three nodes, so that it can start again only if it holds none of those that it had."""
+    """There are three nodes: it can restart only if it holds none of its earlier ones."""
     for _ in range(3):
         cluster.add(num_cpus=2)
     body = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -130,7 +130,7 @@ def test_an_engine_over_two_nodes_that_loses_one_is_started_on_those_that_are_th
 
 
 def add_slices(cluster: Nodes) -> None:
-    """The nodes of two slices of TPUs, as Ray describes them; there are no chips."""
+    """The nodes of two TPU slices as Ray describes them, without chips."""
     for name in ("first", "second"):
         for worker in reversed(range(2)):
             head = {"TPU-v6e-8-head": 1} if worker == 0 else {}
@@ -147,7 +147,7 @@ def add_slices(cluster: Nodes) -> None:
 
 @contextmanager
 def reserved(placement: GroupPlacement) -> Iterator[PlacementGroup]:
-    """All that is reserved is given back."""
+    """Returns all reservations at the end."""
     before = set(placement_group_table())
     yield placement.reserve()
     for one in set(placement_group_table()) - before:
@@ -155,7 +155,7 @@ def reserved(placement: GroupPlacement) -> Iterator[PlacementGroup]:
 
 
 def labels_of(group: PlacementGroup) -> list[dict[str, str]]:
-    """Those of the nodes that it has, in any order."""
+    """The labels of its nodes, in any order."""
     of_node = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
     return [of_node[node_id] for node_id in placement_group_table(group)["bundles_to_node_id"].values()]
 
@@ -163,7 +163,7 @@ def labels_of(group: PlacementGroup) -> list[dict[str, str]]:
 ONE_SLICE = GroupPlacement(nodes=2, bundle={"CPU": 1, "TPU": 4}, calls=1, tpu_slice=("v6e", "2x4"))
 
 
-def test_nodes_of_a_group_are_those_of_one_tpu_slice_in_its_order(cluster: Nodes) -> None:
+def test_a_group_has_the_nodes_of_one_tpu_slice_in_order(cluster: Nodes) -> None:
     add_slices(cluster)
     with reserved(ONE_SLICE) as group:
         nodes = [start_node(group, number, ONE_SLICE) for number in range(2)]
@@ -173,8 +173,8 @@ def test_nodes_of_a_group_are_those_of_one_tpu_slice_in_its_order(cluster: Nodes
     assert slices in ([("first", "0"), ("first", "1")], [("second", "0"), ("second", "1")])
 
 
-def test_a_tpu_slice_that_is_in_use_in_part_is_not_waited_for(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first node is free, by which Ray chooses slices."""
+def test_a_partly_used_tpu_slice_is_not_waited_for(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first node is free, and Ray chooses slices by that node."""
     monkeypatch.setattr(nodes, "RETRY_SECONDS", 1.0)
     add_slices(cluster)
     for used, free in (("first", "second"), ("second", "first")):
@@ -186,7 +186,7 @@ def test_a_tpu_slice_that_is_in_use_in_part_is_not_waited_for(cluster: Nodes, mo
         assert cluster.groups_come_and_gone()
 
 
-def test_a_run_without_an_engine_says_so_now_and_then(cluster: Nodes) -> None:
+def test_a_run_without_an_engine_logs_it_periodically(cluster: Nodes) -> None:
     told: list[str] = []
     attempts = SharedAttempts()
     with reporting_waits(attempts, {"CPU": 3, "GPU": 1}, 1, told.append, seconds_between=0.1):

@@ -1,4 +1,4 @@
-"""What goes into a cluster as rows or files comes out of it answered."""
+"""Rows and files that go into a cluster come out answered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def echo(source: Path | str, output: Path | str, started: Path, options: RayOpti
 
 
 def finish(source: Path, output: Path) -> int:
-    """Runs the same again, where an engine that starts ends the run with an error."""
+    """Runs the same job again; an engine that starts ends the run with an error."""
     config = BatchConfig(input=source, output=output)
     return run_ray_batch(config, ONE, EngineConfig(model_path="echo"), launch=launch_and_die)
 
@@ -64,7 +64,7 @@ def test_rows_keep_their_columns_and_get_answers_or_errors(node: str, started: P
     assert "max_tokens" in by_document["d9"]["error"]
 
 
-def test_rows_of_messages_and_of_whole_requests(node: str, started: Path) -> None:
+def test_rows_may_be_messages_or_whole_requests(node: str, started: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}]}
     request = {"custom_id": "a", "url": "/v1/chat/completions", "body": json.dumps(body)}
     answering = Answering(
@@ -75,7 +75,7 @@ def test_rows_of_messages_and_of_whole_requests(node: str, started: Path) -> Non
     assert [row["answer"] for row in whole + plain] == ["user: hel"[:9]] * 2
 
 
-def test_files_of_a_folder_are_answered_by_their_names_and_lines(
+def test_answers_of_a_folder_have_file_names_and_line_numbers(
     node: str, tmp_path: Path, started: Path, output: Path, read_output
 ) -> None:
     folder = tmp_path / "input"
@@ -108,7 +108,7 @@ def test_parquet_in_and_out(node: str, tmp_path: Path, started: Path) -> None:
     assert {row["status_code"] for row in rows} == {200}
 
 
-def test_a_run_goes_on_with_the_same_input_and_options_only(
+def test_a_run_resumes_only_with_the_same_input_and_options(
     node: str, tmp_path: Path, started: Path, output: Path, read_output
 ) -> None:
     source = tmp_path / "input.jsonl"
@@ -132,12 +132,12 @@ def test_a_run_goes_on_with_the_same_input_and_options_only(
         ({"defaults": '{"stream": true}'}, "--defaults .* may only contain fields that lines can share"),
     ],
 )
-def test_options_that_do_not_go_with_ray_are_refused(cluster: Nodes, tmp_path, started, options, message) -> None:
+def test_options_incompatible_with_ray_are_refused(cluster: Nodes, tmp_path, started, options, message) -> None:
     with pytest.raises(BatchError, match=message):
         echo(tmp_path / "input.jsonl", tmp_path / "answers", started, **options)
 
 
-def test_what_cannot_be_read_or_started_is_told(node: str, tmp_path: Path, started: Path) -> None:
+def test_unreadable_input_and_failed_starts_are_errors(node: str, tmp_path: Path, started: Path) -> None:
     with pytest.raises(BatchError, match=r"--input .*absent.jsonl cannot be read"):
         echo(tmp_path / "absent.jsonl", tmp_path / "answers", started)
     source = tmp_path / "input.jsonl"
@@ -151,8 +151,8 @@ def test_what_cannot_be_read_or_started_is_told(node: str, tmp_path: Path, start
         )
 
 
-def test_a_cluster_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
-    """In a process of its own: this one is connected."""
+def test_a_missing_cluster_is_an_error_at_once(tmp_path: Path) -> None:
+    """In a separate process: this one is connected."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "sglang_jax", "batch", "--engine", "ray", "--address", f"127.0.0.1:{port}"]

@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "ray_serve.py"
 DEADLINE = 180.0
 
 IN_THE_BACKGROUND = 'trap "" INT; exec "$@"'
-"""A script's background processes ignore SIGINT, as all do that a test run in the background starts."""
+"""Background processes of a script ignore SIGINT, as do those of a test run started in the background."""
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -33,7 +33,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def engine_cores() -> set[int]:
-    """Processes of engines beside an actor of Ray Serve."""
+    """Engine processes next to an actor of Ray Serve."""
     commands = {
         process.pid: (process.info["ppid"], " ".join(process.info["cmdline"] or []))
         for process in psutil.process_iter(["ppid", "cmdline"])
@@ -65,7 +65,7 @@ def url(cluster: Nodes, tmp_path: Path) -> Iterator[str]:
         try:
             assert proxy.wait(DEADLINE) == 0, log.read_text()
         finally:
-            proxy.kill()  # one that is left would hold the cluster's shutdown up as well
+            proxy.kill()  # a remaining one would delay the cluster's shutdown too
 
 
 def answers(url: str) -> bool:
@@ -80,7 +80,7 @@ def test_replicas_answer_and_one_whose_engine_dies_is_replaced(url: str) -> None
     endless = {"ignore_eos": True}
     whole = client.completions.create(**asked, extra_body=endless)
     parts = list(client.completions.create(**asked, extra_body=endless, stream=True))
-    assert len(parts) > 1  # tokens that wait for a slow reader go out together
+    assert len(parts) > 1  # tokens that wait for a slow reader are sent together
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
     with pytest.raises(openai.BadRequestError, match="temperature must be in"):
         client.completions.create(model=model, prompt="one", temperature=-1)

@@ -1,5 +1,5 @@
-"""Looks for the habits of habits.yaml in docs, examples, help texts, errors, log lines, returned texts, the
-docstrings, comments, names of tests and comments of what operators copy; and for misspelt words in all of them.
+"""Looks for the habits of habits.yaml in docs, examples, help texts, errors, log lines, returned texts, docstrings,
+comments, names of tests, and comments of files that operators copy; and for misspelt words in all of them.
 
 Run by `make check`: python tests/prose/check.py [FILE ...]
 """
@@ -27,8 +27,17 @@ SHOWN = frozenset({"help", "description", "short_help", "epilog", "note", "reaso
 """Keywords whose texts a user reads."""
 
 NOT_YET = (
-    "benchmarks/",
-    "tests/",
+    "tests/batch/",
+    "tests/engine/",
+    "tests/grammar/",
+    "tests/helpers/",
+    "tests/jax_runner/",
+    "tests/mem_cache/",
+    "tests/models/",
+    "tests/prose/test_check.py",  # has the habits as examples
+    "tests/runner/",
+    "tests/sampling/",
+    "tests/scheduler/",
 )
 """Where comments and docstrings are not all checked yet."""
 
@@ -72,7 +81,7 @@ def habits() -> list[Habit]:
 
 
 def passages(path: Path) -> Iterator[Text]:
-    """What of a file is read by people who use the project."""
+    """The texts of a file that people read."""
     match path.suffix:
         case ".py":
             return _of_python(path)
@@ -83,7 +92,7 @@ def passages(path: Path) -> Iterator[Text]:
 
 
 def _of_markdown(path: Path) -> Iterator[Text]:
-    """Its lines, without code and without what stands as an example between `<!-- prose: off -->` and `on`."""
+    """Its lines, without code and without the examples between `<!-- prose: off -->` and `on`."""
     left_out = r"^```.*?^```$|^<!-- prose: off -->.*?^<!-- prose: on -->$"
     text = re.sub(left_out, lambda block: "\n" * block[0].count("\n"), path.read_text(), flags=re.M | re.S)
     text = re.sub(r"`[^`\n]*`", "``", text)
@@ -93,14 +102,14 @@ def _of_markdown(path: Path) -> Iterator[Text]:
 
 
 def _of_comments(path: Path) -> Iterator[Text]:
-    """Comments of a configuration, without what is a command in them."""
+    """Comments of a configuration, without the commands in them."""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if comment := re.search(r"(?:^|\s)##? (.*)", line):
             yield Text(path, number, re.sub(r"`[^`\n]*`", "``", comment[1]))
 
 
 def _of_python(path: Path) -> Iterator[Text]:
-    """Help texts, the first argument of what is raised, logged or printed, and docstrings that are shown."""
+    """Docstrings and comments, help texts, and texts that are raised, logged, printed or returned."""
     tree = ast.parse(path.read_text())
     where = path.relative_to(ROOT)
     if where.parts[0] in TOOLS and where.as_posix().startswith(NOT_YET):
@@ -129,7 +138,7 @@ def _of_python(path: Path) -> Iterator[Text]:
 
 
 def _shown(decorator: ast.expr) -> bool:
-    """Whether the docstring of what it decorates is a command's help, or a route's description."""
+    """Whether the decorated function's docstring is a command's help or a route's description."""
     if "command" in ast.unparse(decorator):
         return True
     return (
@@ -171,7 +180,7 @@ def _docstring(path: Path, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunct
 
 @cache
 def referred() -> frozenset[Path]:
-    """The modules that the reference of the site shows, or that hold what it shows."""
+    """The modules that the site's reference shows, or that define names in it."""
     names = re.findall(r"^::: ([\w.]+)$", REFERENCE.read_text(), re.MULTILINE)
     paths = set()
     for name in names:
@@ -201,7 +210,7 @@ def _sentences(path: Path, tree: ast.AST) -> Iterator[Text]:
 
 
 def found(paths: list[Path], bad: list[Habit]) -> Iterator[str]:
-    """A line for each habit met."""
+    """A line for each habit found."""
     for path in paths:
         lines = [
             f"{path.relative_to(ROOT)}:{passage.line + passage.text.count(NEWLINE, 0, hit.start())}: "
@@ -214,7 +223,7 @@ def found(paths: list[Path], bad: list[Habit]) -> Iterator[str]:
 
 
 def checked_files() -> list[Path]:
-    """Changes of the past stay as they were written."""
+    """Without CHANGELOG.md: its past entries stay as they were written."""
     return [
         ROOT / "README.md",
         ROOT / "requirements/README.md",

@@ -1,4 +1,4 @@
-"""The check of prose finds each habit where users read it, and leaves code and comments alone."""
+"""The check of prose finds each habit in texts that people read, and ignores code."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_page_is_read_without_its_code(here: Path) -> None:
     assert hits(here / "page.md") == {(10, "anew")}
 
 
-def test_of_a_module_help_errors_and_log_lines_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_errors_and_log_lines_of_a_module_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "module.py").write_text(PYTHON)
     monkeypatch.setattr("check.NOT_YET", ("module.py",))
     assert hits(here / "module.py") == {
@@ -105,9 +105,7 @@ def test_of_a_module_help_errors_and_log_lines_are_read(here: Path, monkeypatch:
     }
 
 
-def test_of_an_example_and_of_a_module_full_of_texts_all_sentences_are_read(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_sentences_of_examples_and_modules_of_texts_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("check.NOT_YET", ("sglang_jax/",))
     for name in ("examples/one.py", "sglang_jax/server/metrics.py", "sglang_jax/other.py"):
         path = here / name
@@ -120,7 +118,7 @@ def test_of_an_example_and_of_a_module_full_of_texts_all_sentences_are_read(
     assert hits(here / "sglang_jax/other.py") == set()
 
 
-def test_of_a_module_in_the_reference_docstrings_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstrings_of_modules_in_the_reference_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = here / "module.py"
     module.write_text(PYTHON)
     monkeypatch.setattr("check.NOT_YET", ("module.py",))
@@ -149,12 +147,12 @@ def test_the_reference_is_read() -> None:
     assert any("Applied in this order" in text for text in texts)
 
 
-def test_of_a_configuration_comments_are_read(here: Path) -> None:
+def test_comments_of_a_configuration_are_read(here: Path) -> None:
     (here / "recipe.yaml").write_text(RECIPE)
     assert hits(here / "recipe.yaml") == {(1, "alone"), (3, "whoever")}
 
 
-def test_what_is_checked_is_there_and_has_texts() -> None:
+def test_checked_files_exist_and_have_texts() -> None:
     files = checked_files()
     recipes = {ROOT / "docs/recipes/fleet-kubernetes.yaml", ROOT / "deploy/proxy/nginx.conf", ROOT / "Dockerfile"}
     assert recipes <= set(files)

@@ -1,4 +1,4 @@
-"""Which family a model's templates tell of, and what checkpoints say themselves, in transformers' words."""
+"""Which family a model's templates indicate, and reply formats that checkpoints declare as transformers does."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize(("template", "family"), TEMPLATES.items())
-def test_the_family_of_a_template(template: str, family: ToolCallParser | None) -> None:
+def test_a_template_indicates_its_family(template: str, family: ToolCallParser | None) -> None:
     assert family_of_template(template) is family
 
 
-def test_how_the_model_of_a_template_reasons() -> None:
+def test_a_template_indicates_the_reasoning_format() -> None:
     assert reasoning_of_template("<|im_start|> {{ '</think>' }}") is ReasoningParser.QWEN3
     assert reasoning_of_template("<｜Assistant｜><think>\n{{ x.split('</think>') }}") is ReasoningParser.DEEPSEEK_R1
     assert reasoning_of_template("<|channel|>analysis<|message|>") is ReasoningParser.GPT_OSS
@@ -70,7 +70,7 @@ NAMED = {
 }
 
 
-def test_a_checkpoints_own_words_are_rows_of_the_table() -> None:
+def test_formats_declared_by_checkpoints_are_in_the_table() -> None:
     family = response_template.call_family(QWEN)
     assert family is not None
     for reply in HERMES_REPLIES.values():
@@ -87,7 +87,7 @@ def test_a_checkpoints_own_words_are_rows_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", ["good", "two", "around", "escapes", "other order"])
-def test_transformers_takes_the_same_replies_apart_alike(name: str) -> None:
+def test_transformers_parses_the_same_replies_the_same(name: str) -> None:
     reply = HERMES_REPLIES[name]
     oracle: dict[str, Any] = parse_response(reply.raw, QWEN, prefix="")
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in oracle["tool_calls"]] == list(
@@ -107,7 +107,7 @@ def test_transformers_takes_the_same_replies_apart_alike(name: str) -> None:
         {"open": 5, "close": "</a>", "content": "json"},
     ],
 )
-def test_what_the_table_has_no_words_for_is_left_alone(field: dict[str, Any]) -> None:
+def test_declared_formats_outside_the_table_are_ignored(field: dict[str, Any]) -> None:
     assert response_template.call_family({"fields": {"tool_calls": field}}) is None
     assert response_template.call_family({"fields": []}) is None
 
@@ -129,15 +129,15 @@ def test_auto_asks_the_checkpoint_then_its_template() -> None:
     assert formats("tools", QWEN, tool_call_parser="none").family is None
 
 
-def test_reasoning_is_told_apart_where_it_is_asked_for() -> None:
+def test_reasoning_is_separated_if_asked() -> None:
     assert formats("</think>", QWEN).reasoning is None
     assert formats("</think>", reasoning_parser="auto").reasoning is REASONING[ReasoningParser.QWEN3]
     assert formats("", QWEN, reasoning_parser="auto").reasoning == REASONING[ReasoningParser.QWEN3]
     assert formats("", reasoning_parser="gpt-oss").reasoning is REASONING[ReasoningParser.GPT_OSS]
 
 
-def test_coders_replies_are_no_json() -> None:
-    """That the two families with one opening are told apart is no accident."""
+def test_qwen_coders_replies_are_not_json() -> None:
+    """The two families share an opening tag; that they are distinguished is not an accident."""
     raw = CODER_REPLIES["good"].raw
     check(Way(HERMES), Reply(raw, raw))
     assert "json" not in json.dumps(raw)

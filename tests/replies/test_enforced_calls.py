@@ -1,6 +1,6 @@
-"""What is enforced is what is read: random walks through the grammar of each family's calls, taken apart by its parser.
+"""The grammar and the parser of each family's calls agree: random walks through the grammar are parsed.
 
-The oracle of what the arguments may be is the schema, by an own small check.
+The oracle for the arguments is the schema, by a small separate check.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def trial(backend: LlguidanceBackend) -> Trial:
 
 
 class Walker:
-    """Walks through a grammar at random; gives texts, and whether they have ended."""
+    """Walks through a grammar at random; yields texts and whether they are complete."""
 
     def __init__(self, backend: LlguidanceBackend, trial: Trial, grammar: Grammar) -> None:
         self._backend = backend
@@ -91,7 +91,7 @@ class Walker:
             (progress,) = self._backend.fill([matcher], words)
             assert progress is not MatchState.FAILED
             choice = allowed_tokens(words[0]).tolist()
-            # What ends a string or a value comes too seldom otherwise.
+            # the ends of strings and values are too rare otherwise
             ends = [token for token in choice if token in ENDS or token >= EOS]
             closing = _closing(output)
             if closing is not None and closing in choice and draw.random() < 0.9:
@@ -107,7 +107,7 @@ class Walker:
         return _text(output), False
 
     def takes(self, text: str) -> bool:
-        """Whether the grammar allows this text as a whole."""
+        """Whether the grammar accepts this whole text."""
         matcher = self._compiled.matcher()
         words = np.zeros((1, mask_words(VOCAB)), np.int32)
         for token in _spelt(text):
@@ -121,7 +121,7 @@ class Walker:
 
 
 def _closing(output: Sequence[int]) -> int | None:
-    """What goes on with the end of a bare value, where that has begun: it comes too seldom otherwise."""
+    """The end of a bare value that has started: it is too rare otherwise."""
     tail, end = b"".join(TABLE.tokens[token] for token in output[-12:]), b"</parameter>"
     return next((end[length] for length in range(len(end) - 1, 0, -1) if tail.endswith(end[:length])), None)
 
@@ -142,7 +142,7 @@ def read(
     family: CallFamily, raw: str, *, live: bool, sign: str = "", reasoning: ReasoningForm | None = None,
     in_reasoning: bool = False, tools: Sequence[Tool] = TOOLS, required: bool = True,
 ) -> tuple[str, str, list[list[str]]]:  # fmt: skip
-    """What a reply is. In whatever pieces it comes it is the same."""
+    """The parsed reply, which must be the same however it is cut."""
     forms = (family.enforced(sign),) if live else family.forms
     layout = ReplyLayout(
         reasoning=reasoning,
@@ -190,7 +190,7 @@ def fits(name: str, arguments: Any) -> bool:
 
 
 @pytest.mark.parametrize(("name", "sign"), FAMILIES)
-def test_what_is_enforced_is_what_is_read(
+def test_the_parser_reads_what_the_grammar_allows(
     backend: LlguidanceBackend, trial: Trial, name: ToolCallParser, sign: str
 ) -> None:
     family = CALLS[name]
@@ -220,10 +220,8 @@ def test_what_is_enforced_is_what_is_read(
 
 
 @pytest.mark.parametrize(("name", "sign"), FAMILIES)
-def test_strict_tools_beside_free_text(
-    backend: LlguidanceBackend, trial: Trial, name: ToolCallParser, sign: str
-) -> None:
-    """A reply may be text. Once a call has begun, it is one."""
+def test_strict_tools_with_free_text(backend: LlguidanceBackend, trial: Trial, name: ToolCallParser, sign: str) -> None:
+    """A reply may be text. Once a call has started, it must be a call."""
     family = CALLS[name]
     form = family.enforced(sign)
     assert form.written is not None
@@ -279,10 +277,10 @@ def spelt_out(*arguments: tuple[str, str], name: str = "f") -> str:
     ],
     ids=str,
 )  # fmt: skip
-def test_bare_values_and_json_are_told_apart_alike(
+def test_grammar_and_parser_agree_on_bare_values_and_json(
     backend: LlguidanceBackend, trial: Trial, schema: Any, values: dict[str, Any], wrong: list[str]
 ) -> None:
-    """Where a schema leaves it open whether a value is a string, it is JSON for the grammar and for the reader."""
+    """Where a schema allows strings and other values, both the grammar and the parser take the value as JSON."""
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": REFERRED}
     for tool, required in ((Tool("f", parameters, True), False), (Tool("f", parameters), True)):
         walker = one_by_one(backend, trial, tool, required=required)
@@ -297,7 +295,7 @@ def test_bare_values_and_json_are_told_apart_alike(
             assert not walker.takes(spelt_out(("a", value))), value
 
 
-def test_tools_without_a_schema_that_is_enforced_take_any_arguments(backend: LlguidanceBackend, trial: Trial) -> None:
+def test_tools_without_an_enforced_schema_take_any_arguments(backend: LlguidanceBackend, trial: Trial) -> None:
     raw = spelt_out(("city", "Oslo\n <b>"), ("n", "1"), name="note")
     free = Tool("note", {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}})
     walker = one_by_one(backend, trial, free, replace(NOTE, name="f"), required=False)
@@ -321,8 +319,8 @@ def test_tools_without_a_schema_that_is_enforced_take_any_arguments(backend: Llg
         one_by_one(backend, trial, Tool("f", {"anyOf": [inner]}, strict=True))
 
 
-def test_references_to_anything_are_no_fault_of_ours() -> None:
-    """Long chains of them, and what is no schema."""
+def test_odd_references_cause_no_internal_error() -> None:
+    """Long chains of references, and values that are not schemas."""
     chain = {f"A{i}": {"allOf": [{"$ref": f"#/$defs/A{i + 1}"}]} for i in range(2000)}
     odd = {"type": [[]], "allOf": 5, "enum": 5, "const": 1, "anyOf": {}, "required": [[]]}
     for schema in ({"$ref": "#/$defs/A0"}, {"$ref": "#/default"}, {"allOf": [{"$ref": "#/default"}]}):
@@ -331,7 +329,7 @@ def test_references_to_anything_are_no_fault_of_ours() -> None:
         calls_format(ONE_BY_ONE, ONE_BY_ONE.enforced(""), (tool,), required=True, parallel=True)
 
 
-def test_arguments_are_named_as_their_schema_names_them(backend: LlguidanceBackend, trial: Trial) -> None:
+def test_arguments_have_the_names_of_their_schema(backend: LlguidanceBackend, trial: Trial) -> None:
     integer = {"type": "integer"}
     tool = Tool("f", {"type": "object", "properties": {" a ": integer, "": integer}, "required": [" a ", "", "b"]})
     walker = one_by_one(backend, trial, tool)
@@ -345,7 +343,7 @@ def test_arguments_are_named_as_their_schema_names_them(backend: LlguidanceBacke
 
 
 @pytest.mark.parametrize("name", [ToolCallParser.HERMES, ToolCallParser.QWEN3_CODER])
-def test_faults_of_schemas_have_a_place(backend: LlguidanceBackend, trial: Trial, name: ToolCallParser) -> None:
+def test_errors_of_schemas_name_the_place(backend: LlguidanceBackend, trial: Trial, name: ToolCallParser) -> None:
     family, field = CALLS[name], "tools[0].function.parameters"
 
     def enforce(schema: Any, loop: Any, *, strict: bool) -> None:
@@ -363,7 +361,7 @@ def test_faults_of_schemas_have_a_place(backend: LlguidanceBackend, trial: Trial
             assert (caught.value.param or "").startswith(field)
 
 
-def test_a_begun_call_stays_a_call_however_deep_it_is(backend: LlguidanceBackend, trial: Trial) -> None:
+def test_a_started_call_stays_a_call_at_any_depth(backend: LlguidanceBackend, trial: Trial) -> None:
     deep = '{"a": ' + "[" * 150 + "1" * 4400 + "]" * 150 + "}"
     for name in (ToolCallParser.HERMES, ToolCallParser.MISTRAL, ToolCallParser.DEEPSEEK, ToolCallParser.LLAMA3):
         family = CALLS[name]
@@ -375,8 +373,8 @@ def test_a_begun_call_stays_a_call_however_deep_it_is(backend: LlguidanceBackend
         assert read(family, raw, live=True) == ("", "", [["now", deep]])
 
 
-def test_a_call_begins_where_the_grammar_has_it_begin(backend: LlguidanceBackend, trial: Trial) -> None:
-    """DeepSeek's calls stand in a block. Outside of it nothing is enforced, and so nothing is a call."""
+def test_a_call_starts_where_the_grammar_starts_it(backend: LlguidanceBackend, trial: Trial) -> None:
+    """DeepSeek's calls are in a block. Outside of it nothing is enforced, so nothing is a call."""
     family = CALLS[ToolCallParser.DEEPSEEK]
     form = family.enforced("")
     assert form.written is not None
@@ -391,8 +389,8 @@ def test_a_call_begins_where_the_grammar_has_it_begin(backend: LlguidanceBackend
     assert read(family, loose, live=False)[2] == [["note", '{"zzz": 1}']]
 
 
-def test_many_calls_of_a_list_cost_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is looked at while it grows, and not again with each that follows."""
+def test_the_cost_of_a_list_of_calls_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is scanned while it grows, and not again with later ones."""
     looks = 0
     seen = call_reader._value
 
@@ -413,8 +411,8 @@ def test_many_calls_of_a_list_cost_what_they_are(monkeypatch: pytest.MonkeyPatch
     assert looks < 5 * len(raw)
 
 
-def test_a_format_beside_tools(backend: LlguidanceBackend, trial: Trial) -> None:
-    """A reply is a call, or what `response_format` says."""
+def test_a_response_format_with_tools(backend: LlguidanceBackend, trial: Trial) -> None:
+    """A reply is a call or follows `response_format`."""
     answer = grammar_format(json_grammar({"type": "object", "required": ["ok"], "properties": {"ok": {"const": 1}},
                                           "additionalProperties": False}))  # fmt: skip
     for name in (ToolCallParser.HERMES, ToolCallParser.MISTRAL):
@@ -443,7 +441,7 @@ GRAMMARS = [
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
-def test_a_grammar_begins_where_reasoning_ends(backend: LlguidanceBackend, trial: Trial, grammar: Grammar) -> None:
+def test_a_grammar_starts_after_reasoning(backend: LlguidanceBackend, trial: Trial, grammar: Grammar) -> None:
     older = grammar.kind is GrammarKind.STRUCTURAL_TAG and "structures" in grammar.text
     said = 'free "' + '"x"' if older else '"ab"'
     qwen3 = REASONING[ReasoningParser.QWEN3]
@@ -461,7 +459,7 @@ def test_a_grammar_begins_where_reasoning_ends(backend: LlguidanceBackend, trial
             assert not walker.takes(said)
 
 
-def test_harmonys_answers_and_calls_begin_behind_its_reasoning(backend: LlguidanceBackend, trial: Trial) -> None:
+def test_harmonys_answers_and_calls_start_after_its_reasoning(backend: LlguidanceBackend, trial: Trial) -> None:
     harmony, family = REASONING[ReasoningParser.GPT_OSS], CALLS[ToolCallParser.GPT_OSS]
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     answer = after_reasoning(grammar_format(json_grammar({"const": 1})), harmony, ReasoningStart.UNSAID, text=True)
@@ -493,7 +491,7 @@ def test_a_schema_that_cannot_be_enforced_is_named(
         bad = Tool("bad", schema, strict, field)
         found = calls_format(family, family.enforced(""), (NOW, bad), required=True, parallel=True)
         grammar = grammar_of_format(found, "tools")
-        if not strict:  # then what cannot be enforced is not
+        if not strict:  # then keywords that cannot be enforced are ignored
             assert trial.lark(grammar)
             continue
         with pytest.raises(GrammarError) as caught:
@@ -504,7 +502,7 @@ def test_a_schema_that_cannot_be_enforced_is_named(
         assert "bad" in caught.value.message
 
 
-def test_what_is_required_may_have_no_schema(backend: LlguidanceBackend, trial: Trial) -> None:
+def test_a_required_tool_may_have_no_schema(backend: LlguidanceBackend, trial: Trial) -> None:
     family = CALLS[ToolCallParser.HERMES]
     loose = Tool("now", {"type": "object", "properties": {}, "required": ["a"]})
     found = calls_format(family, family.enforced(""), (loose,), required=True, parallel=True)
@@ -514,14 +512,14 @@ def test_what_is_required_may_have_no_schema(backend: LlguidanceBackend, trial: 
     assert not walker.takes(call.replace('"a": 1', ""))
 
 
-def test_what_a_familys_calls_cannot_name() -> None:
+def test_names_that_a_familys_calls_cannot_express_are_refused() -> None:
     family = CALLS[ToolCallParser.QWEN3_CODER]
     odd = Tool("odd", {"type": "object", "properties": {"a>b": {"type": "string"}}})
     with pytest.raises(ParameterError, match="'a>b'"):
         calls_format(family, family.enforced(""), (odd,), required=True, parallel=True)
 
 
-def test_too_many_tools_for_a_grammar() -> None:
+def test_too_many_tools_for_a_grammar_are_refused() -> None:
     family = CALLS[ToolCallParser.HERMES]
     large = [replace(CITY, name=f"t{i}", parameters={"description": "x" * 11_000}) for i in range(100)]
     with pytest.raises(ParameterError, match="the limit is 1048576"):

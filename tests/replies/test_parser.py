@@ -1,4 +1,4 @@
-"""Replies of each family, cut at every place: what a stream says, joined, is what the whole says; and what that is."""
+"""Replies of each family, cut at every place: the joined stream equals the whole, and both equal the expected reply."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ R1, QWEN3, HARMONY = (
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply, and what it is: its text, reasoning, and calls as (name, arguments)."""
+    """A reply and its expected text, reasoning, and calls as (name, arguments)."""
 
     raw: str
     text: str = ""
@@ -68,7 +68,7 @@ class Reply:
 
 @dataclass
 class Found:
-    """Pieces, joined by their kinds."""
+    """Pieces, joined by kind."""
 
     text: str = ""
     reasoning: str = ""
@@ -91,7 +91,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Way:
-    """How replies are read."""
+    """Options of the parser."""
 
     family: CallFamily | None = None
     reasoning: ReasoningForm | None = None
@@ -129,8 +129,8 @@ def found_in(way: Way, parts: Sequence[str]) -> Found:
 
 
 def cuts(raw: str) -> Iterable[list[str]]:
-    """A text in characters, in two at every place, and in pieces of three: each boundary of a token or a byte is one
-    of these, since no part of a character ever comes out of the detokenizer."""
+    """A text as characters, in two at every place, and in pieces of three: this covers each boundary of a token or
+    byte, since the detokenizer never emits a part of a character."""
     yield list(raw)
     for place in range(1, len(raw)):
         yield [raw[:place], raw[place:]]
@@ -478,7 +478,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("way", "reply"), GOOD)
-def test_calls_that_are_enforced_are_given_as_they_grow(way: Way, reply: Reply) -> None:
+def test_enforced_calls_are_streamed(way: Way, reply: Reply) -> None:
     check(replace(way, live=True), reply)
 
 
@@ -499,10 +499,10 @@ CLOSED = {
 
 
 @pytest.mark.parametrize(("family", "raw", "closing"), CLOSED.values(), ids=CLOSED)
-def test_a_call_that_is_cut_in_what_closes_it_is_a_call(family: CallFamily, raw: str, closing: int) -> None:
-    """With max_tokens it was none, and text, or the call, and its tag text behind it."""
+def test_a_call_truncated_in_its_closing_tag_is_a_call(family: CallFamily, raw: str, closing: int) -> None:
+    """With max_tokens it used to be text, or the call followed by its tag as text."""
     ways = [Way(family, HARMONY if family is GPT_OSS else None, hidden=OSS_TOKENS)]
-    if not raw.startswith("<function="):  # which nobody enforces
+    if not raw.startswith("<function="):  # not an enforced call
         form = family.enforced("```json" if "```json" in raw else "")
         ways.append(replace(ways[0], family=replace(family, forms=(form,)), live=True))
     call = ("get_weather", {"days": 1}) if "get_weather" in raw else ("now", {"a": 1})
@@ -514,7 +514,7 @@ def test_a_call_that_is_cut_in_what_closes_it_is_a_call(family: CallFamily, raw:
         assert not reader.cut
 
 
-def test_enforced_calls_come_piece_by_piece_and_a_cut_one_stays() -> None:
+def test_enforced_calls_are_streamed_and_a_truncated_one_stays() -> None:
     reader, found, seen = Way(HERMES, live=True).parser(), Found(), []
     for char in ONE[:-15]:
         found.add(reader.push(char))
@@ -540,10 +540,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("family", "raw", "calls", "text"), BROKEN.values(), ids=BROKEN)
-def test_what_was_given_of_a_call_stays_in_whatever_pieces(
+def test_the_streamed_part_of_a_call_is_never_taken_back(
     family: CallFamily, raw: str, calls: list[list[str]], text: str
 ) -> None:
-    """Whatever a grammar lets pass that the reader does not."""
+    """Even if the grammar accepts text that the parser does not."""
     way = Way(family, live=True)
     if family is MISTRAL:
         way = replace(way, family=replace(MISTRAL, forms=MISTRAL.forms[1:2]))
@@ -552,7 +552,7 @@ def test_what_was_given_of_a_call_stays_in_whatever_pieces(
         assert (found.calls, found.text) == (calls, text), parts
 
 
-def test_no_more_calls_than_asked_for() -> None:
+def test_the_number_of_calls_is_limited() -> None:
     layout = ReplyLayout(forms=HERMES.forms, tools=TOOLS, most_calls=1)
     reader, found = ReplyParser(layout), Found()
     found.add([*reader.push(f"{ONE}{hermes('now', '{}')} so"), *reader.finish()])
@@ -572,9 +572,9 @@ WAYS += [replace(way, live=True) for way in WAYS]
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(WAYS), st.lists(st.sampled_from(PIECES), max_size=14), st.data())
-def test_any_text_in_any_pieces(way: Way, words: list[str], data: st.DataObject) -> None:
-    """Never an error, whatever the model says; the same in whatever pieces; and every call is a tool's, with an object
-    for its arguments, or the beginning of one where calls are given as they grow."""
+def test_any_text_parses_the_same_in_any_pieces(way: Way, words: list[str], data: st.DataObject) -> None:
+    """Never an error for any text; the same for any cut; every call is of a listed tool, with an object as
+    arguments, or the start of one where calls are streamed."""
     raw = "".join(words)
     whole = found_in(way, [raw])
     assert found_in(way, list(raw)) == whole
@@ -586,9 +586,9 @@ def test_any_text_in_any_pieces(way: Way, words: list[str], data: st.DataObject)
         assert way.live or isinstance(json.loads(arguments), dict)
 
 
-def test_a_long_reply_costs_what_its_length_is() -> None:
-    """Thousands of characters, a few at a time, of what looks like calls all the time. With a step for each character
-    and each one before it, this would take minutes."""
+def test_the_cost_of_a_long_reply_is_linear() -> None:
+    """Thousands of characters, a few at a time, that look like calls throughout. With a step per pair of characters
+    this would take minutes."""
     for raw in ("<tool_call>" * 2000, ONE[:40] + "x" * 20_000, " \n" * 10_000, "<function=now><parameter=a>" * 800):
         for way in (Way(HERMES), Way(CODER)):
             reader = way.parser()
@@ -598,7 +598,7 @@ def test_a_long_reply_costs_what_its_length_is() -> None:
 
 
 def test_planted_faults_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these makes some reply of the corpus another one when it is cut."""
+    """Each of these changes some reply of the corpus when it is cut."""
 
     def fails() -> bool:
         for way, replies in CORPUS.values():
@@ -617,16 +617,16 @@ def test_planted_faults_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def forget(reader: Any) -> None:
         reader._region, reader._held = parser._Region.TEXT, ""
 
-    assert planted(parser._Markers, "_certain", lambda self, text: len(text))  # shows the beginning of a marker
+    assert planted(parser._Markers, "_certain", lambda self, text: len(text))  # shows the start of a marker
     assert planted(parser.ReplyParser, "_without_silent", lambda self, text: text)  # shows markers to the user
-    assert planted(parser.ReplyParser, "_give_up", forget)  # loses what was no call
-    assert planted(call_reader, "json_object", lambda text: text)  # takes what is no JSON
+    assert planted(parser.ReplyParser, "_give_up", forget)  # loses text that was not a call
+    assert planted(call_reader, "json_object", lambda text: text)  # accepts text that is not JSON
     assert planted(call_reader, "_without_ends", lambda value: value)
     assert planted(call_reader.ArgumentSchemas, "as_json", lambda self, value, schema: json.dumps(value))
 
 
-def test_a_literal_of_python_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's parser gets no more than it can read, and nothing that it would warn of."""
+def test_python_literals_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's parser gets no more than it can read, and nothing that it would warn about."""
     parsed: list[str] = []
     literal_eval = ast.literal_eval
     monkeypatch.setattr(python_literal.ast, "literal_eval", lambda text: parsed.append(text) or literal_eval(text))
@@ -657,14 +657,14 @@ def test_a_literal_of_python_has_limits(monkeypatch: pytest.MonkeyPatch) -> None
     assert parsed == []
 
 
-def test_a_family_is_a_row_and_nothing_else() -> None:
-    """A format that no code knows is read by its row."""
+def test_a_family_is_only_a_row_of_the_table() -> None:
+    """A format without code of its own is read by its row in the table."""
     row = CallFamily((CallForm("«call»", (Space(), Calls(), Literal("«end»"))),))
     check(Way(row), Reply('Hm. «call» {"name": "now", "arguments": {"a": 1}}«end»', "Hm.", (("now", {"a": 1}),)))
 
 
-def test_thousands_of_calls_at_once_take_time_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held is looked at, and copied, with each call in it: all at once that was 3 seconds for 16,000 calls."""
+def test_the_cost_of_thousands_of_calls_at_once_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffered text was scanned and copied for each call in it: 3 seconds for 16,000 calls at once."""
     family = CALLS[ToolCallParser.HERMES]
     tools = {"f": Tool("f", {"type": "object"})}
     layout = ReplyLayout(forms=family.forms, separator=family.separator, tools=tools, silent=family.silent)

@@ -1,4 +1,4 @@
-"""What an answer holds counts until it is written, and one whose client has left is not written."""
+"""An answer counts against the memory limits until it is written, and one whose client has left is not written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGPROBS = 1000 * 21
 
 
 class Gate:
-    """Lets nobody write until it is opened."""
+    """Blocks all writing until it is opened."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -68,7 +68,7 @@ def test_logprobs_count_until_they_are_written(server: EchoServer, gate: Gate) -
     wait_until(server, 0, 0)
 
 
-def test_nobody_writes_for_clients_that_have_left(server: EchoServer, gate: Gate) -> None:
+def test_answers_of_clients_that_left_are_not_written(server: EchoServer, gate: Gate) -> None:
     clients = [httpx2.Client(timeout=0.5) for _ in range(3)]
 
     def ask(client: httpx2.Client) -> None:

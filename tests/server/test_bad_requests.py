@@ -1,4 +1,4 @@
-"""Every refusal is OpenAI's error object, with the field, the value seen and the limit."""
+"""Every refusal is OpenAI's error object, with the field, the rejected value and the limit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ SAMPLING_CASES = [
 
 @pytest.mark.parametrize("route", PATHS)
 @pytest.mark.parametrize(("fields", "param", "message"), SAMPLING_CASES)
-def test_sampling(server: EchoServer, route: str, fields: dict[str, Any], param: str, message: str) -> None:
+def test_a_bad_sampling_value_is_refused(
+    server: EchoServer, route: str, fields: dict[str, Any], param: str, message: str
+) -> None:
     native = route == "generate"
     body = {**GOOD[route], **({"sampling_params": fields} if native else fields)}
     error = error_of(server, PATHS[route], json.dumps(body), 400)
@@ -165,7 +167,9 @@ CASES = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("route", "body", "param", "message"), CASES)
-def test_fields(server: EchoServer, route: str, body: dict[str, Any], param: str, message: str, stream: bool) -> None:
+def test_a_bad_field_is_refused(
+    server: EchoServer, route: str, body: dict[str, Any], param: str, message: str, stream: bool
+) -> None:
     error = error_of(server, PATHS[route], json.dumps({"stream": stream, **body}), 400)
     assert error["param"] == param
     assert message in error["message"]
@@ -183,7 +187,7 @@ def test_false_that_would_change_the_prompt_is_not_ignored(server: EchoServer) -
     assert server.http.post("/v1/completions", json={**text, "add_special_tokens": True}).status_code == 200
 
 
-def test_codes_that_clients_look_for(server: EchoServer) -> None:
+def test_errors_have_openais_codes(server: EchoServer) -> None:
     too_long = error_of(server, "/v1/completions", json.dumps({"prompt": "a" * 5000}), 400)
     assert too_long["code"] == "context_length_exceeded"
     for route, path in PATHS.items():
@@ -199,7 +203,7 @@ def test_codes_that_clients_look_for(server: EchoServer) -> None:
     [
         ("{", "malformed_json", "not valid JSON"),
         ('{"prompt": "a" 5}', "malformed_json", "character 15"),
-        ('{"prompt": "a",}', "malformed_json", "at character 1"),  # 14 to Python 3.13, 15 to those before
+        ('{"prompt": "a",}', "malformed_json", "at character 1"),  # 14 up to Python 3.13, 15 before
         ("[]", "malformed_request", "must be a JSON object, got []"),
         ('"hi"', "malformed_request", "must be a JSON object, got 'hi'"),
         ("", "missing_field", "a JSON body is required"),
@@ -207,7 +211,9 @@ def test_codes_that_clients_look_for(server: EchoServer) -> None:
         ("[" * 100_000, "body_too_complex", "100000 levels of nesting; the limit is 64"),
     ],
 )
-def test_bodies(server: EchoServer, path: str, content: str | bytes, code: str, message: str) -> None:
+def test_a_malformed_body_is_refused(
+    server: EchoServer, path: str, content: str | bytes, code: str, message: str
+) -> None:
     error = error_of(server, path, content, 400)
     assert error["code"] == code
     assert message in error["message"]
@@ -223,31 +229,31 @@ def test_bodies(server: EchoServer, path: str, content: str | bytes, code: str, 
         ("/tokenize", r'{"prompt": "\ud800"}'),
     ],
 )
-def test_half_a_surrogate_pair(server: EchoServer, path: str, body: str) -> None:
+def test_a_lone_surrogate_is_refused(server: EchoServer, path: str, body: str) -> None:
     error = error_of(server, path, body, 400)
     assert error["code"] == "malformed_json"
     assert "the lone surrogate \\ud" in error["message"]
 
 
-def test_a_whole_surrogate_pair(server: EchoServer) -> None:
+def test_a_surrogate_pair_is_one_character(server: EchoServer) -> None:
     headers = {"Content-Type": "application/json"}
     response = server.http.post("/generate", content=r'{"text": "\ud83d\ude00 \\ud800"}', headers=headers)
     assert response.json()["text"] == "😀 \\ud800"
 
 
-def test_a_long_value_is_cut(server: EchoServer) -> None:
+def test_an_error_truncates_a_long_value(server: EchoServer) -> None:
     error = error_of(server, "/v1/completions", json.dumps({"prompt": "a", "max_tokens": "9" * 10_000}), 400)
     assert "(10000 long)" in error["message"]
     assert len(error["message"]) < 300
 
 
-def test_another_content_type(server: EchoServer) -> None:
+def test_another_content_type_is_refused(server: EchoServer) -> None:
     response = server.http.post("/v1/completions", data={"prompt": "a"})
     assert response.status_code == 415
     assert "application/x-www-form-urlencoded" in response.json()["error"]["message"]
 
 
-def test_unknown_routes_and_methods(server: EchoServer) -> None:
+def test_unknown_routes_and_methods_are_refused(server: EchoServer) -> None:
     missing = server.http.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert "GET /v1/nothing" in missing.json()["error"]["message"]
@@ -273,7 +279,7 @@ def test_unknown_routes_and_methods(server: EchoServer) -> None:
         ("/v1/responsesx", "GET /docs"),
     ],
 )
-def test_a_route_of_other_servers_is_told_what_to_use(server: EchoServer, path: str, use: str) -> None:
+def test_the_error_for_another_servers_route_names_ours(server: EchoServer, path: str, use: str) -> None:
     answer = server.http.post(path, json={})
     message = answer.json()["error"]["message"]
     assert answer.status_code == 404
@@ -284,18 +290,18 @@ def test_a_route_of_other_servers_is_told_what_to_use(server: EchoServer, path: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_of_the_scheduler_has_its_status(server: EchoServer, stream: bool) -> None:
+def test_an_error_of_the_scheduler_keeps_its_status(server: EchoServer, stream: bool) -> None:
     error = error_of(server, "/generate", json.dumps({"input_ids": [CAPACITY_ERROR], "stream": stream}), 500)
     assert (error["code"], error["type"]) == ("kv_capacity_exceeded", "server_error")
 
 
-def test_one_bad_prompt_ends_its_batch_alone(server: EchoServer) -> None:
+def test_a_bad_prompt_fails_only_its_own_batch(server: EchoServer) -> None:
     error_of(server, "/generate", json.dumps({"input_ids": [[65] * 50, [CAPACITY_ERROR]]}), 500)
     assert server.http.post("/generate", json={"text": "a"}).json()["text"] == "a"
     assert server.context.in_flight == {}
 
 
-def test_a_request_id_in_flight_is_taken(slow_server: EchoServer) -> None:
+def test_a_request_id_in_flight_is_refused(slow_server: EchoServer) -> None:
     body = {"text": "a" * 100, "rid": "taken", "stream": True}
     with slow_server.http.stream("POST", "/generate", json=body) as first:
         lines = first.iter_lines()
@@ -307,7 +313,7 @@ def test_a_request_id_in_flight_is_taken(slow_server: EchoServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_queue(stream: bool) -> None:
+def test_a_full_queue_refuses_requests(stream: bool) -> None:
     with serve_echo(load_fake_model, max_running_requests=1, max_queued_requests=1) as server:
         body = {"input_ids": [[1, 2, 3]] * 30, "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
         response = server.http.post("/generate", json={**body, "stream": stream})

@@ -48,7 +48,7 @@ def refusal(server: EchoServer, body: dict[str, Any], *, stream: bool = False) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_role_that_no_template_knows(prints_any: EchoServer, stream: bool) -> None:
+def test_an_unknown_role_is_refused(prints_any: EchoServer, stream: bool) -> None:
     body = {"messages": messages(("user", "a"), ("assistant", "b"), ("alien", "c"))}
     assert refusal(prints_any, body, stream=stream) == {
         "message": "messages[2].role is 'alien', which the model's chat template does not support; supported: system, "
@@ -59,12 +59,12 @@ def test_a_role_that_no_template_knows(prints_any: EchoServer, stream: bool) -> 
     }
 
 
-def test_the_role_comes_before_what_such_a_message_must_have(prints_any: EchoServer) -> None:
+def test_the_role_is_checked_before_the_other_fields(prints_any: EchoServer) -> None:
     assert refusal(prints_any, {"messages": [{"role": "alien"}]})["param"] == "messages[0].role"
     assert refusal(prints_any, {"messages": [{"role": "user"}]})["param"] == "messages[0].content"
 
 
-def test_in_a_long_conversation_and_in_one_that_is_continued(prints_any: EchoServer) -> None:
+def test_roles_are_checked_in_long_and_in_continued_conversations(prints_any: EchoServer) -> None:
     """Long ones are rendered in a thread."""
     long = {"messages": messages(("user", "a" * 3000), ("alien", "b"))}
     assert refusal(prints_any, long)["param"] == "messages[1].role"
@@ -73,7 +73,7 @@ def test_in_a_long_conversation_and_in_one_that_is_continued(prints_any: EchoSer
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "tool"])
-def test_roles_that_this_template_refuses_or_has_no_place_for(gemma: EchoServer, role: str) -> None:
+def test_roles_that_the_template_rejects_or_ignores_are_refused(gemma: EchoServer, role: str) -> None:
     error = refusal(gemma, {"messages": messages((role, "a"), ("user", "b"))})
     assert error["param"] == "messages[0].role"
     assert error["message"].endswith(
@@ -81,7 +81,7 @@ def test_roles_that_this_template_refuses_or_has_no_place_for(gemma: EchoServer,
     )
 
 
-def test_roles_in_the_wrong_order_are_the_templates_own_business(gemma: EchoServer) -> None:
+def test_only_the_template_checks_the_order_of_roles(gemma: EchoServer) -> None:
     error = refusal(gemma, {"messages": messages(("user", "a"), ("user", "b"))})
     assert error["param"] == "messages"
     assert error["message"] == (
@@ -89,8 +89,8 @@ def test_roles_in_the_wrong_order_are_the_templates_own_business(gemma: EchoServ
     )
 
 
-def test_a_template_that_recurses_without_end(tmp_path: Path) -> None:
-    """It refuses what it cannot render, and the server goes on."""
+def test_a_template_with_infinite_recursion_is_refused(tmp_path: Path) -> None:
+    """The template fails to render; the server keeps serving."""
     with serve_echo(load_tokenizer=loader(tmp_path, chat_templates.RECURSES)) as server:
         assert refusal(server, {"messages": messages(("tool", "a"))})["param"] == "messages[0].role"
         error = refusal(server, {"messages": messages(("user", "loop"))})
@@ -99,7 +99,7 @@ def test_a_template_that_recurses_without_end(tmp_path: Path) -> None:
         assert server.http.post(CHAT, json={"messages": messages(("user", "a"))}).status_code == 200
 
 
-def test_roles_that_are_known_are_answered(gemma: EchoServer, prints_any: EchoServer) -> None:
+def test_known_roles_are_answered(gemma: EchoServer, prints_any: EchoServer) -> None:
     def echoed(server: EchoServer, *turns: tuple[str, str]) -> str:
         response = server.http.post(CHAT, json={"messages": messages(*turns)})
         assert response.status_code == 200, response.text

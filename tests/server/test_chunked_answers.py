@@ -1,4 +1,4 @@
-"""Chunks are written past h11: to the byte as h11 writes them, and never into an answer that has another frame."""
+"""Chunks are written without h11: the same bytes that h11 writes, and only into chunked answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def answering(events: list[bytes], headers: list[tuple[bytes, bytes]], status: i
 
 
 async def answer(protocol: type[H11Protocol], app: ASGIApp, requests: list[bytes]) -> tuple[list[bytes], bool]:
-    """What a client gets, and whether the connection was closed then."""
+    """The bytes that a client receives, and whether the connection was closed afterwards."""
     connection, wire = connect(protocol, app)
     for request in requests:
         connection.data_received(request)
@@ -62,7 +62,7 @@ REQUESTS = {
     ],
 )
 @pytest.mark.parametrize("requests", REQUESTS.values(), ids=REQUESTS)
-async def test_a_client_gets_what_h11_writes(
+async def test_chunks_have_the_bytes_that_h11_writes(
     requests: list[bytes], status: int, headers: list[tuple[bytes, bytes]], fails: bool
 ) -> None:
     app = answering(EVENTS, headers, status, fails)
@@ -73,14 +73,14 @@ async def test_a_client_gets_what_h11_writes(
 
 
 @pytest.mark.parametrize("status", [204, 304])
-async def test_an_answer_without_a_body_gets_none(status: int) -> None:
+async def test_an_answer_without_a_body_has_no_chunks(status: int) -> None:
     app = answering([b"", b""], [], status, False)
     (ours, _), (theirs, _) = [await answer(each, app, [POST]) for each in (OURS, PLAIN)]
     assert ours == theirs
 
 
-async def test_a_slow_client_holds_the_stream_up_and_a_lost_one_ends_it() -> None:
-    """Without the wait a client that reads nothing would have the whole stream kept for it in memory."""
+async def test_a_slow_client_pauses_the_stream_and_a_lost_one_ends_it() -> None:
+    """Without the wait, the server would keep the whole stream in memory for a client that reads nothing."""
     sent = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""What `/v1/completions` has beyond what OpenAI's client shows."""
+"""`/v1/completions` beyond what OpenAI's client covers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def complete(server: EchoServer, **body: Any) -> Any:
         ([list(b"ab"), list(b"c")], ["ab", "c"]),
     ],
 )
-def test_forms_of_the_prompt(server: EchoServer, prompt: Any, texts: list[str]) -> None:
+def test_a_prompt_is_a_text_ids_or_a_list_of_either(server: EchoServer, prompt: Any, texts: list[str]) -> None:
     choices = complete(server, prompt=prompt)["choices"]
     assert [choice["text"] for choice in choices] == texts
     assert [choice["index"] for choice in choices] == list(range(len(texts)))
@@ -64,12 +64,12 @@ def test_logprobs(server: EchoServer) -> None:
     }
 
 
-def test_no_alternatives_still_name_the_token(server: EchoServer) -> None:
+def test_logprobs_of_0_still_report_the_sampled_token(server: EchoServer) -> None:
     logprobs = complete(server, prompt="A", logprobs=0, max_tokens=1)["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"A": -6.5}]
 
 
-def test_parts_of_a_character_are_spelled_as_bytes_and_count_once(server: EchoServer) -> None:
+def test_parts_of_a_character_are_spelled_as_bytes_and_counted_once(server: EchoServer) -> None:
     logprobs = complete(server, prompt="€!", logprobs=0)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [*[f"bytes:\\x{byte:02x}" for byte in EURO], "!", f"<{EOS}>"]
     assert logprobs["text_offset"] == [0, 0, 0, 1, 2]
@@ -80,7 +80,7 @@ def test_echo(server: EchoServer) -> None:
     assert complete(server, prompt=list(b"ab"), echo=True)["choices"][0]["text"] == "abab"
 
 
-def test_echo_with_logprobs_has_the_prompts(server: EchoServer) -> None:
+def test_echo_with_logprobs_includes_the_prompts_logprobs(server: EchoServer) -> None:
     choice = complete(server, prompt="€b", echo=True, logprobs=1, max_tokens=4)["choices"][0]
     assert choice["text"] == "€b€b"
     logprobs = choice["logprobs"]
@@ -90,7 +90,7 @@ def test_echo_with_logprobs_has_the_prompts(server: EchoServer) -> None:
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_stream_adds_up_to_the_answer_at_once(server: EchoServer, echo: bool) -> None:
+def test_a_stream_adds_up_to_the_whole_answer(server: EchoServer, echo: bool) -> None:
     body = {"prompt": ["€b", "cd"], "echo": echo, "logprobs": 1, "n": 2}
     whole = complete(server, **body)["choices"]
     events = server.events("/v1/completions", body)
@@ -157,7 +157,7 @@ def test_no_two_pairs_of_salt_and_extra_key_share_a_cache(server: EchoServer) ->
         {"temperature": None, "top_p": None, "max_tokens": None, "logprobs": None, "stop": None, "n": None},
     ],
 )
-def test_harmless_extras(server: EchoServer, extra: dict[str, Any]) -> None:
+def test_extra_fields_without_effect_are_accepted(server: EchoServer, extra: dict[str, Any]) -> None:
     assert complete(server, prompt="a", **extra)["choices"][0]["text"] == "a"
 
 
@@ -180,12 +180,12 @@ def test_every_event_has_the_usage_so_far(server: EchoServer) -> None:
         for event in events:
             choice = event["choices"][0]
             so_far += len(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
-            # A token is a character. An event's usage includes the tokens of events that are written together with it.
+            # A token is a character. An event's usage includes the tokens of the events that are written with it.
             assert event["usage"]["completion_tokens"] >= so_far
             assert event["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
         assert so_far
         assert (events[-1]["usage"], last["choices"]) == (last["usage"], [])
-        # Without a last event of its own.
+        # without a separate last event
         events = server.events(path, {**body, "stream_options": {"continuous_usage_stats": True}})
         assert all(event["choices"] and event["usage"] for event in events)
 
@@ -199,7 +199,7 @@ def test_every_event_has_the_usage_so_far(server: EchoServer) -> None:
         {"best_of": 1, "reasoning_effort": "none", "stream_options": {"include_usage": False}},
     ],
 )
-def test_harmless_extras_of_chats(server: EchoServer, extra: dict[str, Any]) -> None:
+def test_extra_fields_without_effect_are_accepted_in_chats(server: EchoServer, extra: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "a", "name": "x"}], **extra}
     response = server.http.post("/v1/chat/completions", json=body)
     assert response.json()["choices"][0]["message"]["content"] == "user: a\n"
@@ -212,15 +212,15 @@ def test_a_chat_may_continue_its_last_message(server: EchoServer) -> None:
     assert response.json()["choices"][0]["message"]["content"] == "user: a\nassistant: Well, "
 
 
-def test_stop_strings_in_the_minimum_of_tokens_end_nothing(server: EchoServer) -> None:
+def test_stop_strings_do_not_match_before_min_tokens(server: EchoServer) -> None:
     for least, text in ((0, "a"), (1, "a"), (3, "abca"), (6, "abcabc")):
         assert complete(server, prompt="abcabc", stop="b", min_tokens=least)["choices"][0]["text"] == text
 
 
 @pytest.mark.parametrize("special", [EOS, EOS + 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_that_names_a_special_token(server: EchoServer, special: int, stream: bool) -> None:
-    """It never matched, as special tokens are left out of the text."""
+def test_a_stop_string_may_be_a_special_token(server: EchoServer, special: int, stream: bool) -> None:
+    """It never matched, because special tokens are left out of the text."""
     body = {"prompt": [97, 98, special, 99], "max_tokens": 10, "stop": [f"<{special}>", "x"]}
     if stream:
         choices = [event["choices"][0] for event in server.events("/v1/completions", body)]

@@ -1,4 +1,4 @@
-"""Clients that are silent, slow, too many or do not read: each loses its connection, and nobody else notices."""
+"""Clients that are silent, slow, too many or that do not read lose their connection, without effect on others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def strict() -> Iterator[EchoServer]:
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[EchoServer]:
-    """For clients that read slowly: a busy machine may keep them from it for longer than `TIMEOUT`."""
+    """For clients that read slowly: on a busy machine their reads may be delayed for longer than `TIMEOUT`."""
     with serve_echo(model_path="echo:0.001", client_timeout=PATIENCE) as server:
         yield server
 
@@ -59,7 +59,7 @@ def one_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Returns the bytes that arrive until the server closes."""
     received = b""
     try:
         while more := connection.recv(65536):
@@ -84,7 +84,7 @@ def healthy(server: EchoServer) -> bool:
         b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /",
     ],
 )
-def test_a_head_that_does_not_come_ends_its_connection(strict: EchoServer, sent: bytes) -> None:
+def test_a_missing_head_ends_its_connection(strict: EchoServer, sent: bytes) -> None:
     begin = time.monotonic()
     with connect(strict) as connection:
         connection.sendall(sent)
@@ -107,7 +107,7 @@ def test_a_head_that_trickles_ends_its_connection(strict: EchoServer) -> None:
 
 
 def test_a_head_is_parsed_once_it_is_whole(patient: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line at a time, h11 looked at each: two hundred such clients took most of a core."""
+    """h11 searched the head again after each line: two hundred such clients took most of a core."""
     given: list[int] = []
     receive = h11.Connection.receive_data
 
@@ -118,7 +118,7 @@ def test_a_head_is_parsed_once_it_is_whole(patient: EchoServer, monkeypatch: pyt
     monkeypatch.setattr(h11.Connection, "receive_data", noted)
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 20 + b"\r"
     with connect(patient) as connection:
-        for _ in range(2):  # on a connection that is kept as well
+        for _ in range(2):  # on a kept-alive connection too
             for place in range(0, len(head), 9):
                 connection.sendall(head[place : place + 9])
                 time.sleep(0.002)
@@ -135,7 +135,7 @@ def test_a_head_is_parsed_once_it_is_whole(patient: EchoServer, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_a_request_behind_another_may_be_cut_anywhere(patient: EchoServer, cut: int) -> None:
+def test_a_pipelined_request_may_be_split_anywhere(patient: EchoServer, cut: int) -> None:
     first = (
         b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 13\r\n\r\n"
     )
@@ -154,7 +154,7 @@ def healthy_request() -> bytes:
     return b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
-def test_silent_connections_keep_nobody_out(strict: EchoServer) -> None:
+def test_silent_connections_do_not_block_others(strict: EchoServer) -> None:
     silent = [connect(strict) for _ in range(3 * MOST)]
     assert healthy(strict)
     assert strict.http.post("/generate", json={"text": "a"}).json()["text"] == "a"
@@ -163,8 +163,8 @@ def test_silent_connections_keep_nobody_out(strict: EchoServer) -> None:
         connection.close()
 
 
-def test_the_kernel_is_asked_nothing_of_silent_connections(strict: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their addresses took half of what accepting them did."""
+def test_addresses_of_silent_connections_are_not_read(strict: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading their addresses took half of the time of accepting them."""
     asked: list[object] = []
     for name in ("get_local_addr", "get_remote_addr"):
         ask = getattr(sliced_connection, name)
@@ -178,7 +178,7 @@ def test_the_kernel_is_asked_nothing_of_silent_connections(strict: EchoServer, m
         connection.close()
 
 
-def test_connections_at_work_are_not_closed_for_new_ones() -> None:
+def test_busy_connections_are_not_closed_for_new_ones() -> None:
     with serve_echo(model_path="echo:0.02", max_connections=3) as server:
         silent = [connect(server) for _ in range(5)]
         working = [server.send("/generate", {"text": "a" * 100, "stream": True}) for _ in range(3)]
@@ -198,7 +198,7 @@ def test_connections_at_work_are_not_closed_for_new_ones() -> None:
         wait_for(lambda: healthy(server))
 
 
-def test_a_connection_that_was_idle_for_long_is_closed_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_idle_connection_is_closed_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has sent a part of a request is not idle."""
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.05)
     with serve_echo(max_connections=3) as server:
@@ -215,7 +215,8 @@ def test_a_connection_that_was_idle_for_long_is_closed_for_a_new_one(monkeypatch
 
 @pytest.mark.parametrize("together", [False, True], ids=["connect-first", "connect-and-send"])
 def test_each_client_of_a_burst_is_answered(together: bool) -> None:
-    """112 of 120 were reset: a connection that had just been accepted counted as idle, and was closed for the next."""
+    """112 of 120 were reset: a connection that had just been accepted counted as idle and was closed for the next
+    one."""
     clients, most = 120, 8
     with serve_echo(model_path="echo:0.02", max_connections=most) as server:
         asked = post_bytes("/generate", {"text": "a" * 50})
@@ -239,7 +240,7 @@ def test_each_client_of_a_burst_is_answered(together: bool) -> None:
         wait_for(lambda: healthy(server))
 
 
-def test_whoever_is_refused_can_read_why_though_the_request_is_on_its_way() -> None:
+def test_a_refused_client_that_is_still_sending_can_read_the_error() -> None:
     """Bytes that came after the connection was closed were answered with a reset, and the 503 was lost."""
     with serve_echo(model_path="echo:0.02", max_connections=1) as server:
         working = server.send("/generate", {"text": "a" * 2000, "stream": True})
@@ -264,8 +265,8 @@ def test_whoever_is_refused_can_read_why_though_the_request_is_on_its_way() -> N
 @pytest.mark.parametrize(
     ("limit", "value"), [("MOST_LINGERING", 0), ("LINGER_SECONDS", 0.3), ("MOST_LINGERED", 100_000)]
 )
-def test_those_that_linger_have_limits(monkeypatch: pytest.MonkeyPatch, limit: str, value: float) -> None:
-    """Of their number, of time, and of bytes: each by itself."""
+def test_lingering_connections_are_limited(monkeypatch: pytest.MonkeyPatch, limit: str, value: float) -> None:
+    """Limits on their number, on time and on bytes, each tested separately."""
     for name, large in (("MOST_LINGERING", 100), ("LINGER_SECONDS", 1e6), ("MOST_LINGERED", 10**15)):
         monkeypatch.setattr(lingering, name, value if name == limit else large)
     with serve_echo(model_path="echo:0.02", max_connections=1) as server:
@@ -280,8 +281,8 @@ def test_those_that_linger_have_limits(monkeypatch: pytest.MonkeyPatch, limit: s
         working.close()
 
 
-def test_a_client_that_does_not_read_is_cut_off(patient: EchoServer) -> None:
-    """And its request with it. One that reads slowly is not."""
+def test_a_client_that_does_not_read_is_disconnected(patient: EchoServer) -> None:
+    """Its request ends too. A client that reads slowly is not cut off."""
     body: dict[str, Any] = {"text": "a" * 2000, "stream": True, "sampling_params": {"max_new_tokens": 2000}}
     slow, stalled = connect(patient), connect(patient)
     for connection in (slow, stalled):
@@ -300,7 +301,7 @@ def test_a_client_that_does_not_read_is_cut_off(patient: EchoServer) -> None:
     assert b"[DONE]" not in rest_of(stalled)
 
 
-def test_a_client_that_reads_a_long_answer_slowly_gets_it(patient: EchoServer) -> None:
+def test_a_slow_reader_gets_its_long_answer(patient: EchoServer) -> None:
     with connect(patient) as connection:
         connection.sendall(post_bytes("/tokenize", {"prompt": ["a" * 60_000] * 20}))
         received, begin = 0, time.monotonic()
@@ -312,9 +313,7 @@ def test_a_client_that_reads_a_long_answer_slowly_gets_it(patient: EchoServer) -
                 time.sleep(PATIENCE / 12)
 
 
-def test_of_long_answers_that_nobody_reads_one_is_held(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_one_unread_long_answer_is_held(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     asked = post_bytes("/tokenize", {"prompt": ["a" * 60_000] * 30})
     monkeypatch.setattr(held_answers, "MOST_HELD_BYTES", 100_000)
     monkeypatch.setattr(held_answers, "PAUSE_SECONDS", 0.0)
@@ -335,8 +334,8 @@ def test_of_long_answers_that_nobody_reads_one_is_held(
 
 
 @pytest.mark.parametrize(("size", "end"), [(MAX_HEAD_BYTES + SLICE, b""), (MAX_HEAD_BYTES + 1, b"\r\n\r\n")])
-def test_a_head_has_a_size(strict: EchoServer, size: int, end: bytes) -> None:
-    """One that comes whole as well."""
+def test_the_size_of_a_head_is_limited(strict: EchoServer, size: int, end: bytes) -> None:
+    """A head that arrives in one piece is limited too."""
     with connect(strict) as connection:
         first = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Long: "
         connection.sendall(first + b"x" * (size - len(first) - len(end)) + end)
@@ -351,7 +350,7 @@ def test_a_head_has_a_size(strict: EchoServer, size: int, end: bytes) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00", b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
-def test_what_is_no_http_gets_an_error_object(strict: EchoServer, sent: bytes) -> None:
+def test_bytes_that_are_not_http_get_an_error_object(strict: EchoServer, sent: bytes) -> None:
     with connect(strict) as connection:
         connection.sendall(sent + b"\r\n\r\n")
         head, _, body = rest_of(connection).partition(b"\r\n\r\n")
@@ -359,8 +358,8 @@ def test_what_is_no_http_gets_an_error_object(strict: EchoServer, sent: bytes) -
     assert json.loads(body)["error"]["code"] == "malformed_http"
 
 
-def test_a_body_in_thousands_of_chunks(strict: EchoServer) -> None:
-    """It comes in one piece, and is parsed in many turns."""
+def test_a_body_may_have_thousands_of_chunks(strict: EchoServer) -> None:
+    """The body arrives in one piece and is parsed over many turns of the event loop."""
     text = "".join(chr(97 + number % 26) for number in range(3000))
     payload = json.dumps({"prompt": text}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in payload) + b"0\r\n\r\n"
@@ -368,7 +367,7 @@ def test_a_body_in_thousands_of_chunks(strict: EchoServer) -> None:
     head += b"Transfer-Encoding: chunked\r\n\r\n"
     tokens = json.dumps([*text.encode()], separators=(",", ":")).encode()
     with connect(strict) as connection:
-        # Two requests at once: the second is behind the first, in the same slice as its end.
+        # Two requests at once: the second starts in the slice that holds the end of the first.
         connection.sendall((head + chunks) * 2)
         received = b""
         while received.count(tokens) < 2:
@@ -377,9 +376,9 @@ def test_a_body_in_thousands_of_chunks(strict: EchoServer) -> None:
             received += more
 
 
-def test_what_takes_long_to_parse_is_parsed_in_smaller_slices() -> None:
+def test_slices_shrink_where_parsing_is_slow() -> None:
     sizes = [SLICE]
-    for _ in range(8):  # ten times as long as it may take
+    for _ in range(8):  # ten times as long as a slice may take
         sizes.append(next_slice(sizes[-1], sizes[-1] / SLICE * 10 * SLICE_SECONDS))
     assert sizes[:5] == [8192, 4096, 2048, 1024, 512]
     assert set(sizes[4:]) == {512}
@@ -402,7 +401,7 @@ def test_an_endless_body_ends_its_connection(strict: EchoServer) -> None:
     assert healthy(strict)
 
 
-def test_nothing_is_left(strict: EchoServer) -> None:
+def test_no_state_of_a_connection_is_left(strict: EchoServer) -> None:
     wait_for(lambda: not strict.context.in_flight and strict.running() == 0)
     assert [task for task in strict.tasks() if "run_asgi" in task] == []
 
@@ -423,10 +422,10 @@ def test_the_process_may_open_as_many_files_as_connections_need() -> None:
     assert result.stderr.count("--max-connections is 1000, but the process may open 700 files") == 1
 
 
-def test_what_is_refused_while_it_is_answered_has_one_answer(
+def test_a_request_that_is_refused_while_it_is_answered_has_one_answer(
     strict: EchoServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes behind a request of HTTP/1.0: what the application answered after that was an error of the log."""
+    """With bytes behind a request of HTTP/1.0, the application's later answer was logged as an error."""
     asked, refused = threading.Event(), asyncio.Event()
     refuse = BoundedConnection._refuse
 
@@ -436,7 +435,7 @@ def test_what_is_refused_while_it_is_answered_has_one_answer(
         return True
 
     def refuse_and_go_on(connection: BoundedConnection, error: RequestError) -> None:
-        refused.set()  # the application goes on before the connection is lost
+        refused.set()  # the application continues before the connection is lost
         refuse(connection, error)
 
     monkeypatch.setattr(strict.context.client, "flush_cache", wait)

@@ -46,7 +46,7 @@ ENDINGS = ["<", "|", "end", "n", "im_end", "The list:\n- ", "```python\n", " a",
 
 @pytest.mark.parametrize("text", ENDINGS)
 def test_the_prompt_ends_with_the_message(tokenizers: dict[str, Tokenizer], text: str) -> None:
-    """Also where the end of a turn holds the text again, and where the text ends in white space."""
+    """Also where the end-of-turn text contains the message again, and where the message ends in white space."""
     for name, expected in (("keeps spaces", text), ("trims", text.strip())):
         found = continued(tokenizers[name], text)
         assert found.text.endswith(f"<|im_start|>assistant\n{expected}"), name
@@ -55,7 +55,7 @@ def test_the_prompt_ends_with_the_message(tokenizers: dict[str, Tokenizer], text
 
 
 @pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
-def test_thinking_is_a_variable_of_templates_that_have_it(tokenizers: dict[str, Tokenizer], name: str) -> None:
+def test_thinking_is_passed_to_templates_that_use_it(tokenizers: dict[str, Tokenizer], name: str) -> None:
     for value in (False, True):
         body = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], name: value})
         assert f"{name} is {value}" in chat_text(tokenizers["thinks"], body).text

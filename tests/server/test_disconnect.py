@@ -1,4 +1,4 @@
-"""A client that leaves takes its request with it, and leaves nothing behind."""
+"""A client that leaves ends its request, and no state is left."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_leaving_aborts(
     wait_for(lambda: slow_server.running() == 0)
     assert len(slow_server.aborted()) == aborted + completions
     wait_for(lambda: not slow_server.context.in_flight)
-    assert caplog.records == []  # it is no error
+    assert caplog.records == []  # leaving is not an error
 
 
 def test_leaving_before_the_first_token_aborts(slow_server: EchoServer) -> None:
@@ -55,7 +55,7 @@ def test_leaving_before_the_first_token_aborts(slow_server: EchoServer) -> None:
     wait_for(lambda: slow_server.running() == 0)
 
 
-def test_others_go_on(slow_server: EchoServer) -> None:
+def test_other_requests_continue(slow_server: EchoServer) -> None:
     before = len(slow_server.seen())
     leaving = slow_server.send("/generate", {"text": LONG, "stream": True})
     staying = slow_server.send("/generate", {"text": "stay", "rid": "staying"})
@@ -77,12 +77,12 @@ def test_a_reader_that_pauses_misses_nothing(slow_server: EchoServer) -> None:
     while b"[DONE]" not in received:
         received += connection.recv(10)
     texts = [line.split(b'"text":"')[1].split(b'"')[0] for line in received.split(b"\n") if b'"text":"' in line]
-    assert b"".join(texts) == b"abcdef"  # in as many events as the reader's pauses left
+    assert b"".join(texts) == b"abcdef"  # the number of events depends on the reader's pauses
     connection.close()
 
 
-async def test_a_disconnect_is_asked_for_once() -> None:
-    """ASGI answers at once, and for ever, when it is asked after a disconnect."""
+async def test_a_disconnect_is_received_once() -> None:
+    """After a disconnect, ASGI's `receive` returns at once, forever."""
     asked = 0
 
     async def receive() -> Message:
@@ -105,7 +105,7 @@ async def test_a_disconnect_is_asked_for_once() -> None:
     assert cancelled.is_set()
 
 
-async def test_a_part_of_the_body_is_not_taken_for_a_disconnect() -> None:
+async def test_a_body_message_is_not_a_disconnect() -> None:
     async def receive() -> Message:
         return {"type": "http.request", "body": b"", "more_body": True}
 
@@ -114,7 +114,7 @@ async def test_a_part_of_the_body_is_not_taken_for_a_disconnect() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_body_in_pieces_is_not_taken_for_a_disconnect(slow_server: EchoServer, stream: bool) -> None:
+def test_a_body_in_pieces_is_not_a_disconnect(slow_server: EchoServer, stream: bool) -> None:
     body = json.dumps({"text": "hello", "stream": stream}).encode()
     pieces = [body[start : start + 9] for start in range(0, len(body), 9)]
     with socket.create_connection(("127.0.0.1", slow_server.port)) as connection:
@@ -131,7 +131,7 @@ def test_a_body_in_pieces_is_not_taken_for_a_disconnect(slow_server: EchoServer,
 
 
 def leave_midway(server: EchoServer, number: int) -> None:
-    """Streams a chat and goes away: at one of several places, by closing or by a reset, maybe after a chat before."""
+    """Streams a chat and leaves at one of several points, by close or reset, possibly after an earlier chat."""
     path, reads, reset, reuse = "/v1/chat/completions", number % 5, number % 2 == 0, number % 3 == 0
     body: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}], "stream": True}
     connection = server.send(path, {**body, "max_tokens": 2} if reuse else body)
@@ -147,7 +147,7 @@ def leave_midway(server: EchoServer, number: int) -> None:
     connection.close()
 
 
-def test_many_clients_leave_and_nothing_stays(slow_server: EchoServer) -> None:
+def test_no_state_is_left_after_many_clients_leave(slow_server: EchoServer) -> None:
     wait_for(lambda: slow_server.running() == 0)
     before = slow_server.tasks()
     with ThreadPoolExecutor(8) as pool:
@@ -158,12 +158,12 @@ def test_many_clients_leave_and_nothing_stays(slow_server: EchoServer) -> None:
     assert slow_server.http.get("/health").status_code == 200
 
 
-def test_what_a_request_held_is_freed_when_it_is_over_and_not_by_the_garbage_collector(server: EchoServer) -> None:
-    """The answer of a client that read nothing of it is megabytes."""
+def test_a_finished_request_is_freed_without_the_garbage_collector(server: EchoServer) -> None:
+    """The answer of a client that reads nothing takes megabytes."""
 
     def held() -> int:
         kinds = (BoundedConnection, RequestOutputs, Completion)
-        # By type: `isinstance` would ask what a weak proxy stands for, which may be gone.
+        # By type: `isinstance` would dereference weak proxies, whose targets may be gone.
         return sum(issubclass(type(one), kinds) for one in gc.get_objects())
 
     server.http.post("/generate", json={"text": "a"})

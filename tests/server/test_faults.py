@@ -1,4 +1,4 @@
-"""A server whose engine is killed or hangs, and clients that read nothing: what is lost, what goes on, how it ends."""
+"""A server whose engine is killed or hangs, and clients that read nothing: which requests fail, which continue."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def request(tokens: int, **fields: Any) -> dict[str, Any]:
 
 
 def lose_engine(running: Server, number: signal.Signals) -> tuple[httpx2.Response, dict[str, Any], float]:
-    """Sends the engine a signal while it runs one request and has not begun another. What became of both, and after how
-    many seconds the second was answered: `(answer of the second, last event of the first, seconds)`."""
+    """Sends the engine a signal while it runs one request and has not started another.
+
+    Returns `(answer of the second, last event of the first, seconds until the second was answered)`.
+    """
     (pid,) = running.engine_pids()
     with ThreadPoolExecutor(1) as threads:
         with running.http.stream("POST", "/generate", json=request(200, stream=True)) as response:
@@ -47,7 +49,7 @@ def lose_engine(running: Server, number: signal.Signals) -> tuple[httpx2.Respons
     return answer, json.loads(last.removeprefix("data: ")), time.monotonic() - begin
 
 
-def test_an_engine_that_is_lost_is_started_again_and_in_the_end_the_server_ends() -> None:
+def test_a_lost_engine_is_restarted_until_the_server_gives_up() -> None:
     options = {"model_path": "sleep:0.05", "max_running_requests": 1, "watchdog_timeout": WATCHDOG_SECONDS}
     with server("sleeping_core.launch_sleeping_engines", **options, max_engine_restarts=2) as running:
         running.wait_ready()
@@ -68,7 +70,7 @@ def test_an_engine_that_is_lost_is_started_again_and_in_the_end_the_server_ends(
 
 
 def stalled_stream(running: Server) -> socket.socket:
-    """Asks for more than sockets hold, and reads nothing."""
+    """Asks for more output than sockets buffer, and reads nothing."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", running.http.base_url.port))
@@ -81,7 +83,7 @@ def in_flight(running: Server) -> int:
     return int(running.http.get("/server_info").json()["internal_states"][0]["running"])
 
 
-def test_who_reads_nothing_is_let_go_and_a_drain_has_an_end() -> None:
+def test_clients_that_read_nothing_are_dropped_and_a_drain_ends() -> None:
     with server(model_path="echo:0.004", client_timeout=1.5, drain_timeout=2.0) as running:
         running.wait_ready()
         with stalled_stream(running):
@@ -101,7 +103,7 @@ def test_who_reads_nothing_is_let_go_and_a_drain_has_an_end() -> None:
             assert time.monotonic() - begin > 1.9
 
 
-def test_the_end_of_a_drain_waits_for_nobody_who_reads_nothing() -> None:
+def test_a_drain_does_not_wait_for_clients_that_read_nothing() -> None:
     with server(model_path="echo:0.004", drain_timeout=0.5) as running:
         running.wait_ready()
         with stalled_stream(running):

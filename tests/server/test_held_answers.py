@@ -1,4 +1,4 @@
-"""Which of the answers that wait for their clients goes when they are too many."""
+"""Which unread answers are dropped when they exceed the limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock:
     now = 1000.0
 
     def wait(self) -> None:
-        """Until who read nothing meanwhile may lose an answer."""
+        """Advances past the time after which an idle client may lose its answer."""
         self.now += held_answers.PAUSE_SECONDS
 
 
@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Clients:
-    """Each with an answer, by name; `dropped`: those that were cut off, in this order."""
+    """Clients with one answer each, by name. `dropped`: the clients that were cut off, in order."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.held = HeldAnswers()
@@ -57,7 +57,7 @@ def clients() -> Iterator[Clients]:
     assert clients.held.num_bytes == 0
 
 
-def test_who_read_last_before_all_others_goes_first(clients: Clients, clock: Clock) -> None:
+def test_the_client_that_has_not_read_for_longest_is_dropped_first(clients: Clients, clock: Clock) -> None:
     for name in "abc":
         clients.asks(name, 30)
     assert clients.reads("a", 5)
@@ -73,7 +73,7 @@ def test_who_read_last_before_all_others_goes_first(clients: Clients, clock: Clo
     assert clients.held.num_bytes == 80
 
 
-def test_who_reads_loses_nothing_to_a_large_answer(clients: Clients, clock: Clock) -> None:
+def test_clients_that_read_lose_nothing_to_a_large_answer(clients: Clients, clock: Clock) -> None:
     for name in "ab":
         clients.asks(name, 30)
     clock.wait()
@@ -83,7 +83,7 @@ def test_who_reads_loses_nothing_to_a_large_answer(clients: Clients, clock: Cloc
     assert clients.reads("a", 5)
 
 
-def test_up_to_the_limit_all_are_held(clients: Clients, clock: Clock) -> None:
+def test_all_answers_are_held_up_to_the_limit(clients: Clients, clock: Clock) -> None:
     clients.asks("a", LIMIT - 1)
     clock.wait()
     clients.asks("b", 1)
@@ -101,7 +101,7 @@ def test_an_answer_larger_than_the_limit_may_be_the_only_one(clients: Clients, c
     assert clients.reads("b", 1)
 
 
-def test_without_a_connection_there_is_no_limit() -> None:
+def test_answers_without_a_connection_are_not_limited() -> None:
     with hold({}, 5 * LIMIT) as first, hold({}, 5 * LIMIT) as second:
         assert first(1)
         assert second(1)

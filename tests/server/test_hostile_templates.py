@@ -1,4 +1,4 @@
-"""A chat template that takes all time or memory that there is: its request is refused, and others are served."""
+"""A chat template that uses up all time or memory: its request is refused, and others are served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOMB = "{% if messages | length > 2 %}{{ 'a' * 3000000000 }}{% endif %}"
 
 
 class TemplateTokenizer(ByteTokenizer):
-    """With a real template: what is under trial, and then what the messages say."""
+    """Has a real template: the one under test, then the text of the messages."""
 
     def __init__(self, folder: Path, trial: str) -> None:
         tokenizer = make_tiny_tokenizer(folder)
@@ -28,7 +28,7 @@ class TemplateTokenizer(ByteTokenizer):
         self._real = Tokenizer(tokenizer, "test")
 
     def check_roles(self, roles: Sequence[object]) -> None:
-        """All are known."""
+        """Accepts every role."""
 
     def render_chat(self, messages: Sequence[dict[str, object]], **more: Any) -> str:
         return self._real.render_chat(messages, **more)
@@ -37,7 +37,7 @@ class TemplateTokenizer(ByteTokenizer):
 @pytest.mark.parametrize(
     ("trial", "what"), [(LOOPS, "took more than 2 s of processor time"), (BOMB, "exceeded its memory limit")]
 )
-def test_others_are_served_meanwhile(tmp_path: Path, trial: str, what: str) -> None:
+def test_other_requests_are_served_meanwhile(tmp_path: Path, trial: str, what: str) -> None:
     with serve_echo(load_tokenizer=lambda _: TemplateTokenizer(tmp_path, trial)) as server:
         good = {"messages": [{"role": "user", "content": "a"}] * 2}
         assert server.http.post("/v1/chat/completions", json=good).json()["choices"][0]["message"]["content"] == "aa"

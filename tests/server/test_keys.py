@@ -1,4 +1,4 @@
-"""Keys: where they come from, who may do what, and what each may have."""
+"""API keys: where they are configured, which routes they open, and their limits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def two_keys() -> Iterator[EchoServer]:
 
 @pytest.fixture(scope="module")
 def named_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EchoServer]:
-    """Echoes a token every 20 ms."""
+    """Echoes one token every 20 ms."""
     keys = key_file(
         tmp_path_factory.mktemp("keys"),
         ann={"key": "ann's"},
@@ -78,8 +78,8 @@ def named_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EchoServer]
         yield server
 
 
-class TestWhereKeysComeFrom:
-    def test_one_of_three_places(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestSourcesOfKeys:
+    def test_a_key_comes_from_one_of_three_places(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file = tmp_path / "key"
         file.write_text("of the file\n".replace(" ", "-"))
         assert ServerConfig().client_key() is None
@@ -94,7 +94,7 @@ class TestWhereKeysComeFrom:
 
     @pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key"])
     @pytest.mark.parametrize("key", ["", " ", "two words", "tab\t"])
-    def test_a_key_that_lets_everybody_or_nobody_in_is_refused(
+    def test_a_blank_or_unsendable_key_is_refused(
         self, flag: str, key: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert run_command(serve, "serve", [flag, key]) == 2
@@ -113,7 +113,7 @@ class TestWhereKeysComeFrom:
         with pytest.raises(ConfigError, match="SGLANG_JAX_API_KEY is empty"):
             Callers.of(ServerConfig())
 
-    def test_two_that_are_one_are_refused(self, tmp_path: Path) -> None:
+    def test_duplicate_keys_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="admin_api_key and api_key have the same key"):
             Callers.of(ServerConfig(api_key="same", admin_api_key="same"))
         file = key_file(tmp_path, ann={"key": "same"}, bob={"key": "same"})
@@ -140,7 +140,9 @@ class TestWhereKeysComeFrom:
             ("keys: {ann: {key: k-1", "is neither YAML nor JSON"),
         ],
     )
-    def test_a_file_that_cannot_be_read_says_where_and_no_key(self, tmp_path: Path, text: str, reason: str) -> None:
+    def test_the_error_for_a_bad_key_file_has_the_place_and_not_the_key(
+        self, tmp_path: Path, text: str, reason: str
+    ) -> None:
         file = tmp_path / "keys.yaml"
         file.write_text(text)
         with pytest.raises(ConfigError, match=rf"api_keys .*keys\.yaml.*{reason}") as refused:
@@ -149,7 +151,7 @@ class TestWhereKeysComeFrom:
         assert "12345" not in str(refused.value)
 
 
-class TestWhoMayDoWhat:
+class TestRoles:
     @pytest.fixture
     def server(self, two_keys: EchoServer) -> EchoServer:
         return two_keys
@@ -162,7 +164,7 @@ class TestWhoMayDoWhat:
         assert refused.json()["error"]["type"] == "permission_error"
         assert ask(server, method, path, "operator's").status_code in (200, 400)
 
-    def test_both_may_ask_for_tokens(self, server: EchoServer) -> None:
+    def test_both_keys_may_generate(self, server: EchoServer) -> None:
         for key in ("client's", "operator's"):
             assert complete(server, key).status_code == 200
             assert server.http.get("/v1/models", headers=bearer(key)).status_code == 200
@@ -171,30 +173,30 @@ class TestWhoMayDoWhat:
         for key in ("", "Client's", "client'", "client's "):
             assert complete(server, key + "x").status_code == 401
 
-    def test_no_key_is_shown(self, server: EchoServer) -> None:
+    def test_keys_are_not_shown(self, server: EchoServer) -> None:
         text = ask(server, "GET", "/server_info", "operator's").text
         assert "client's" not in text
         assert "operator's" not in text
 
     @pytest.mark.parametrize(("options", "key"), [({}, ""), ({"api_key": "client's"}, "client's")])
-    def test_without_an_operators_key_whoever_is_let_in_is_one(self, options: dict[str, str], key: str) -> None:
+    def test_without_an_operators_key_every_client_is_an_operator(self, options: dict[str, str], key: str) -> None:
         with serve_echo(**options) as server:
             for method, path in OPERATORS_ROUTES:
                 assert ask(server, method, path, key).status_code in (200, 400), path
 
-    def test_an_operators_key_alone_keeps_the_server_open(self) -> None:
+    def test_with_only_an_operators_key_the_server_is_open(self) -> None:
         with serve_echo(admin_api_key="operator's") as server:
             assert complete(server, "anything").status_code == 200
             assert ask(server, "GET", "/server_info", "anything").status_code == 403
             assert ask(server, "GET", "/server_info").status_code == 403
             assert ask(server, "GET", "/server_info", "operator's").status_code == 200
 
-    def test_nobody_is_taken_for_an_operator_outside_of_a_request(self) -> None:
+    def test_outside_of_a_request_the_caller_is_not_an_operator(self) -> None:
         with pytest.raises(LookupError):
             current_caller()
 
-    def test_every_other_route_is_meant_to_be_everybodys(self, server: EchoServer) -> None:
-        """A new route that changes state or shows what others do belongs into the list above."""
+    def test_every_other_route_is_open_to_all_keys(self, server: EchoServer) -> None:
+        """A new route that changes state or shows other clients' activity belongs in the list above."""
         routes = {
             (method, path)
             for path, operations in server.http.get("/openapi.json", headers=bearer("client's")).json()["paths"].items()
@@ -226,7 +228,7 @@ class TestNamedKeys:
     def server(self, named_keys: EchoServer) -> EchoServer:
         return named_keys
 
-    def test_each_is_let_in_and_one_is_an_operator(self, server: EchoServer) -> None:
+    def test_each_named_key_is_accepted_and_one_is_an_operators(self, server: EchoServer) -> None:
         for name in ("ann", "bob", "dan", "eve"):
             assert complete(server, f"{name}'s").status_code == 200
             status = ask(server, "GET", "/v1/loads", f"{name}'s").status_code
@@ -234,7 +236,7 @@ class TestNamedKeys:
         assert complete(server, "ann").status_code == 401
         assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 401
 
-    def test_priorities_have_a_ceiling(self, server: EchoServer) -> None:
+    def test_the_priority_of_a_key_is_capped(self, server: EchoServer) -> None:
         assert complete(server, "bob's", priority=5).status_code == 200
         refused = complete(server, "bob's", priority=6)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
@@ -242,9 +244,9 @@ class TestNamedKeys:
         assert complete(server, "ann's", priority=1).status_code == 400
         assert complete(server, "ann's", priority=-1).status_code == 200
 
-    def test_more_than_may_be_in_flight_are_refused_until_some_have_ended(self, server: EchoServer) -> None:
+    def test_requests_over_the_in_flight_limit_are_refused(self, server: EchoServer) -> None:
         head = b"Content-Type"
-        held = server.send("/v1/completions", {"prompt": "x"})  # without a key: it counts for nobody
+        held = server.send("/v1/completions", {"prompt": "x"})  # without a key: it does not count against a key
         assert held.recv(100).startswith(b"HTTP/1.1 401")
         held.close()
         connection = socket.create_connection(("127.0.0.1", server.port))
@@ -263,7 +265,7 @@ class TestNamedKeys:
         bob = next(caller for caller in server.context.callers._by_digest.values() if caller.name == "bob")
         assert bob.running == 0
 
-    def test_tokens_of_a_minute_are_prompts_and_outputs_and_come_back(self, server: EchoServer) -> None:
+    def test_tokens_per_minute_count_prompts_and_outputs_and_refill(self, server: EchoServer) -> None:
         cyd = next(caller for caller in server.context.callers._by_digest.values() if caller.name == "cyd")
         now = [0.0]
         cyd.tokens = TokenBucket(60, lambda: now[0])
@@ -299,7 +301,7 @@ class TestNamedKeys:
             meta = server.http.post("/generate", json={"text": "a"}, headers=bearer(key)).json()["meta_info"]
             assert (meta["cached_tokens"] is None) == hidden
 
-    def test_each_has_a_prefix_cache_of_its_own_unless_it_shares(self, server: EchoServer) -> None:
+    def test_each_key_has_its_own_prefix_cache_unless_it_shares(self, server: EchoServer) -> None:
         def seen(key: str, path: str = "/v1/completions", **fields: str) -> str | None:
             prompt = {"text": "a"} if path == "/generate" else {"prompt": "a"}
             assert server.http.post(path, json={**prompt, **fields}, headers=bearer(key)).status_code == 200
@@ -320,11 +322,11 @@ class TestNamedKeys:
         assert seen("ann's", "/generate") == own[0]
         assert seen("ann's", "/generate", extra_key="a") == own[1]
         assert [seen("dan's"), seen("eve's", extra_key="a")] == [None, "a"]
-        # Not even with what is seen in a namespace can another key get there.
+        # Not even the namespaces that `seen` shows let another key in.
         assert seen("bob's", extra_key=own[0] or "") != own[0]
-        assert seen("dan's", extra_key=own[0] or "") == own[0]  # what it would have to know is made of ann's key
+        assert seen("dan's", extra_key=own[0] or "") == own[0]  # the secret part is derived from ann's key
 
-    def test_nobody_ends_another_keys_requests(self, server: EchoServer) -> None:
+    def test_a_key_cannot_abort_another_keys_requests(self, server: EchoServer) -> None:
         def abort(key: str, **body: object) -> httpx2.Response:
             return server.http.post("/abort_request", json=body, headers=bearer(key))
 
@@ -343,8 +345,9 @@ class TestNamedKeys:
         assert abort("eve's", abort_all=True).status_code == 200
 
 
-def test_keys_apart_find_nothing_of_each_other_in_the_cache(tmp_path: Path) -> None:
-    """With a scheduler and its prefix tree: what one key has cached is a miss for the other, also through metrics."""
+def test_keys_do_not_hit_each_others_cache(tmp_path: Path) -> None:
+    """With a scheduler and its prefix tree: prompts that one key has cached are misses for others, in the metrics
+    too."""
     keys = key_file(tmp_path, ann={"key": "ann's"}, bob={"key": "bob's"})
     with serve_echo(load_fake_model, api_keys=keys, page_size=4) as server:
 
@@ -356,7 +359,7 @@ def test_keys_apart_find_nothing_of_each_other_in_the_cache(tmp_path: Path) -> N
         assert ask(server, "GET", "/metrics", "bob's").status_code == 403
 
 
-def test_a_bucket_fills_evenly_and_no_higher_than_a_minute() -> None:
+def test_a_rate_bucket_refills_evenly_up_to_a_minutes_tokens() -> None:
     now = [0.0]
     bucket = TokenBucket(120, lambda: now[0])
     assert bucket.seconds_to_wait() == 0.0
@@ -373,7 +376,7 @@ def test_a_bucket_fills_evenly_and_no_higher_than_a_minute() -> None:
     assert bucket.seconds_to_wait() == 0.5
 
 
-def test_any_text_names_a_part_of_the_own_cache() -> None:
+def test_any_cache_salt_stays_in_the_keys_own_cache() -> None:
     ann = Caller("ann", cache_secret=b"made of ann's key")
     assert ann.adopt(GenerateInput(prompt="a"), "x").tenant == "ann"
     found = [ann.adopt(GenerateInput(prompt="a", extra_key=name), "x").extra_key for name in (None, "", "a", "\udc00")]
@@ -392,7 +395,7 @@ class TestServersWithoutAKey:
             ("localhost", {}, False),
         ],
     )
-    def test_a_public_address_is_warned_of(
+    def test_a_public_address_logs_a_warning(
         self, host: str, options: dict[str, str], warned: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         class Launched(Exception):
@@ -420,14 +423,14 @@ class TestServersWithoutAKey:
             ("[2001:db8::1]", 200),
         ],
     )
-    def test_names_of_others_are_refused(self, server: EchoServer, host: str, status: int) -> None:
+    def test_foreign_host_names_are_refused(self, server: EchoServer, host: str, status: int) -> None:
         found = server.http.get("/model_info", headers={"Host": host})
         assert found.status_code == status
         if status == 403:
             assert found.json()["error"]["code"] == "host_not_allowed"
             assert "--allowed-hosts" in found.json()["error"]["message"]
 
-    def test_a_name_may_be_allowed(self) -> None:
+    def test_a_host_name_may_be_allowed(self) -> None:
         with serve_echo(allowed_hosts="proxy.example, other.example") as server:
             for host, status in (("proxy.example", 200), ("OTHER.example:80", 200), ("evil.example", 403)):
                 assert server.http.get("/health", headers={"Host": host}).status_code == status
@@ -435,31 +438,31 @@ class TestServersWithoutAKey:
             assert server.http.get("/health", headers={"Host": "any.example"}).status_code == 200
 
     @pytest.mark.parametrize("options", [{"api_key": "k"}, {"host": "0.0.0.0"}])
-    def test_with_a_key_or_on_a_public_address_any_name_will_do(self, options: dict[str, str]) -> None:
+    def test_with_a_key_or_on_a_public_address_any_host_name_is_accepted(self, options: dict[str, str]) -> None:
         with serve_echo(**options) as server:
             found = server.http.get("/model_info", headers={"Host": "any.example", **bearer("k")})
             assert found.status_code == 200
 
-    def test_a_page_from_elsewhere_can_do_nothing(self, server: EchoServer) -> None:
+    def test_a_page_of_another_origin_is_refused(self, server: EchoServer) -> None:
         for site, status in (("cross-site", 403), ("same-origin", 200), ("none", 200)):
             found = server.http.get("/flush_cache", headers={"Sec-Fetch-Site": site})
             assert found.status_code == status
             assert status == 200 or found.json()["error"]["code"] == "foreign_page"
 
     @pytest.mark.parametrize("options", [{"api_key": "k"}, {"host": "0.0.0.0"}])
-    def test_with_a_key_or_on_a_public_address_pages_are_the_keys_concern(self, options: dict[str, str]) -> None:
+    def test_with_a_key_or_on_a_public_address_origins_are_not_checked(self, options: dict[str, str]) -> None:
         with serve_echo(**options) as server:
             headers = {"Host": "any.example", "Sec-Fetch-Site": "cross-site", **bearer("k")}
             assert server.http.get("/model_info", headers=headers).status_code == 200
 
-    def test_a_key_from_a_file_is_a_key(self, tmp_path: Path) -> None:
+    def test_a_key_from_a_file_is_required(self, tmp_path: Path) -> None:
         file = tmp_path / "key"
         file.write_text("k")
         with serve_echo(api_key_file=file) as server:
             assert server.http.get("/model_info").status_code == 401
             assert server.http.get("/model_info", headers={"Host": "any.example", **bearer("k")}).status_code == 200
 
-    def test_no_answer_is_shared_with_pages_of_other_origins(self, server: EchoServer) -> None:
+    def test_answers_are_not_shared_with_other_origins(self, server: EchoServer) -> None:
         origin = {"Origin": "http://localhost:8000"}
         asked = {**origin, "Access-Control-Request-Method": "POST"}
         answers = [server.http.get("/v1/models", headers=origin), server.http.options("/generate", headers=asked)]

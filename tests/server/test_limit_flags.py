@@ -1,4 +1,4 @@
-"""Limits that an operator sets: each is the one that is kept, and the error names its flag."""
+"""Limits that an operator sets are enforced, and the error names the flag."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SCORED = {"prompt": "a" * 24, "logprobs": 3, "max_tokens": 1, "echo": True}
         ("/v1/completions", SCORED, {**SCORED, "n": 2}, "100 logprobs, the limit of one response (--max-logprobs-p"),
     ],
 )
-def test_a_limit_is_the_operators(server: EchoServer, path: str, within: Any, beyond: Any, words: str) -> None:
+def test_a_flag_sets_each_limit(server: EchoServer, path: str, within: Any, beyond: Any, words: str) -> None:
     prompt = {"text": "a"} if path == "/generate" else {"prompt": "a", "max_tokens": 2}
     good = server.http.post(path, json={**prompt, **within})
     assert good.status_code == 200, good.text
@@ -72,12 +72,12 @@ def test_a_limit_is_the_operators(server: EchoServer, path: str, within: Any, be
         assert words in bad.json()["error"]["message"]
 
 
-def test_unread_output_is_the_operators(server: EchoServer) -> None:
+def test_a_flag_sets_the_limit_on_unread_output(server: EchoServer) -> None:
     links: Any = server.context.client
     assert links.links._link._max_unread_bytes == OPTIONS["max_unread_bytes"]
 
 
-def test_the_time_of_templates_is_the_operators(tmp_path: Path) -> None:
+def test_a_flag_sets_the_time_limit_of_templates(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path)
     endless = "{% for b in range(99999) %}" * 4 + "{% endfor %}" * 4
     endless = "{% if messages[0].content == 'stuck' %}" + endless + "{% endif %}"
@@ -87,7 +87,7 @@ def test_the_time_of_templates_is_the_operators(tmp_path: Path) -> None:
         tokenizer.render_chat([{"role": "user", "content": "stuck"}])
 
 
-def test_no_flag_allows_what_requests_are_refused_for_anyway() -> None:
+def test_flags_cannot_exceed_the_fixed_limits() -> None:
     for name, most in (
         ("max_stop_characters", MAX_STOP_CHARACTERS),
         ("max_grammar_characters", MAX_GRAMMAR_CHARACTERS),

@@ -1,4 +1,4 @@
-"""No client can ask for so much that the others notice: every limit, the error that names it, and what it costs."""
+"""No request can use enough to slow others down: every limit, the error that names it, and its cost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def error_of(server: EchoServer, path: str, body: Any, status: int = 400) -> dic
         ("/tokenize", "prompt", {"prompt": ["a", "a" * (MOST_CHARACTERS + 1)]}),
     ],
 )
-def test_a_text_that_cannot_fit_is_not_tokenized(
+def test_a_text_too_long_for_the_context_is_not_tokenized(
     server: EchoServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str, body: Any
 ) -> None:
     tokenized: list[int] = []
@@ -58,17 +58,17 @@ def test_a_text_that_cannot_fit_is_not_tokenized(
     assert max(tokenized, default=0) <= 1
 
 
-def test_a_text_of_as_many_characters_as_can_fit(server: EchoServer) -> None:
+def test_a_text_of_the_maximum_length_is_accepted(server: EchoServer) -> None:
     response = server.http.post("/tokenize", json={"prompt": "a" * MOST_CHARACTERS})
     assert response.json()["count"] == MOST_CHARACTERS
 
 
-def test_too_many_token_ids_are_counted_before_they_are_looked_at(server: EchoServer) -> None:
+def test_token_ids_are_counted_before_they_are_checked(server: EchoServer) -> None:
     error = error_of(server, "/generate", {"input_ids": [-1] * (CONTEXT_LENGTH + 1)})
     assert error["code"] == "context_length_exceeded"
 
 
-def test_stop_strings_have_a_length_together(server: EchoServer) -> None:
+def test_the_total_length_of_stop_strings_is_limited(server: EchoServer) -> None:
     for stop in ("x" * 4097, ["x" * 4000, "y" * 97], "x" * 60_000):
         error = error_of(server, "/v1/completions", {"prompt": "a", "stop": stop})
         assert error["param"] == "stop"
@@ -97,7 +97,7 @@ def test_stop_strings_have_a_length_together(server: EchoServer) -> None:
         {"prompt": "a", "best_of": 10**4000},
     ],
 )
-def test_an_error_repeats_little_of_what_it_refuses(server: EchoServer, body: Any) -> None:
+def test_an_error_quotes_little_of_the_refused_value(server: EchoServer, body: Any) -> None:
     response = server.http.post("/v1/completions", content=json.dumps(body), headers=JSON)
     assert response.status_code in (400, 404)
     assert len(response.content) < 1200, response.text[:2000]
@@ -105,7 +105,7 @@ def test_an_error_repeats_little_of_what_it_refuses(server: EchoServer, body: An
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[EchoServer]:
-    """Reads 100 kB of a body, and waits half a second for more of it."""
+    """Reads up to 100 kB of a body, and waits half a second for more of it."""
     with serve_echo(max_body_bytes=100_000, client_timeout=0.5) as server:
         yield server
 
@@ -145,14 +145,14 @@ def test_a_body_without_a_length_is_counted_while_it_is_read(small: EchoServer) 
     assert "--max-body-bytes" in body["error"]["message"]
 
 
-def test_a_body_of_the_largest_size(small: EchoServer) -> None:
+def test_a_body_of_the_maximum_size_is_read(small: EchoServer) -> None:
     body = json.dumps({"prompt": "a", "user": ""})
     body = body.replace('"user": "', '"user": "' + "x" * (100_000 - len(body)))
     assert len(body) == 100_000
     assert small.http.post("/v1/completions", content=body, headers=JSON).status_code == 200
 
 
-def test_a_body_that_does_not_come(small: EchoServer) -> None:
+def test_a_missing_body_times_out(small: EchoServer) -> None:
     with socket.create_connection(("127.0.0.1", small.port)) as connection:
         connection.sendall(head("/v1/completions", "Content-Length: 1000\r\n") + b'{"prompt')
         status, body = answer(connection)
@@ -160,21 +160,23 @@ def test_a_body_that_does_not_come(small: EchoServer) -> None:
     assert "0.5 s without data (--client-timeout)" in body["error"]["message"]
 
 
-def test_bodies_of_all_requests_have_a_limit_together(small: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "SLOWEST", 100)  # what was read is held for a quarter of an hour
+def test_the_total_size_of_bodies_is_limited(small: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        request_body, "SLOWEST", 100
+    )  # the server would hold the bytes it read for a quarter of an hour
     connections: list[socket.socket] = []
     refused: list[tuple[int, dict[str, Any]]] = []
     while not refused:
         assert len(connections) < 60, "nobody was refused"
         connections.append(socket.create_connection(("127.0.0.1", small.port)))
         connections[-1].sendall(head("/v1/completions", "Transfer-Encoding: chunked\r\n") + chunk(90_000))
-        # On a busy machine nothing of a body may come in time: 408 then, and it holds nothing.
+        # On a busy machine a body's bytes may all be late: then 408, and it holds nothing.
         answered = [answer(one) for one in select.select(connections[-1:], [], [], 0.2)[0]]
         refused = [(status, body) for status, body in answered if status != 408]
     assert len(connections) > request_body.BODIES_IN_FLIGHT
     assert refused[0][0] == 503
     assert "(8 times --max-body-bytes)" in refused[0][1]["error"]["message"]
-    # Small ones are always read; and what was held is given back.
+    # Small bodies are always read, and the memory that was held is given back.
     assert small.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
     for connection in connections:
         connection.close()
@@ -182,7 +184,7 @@ def test_bodies_of_all_requests_have_a_limit_together(small: EchoServer, monkeyp
 
 
 def is_read(server: EchoServer, body: dict[str, Any]) -> bool:
-    """False as well where the server refuses it and closes the connection before all of it was sent."""
+    """False also where the server refuses the body and closes before all of it was sent."""
     try:
         return server.http.post("/v1/completions", json=body).status_code == 200
     except httpx2.TransportError:
@@ -193,7 +195,7 @@ def is_read(server: EchoServer, body: dict[str, Any]) -> bool:
     "prefix", ['{"prompt": "a", "user": ', "", '{"messages": [{"role": "user", "content": "a", "name": ']
 )
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions", "/tokenize"])
-def test_a_body_may_not_be_deep(server: EchoServer, path: str, prefix: str) -> None:
+def test_the_nesting_of_a_body_is_limited(server: EchoServer, path: str, prefix: str) -> None:
     for depth in (70, 900, 100_000):
         for opening, closing in (("[", "]"), ('{"a":', "}")):
             content = prefix + opening * depth + "1" + closing * depth
@@ -203,7 +205,7 @@ def test_a_body_may_not_be_deep(server: EchoServer, path: str, prefix: str) -> N
             assert "levels of nesting; the limit is 64" in response.json()["error"]["message"]
 
 
-def test_brackets_in_text_are_no_depth(server: EchoServer) -> None:
+def test_brackets_in_strings_are_not_nesting(server: EchoServer) -> None:
     text = '[{"' * 500 + "\\" * 3 + '"'
     body = {"user": "\\", "prompt": text, "max_tokens": 4, "metadata": [[[["\\", '"[']]]]}
     assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text[:4]
@@ -217,7 +219,7 @@ def test_brackets_in_text_are_no_depth(server: EchoServer) -> None:
         ("[" + "1," * 1_100_000 + "1]", "values; the limit is 1048576"),
     ],
 )
-def test_a_body_may_not_have_too_many_parts(server: EchoServer, content: str, what: str) -> None:
+def test_the_number_of_values_in_a_body_is_limited(server: EchoServer, content: str, what: str) -> None:
     error = server.http.post("/v1/completions", content=content, headers=JSON).json()["error"]
     assert error["code"] == "body_too_complex"
     assert what in error["message"]
@@ -234,8 +236,8 @@ def test_a_body_may_not_have_too_many_parts(server: EchoServer, content: str, wh
         {"prompt": "a", "logit_bias": {f"x{number}": "y" for number in range(30_000)}},
     ],
 )
-def test_faults_cost_no_more_than_what_is_right(server: EchoServer, body: Any) -> None:
-    """Each fault used to be an object of 400 bytes and more, of which one was told."""
+def test_invalid_values_cost_no_more_than_valid_ones(server: EchoServer, body: Any) -> None:
+    """Each fault used to be an object of over 400 bytes, and only one of them was reported."""
     content = json.dumps(body)
     gc.collect()
     tracemalloc.start()
@@ -246,7 +248,7 @@ def test_faults_cost_no_more_than_what_is_right(server: EchoServer, body: Any) -
     assert most < 40 * len(content), response.text
 
 
-def test_names_that_clients_choose_have_a_length(server: EchoServer) -> None:
+def test_the_length_of_client_chosen_names_is_limited(server: EchoServer) -> None:
     for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
         for name in ("rid", "extra_key", "routing_key"):
             error = error_of(server, path, {**body, name: "x" * 1025})
@@ -264,20 +266,22 @@ def test_names_that_clients_choose_have_a_length(server: EchoServer) -> None:
         ("/generate", "text", {"text": ["a"] * 9, "sampling_params": {"n": 128}}, 1152),
     ],
 )
-def test_one_request_has_so_many_completions(server: EchoServer, path: str, field: str, body: Any, count: int) -> None:
+def test_the_number_of_completions_of_a_request_is_limited(
+    server: EchoServer, path: str, field: str, body: Any, count: int
+) -> None:
     error = error_of(server, path, body)
     assert error["param"] == field
     assert f"{count} completions; the limit per request is 1024 (--max-completions-per-request)" in error["message"]
 
 
-def test_a_batch_of_the_largest_size(server: EchoServer) -> None:
-    """It goes to the engine in parts, and is answered in order."""
+def test_a_batch_of_the_maximum_size_is_answered(server: EchoServer) -> None:
+    """It is submitted to the engine in parts, and answered in order."""
     prompts = [[65 + number % 26] * (1 + number % 3) for number in range(1024)]
     answer = server.http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 3}).json()
     assert [choice["text"] for choice in answer["choices"]] == [bytes(prompt).decode() for prompt in prompts]
 
 
-def test_another_client_is_not_behind_all_of_a_batch(slow_server: EchoServer) -> None:
+def test_another_client_does_not_wait_for_a_whole_batch(slow_server: EchoServer) -> None:
     batch = slow_server.send("/v1/completions", {"prompt": ["abcdefgh"] * 1000, "max_tokens": 8})
     wait_for(lambda: slow_server.running() >= FLIGHTS_PER_ROW * MAX_RUNNING)
     for _ in range(10):
@@ -287,11 +291,11 @@ def test_another_client_is_not_behind_all_of_a_batch(slow_server: EchoServer) ->
     wait_for(lambda: slow_server.running() == 0 and not slow_server.context.in_flight)
 
 
-def test_the_queue_of_a_server_has_an_end() -> None:
+def test_the_queue_of_a_server_is_limited() -> None:
     assert ServerConfig().max_queued_requests == 4096
 
 
-def test_the_logprobs_of_an_answer_have_a_number(server: EchoServer) -> None:
+def test_the_number_of_logprobs_of_an_answer_is_limited(server: EchoServer) -> None:
     body = {"prompt": [65] * 4000, "echo": True, "logprobs": 20, "n": 128, "max_tokens": 0}
     error = error_of(server, "/v1/completions", body)
     assert error["param"] == "logprobs"
@@ -300,7 +304,7 @@ def test_the_logprobs_of_an_answer_have_a_number(server: EchoServer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_all_completions_share_the_logprobs_of_their_prompt(server: EchoServer, stream: bool) -> None:
-    """They are computed and kept once. An answer repeats them, and long ones are written in a thread."""
+    """They are computed and kept once. An answer repeats them, and long answers are written in a thread."""
     before = len(server.seen())
     fields = {"prompt": [65, 66] * 1000, "echo": True, "logprobs": 2, "n": 3, "max_tokens": 2}
     if stream:
@@ -315,9 +319,9 @@ def test_all_completions_share_the_logprobs_of_their_prompt(server: EchoServer, 
     assert [seen["logprob_start"] for seen in server.seen()[before:]] == [0, -1, -1]
 
 
-def test_streams_that_repeat_have_a_pace(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1500 tokens with 5 alternatives make 300 MB where each has an event that repeats all before it. Short events,
-    those of the first tokens, wait for nothing."""
+def test_cumulative_streams_are_paced(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1500 tokens with 5 alternatives make 300 MB where each event repeats the ones before it. Short events, those
+    of the first tokens, are not delayed."""
     pace = 4 * 2**20
     monkeypatch.setattr(repeats, "REPEATED_BYTES", pace)
     fields = {

@@ -1,4 +1,4 @@
-"""No client writes as much of the log as it likes."""
+"""A client cannot flood the log."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from sglang_jax.server import partial_requests
 from sglang_jax.server.partial_requests import PartialRequests
 
 
-def test_each_warning_is_one_line_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_warning_is_logged_once_a_second(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     now = 100.0
-    # In the place of the module: event loops of other servers in this process go by the time as well.
+    # Instead of patching the module: event loops of other servers in this process use its time too.
     monkeypatch.setattr("sglang_jax.logs.time", SimpleNamespace(monotonic=lambda: now))
     logger = logging.getLogger("test of floods")
     logger.addFilter(OnceASecond())
@@ -37,7 +39,7 @@ class Client:
     def refuse(self, error: Exception) -> None: ...
 
 
-def test_a_thousand_refusals_are_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thousand_refusals_are_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(partial_requests.logger, "filters", [OnceASecond()])
     monkeypatch.setattr("sglang_jax.logs.time", SimpleNamespace(monotonic=lambda: 100.0))
     held = PartialRequests(10, "heads")
@@ -47,8 +49,8 @@ def test_a_thousand_refusals_are_one(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert line.startswith("Refused a request of which 11 bytes had come: 11 bytes of unfinished heads are held")
 
 
-def test_what_is_no_http_is_one(server: EchoServer, caplog: pytest.LogCaptureFixture) -> None:
-    time.sleep(1.1)  # another test's line may have been this second's
+def test_bytes_that_are_not_http_are_logged_once(server: EchoServer, caplog: pytest.LogCaptureFixture) -> None:
+    time.sleep(1.1)  # another test may have used up this second's line
     begin = time.monotonic()
     for _ in range(50):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:

@@ -1,4 +1,4 @@
-"""Long bodies, and requests of many prompts, leave the event loop to others."""
+"""Long bodies and requests of many prompts do not block the event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_jax.server.streaming import RESPONSE_SLICE, json_list_response, json
 
 JSON = {"Content-Type": "application/json"}
 PADDING = {"user": "x" * (LONG_BODY + 1)}
-"""Makes a body long, and changes nothing."""
+"""Makes a body long without changing its meaning."""
 
 
 def burn(seconds: float) -> None:
@@ -33,7 +33,7 @@ def burn(seconds: float) -> None:
 
 
 class TestOneAtATime:
-    async def test_others_have_their_share_after_each_piece(self) -> None:
+    async def test_other_work_runs_after_each_piece(self) -> None:
         work, took = LongWork(), 0.02
         ends: list[tuple[float, float]] = []
 
@@ -46,7 +46,7 @@ class TestOneAtATime:
         pauses = [after[0] - before[1] for before, after in itertools.pairwise(ends)]
         assert min(pauses) >= took * OTHERS_SHARE * 0.9
 
-    async def test_small_pieces_go_before_large_ones_that_came_with_them(self) -> None:
+    async def test_small_pieces_run_before_large_ones(self) -> None:
         work, done = LongWork(), list[str]()
 
         async def do(name: str, size: int) -> None:
@@ -59,7 +59,7 @@ class TestOneAtATime:
         await asyncio.gather(first, small, *large)
         assert done == ["first", "small", "large", "large", "large"]
 
-    async def test_who_fails_or_leaves_keeps_nobody_waiting(self) -> None:
+    async def test_failed_or_cancelled_work_blocks_no_other(self) -> None:
         work = LongWork()
         with pytest.raises(ZeroDivisionError):
             await work.run(10, lambda: 1 / 0)
@@ -73,8 +73,8 @@ class TestOneAtATime:
         go.set()
         assert await asyncio.wait_for(work.run(10, lambda: "done"), 10) == "done"
 
-    async def test_tenants_have_turns_however_many_pieces_they_have(self) -> None:
-        """A thousand bodies of one key kept those of the others waiting for half a minute."""
+    async def test_tenants_alternate_whatever_their_number_of_pieces(self) -> None:
+        """A thousand bodies of one key delayed the others for half a minute."""
         work, done = LongWork(), list[str]()
 
         async def do(tenant: str) -> None:
@@ -101,7 +101,7 @@ class TestLongBodies:
         monkeypatch.setattr(json_body, "parse", noted)
         return seen
 
-    def test_they_are_read_in_a_thread_and_answered_alike(self, server: EchoServer, threads: list[str]) -> None:
+    def test_they_are_parsed_in_a_thread_and_answered_the_same(self, server: EchoServer, threads: list[str]) -> None:
         for body in ({"prompt": "abc"}, {"prompt": "abc", **PADDING}):
             answer = server.http.post("/v1/completions", json=body)
             assert answer.json()["choices"][0]["text"] == "abc", answer.text
@@ -109,15 +109,17 @@ class TestLongBodies:
         assert "long-bodies" not in threads[0]
         assert "long-bodies" in threads[1]
 
-    def test_so_are_those_of_many_objects(self, server: EchoServer, threads: list[str]) -> None:
+    def test_bodies_of_many_objects_are_parsed_in_a_thread(self, server: EchoServer, threads: list[str]) -> None:
         for count in (100, 600):
             body = {"prompt": "a", "metadata": [{}] * count}
             assert len(json.dumps(body)) < LONG_BODY
             assert server.http.post("/v1/completions", json=body).status_code == 200
         assert ["long-bodies" in name for name in threads] == [False, True]
 
-    def test_who_leaves_holds_no_body(self, server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its connection made room for the next one, and its body waited for its turn all the same."""
+    def test_the_body_of_a_client_that_left_is_dropped(
+        self, server: EchoServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its connection was closed for the next one, but its body stayed in the queue."""
         begun, go = list[str](), threading.Event()
 
         def parse(body: bytes) -> Any:
@@ -155,7 +157,7 @@ class TestLongBodies:
         ],
     )
     @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "text/plain"])
-    def test_their_errors_are_those_of_short_ones(
+    def test_their_errors_are_the_same_as_for_short_ones(
         self, server: EchoServer, threads: list[str], content: str, kind: str
     ) -> None:
         answers = []
@@ -170,7 +172,7 @@ class TestLongBodies:
         assert all("long-bodies" in name for name in threads[1:])
 
 
-async def test_prompts_of_one_request_are_begun_a_few_at_a_time() -> None:
+async def test_prompts_of_one_request_start_a_few_at_a_time() -> None:
     class Stream:
         async def next(self) -> OutputDelta:
             await asyncio.sleep(3600)
@@ -190,8 +192,8 @@ async def test_prompts_of_one_request_are_begun_a_few_at_a_time() -> None:
     await merged.close()
 
 
-def test_items_of_an_answer_are_written_one_at_a_time() -> None:
-    """A thousand logprobs are made into ten times the memory of their JSON."""
+def test_items_of_an_answer_are_encoded_one_at_a_time() -> None:
+    """A thousand logprobs take ten times the memory of their JSON."""
     items = ({f"token {number}": -1.5 - number for number in range(20_000)} for _ in range(20))
     tracemalloc.start()
     response = json_list_response(b"[", items, b"]")
@@ -202,7 +204,7 @@ def test_items_of_an_answer_are_written_one_at_a_time() -> None:
     assert peak < 1.5 * written_bytes + 8_000_000
 
 
-async def test_a_long_answer_is_given_a_slice_at_a_time() -> None:
+async def test_a_long_answer_is_sent_a_slice_at_a_time() -> None:
     payload = [{"a": "b" * 100, "choices": "[]"}] * 5000
     for response in (json_response(payload), json_list_response(b"[", payload, b"]")):
         sent: list[dict[str, Any]] = []
@@ -228,8 +230,8 @@ def test_a_long_answer_arrives_whole(server: EchoServer) -> None:
     assert len(answer.json()) == 12
 
 
-def test_many_completions_are_written_in_a_thread_one_request_after_the_other(server: EchoServer) -> None:
-    """In as many threads as there were requests, each of them in the event loop's way."""
+def test_many_completions_are_encoded_in_a_thread_one_request_at_a_time(server: EchoServer) -> None:
+    """Each request had a thread, and all of them delayed the event loop."""
 
     def outputs(count: int) -> list[OutputDelta]:
         finish = FinishReason(FinishKind.LENGTH)

@@ -1,5 +1,5 @@
-"""Thousands of wrong requests, made from the OpenAPI description and from valid ones: none is the server's fault, and
-nothing is left of them. `benchmarks/abuse.py --malformed 10000` sends more of them."""
+"""Thousands of wrong requests, made from the OpenAPI description and from valid requests: none causes a 5xx, and no
+state is left. `benchmarks/abuse.py --malformed 10000` sends more of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def malformed() -> Any:
 
 
 def answer(port: int, request: Any) -> tuple[int, bytes]:
-    """The status and the body; 0 where the server only closed the connection."""
+    """The status and the body; status 0 if the server only closed the connection."""
     if not request.raw:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         try:
@@ -55,7 +55,9 @@ def answer(port: int, request: Any) -> tuple[int, bytes]:
     return int(received.split()[1]) if received.startswith(b"HTTP/1.1 ") else 0, received
 
 
-def test_malformed_requests(scheduled: EchoServer, malformed: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_requests_are_refused(
+    scheduled: EchoServer, malformed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     description = scheduled.http.get("/openapi.json").json()
     requests = list(malformed.malformed_requests(description, COUNT))
     with ThreadPoolExecutor(8) as threads:

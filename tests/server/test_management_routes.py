@@ -46,7 +46,7 @@ def test_model_info(server: EchoServer, path: str) -> None:
     assert (info["vocab_size"], info["context_length"], info["eos_token_ids"]) == (VOCAB_SIZE, CONTEXT_LENGTH, [EOS])
 
 
-def test_the_address_of_the_server_says_what_it_is(server: EchoServer) -> None:
+def test_the_root_route_describes_the_server(server: EchoServer) -> None:
     told = server.http.get("/").json()
     assert told["model"] == "echo-model"
     for name in ("routes", "ready"):
@@ -82,7 +82,7 @@ def test_flush_cache(slow_server: EchoServer, method: str) -> None:
         ("/v1/completions", {"prompt": LONG["text"], "max_tokens": 1000, "rid": "mine"}),
     ],
 )
-def test_abort_ends_a_request_with_what_there_is(slow_server: EchoServer, path: str, body: dict[str, Any]) -> None:
+def test_abort_ends_a_request_with_the_output_so_far(slow_server: EchoServer, path: str, body: dict[str, Any]) -> None:
     with slow_server.http.stream("POST", path, json={**body, "stream": True}) as response:
         lines = response.iter_lines()
         next(lines)
@@ -92,7 +92,7 @@ def test_abort_ends_a_request_with_what_there_is(slow_server: EchoServer, path: 
     assert slow_server.running() == 0
 
 
-def test_abort_one_of_a_batch_and_abort_all(slow_server: EchoServer) -> None:
+def test_abort_of_one_request_of_a_batch_and_of_all(slow_server: EchoServer) -> None:
     body = {**LONG, "text": [LONG["text"]] * 2, "rid": ["one", "two"], "stream": True}
     with slow_server.http.stream("POST", "/generate", json=body) as response:
         lines = response.iter_lines()
@@ -104,13 +104,13 @@ def test_abort_one_of_a_batch_and_abort_all(slow_server: EchoServer) -> None:
         list(lines)
 
 
-def test_abort_of_nobody(server: EchoServer) -> None:
+def test_abort_of_an_unknown_request(server: EchoServer) -> None:
     assert server.http.post("/abort_request", json={"rid": "unknown"}).status_code == 200
     refused = server.http.post("/abort_request", json={})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rid")
 
 
-def test_tokenize_and_back(server: EchoServer) -> None:
+def test_tokenize_and_detokenize_round_trip(server: EchoServer) -> None:
     one = server.http.post("/tokenize", json={"prompt": "a€"}).json()
     assert one == {"tokens": list("a€".encode()), "count": 4, "max_model_len": CONTEXT_LENGTH}
     assert server.http.post("/detokenize", json={"tokens": one["tokens"]}).json() == {"text": "a€", "prompt": "a€"}
@@ -122,7 +122,7 @@ def test_tokenize_and_back(server: EchoServer) -> None:
     assert server.http.post("/detokenize", json=special).json() == dict.fromkeys(("text", "prompt"), f"a<{EOS}>")
 
 
-def test_so_many_tokens_are_counted_at_once(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_tokenize_request_is_limited(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(management, "MOST_TOKENIZED", 20_000)
     text = "a" * 10_000
     assert server.http.post("/tokenize", json={"prompt": [text] * 2}).json()["count"] == [len(text)] * 2
@@ -149,7 +149,7 @@ def test_tokenizer_refusals(server: EchoServer, path: str, body: dict[str, Any],
 
 
 def figures(text: str) -> dict[str, float]:
-    """Metric name, with its `le` bound if it has one, to value."""
+    """Maps a metric's name, with its `le` bound if it has one, to its value."""
     found = re.findall(r'^([\w:]+)\{(?:le="([^"]+)",)?model_name="[^"]+"\} (\S+)$', text, re.MULTILINE)
     return {name + (f"<={bound}" if bound else ""): float(value) for name, bound, value in found}
 
@@ -168,7 +168,7 @@ def test_metrics_of_requests() -> None:
         response = server.http.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain")
         values = figures(response.text)
-    assert values["sglang:num_requests_total"] == 3  # what was refused or failed does not count
+    assert values["sglang:num_requests_total"] == 3  # refused and failed requests do not count
     assert values["sglang:time_to_first_token_seconds_count"] == 1
     assert values["sglang:inter_token_latency_seconds_count"] == 4
     streamed = values["sglang:time_to_first_token_seconds_sum"] + values["sglang:inter_token_latency_seconds_sum"]
@@ -179,7 +179,7 @@ def test_metrics_of_requests() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1000), st.integers(1, 3)), max_size=20))
-def test_latencies_are_exposed_as_prometheus_own_histograms_are(values: list[tuple[float, int]]) -> None:
+def test_latencies_are_exposed_as_prometheus_client_does(values: list[tuple[float, int]]) -> None:
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     reference = Histogram("x", "Text.", ["model_name"], registry=theirs, buckets=LATENCY_BUCKETS).labels("m")
     mine = LatencyHistogram("x", "Text.", LATENCY_BUCKETS, "m")
@@ -195,7 +195,7 @@ def test_latencies_are_exposed_as_prometheus_own_histograms_are(values: list[tup
     assert float(found_sum.split()[-1]) == pytest.approx(float(expected_sum.split()[-1]))
 
 
-def test_each_pool_of_several_has_its_usage() -> None:
+def test_each_of_several_pools_has_a_usage_metric() -> None:
     groups = [GroupUsage("full", 10, 100), GroupUsage("swa 8", 30, 40), GroupUsage("swa 20", 4, 40, session_tokens=3)]
     groups.append(GroupUsage("mamba", 3, 5, "slot", 2))
     stats = SchedulerStats(num_used_tokens=10, max_total_tokens=100, groups=groups)
@@ -212,7 +212,7 @@ def test_each_pool_of_several_has_its_usage() -> None:
     assert values["sglang:token_usage"] == 0.75
 
 
-def test_balancedness_of_experts_has_a_series_for_each_layer_of_each_replica() -> None:
+def test_expert_balancedness_has_a_series_per_layer_and_replica() -> None:
     balances = [[ExpertBalance(0, 60, 0.5), ExpertBalance(3, 60, 0.25)], [ExpertBalance(0, 90, 1.0)], []]
     loads = [
         ReplicaLoad(
@@ -261,7 +261,7 @@ def test_metrics_of_the_scheduler() -> None:
     assert values["sglang:gen_throughput"] >= 0
 
 
-def test_cached_tokens_are_told_to_the_client() -> None:
+def test_the_usage_reports_cached_tokens() -> None:
     with serve_echo(load_fake_model, page_size=4) as server:
         body = {"prompt": list(range(1, 41)), "max_tokens": 2, "stream_options": {"include_usage": True}}
         for expected in (0, 36):
@@ -271,7 +271,7 @@ def test_cached_tokens_are_told_to_the_client() -> None:
         assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 36}
 
 
-def test_the_documentation_describes_the_bodies(server: EchoServer) -> None:
+def test_the_openapi_document_describes_the_bodies(server: EchoServer) -> None:
     schema = server.http.get("/openapi.json").json()
     for path, name in (("/generate", "GenerateBody"), ("/v1/completions", "CompletionBody")):
         body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -281,7 +281,7 @@ def test_the_documentation_describes_the_bodies(server: EchoServer) -> None:
     )
 
 
-def test_the_list_of_routes_has_each_and_loads_nothing() -> None:
+def test_the_page_of_routes_is_complete_and_loads_no_script() -> None:
     with serve_echo(api_key="sesame") as server:
         answer = server.http.get("/docs")
         schema = server.http.get("/openapi.json", headers={"Authorization": "Bearer sesame"}).json()
@@ -317,7 +317,7 @@ def test_health_without_a_body(server: EchoServer) -> None:
         ("proxy.example", 200),
     ],
 )
-async def test_a_keyless_local_server_is_called_by_names_of_its_machine(
+async def test_a_local_server_without_keys_accepts_only_local_host_names(
     server: EchoServer, host: str, status: int
 ) -> None:
     if host != "proxy.example":
@@ -333,7 +333,7 @@ async def test_a_keyless_local_server_is_called_by_names_of_its_machine(
 
 
 async def status_by(app: ASGIApp, host: str) -> int:
-    """The status of an answer to whoever calls the server so."""
+    """The status of the answer to a request for a host name."""
     statuses: list[int] = []
 
     async def receive() -> Message:
@@ -349,7 +349,7 @@ async def status_by(app: ASGIApp, host: str) -> int:
     return statuses[0]
 
 
-async def test_which_servers_look_at_names(server: EchoServer) -> None:
+async def test_which_servers_check_host_names(server: EchoServer) -> None:
     async def status(**options: str) -> int:
         config = ServerConfig(model_path="echo", **options)
         context = dataclasses.replace(server.context, config=config, callers=Callers.of(config))

@@ -24,7 +24,7 @@ def generate(server: EchoServer, **body: Any) -> Any:
     return response.json()
 
 
-def test_a_text(server: EchoServer) -> None:
+def test_a_text_is_completed(server: EchoServer) -> None:
     answer = generate(server, text="Hello", rid="mine")
     assert answer["text"] == "Hello"
     assert answer["output_ids"] == [*b"Hello", EOS]
@@ -39,7 +39,7 @@ def test_a_text(server: EchoServer) -> None:
     }
 
 
-def test_token_ids_and_length(server: EchoServer) -> None:
+def test_token_ids_are_completed_to_the_length(server: EchoServer) -> None:
     answer = generate(server, input_ids=list(b"Hello"), sampling_params={"max_new_tokens": 3})
     assert answer["text"] == "Hel"
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
@@ -54,7 +54,7 @@ def test_stop_string_and_stop_token(server: EchoServer) -> None:
     assert token["meta_info"]["finish_reason"] == {"type": "stop", "matched": ord(",")}
 
 
-def test_batches_come_back_in_order(server: EchoServer) -> None:
+def test_batches_are_answered_in_order(server: EchoServer) -> None:
     texts = generate(server, text=["one", "three", "five"])
     assert [answer["text"] for answer in texts] == ["one", "three", "five"]
     ids = generate(server, input_ids=[list(b"ab"), list(b"c")])
@@ -135,8 +135,8 @@ def test_a_batch_streams_with_an_index(server: EchoServer) -> None:
 LOGPROBS = ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
 
 
-def test_an_incremental_stream_says_everything_once() -> None:
-    """Each step as it comes, in an event of its own, and nothing of an earlier one."""
+def test_an_incremental_stream_sends_everything_once() -> None:
+    """Each step has its own event, without earlier output."""
     body = {"text": ["häß", "cd"], "sampling_params": [{"n": 2}, {"n": 1}], "return_logprob": True}
     body |= {"logprob_start_len": 0, "top_logprobs_num": 2}
     steps = Steps()
@@ -165,7 +165,7 @@ def test_an_incremental_stream_says_everything_once() -> None:
             assert found["logprobs"] == {name: whole["meta_info"][name] for name in LOGPROBS}
 
 
-def test_incremental_output_is_a_streams(server: EchoServer) -> None:
+def test_incremental_output_needs_a_stream(server: EchoServer) -> None:
     response = server.http.post("/generate", json={"text": "a", "incremental_output": True})
     assert response.status_code == 400
     assert response.json()["error"]["message"] == "incremental_output needs stream to be true"
@@ -177,12 +177,12 @@ def test_one_prompt_with_several_completions_is_a_list(server: EchoServer) -> No
 
 
 @pytest.mark.parametrize("extra", [{"lora_path": None}, {"return_hidden_states": False}, {"image_data": []}])
-def test_what_load_generators_send_is_accepted(server: EchoServer, extra: dict[str, Any]) -> None:
+def test_fields_that_load_generators_send_are_accepted(server: EchoServer, extra: dict[str, Any]) -> None:
     assert generate(server, text="a", **extra)["text"] == "a"
 
 
-def test_special_tokens_that_mark_something_are_shown(server: EchoServer) -> None:
-    """That is how a server behind another one lets it take replies apart."""
+def test_marker_tokens_are_shown(server: EchoServer) -> None:
+    """A server behind another one needs them so that the other can parse replies."""
     body = {"input_ids": [65, 258, 66, 259, 67], "sampling_params": {"stop": ["<25", "C"]}}
     assert server.http.post("/generate", json=body).json()["text"] == "AB"
     asked = request_body(GenerateInput(prompt=[65], markers=frozenset({258})), "name", 99)
@@ -191,8 +191,8 @@ def test_special_tokens_that_mark_something_are_shown(server: EchoServer) -> Non
     assert (shown["text"], shown["meta_info"]["finish_reason"]["matched"]) == ("A<258>B", "C")
 
 
-def test_what_a_stream_repeats_is_copied_a_slice_at_a_time() -> None:
-    """Four copies of a megabyte waited with each event that a client was slow to read."""
+def test_a_cumulative_event_is_copied_a_slice_at_a_time() -> None:
+    """Each event that a slow client had not read kept four copies of a megabyte."""
     text, ids, top = 'a"\0', [1, 2], [[[-0.5, 7, None]] * 20] * 300
     repeated = RepeatedAnswer()
     for count in range(1, 9):

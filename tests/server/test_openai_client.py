@@ -1,4 +1,4 @@
-"""OpenAI's own Python client against the server."""
+"""OpenAI's Python client against the server."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     assert second.token == "s"
 
 
-def test_chat_stream_logprobs_equal_those_at_once(client: openai.OpenAI) -> None:
+def test_chat_stream_logprobs_equal_those_of_the_whole_answer(client: openai.OpenAI) -> None:
     at_once = client.chat.completions.create(model="echo-model", messages=HI, logprobs=True, top_logprobs=1)
     streamed = client.chat.completions.create(
         model="echo-model", messages=HI, logprobs=True, top_logprobs=1, stream=True
@@ -161,7 +161,7 @@ def test_a_response_id_may_be_chosen(client: openai.OpenAI) -> None:
     assert client.completions.create(model="default", prompt="a", extra_body={"rid": "mine"}).id == "mine"
 
 
-def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+def test_errors_raise_the_clients_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"temperature must be in \[0, 100\], got -1") as bad:
         client.chat.completions.create(model="echo-model", messages=HI, temperature=-1)
     assert (bad.value.param, bad.value.code, bad.value.type) == (
@@ -174,7 +174,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
 
 
-def test_an_error_after_the_stream_began_is_an_event() -> None:
+def test_an_error_after_the_start_of_a_stream_is_an_event() -> None:
     with (
         serve_echo(model_path="echo:0.02") as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,

@@ -1,4 +1,4 @@
-"""`/openapi.json` against the routes that exist, what they answer, and OpenAI's client."""
+"""`/openapi.json` against the existing routes, their answers, and OpenAI's client."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def described(server: EchoServer) -> dict[str, Any]:
 
 
 def faults(described: dict[str, Any], schema: dict[str, Any], value: Any, path: str = "") -> list[str]:
-    """Where a value differs from its schema: all that msgspec writes into one, and no field that it does not name."""
+    """Returns where a value differs from its schema: every field that msgspec encodes must be there, and no other."""
     if "$ref" in schema:
         schema = described["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
     if "anyOf" in schema:
@@ -65,12 +65,12 @@ def schema_of(described: dict[str, Any], path: str, method: str, status: str, ki
     return described["paths"][path][method]["responses"][status]["content"][kind]["schema"]
 
 
-def test_it_is_openapi_of_this_version(described: dict[str, Any]) -> None:
+def test_the_document_is_valid_openapi(described: dict[str, Any]) -> None:
     OpenAPI.model_validate(described)
     assert described["info"]["version"] == version()
 
 
-def test_no_reference_leads_nowhere(described: dict[str, Any]) -> None:
+def test_every_reference_resolves(described: dict[str, Any]) -> None:
     def references(part: Any) -> list[str]:
         if isinstance(part, list):
             return [one for each in part for one in references(each)]
@@ -100,7 +100,7 @@ def test_events_are_as_described(server: EchoServer, described: dict[str, Any], 
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/echo-model", "/tokenizer_info"])
-def test_what_is_served_is_as_described(server: EchoServer, described: dict[str, Any], path: str) -> None:
+def test_information_routes_answer_as_described(server: EchoServer, described: dict[str, Any], path: str) -> None:
     schema = schema_of(described, path.replace("echo-model", "{model}"), "get", "200")
     assert faults(described, schema, server.http.get(path).json()) == []
 
@@ -114,7 +114,7 @@ def test_what_is_served_is_as_described(server: EchoServer, described: dict[str,
         ("ModelCard", Model),
     ],
 )
-def test_what_openai_requires_is_described(described: dict[str, Any], name: str, known: type[BaseModel]) -> None:
+def test_fields_that_openai_requires_are_required(described: dict[str, Any], name: str, known: type[BaseModel]) -> None:
     required = {name for name, field in known.model_fields.items() if field.is_required()}
     assert required <= set(described["components"]["schemas"][name]["properties"])
 
@@ -134,7 +134,7 @@ def test_every_route_that_reads_a_body_refuses_it_as_described(server: EchoServe
         assert faults(described, schema_of(described, path, method, "400"), answer.json()) == [], path
 
 
-def test_keys_are_asked_for_where_it_says_so() -> None:
+def test_keys_are_required_where_the_document_says_so() -> None:
     with serve_echo(api_key="sesame") as server:
         described = server.http.get("/openapi.json", headers={"X-Api-Key": "sesame"}).json()
         schemes = described["components"]["securitySchemes"]
@@ -150,5 +150,5 @@ def test_keys_are_asked_for_where_it_says_so() -> None:
         assert [server.http.get("/v1/models", headers=each).status_code for each in headers] == [200, 200]
 
 
-def test_a_server_without_keys_asks_for_none(described: dict[str, Any]) -> None:
+def test_a_server_without_keys_describes_no_security(described: dict[str, Any]) -> None:
     assert {} in described["security"]

@@ -1,4 +1,4 @@
-"""Which web pages may use the server: what a browser asks and checks for a page, against what the options name."""
+"""CORS: which web pages may use the server, as browsers check it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CHAT = "/v1/chat/completions"
 
 
 def headers_of(server: EchoServer, path: str, method: str, page: str, sent: dict[str, str]) -> dict[str, str] | None:
-    """What the answer's headers say to the script of a page, by the Fetch standard: a preflight where content type or
-    key ask for one, then the request. None if the browser gives the script nothing."""
+    """The answer's headers that a page's script can read, by the Fetch standard: a preflight where the content type
+    or key requires one, then the request. None if the browser blocks the script."""
     marks = {"Origin": page, "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"}
     asked = sorted(name.lower() for name in sent)
     if method not in ("GET", "POST") or asked:
@@ -40,7 +40,7 @@ def shared(headers: object, page: str) -> bool:
 JSON = {"Content-Type": "application/json"}
 
 
-def test_a_page_that_is_named_may_chat_and_read_the_answer() -> None:
+def test_an_allowed_page_may_chat_and_read_the_answer() -> None:
     with serve_echo(**ALLOWED) as server:
         for page in (PAGE, LOCAL_PAGE):
             found = headers_of(server, CHAT, "POST", page, JSON)
@@ -52,7 +52,7 @@ def test_a_page_that_is_named_may_chat_and_read_the_answer() -> None:
             assert headers_of(server, "/v1/models", "GET", page, {}) is None
 
 
-def test_a_key_is_asked_for_after_the_preflight_and_its_lack_can_be_read() -> None:
+def test_a_key_is_required_after_the_preflight_and_the_401_can_be_read() -> None:
     with serve_echo(api_key="k", **ALLOWED) as server:
         with_key = JSON | {"Authorization": "Bearer k"}
         assert headers_of(server, CHAT, "POST", PAGE, with_key)["status"] == "200"
@@ -60,11 +60,11 @@ def test_a_key_is_asked_for_after_the_preflight_and_its_lack_can_be_read() -> No
         assert headers_of(server, CHAT, "POST", "https://evil.example", with_key) is None
 
 
-def test_streams_are_shared_as_well() -> None:
+def test_streams_can_be_read() -> None:
     with serve_echo(**ALLOWED) as server:
         answer = server.http.post(CHAT, json=BODY | {"stream": True}, headers={"Origin": PAGE})
         assert shared(answer.headers, PAGE)
-        assert answer.headers["vary"].lower() == "origin"  # a cache between keeps the answers of two pages apart
+        assert answer.headers["vary"].lower() == "origin"  # a cache in between keeps the answers of two pages separate
         assert answer.text.endswith("data: [DONE]\n\n")
 
 
@@ -75,7 +75,7 @@ def test_all_pages_may_be_allowed() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"api_key": "k"}, {"host": "0.0.0.0"}])
-def test_by_default_no_page_may_and_its_preflight_says_why(options: dict[str, str]) -> None:
+def test_by_default_pages_are_refused_and_the_preflight_says_why(options: dict[str, str]) -> None:
     with serve_echo(**options) as server:
         assert headers_of(server, CHAT, "POST", PAGE, JSON | {"Authorization": "Bearer k"}) is None
         answer = server.http.options(CHAT, headers={"Origin": PAGE, "Access-Control-Request-Method": "POST"})
@@ -85,7 +85,7 @@ def test_by_default_no_page_may_and_its_preflight_says_why(options: dict[str, st
         assert "--allowed-origins" in answer.json()["error"]["message"]
 
 
-def test_what_a_page_sends_without_asking_is_only_done_for_pages_that_are_named() -> None:
+def test_requests_without_a_preflight_are_served_only_for_allowed_pages() -> None:
     with serve_echo(**ALLOWED) as server:
         for page, status in ((PAGE, 200), ("https://evil.example", 403)):
             found = server.http.get("/flush_cache", headers={"Origin": page, "Sec-Fetch-Site": "cross-site"})

@@ -1,4 +1,4 @@
-"""What has come of requests that are not whole is held up to a limit of all together."""
+"""The received bytes of incomplete requests are held up to a limit for all connections together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Client:
         self.refusal = error
 
 
-def test_the_oldest_is_refused_of_those_that_are_not_short() -> None:
+def test_the_oldest_request_that_is_not_short_is_refused() -> None:
     held, clients = PartialRequests(1000, "heads"), [Client() for _ in range(5)]
     for client, size in zip(clients, (300, 100, 300, 300, 0), strict=True):
         held.hold(client, size)
@@ -45,8 +45,8 @@ def test_the_oldest_is_refused_of_those_that_are_not_short() -> None:
     assert held.num_bytes == 0
 
 
-def test_silent_ones_keep_no_long_one_out() -> None:
-    """Four thousand of 8 KiB that sent nothing more had every longer body refused, as it was the longest."""
+def test_silent_requests_do_not_crowd_out_long_ones() -> None:
+    """Four thousand clients that sent 8 KiB and stopped had every longer body refused, as it was the longest."""
     held, silent, tiny = PartialRequests(1000, "small bodies"), [Client() for _ in range(100)], Client()
     held.hold(tiny, 1)
     for client in silent:
@@ -86,7 +86,7 @@ def rest_of(connection: socket.socket) -> bytes:
 
 
 def refused(connection: socket.socket, what: str) -> None:
-    """It is answered why, and closed."""
+    """It gets the error, and is closed."""
     head, _, body = rest_of(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 503")
     error = json.loads(body)["error"]
@@ -96,15 +96,15 @@ def refused(connection: socket.socket, what: str) -> None:
     connection.close()
 
 
-def test_heads_that_do_not_end_have_a_size_together(server: EchoServer) -> None:
-    """32 KiB on each of 4,096 connections were 130 MiB, for half a minute."""
+def test_the_total_size_of_unfinished_heads_is_limited(server: EchoServer) -> None:
+    """32 KiB on each of 4,096 connections took 130 MiB for half a minute."""
     honest = connect(server, HEAD)
     behind = connect(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD + b"X: " + b"x" * 5000)
-    for _ in range(3):  # what was sent before is looked at before
+    for _ in range(3):  # earlier bytes are parsed before
         assert server.http.get("/v1/models").is_success
     first, second = connect(server, HEAD + b"X: " + b"x" * 4000), connect(server, HEAD + b"X: " + b"x" * 4000)
     received = b""
-    while b"503" not in received:  # the oldest, behind a request that is answered
+    while b"503" not in received:  # the oldest, behind a request that is being answered
         received += behind.recv(65536)
     assert received.startswith(b"HTTP/1.1 200")
     more = connect(server, HEAD + b"X: " + b"x" * 3000)
@@ -116,8 +116,8 @@ def test_heads_that_do_not_end_have_a_size_together(server: EchoServer) -> None:
     behind.close()
 
 
-def test_what_lies_behind_a_request_at_work_counts_too(server: EchoServer) -> None:
-    """Its answer has begun: another one would be taken for it."""
+def test_bytes_behind_a_running_request_count_too(server: EchoServer) -> None:
+    """Its answer has started: the client would take an error for the rest of it."""
     stream = post_bytes("/generate", {"text": "a" * 2000, "stream": True, "sampling_params": {"max_new_tokens": 2000}})
     connection = connect(server, stream)
     assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -137,8 +137,8 @@ def body(size: int) -> bytes:
     return f"{head}Content-Length: {size + 1}\r\n\r\n{content}".encode()
 
 
-def test_small_bodies_that_do_not_end_have_a_size_together(server: EchoServer) -> None:
-    """64 KiB but for a byte on each of 4,096 connections were 256 MiB."""
+def test_the_total_size_of_small_unfinished_bodies_is_limited(server: EchoServer) -> None:
+    """64 KiB minus a byte on each of 4,096 connections took 256 MiB."""
     honest = connect(server, body(1000))
     first, second = connect(server, body(4000)), connect(server, body(4000))
     more = connect(server, body(3000))
@@ -150,7 +150,7 @@ def test_small_bodies_that_do_not_end_have_a_size_together(server: EchoServer) -
         connection.close()
 
 
-def test_a_longer_one_takes_the_room_of_older_ones(server: EchoServer) -> None:
+def test_a_longer_request_displaces_older_ones(server: EchoServer) -> None:
     others = [connect(server, body(3000)) for _ in range(3)]
     last = connect(server, body(3900))
     refused(others.pop(0), "small bodies")
@@ -160,12 +160,12 @@ def test_a_longer_one_takes_the_room_of_older_ones(server: EchoServer) -> None:
         connection.close()
 
 
-def test_one_that_takes_all_the_room_is_refused_itself(server: EchoServer) -> None:
+def test_a_request_that_fills_the_limit_is_refused_itself(server: EchoServer) -> None:
     refused(connect(server, body(12_000)), "small bodies")
 
 
-def test_a_body_that_has_not_begun_takes_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands were waited for, and each request takes memory of its own."""
+def test_a_body_that_has_not_started_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server waited for thousands of them, and each request takes memory."""
     monkeypatch.setattr(request_body, "MOST_OF_SMALL_BODIES", 3 * LIKE_BYTES + 1000)
     with serve_echo(model_path="echo:0.02") as server:
         head, _, content = body(1000).partition(b"\r\n\r\n")

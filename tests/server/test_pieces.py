@@ -1,4 +1,4 @@
-"""Requests that come in pieces: many small ones are read ever more seldom, and no request is left lying."""
+"""Requests that arrive in pieces: small pieces are read at growing intervals, and every request is read in the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHUNKS = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class Later:
-    """A loop whose timers go off when they are told to."""
+    """A loop whose timers fire only in `run`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -39,7 +39,7 @@ class Later:
         return self._loop.call_later(1000, print)  # to be cancelled
 
     def run(self, most: float) -> list[float]:
-        """Sets off the timers of up to so many seconds; returns their times."""
+        """Fires the timers due within a number of seconds; returns their times."""
         now = [one for one in self._waiting if one[0] <= most]
         self._waiting = [one for one in self._waiting if one[0] > most]
         for _, what, arguments in now:
@@ -73,13 +73,13 @@ async def turns() -> None:
     ("first", "piece"),
     [
         (HEAD, b"X: y\r\n"),
-        (HEAD + b"\r\n" + HEAD, b"X: y\r\n"),  # of the second h11 has the beginning
+        (HEAD + b"\r\n" + HEAD, b"X: y\r\n"),  # h11 has the start of the second
         (BODY, b"abcdef"),
         (CHUNKS, b"1\r\na\r\n"),
     ],
     ids=["head", "head behind another", "body", "chunks"],
 )
-async def test_many_small_pieces_are_read_ever_more_seldom(first: bytes, piece: bytes) -> None:
+async def test_small_pieces_are_read_at_growing_intervals(first: bytes, piece: bytes) -> None:
     connection, wire, later = open_one()
     connection.data_received(first)
     later.run(SOON)  # before the first of two is answered
@@ -97,7 +97,7 @@ async def test_many_small_pieces_are_read_ever_more_seldom(first: bytes, piece: 
     connection.connection_lost(None)
 
 
-async def test_large_pieces_and_whole_requests_are_read_as_they_come() -> None:
+async def test_large_pieces_and_whole_requests_are_read_at_once() -> None:
     connection, wire, _ = open_one()
     for _ in range(3):
         connection.data_received(BODY)
@@ -118,11 +118,11 @@ async def test_large_pieces_and_whole_requests_are_read_as_they_come() -> None:
     connection.connection_lost(None)
 
 
-async def test_a_head_that_is_looked_at_behind_an_answered_request_is_waited_for(
+async def test_reading_resumes_for_a_head_behind_an_answered_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its beginning came with the request before it, whose slice was slow to parse, so that nothing was read until it
-    was looked at; by then the answer was out, and nobody else would read on."""
+    """It started in the slice of the request before it, which was slow to parse: reading paused until the head was
+    parsed, and by then the answer was sent and nothing resumed reading."""
     monkeypatch.setattr(sliced_connection, "SLICE_SECONDS", 0.0)
     connection, wire, later = open_one()
     connection._to_measure = 1  # as behind a slow slice

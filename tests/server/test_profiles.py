@@ -54,18 +54,18 @@ def test_a_recording_lasts_until_it_is_stopped(server: EchoServer, root: Path) -
     generate(server, 20)
     assert not (root / "steps.txt").exists()
     assert server.http.post("/stop_profile").json() == {"success": True, "folders": [str(root)]}
-    assert 20 <= recorded_steps(root) <= 22  # a step may be launched beyond the last token
+    assert 20 <= recorded_steps(root) <= 22  # a step may be launched after the last token
 
 
-def test_a_recording_of_some_steps_ends_by_itself(server: EchoServer, root: Path) -> None:
+def test_a_recording_of_n_steps_ends_by_itself(server: EchoServer, root: Path) -> None:
     body = {"num_steps": 7, "output_dir": "runs/seven"}
     assert server.http.post("/start_profile", json=body).json()["folders"] == [f"{root}/runs/seven"]
     generate(server, 20)
-    assert 7 <= recorded_steps(root / "runs" / "seven") <= 9  # those in flight belong to it
+    assert 7 <= recorded_steps(root / "runs" / "seven") <= 9  # steps in flight belong to it
     assert "no profile is being recorded" in server.http.post("/stop_profile").json()["error"]["message"]
 
 
-def test_one_at_a_time(server: EchoServer) -> None:
+def test_only_one_recording_at_a_time(server: EchoServer) -> None:
     assert server.http.post("/start_profile", json={"output_dir": "first"}).status_code == 200
     second = server.http.post("/start_profile", json={"output_dir": "second"})
     assert second.status_code == 400
@@ -74,20 +74,20 @@ def test_one_at_a_time(server: EchoServer) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "../up", "a/../../b", "", "a\0b"])
-def test_no_client_chooses_a_folder_elsewhere(server: EchoServer, folder: str) -> None:
+def test_a_client_cannot_choose_a_folder_outside_the_root(server: EchoServer, folder: str) -> None:
     refused = server.http.post("/start_profile", json={"output_dir": folder})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "output_dir"
 
 
 @pytest.mark.parametrize("steps", [0, -1, 10_001, "many"])
-def test_a_number_of_steps_has_limits(server: EchoServer, steps: object) -> None:
+def test_the_number_of_steps_is_limited(server: EchoServer, steps: object) -> None:
     refused = server.http.post("/start_profile", json={"num_steps": steps})
     assert refused.status_code == 400
     assert "num_steps" in refused.text
 
 
-def test_a_folder_that_cannot_be_made(server: EchoServer, root: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error(server: EchoServer, root: Path) -> None:
     (root / "file").write_text("")
     refused = server.http.post("/start_profile", json={"output_dir": "file"})
     assert refused.status_code == 400
@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_made(server: EchoServer, root: Path) -> None:
     generate(server, 1)
 
 
-def test_a_server_without_a_folder_takes_none() -> None:
+def test_a_server_without_a_folder_refuses_profiles() -> None:
     with serve_echo(load_fake_model, load_tokenizer, **OPTIONS) as server:
         refused = server.http.post("/start_profile", json={})
         assert refused.status_code == 400
@@ -124,7 +124,7 @@ async def connect(config: ServerConfig) -> EngineClient:
     return await connect_engines(config, ByteTokenizer())
 
 
-def test_a_server_behind_a_router_may_take_its_time(
+def test_a_router_waits_longer_for_profiles(
     root: Path, writes_slowly: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -135,7 +135,7 @@ def test_a_server_behind_a_router_may_take_its_time(
         assert router.http.post("/start_profile").status_code == 200
         stopped = pool.submit(router.http.post, "/stop_profile")
         with pytest.raises(TimeoutError):
-            stopped.result(1.5)  # beyond what a server may take to answer otherwise
+            stopped.result(1.5)  # longer than a server may take to answer other requests
         writes_slowly.set()
         assert stopped.result(30).json()["folders"] == [f"127.0.0.1:{behind.port}: {root}/behind"]
         assert router.http.post("/start_profile").status_code == 200

@@ -30,7 +30,7 @@ def demo(backend: Backend) -> Iterator[EchoServer]:
     options = {"dtype": "float32", "context_length": 256, "max_total_tokens": 1024, "max_running_requests": 2}
     options |= {"backend": backend, "device": "cpu", "skip_warmup": True}
     with serve_echo(load_core, load_text_tokenizer, model_path="demo", **options) as server:
-        server.http.timeout = 300  # whichever test is first waits for programs to be compiled
+        server.http.timeout = 300  # the first test waits for the compilation of programs
         yield server
 
 
@@ -40,11 +40,11 @@ def client(demo: EchoServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_the_server_tells_which_backend_it_runs(backend: Backend, demo: EchoServer) -> None:
+def test_server_info_names_the_backend(backend: Backend, demo: EchoServer) -> None:
     assert demo.http.get("/server_info").json()["internal_states"][0]["backend"] == backend.value
 
 
-def test_chat_at_once_and_as_a_stream(client: openai.OpenAI) -> None:
+def test_chat_whole_and_as_a_stream(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=20)
     assert answer.choices[0].message.content == ANSWER
     assert answer.choices[0].finish_reason == "stop"
@@ -52,7 +52,7 @@ def test_chat_at_once_and_as_a_stream(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == ANSWER
 
 
-def test_an_answer_in_json(client: openai.OpenAI) -> None:
+def test_an_answer_follows_a_json_schema(client: openai.OpenAI) -> None:
     """Its first step samples under a mask, and so does each after it."""
     country = {"type": "string", "enum": ["France", "Spain"]}
     schema = {
@@ -104,7 +104,7 @@ def test_echoed_logprobs_have_offsets_into_the_text(client: openai.OpenAI) -> No
             assert answer.text[offset:].startswith(token)
 
 
-def test_the_vocabulary(client: openai.OpenAI, demo: EchoServer) -> None:
+def test_tokenize_uses_the_models_vocabulary(client: openai.OpenAI, demo: EchoServer) -> None:
     with pytest.raises(openai.BadRequestError, match="49152") as refused:
         client.completions.create(model="demo", prompt=[49152])
     assert refused.value.param == "prompt"
@@ -112,8 +112,8 @@ def test_the_vocabulary(client: openai.OpenAI, demo: EchoServer) -> None:
     assert demo.http.post("/detokenize", json={"tokens": tokens}).json()["text"] == "héllo 你好"
 
 
-def test_turns_of_a_session_give_what_whole_prompts_give(demo: EchoServer) -> None:
-    """Each turn is found in the cache but for less than a page, and nothing is left once the session is closed."""
+def test_turns_of_a_session_equal_whole_prompts(demo: EchoServer) -> None:
+    """All but less than a page of each turn's prefix is cached, and no state is left after the session is closed."""
     session = demo.http.post("/open_session", json={"capacity_of_str_len": 0, "streaming": True}).json()
     sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
     history: list[int] = []

@@ -1,4 +1,4 @@
-"""Servers elsewhere as replicas: what a client gets through the router is what the server itself would have said."""
+"""Remote servers as replicas: a client gets the same answers through the router as from the server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def connect(config: ServerConfig) -> EngineClient:
 
 @pytest.fixture(scope="module")
 def behind() -> Iterator[EchoServer]:
-    """A server that is somebody's replica."""
+    """A server that is a replica of a router."""
     with serve_echo(served_model_name="echo-model") as server:
         yield server
 
@@ -54,7 +54,7 @@ def router(behind: EchoServer) -> Iterator[EchoServer]:
 
 @pytest.fixture(scope="module")
 def slow_pair() -> Iterator[tuple[EchoServer, EchoServer]]:
-    """A slow server, and a router before it."""
+    """A slow server, and a router in front of it."""
     with (
         serve_echo(model_path="echo:0.02") as behind,
         serve_echo(launch=connect, connect=f"127.0.0.1:{behind.port}") as router,
@@ -79,10 +79,10 @@ GENERATE: list[dict[str, Any]] = [
 ]
 
 
-def settled(answer: Any) -> Any:
-    """Without what differs from call to call."""
+def without_changing_fields(answer: Any) -> Any:
+    """Removes the fields that differ from call to call."""
     if isinstance(answer, list):
-        return [settled(one) for one in answer]
+        return [without_changing_fields(one) for one in answer]
     answer = json.loads(json.dumps(answer))
     for meta in [answer.get("meta_info", {})]:
         for name in ("e2e_latency", "id", "queue_time", "sampled_ago"):
@@ -96,28 +96,28 @@ def settled(answer: Any) -> Any:
 def test_generate_through_the_router(behind: EchoServer, router: EchoServer, body: dict[str, Any]) -> None:
     answers = [server.http.post("/generate", json=body).json() for server in (behind, router)]
     assert "error" not in answers[0]
-    assert settled(answers[1]) == settled(answers[0])
+    assert without_changing_fields(answers[1]) == without_changing_fields(answers[0])
 
 
 @pytest.mark.parametrize("body", GENERATE, ids=range(len(GENERATE)))
-def test_streams_through_the_router_end_alike(behind: EchoServer, router: EchoServer, body: dict[str, Any]) -> None:
+def test_streams_through_the_router_end_the_same(behind: EchoServer, router: EchoServer, body: dict[str, Any]) -> None:
     ends = []
     for server in (behind, router):
         last: dict[int, Any] = {}
         for event in server.events("/generate", body):
-            last[event.get("index", 0)] = settled(event)
+            last[event.get("index", 0)] = without_changing_fields(event)
         ends.append(last)
     assert ends[1] == ends[0]
 
 
 def figures(server: EchoServer) -> dict[str, float]:
-    """Sums and counts of the latencies that a server has."""
+    """Sums and counts of the server's latency metrics."""
     found = re.findall(r"^sglang:(\w+_(?:sum|count))\{[^}]*\} (\S+)$", server.http.get("/metrics").text, re.MULTILINE)
     return {name: float(value) for name, value in found}
 
 
-def test_a_router_has_the_latencies_of_answers_that_come_whole() -> None:
-    """It does not see their tokens come: the server behind it says when it sampled them."""
+def test_a_router_reports_latencies_of_unstreamed_answers() -> None:
+    """The router does not see their tokens arrive: the replica reports when it sampled them."""
     sampling = {"max_new_tokens": 8, "ignore_eos": True, "n": 2}
     with (
         serve_echo(load_fake_model) as behind,
@@ -137,7 +137,7 @@ def test_a_router_has_the_latencies_of_answers_that_come_whole() -> None:
         assert 0 <= last <= first <= meta["e2e_latency"]
 
 
-def test_times_of_the_engine_are_told_to_operators_only() -> None:
+def test_engine_times_are_reported_to_operators_only() -> None:
     with serve_echo(load_fake_model, api_key="client's", admin_api_key="operator's") as server:
         for key, told in (("client's", set()), ("operator's", {"queue_time", "sampled_ago"})):
             headers = {"Authorization": f"Bearer {key}"}
@@ -160,7 +160,7 @@ def test_openai_routes_through_the_router(
 ) -> None:
     answers = [server.http.post(path, json=body).json() for server in (behind, router)]
     assert "error" not in answers[0]
-    assert settled(answers[1]) == settled(answers[0])
+    assert without_changing_fields(answers[1]) == without_changing_fields(answers[0])
     joined = []
     for server in (behind, router):
         texts: dict[int, list[Any]] = {}
@@ -175,7 +175,7 @@ def test_openai_routes_through_the_router(
     assert joined[1] == joined[0]
 
 
-def test_what_the_engine_is_asked_is_the_same(behind: EchoServer, router: EchoServer) -> None:
+def test_the_engine_receives_the_same_parameters(behind: EchoServer, router: EchoServer) -> None:
     fields = {"max_new_tokens": 7, "seed": 11, "stop": ["zzz"], "logit_bias": {"5": 1.5}}
     seen = []
     for server in (behind, router):
@@ -187,7 +187,7 @@ def test_what_the_engine_is_asked_is_the_same(behind: EchoServer, router: EchoSe
     assert seen[1] == seen[0]
 
 
-def test_long_answers_have_the_rest_of_the_context(behind: EchoServer, router: EchoServer) -> None:
+def test_an_answer_without_a_limit_may_use_the_rest_of_the_context(behind: EchoServer, router: EchoServer) -> None:
     for server in (behind, router):
         answer = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
         assert answer.status_code == 200
@@ -196,7 +196,7 @@ def test_long_answers_have_the_rest_of_the_context(behind: EchoServer, router: E
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_of_the_engine_come_through(behind: EchoServer, router: EchoServer, stream: bool) -> None:
+def test_errors_of_the_engine_pass_the_router(behind: EchoServer, router: EchoServer, stream: bool) -> None:
     body = {"input_ids": [259, 1], "stream": stream}
     answers = [server.http.post("/generate", json=body) for server in (behind, router)]
     assert answers[0].status_code == answers[1].status_code == 500
@@ -204,7 +204,7 @@ def test_errors_of_the_engine_come_through(behind: EchoServer, router: EchoServe
     assert answers[1].json()["error"]["code"] == "kv_capacity_exceeded"
 
 
-def test_errors_of_the_body_are_the_routers_own(behind: EchoServer, router: EchoServer) -> None:
+def test_the_router_itself_refuses_bad_bodies(behind: EchoServer, router: EchoServer) -> None:
     seen = len(behind.seen())
     for body in ({"text": ""}, {"input_ids": [99999]}, {"text": "a", "sampling_params": {"temperature": -1}}):
         answers = [server.http.post("/generate", json=body) for server in (behind, router)]
@@ -214,7 +214,9 @@ def test_errors_of_the_body_are_the_routers_own(behind: EchoServer, router: Echo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_the_router_ends_the_request_behind_it(slow_pair: tuple[EchoServer, EchoServer], stream: bool) -> None:
+def test_a_client_that_leaves_the_router_ends_the_replicas_request(
+    slow_pair: tuple[EchoServer, EchoServer], stream: bool
+) -> None:
     behind, router = slow_pair
     aborted = len(behind.aborted())
     body = {"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}, "stream": stream}
@@ -226,7 +228,7 @@ def test_leaving_the_router_ends_the_request_behind_it(slow_pair: tuple[EchoServ
     wait_for(lambda: not router.context.in_flight)
 
 
-def test_abort_reaches_behind_the_router(slow_pair: tuple[EchoServer, EchoServer]) -> None:
+def test_abort_reaches_the_replicas(slow_pair: tuple[EchoServer, EchoServer]) -> None:
     behind, router = slow_pair
     body = {"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}, "rid": "mine", "stream": True}
     with router.http.stream("POST", "/generate", json=body) as response:
@@ -239,7 +241,7 @@ def test_abort_reaches_behind_the_router(slow_pair: tuple[EchoServer, EchoServer
     assert behind.running() == 0
 
 
-def test_figures_flush_and_state(behind: EchoServer, router: EchoServer) -> None:
+def test_metrics_flush_and_state_of_replicas(behind: EchoServer, router: EchoServer) -> None:
     assert router.http.post("/flush_cache").status_code == 200
     (load,) = router.http.get("/v1/loads").json()["loads"]
     assert (load["state"], load["address"]) == ("serving", f"127.0.0.1:{behind.port}")
@@ -252,7 +254,7 @@ def test_figures_flush_and_state(behind: EchoServer, router: EchoServer) -> None
     assert "separate servers" in refused.json()["error"]["message"]
 
 
-def test_a_server_that_goes_is_taken_out_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_server_is_removed_and_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_link, "HEALTH_SECONDS", 0.05)
     with serve_echo() as first:
         with serve_echo() as second:
@@ -263,7 +265,7 @@ def test_a_server_that_goes_is_taken_out_and_taken_back(monkeypatch: pytest.Monk
                 for _ in range(4):
                     assert router.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
                 assert (len(first.seen()), len(second.seen())) == (2, 2)
-                second.context.draining = True  # as after a first SIGTERM: it refuses what is new
+                second.context.draining = True  # as after a first SIGTERM: it refuses new requests
                 for _ in range(4):
                     assert router.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
                 assert (len(first.seen()), len(second.seen())) == (6, 2)
@@ -290,7 +292,7 @@ EVENT = {
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_a_connection_that_breaks_says_whether_anything_came_back(begun: bool) -> None:
+async def test_a_broken_connection_reports_whether_any_output_arrived(begun: bool) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"}")
         if begun:
@@ -320,12 +322,12 @@ def config(**options: Any) -> ServerConfig:
     return ServerConfig(model_path="echo", **options)
 
 
-async def test_nobody_answers() -> None:
+async def test_an_address_without_a_server_is_an_error() -> None:
     with pytest.raises(EngineDeadError, match=r"127\.0\.0\.1:9 does not answer"):
         await connect(config(connect="127.0.0.1:9"))
 
 
-async def test_another_models_tokenizer_is_noticed(behind: EchoServer) -> None:
+async def test_a_replica_with_another_tokenizer_is_refused(behind: EchoServer) -> None:
     class Other(ByteTokenizer):
         def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             return [*super().encode(text), 256]
@@ -334,7 +336,7 @@ async def test_another_models_tokenizer_is_noticed(behind: EchoServer) -> None:
         await connect_engines(config(connect=f"127.0.0.1:{behind.port}"), Other())
 
 
-async def test_a_key_opens_servers_that_ask_for_one() -> None:
+async def test_the_router_sends_the_replicas_key() -> None:
     def serve() -> Any:
         return serve_echo(api_key="secret")
 
@@ -348,8 +350,8 @@ async def test_a_key_opens_servers_that_ask_for_one() -> None:
         assert not client.alive
 
 
-async def test_servers_that_know_operators_are_asked_by_one(tmp_path: Path) -> None:
-    """What they have to do is not for everybody to see."""
+async def test_the_router_needs_an_operators_key(tmp_path: Path) -> None:
+    """Their control routes are not open to every client."""
     key = tmp_path / "key"
     key.write_text("operator's\n")
     with serve_echo(api_key="client's", admin_api_key="operator's") as behind:
@@ -361,8 +363,8 @@ async def test_servers_that_know_operators_are_asked_by_one(tmp_path: Path) -> N
         await client.close()
 
 
-def test_a_server_before_another_says_whose_requests_are(tmp_path: Path) -> None:
-    """So that keys have turns in the queue where it is; whoever is no operator is not believed."""
+def test_a_router_forwards_the_tenant_of_requests(tmp_path: Path) -> None:
+    """So that keys take turns in the replica's queue. Only an operator's header is trusted."""
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps({"keys": {name: {"key": f"{name}'s"} for name in ("one", "other")}}))
     with (
@@ -409,17 +411,17 @@ def test_a_server_before_another_says_whose_requests_are(tmp_path: Path) -> None
         ("local", "has no other server: local"),
     ],
 )
-def test_addresses_that_cannot_be_read(text: str, words: str) -> None:
+def test_malformed_addresses_are_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_addresses(text)
 
 
-def test_addresses() -> None:
+def test_a_list_of_addresses_is_parsed() -> None:
     assert read_addresses("a:1, b.example:2,[::1]:3") == (["a:1", "b.example:2", "[::1]:3"], False)
     assert read_addresses("a:1,local") == (["a:1"], True)
 
 
-async def test_engines_here_and_elsewhere_are_refused() -> None:
+async def test_conflicting_options_of_local_and_remote_engines_are_refused() -> None:
     with pytest.raises(ConfigError, match="without local in the list dp_size too, got nnodes 1 and dp_size 2"):
         await connect(config(connect="a:1", dp_size=2))
     with pytest.raises(ConfigError, match=r"nnodes must be 1, and .* got nnodes 2 and dp_size 1"):
@@ -430,18 +432,18 @@ async def launch_local(config: EngineConfig, placement: Placement | None) -> Cor
     return await launch_link(config, in_process=False, load=load_echo, placement=placement)
 
 
-async def connect_beside(config: ServerConfig) -> EngineClient:
+async def connect_alongside(config: ServerConfig) -> EngineClient:
     return await connect_engines(config, ByteTokenizer(), launch_local)
 
 
-def test_own_engines_beside_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share the requests. The server elsewhere is not needed at the start, and found once it is there; the engine
-    here is the only one that this server drains."""
+def test_local_engines_alongside_a_remote_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the requests. The remote server may be absent at the start and joins once it is found; the server
+    drains only its own engines."""
     monkeypatch.setattr(remote_link, "HEALTH_SECONDS", 0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    connected = serve_echo(launch=connect_beside, connect=f"{address},local", load_balance_method="round_robin")
+    connected = serve_echo(launch=connect_alongside, connect=f"{address},local", load_balance_method="round_robin")
     with connected as router:
         own, other = router.engine.loads()
         assert (own.state.value, own.address, other.address) == ("serving", "", address)
@@ -457,7 +459,7 @@ def test_own_engines_beside_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
             assert router.engine.loads()[0].restarts == 1
 
 
-async def test_own_engines_that_fail_end_the_start(behind: EchoServer) -> None:
+async def test_local_engines_that_fail_end_the_start(behind: EchoServer) -> None:
     async def fail(config: EngineConfig, placement: Placement | None) -> CoreLink:
         raise CheckpointError("no such model")
 
@@ -498,7 +500,7 @@ GRAMMARS = [
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, *(SamplingParams(grammar=grammar) for grammar in GRAMMARS)])
 def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
-    """Whatever the other server's own defaults are."""
+    """Independent of the defaults of the other server."""
     sent = GenerateInput(
         prompt=[1, 2, 3],
         sampling=sampling,
@@ -528,7 +530,7 @@ def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
     assert dataclasses.replace(arrived, sampling=sampling) == sent
 
 
-def test_every_sampling_field_is_tried() -> None:
+def test_every_sampling_field_is_covered() -> None:
     for field in dataclasses.fields(SamplingParams):
         assert len({str(vars_of(one)[field.name]) for one in SAMPLINGS}) == 2, field.name
 

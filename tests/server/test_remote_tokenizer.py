@@ -1,5 +1,5 @@
-"""A tokenizer on the server, as lm-eval uses one (`tokenizer_backend=remote`), against transformers' of the same
-files."""
+"""The server's tokenizer routes, as lm-eval uses them (`tokenizer_backend=remote`), against transformers' tokenizer
+of the same files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def encode(server: EchoServer, text: str) -> list[int]:
     return tokens
 
 
-def test_it_names_the_tokens_and_the_template_as_transformers_does(
+def test_special_tokens_and_template_are_those_of_transformers(
     remote: EchoServer, local: PreTrainedTokenizerFast
 ) -> None:
     info: dict[str, Any] = remote.http.get("/tokenizer_info").json()
@@ -49,16 +49,16 @@ def test_it_names_the_tokens_and_the_template_as_transformers_does(
 
 
 @pytest.mark.parametrize("role", ["bos_token", "eos_token"])
-def test_the_first_token_of_a_spelling_is_that_token(
+def test_a_special_token_is_tokenized_to_its_own_id(
     remote: EchoServer, local: PreTrainedTokenizerFast, role: str
 ) -> None:
-    """lm-eval learns ids so."""
+    """lm-eval finds ids in this way."""
     spelled = remote.http.get("/tokenizer_info").json()[role]
     assert encode(remote, spelled)[0] == getattr(local, f"{role}_id")
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_texts_are_tokenized_and_read_back_as_by_transformers(
+def test_tokenization_round_trips_as_with_transformers(
     remote: EchoServer, local: PreTrainedTokenizerFast, text: str
 ) -> None:
     tokens = encode(remote, text)
@@ -67,13 +67,13 @@ def test_texts_are_tokenized_and_read_back_as_by_transformers(
     assert answer["prompt"] == answer["text"] == local.decode(tokens, skip_special_tokens=True)
 
 
-def test_a_tokenizer_that_names_no_token_has_those_of_the_model(server: EchoServer) -> None:
+def test_missing_special_tokens_come_from_the_model(server: EchoServer) -> None:
     info = server.http.get("/tokenizer_info").json()
     end = server.http.post("/detokenize", json={"tokens": [256], "skip_special_tokens": False}).json()["prompt"]
     assert (info["eos_token"], info["bos_token"]) == (end, None)
 
 
-def test_of_templates_none_of_which_is_for_chats_there_is_none(tmp_path: Path) -> None:
+def test_templates_without_a_chat_template_give_none(tmp_path: Path) -> None:
     tokenizer = make_tiny_tokenizer(tmp_path, 259)
     tokenizer.chat_template = {"summary": "{{ messages }}"}
     with serve_echo(load_tokenizer=lambda config: Tokenizer(tokenizer, "test")) as server:

@@ -1,4 +1,4 @@
-"""What streams that repeat hold, and how long they wait for each other."""
+"""Memory and pacing of cumulative streams."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_stream_that_holds_most_is_ended() -> None:
     assert held.num_bytes == 0
 
 
-def test_what_ended_or_left_is_held_no_longer() -> None:
+def test_ended_streams_are_no_longer_held() -> None:
     held = HeldRepeats()
     with held.share() as share:
         for index in range(20):
@@ -76,7 +76,7 @@ CALL: dict[str, Any] = {
 
 @pytest.mark.usefixtures("limit")
 def test_a_completion_that_has_ended_is_not_held(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """131 prompts of 8,000 tokens with all their logprobs were 600 MB, to the end of the stream."""
+    """131 prompts of 8,000 tokens with all their logprobs held 600 MB until the end of the stream."""
     most: list[int] = []
     add = RepeatShare.add
 
@@ -94,7 +94,7 @@ def test_a_completion_that_has_ended_is_not_held(server: EchoServer, monkeypatch
     assert max(most) < 2 * min(most)
 
 
-def test_a_stream_that_repeats_too_much_says_so(
+def test_a_stream_over_the_limit_ends_with_an_error(
     slow_server: EchoServer, server: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     response = server.http.post("/generate", json={**CALL, "stream": True})
@@ -112,7 +112,7 @@ def lines_of(server: EchoServer, body: dict[str, Any]) -> list[str]:
     return [line.removeprefix("data: ") for line in text.split("\n\n") if line]
 
 
-def test_a_stream_that_is_ended_within_an_event_says_why_in_another(
+def test_a_stream_that_ends_within_an_event_sends_the_error_in_another(
     server: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repeats, "MOST_HELD_BYTES", 2**20)
@@ -129,7 +129,7 @@ def test_a_stream_that_is_ended_within_an_event_says_why_in_another(
 
 
 class Waits:
-    """What `asyncio.sleep` is to a pace. Who is to stay waits for ever."""
+    """Stands in for `asyncio.sleep` of a pace. A stream that must stay paused waits forever."""
 
     def __init__(self) -> None:
         self.pauses: list[float] = []
@@ -142,7 +142,7 @@ class Waits:
 
 
 async def waited(others: list[str], whose: str, size: int) -> float:
-    """How long the stream of one waits while those of others do, behind events of a megabyte each."""
+    """How long one caller's stream waits while others stream events of a megabyte each."""
     waits = Waits()
     pace = RepeatPace(waits.sleep)
     tasks = [asyncio.create_task(pace.after(2**20, other)) for other in others]
@@ -157,9 +157,9 @@ async def waited(others: list[str], whose: str, size: int) -> float:
     return sum(waits.pauses)
 
 
-async def test_callers_and_their_streams_have_even_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All waited for one clock, which each event of any of them moved on: a stream with short events behind some with
-    long ones waited as long as these."""
+async def test_callers_and_their_streams_share_the_rate_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams shared one clock that every event advanced: a stream of short events waited as long as one of long
+    events."""
     monkeypatch.setattr(repeats, "REPEATED_BYTES", 100_000)
     assert await waited([], "a", 20_000) == pytest.approx(0.2)
     assert await waited(["b"] * 50, "a", 20_000) == pytest.approx(0.4)
@@ -189,7 +189,7 @@ async def test_all_streams_together_keep_the_rate(monkeypatch: pytest.MonkeyPatc
 
 
 class Clock:
-    """Time that passes when all wait for it."""
+    """Time that passes when every stream waits for it."""
 
     def __init__(self) -> None:
         self.now = 0.0

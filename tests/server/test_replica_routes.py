@@ -1,4 +1,4 @@
-"""The server over replicas: routing keys, loads, metrics, drains, and replicas that are lost."""
+"""The server over replicas: routing keys, loads, metrics, drains and lost replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang_jax.engine.types import ReplicaState
 
 
 async def launch_two(config: ServerConfig, load: CoreLoader = load_echo) -> AsyncEngineClient:
-    """Two echoes in threads of this process."""
+    """Two echo engines in threads of this process."""
 
     async def start() -> CoreLink:
         return await launch_link(config, in_process=True, load=load)
@@ -50,7 +50,7 @@ def slow_pair() -> Iterator[EchoServer]:
 
 
 class HoldingEcho(EchoCore):
-    """Keeps the last token of each request to itself until `let_go`: nothing ends before a test has seen it run."""
+    """Holds back the last token of each request until `let_go`, so that tests can see requests running."""
 
     let_go = threading.Event()
 
@@ -79,12 +79,12 @@ def holding_pair() -> Iterator[EchoServer]:
 
 
 def started(server: EchoServer) -> int:
-    """How many requests run, and are known to: a replica's answer comes after what it said of their first steps."""
+    """The number of running requests, all past their first step: the count arrives after the outputs of those steps."""
     return sum(int(str(state.get("started", 0))) for state in server.await_(server.engine.states()))
 
 
 def seen(server: EchoServer) -> list[int]:
-    """How many requests each replica got."""
+    """The number of requests per replica."""
     return [len(json.loads(str(state.get("seen", "[]")))) for state in server.await_(server.engine.states())]
 
 
@@ -95,7 +95,7 @@ def router(server: EchoServer) -> Router:
 
 
 def lose(server: EchoServer, index: int) -> None:
-    """As if the replica's process had been killed."""
+    """Acts as if the replica's process had been killed."""
     link = router(server).replicas[index].client
     assert isinstance(link, CoreLink)
     server.loop.call_soon_threadsafe(link._lose, "the engine process was killed by SIGKILL")
@@ -109,7 +109,9 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_keys_stick_by_field_and_by_header(pair: EchoServer, path: str, body: dict[str, Any]) -> None:
+def test_a_routing_key_in_a_field_or_header_picks_one_replica(
+    pair: EchoServer, path: str, body: dict[str, Any]
+) -> None:
     homes = set()
     for key in "abcdefgh":
         before = seen(pair)
@@ -127,7 +129,7 @@ def test_keys_stick_by_field_and_by_header(pair: EchoServer, path: str, body: di
     assert homes == {True, False}
 
 
-def test_prompts_of_a_batch_may_have_keys_of_their_own(pair: EchoServer) -> None:
+def test_prompts_of_a_batch_may_have_separate_routing_keys(pair: EchoServer) -> None:
     before = seen(pair)
     body = {"text": ["x"] * 8, "routing_key": list("abcdefgh")}
     assert pair.http.post("/generate", json=body).status_code == 200
@@ -136,7 +138,7 @@ def test_prompts_of_a_batch_may_have_keys_of_their_own(pair: EchoServer) -> None
     assert "routing_key holds 1 values for 2 prompts" in wrong.json()["error"]["message"]
 
 
-def test_loads_are_told_as_sglang_tells_them(pair: EchoServer) -> None:
+def test_loads_have_sglangs_format(pair: EchoServer) -> None:
     answer = pair.http.get("/v1/loads").json()
     assert answer["dp_rank_count"] == 2
     assert [load["dp_rank"] for load in answer["loads"]] == [0, 1]
@@ -163,7 +165,7 @@ def test_loads_of_a_server_without_replicas(server: EchoServer) -> None:
     assert "dp_rank" not in server.http.get("/metrics").text
 
 
-def test_loads_count_what_runs(slow_pair: EchoServer) -> None:
+def test_loads_count_running_requests(slow_pair: EchoServer) -> None:
     body = {"text": "a" * 2000, "sampling_params": {"n": 3, "max_new_tokens": 2000}, "stream": True}
     with slow_pair.http.stream("POST", "/generate", json=body):
         loads = slow_pair.http.get("/v1/loads").json()["loads"]
@@ -185,7 +187,7 @@ def test_server_info_has_every_replica(pair: EchoServer) -> None:
     assert [(state["replica"], state["replica_state"]) for state in states] == [(0, "serving"), (1, "serving")]
 
 
-def test_what_a_lost_replica_ran_fails_with_an_error_event_or_503(holding_pair: EchoServer) -> None:
+def test_requests_of_a_lost_replica_fail_with_an_error_event_or_503(holding_pair: EchoServer) -> None:
     pair = holding_pair
     body = {"text": "a" * 100, "sampling_params": {"max_new_tokens": 100}}
     endless = {"text": "a" * 2000, "sampling_params": {"max_new_tokens": 2000}, "stream": True}
@@ -221,7 +223,7 @@ def test_what_a_lost_replica_ran_fails_with_an_error_event_or_503(holding_pair: 
     assert pair.http.post("/generate", json={"text": "abc"}).json()["text"] == "abc"
 
 
-def test_a_rolling_drain_under_load_refuses_nobody(slow_pair: EchoServer) -> None:
+def test_a_rolling_drain_under_load_refuses_no_request(slow_pair: EchoServer) -> None:
     with ThreadPoolExecutor(9) as threads:
         drain = threads.submit(slow_pair.http.post, "/drain_replica", json={})
         answers = []

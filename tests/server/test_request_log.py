@@ -1,4 +1,4 @@
-"""Request ids, answers counted by route and status, and completions that come whole timed by the engine."""
+"""Request ids, answers counted by route and status, and the engine's timing of unstreamed completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_jax.server.requests_seen import MAX_REQUEST_ID, request_id_of
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What the server's log says meanwhile, at every level, as JSON."""
+    """The server's log lines during the block, at every level, as parsed JSON."""
     said: list[str] = []
 
     class Keep(logging.Handler):
@@ -40,7 +40,7 @@ def lines() -> Iterator[list[str]]:
 
 
 def answered(server: EchoServer) -> dict[tuple[str, str, str], float]:
-    """Answers by route, method and status."""
+    """The number of answers by route, method and status."""
     found = re.findall(
         r'^sglang:http_requests_total\{method="(\w+)",route="([^"]+)",status="(\d+)"\} (\S+)$',
         server.http.get("/metrics").text,
@@ -53,7 +53,7 @@ def answered(server: EchoServer) -> dict[tuple[str, str, str], float]:
     ("method", "path", "status"),
     [("GET", "/health", 200), ("GET", "/nowhere", 404), ("POST", "/health", 405), ("POST", "/generate", 400)],
 )
-def test_a_request_id_comes_back(server: EchoServer, method: str, path: str, status: int) -> None:
+def test_a_request_id_is_returned(server: EchoServer, method: str, path: str, status: int) -> None:
     response = server.http.request(method, path, headers={"X-Request-Id": "order:17/a+b=c@d_e.f-g"})
     assert response.status_code == status
     assert response.headers["x-request-id"] == "order:17/a+b=c@d_e.f-g"
@@ -66,7 +66,7 @@ def test_a_stream_has_its_id_too(server: EchoServer) -> None:
         assert "[DONE]" in response.read().decode()
 
 
-def test_what_is_refused_before_any_route_has_its_id() -> None:
+def test_a_refusal_before_any_route_has_the_id() -> None:
     with serve_echo(api_key="secret") as server:
         response = server.http.post("/generate", json={"text": "a"}, headers={"X-Request-Id": "r"})
         assert (response.status_code, response.headers["x-request-id"]) == (401, "r")
@@ -81,13 +81,13 @@ def test_what_is_refused_before_any_route_has_its_id() -> None:
 @pytest.mark.parametrize(
     "given", ["", "a" * (MAX_REQUEST_ID + 1), "two words", "line\nbreak", 'quote"', "ümlaut", "a\x1b[31m", "a\n"]
 )
-def test_an_id_that_a_log_cannot_carry_is_replaced(given: str) -> None:
+def test_an_id_that_would_break_the_log_is_replaced(given: str) -> None:
     ids = {request_id_of(given) for _ in range(2)}
     assert len(ids) == 2
     assert all(re.fullmatch("[0-9a-f]{32}", one) for one in ids)
 
 
-def test_the_longest_id_is_kept() -> None:
+def test_an_id_of_the_maximum_length_is_kept() -> None:
     assert request_id_of("a" * MAX_REQUEST_ID) == "a" * MAX_REQUEST_ID
 
 
@@ -116,7 +116,7 @@ def test_a_line_of_the_log_names_its_request(server: EchoServer, lines: list[str
     server.http.get("/health", headers={"X-Request-Id": "x2"})
 
     def ours() -> list[dict[str, Any]]:
-        """The answer is there a moment before its line is; and another test's last one may still come."""
+        """The answer arrives a moment before its line, and the last line of another test may still come."""
         return [said for said in map(json.loads, lines) if said["request_id"] in ("x1", "x2")]
 
     wait_for(lambda: len(ours()) == 2)
@@ -151,8 +151,8 @@ def test_lines_have_a_time_with_its_zone() -> None:
     ("level", "told"),
     [("DEBUG", ["sglang_jax.x 10", "numba.core 20"]), (logging.WARNING, []), ("INFO", ["numba.core 20"])],
 )
-def test_below_info_only_lines_of_this_project_are_written(level: str | int, told: list[str]) -> None:
-    """In a process of its own: here logging is set up already, which `configure` leaves alone."""
+def test_debug_lines_of_other_packages_are_not_written(level: str | int, told: list[str]) -> None:
+    """In its own process: `configure` does not change logging that is already set up, as it is here."""
     code = f"""
 import logging
 from sglang_jax import logs
@@ -169,12 +169,12 @@ print(logs.own_level())
     assert int(done.stdout) == (logging.getLevelName(level) if isinstance(level, str) else level)
 
 
-def test_no_request_no_header() -> None:
+def test_without_a_request_there_is_no_header() -> None:
     assert request_headers(GenerateInput(prompt=[1])) == {}
 
 
 @pytest.mark.parametrize("body", [{}, {"stop": ["never said"]}])
-def test_completions_that_come_whole_are_timed_by_the_engine(body: dict[str, object]) -> None:
+def test_unstreamed_completions_are_timed_by_the_engine(body: dict[str, object]) -> None:
     prompt = {
         "input_ids": [1, 2, 3],
         "sampling_params": {"max_new_tokens": 8, "ignore_eos": True, "n": 2, **body},

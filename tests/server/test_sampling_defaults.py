@@ -1,4 +1,4 @@
-"""What requests over HTTP are sampled with where they leave sampling fields out."""
+"""Sampling defaults for fields that HTTP requests leave out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_jax.engine.model_core import load_core, load_text_tokenizer
 from sglang_jax.sampling import SamplingParams
 
 Sampled = Callable[[str, dict[str, Any]], list[SamplingParams]]
-"""Posts a body and gives the parameters that its prompts were sampled with."""
+"""Posts a body and returns the sampling parameters of its prompts."""
 
 BODIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "/generate": lambda fields: {"text": "hello", "sampling_params": {"max_new_tokens": 2, **fields}},
@@ -55,7 +55,7 @@ def sampled(folder: Path) -> Iterator[Sampled]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_a_request_leaves_out_is_the_models(sampled: Sampled, path: str) -> None:
+def test_fields_left_out_have_the_models_defaults(sampled: Sampled, path: str) -> None:
     [sampling] = sampled(path, BODIES[path]({}))
     assert values_of(sampling) == RECOMMENDED
     [sampling] = sampled(path, BODIES[path]({"top_k": 3, "temperature": None}))
@@ -63,7 +63,7 @@ def test_what_a_request_leaves_out_is_the_models(sampled: Sampled, path: str) ->
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_a_request_says_wins_also_where_it_is_neutral(sampled: Sampled, path: str) -> None:
+def test_values_in_a_request_win_even_if_neutral(sampled: Sampled, path: str) -> None:
     [sampling] = sampled(path, BODIES[path](NEUTRAL))
     assert values_of(sampling) == NEUTRAL
     [sampling] = sampled(path, BODIES[path]({"temperature": 1.0}))
@@ -80,13 +80,13 @@ def test_no_parameters_at_all(sampled: Sampled) -> None:
     assert (values_of(sampling), sampling.max_new_tokens) == (RECOMMENDED, 16)
 
 
-def test_each_prompt_of_a_batch_for_itself(sampled: Sampled) -> None:
+def test_defaults_apply_to_each_prompt_of_a_batch(sampled: Sampled) -> None:
     each = [{"temperature": 1.0, "max_new_tokens": 1}, {"top_p": 0.5, "max_new_tokens": 1}]
     batch = sampled("/generate", {"text": ["hello", "world"], "sampling_params": each})
     assert sorted((one.temperature, one.top_p) for one in batch) == [(0.6, 0.5), (1.0, 0.95)]
 
 
-def test_neutral_values_where_the_server_is_told_so(folder: Path) -> None:
+def test_a_flag_makes_the_defaults_neutral(folder: Path) -> None:
     options = {"model_path": str(folder), "sampling_defaults": "openai"}
     with recorded_sampling() as seen, serve_echo(load_core, load_text_tokenizer, **options) as server:
         sampled = post_to(server, seen)
@@ -96,13 +96,13 @@ def test_neutral_values_where_the_server_is_told_so(folder: Path) -> None:
         assert not any(server.http.get("/model_info").json()["generation_defaults"].values())
 
 
-def test_clients_may_ask_what_the_defaults_are(folder: Path) -> None:
+def test_a_route_reports_the_defaults(folder: Path) -> None:
     with recorded_sampling(), serve_echo(load_core, load_text_tokenizer, model_path=str(folder)) as server:
         assert server.http.get("/model_info").json()["generation_defaults"] == RECOMMENDED
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_do_sample_false_is_greedy_and_a_top_k_of_0_is_no_limit(sampled: Sampled, path: str) -> None:
+def test_do_sample_false_is_greedy_and_a_top_k_of_0_is_unlimited(sampled: Sampled, path: str) -> None:
     [sampling] = sampled(path, BODIES[path]({"do_sample": False, "temperature": 0.7, "top_k": 0}))
     assert (sampling.temperature, sampling.top_k) == (0.0, -1)
     [sampling] = sampled(path, BODIES[path]({"do_sample": True, "temperature": 0.7}))

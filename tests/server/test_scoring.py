@@ -1,5 +1,5 @@
-"""Prompts that are computed and not continued, as clients ask that score texts: no output tokens, and the prompt's
-logprobs. `server` echoes; the whole engine is asked in the last test."""
+"""Prompts that are scored and not continued: no output tokens, only the prompt's logprobs. `server` echoes; the last
+test runs the whole engine."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ SCORED = {
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_generate_reports_the_prompt_alone(server: EchoServer, incremental: bool) -> None:
+def test_generate_reports_only_the_prompt(server: EchoServer, incremental: bool) -> None:
     assert without_time(generate(server, text="ABC", **SCORE)) == SCORED
     [event] = server.events("/generate", {"text": "ABC", "incremental_output": incremental, **SCORE})
     assert without_time(event) == SCORED
     assert server.seen()[-1]["max_new_tokens"] == 0
 
 
-def test_alternatives_and_a_later_start(server: EchoServer) -> None:
+def test_top_logprobs_and_a_later_start(server: EchoServer) -> None:
     meta = generate(server, text="ABC", **{**SCORE, "logprob_start_len": 2}, top_logprobs_num=2)["meta_info"]
     assert meta["input_token_logprobs"] == [[-6.7, 67, None]]
     assert meta["input_top_logprobs"] == [[[-6.7, 67, None], [-6.8, 68, None]]]
     assert meta["output_top_logprobs"] == []
 
 
-def test_a_prompt_may_be_computed_for_the_cache_alone(server: EchoServer) -> None:
-    """SGLang's frontend does so with what several prompts share."""
+def test_a_prompt_may_be_computed_only_for_the_cache(server: EchoServer) -> None:
+    """SGLang's frontend does so with the shared prefix of several prompts."""
     answer = generate(server, text="ABC", sampling_params=NO_TOKENS)
     assert (answer["text"], answer["output_ids"]) == ("", [])
     assert "input_token_logprobs" not in answer["meta_info"]
@@ -82,13 +82,13 @@ def test_several_prompts_and_completions(server: EchoServer) -> None:
     assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [0, 0, 0]
 
 
-def test_beside_prompts_that_are_continued(server: EchoServer) -> None:
+def test_scored_and_continued_prompts_in_one_batch(server: EchoServer) -> None:
     answers = generate(server, text=["AB", "AB"], sampling_params=[NO_TOKENS, {"max_new_tokens": 1}])
     assert [answer["text"] for answer in answers] == ["", "A"]
 
 
 ECHO = {"max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0, "seed": 1234}
-"""What older versions of lm-eval-harness send with a list of token ids."""
+"""Older versions of lm-eval-harness send this with a list of token ids."""
 
 
 def test_completions_echo_the_prompt_and_its_logprobs(server: EchoServer) -> None:
@@ -110,14 +110,14 @@ def test_completions_echo_the_prompt_and_its_logprobs(server: EchoServer) -> Non
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 0)
 
 
-def test_completions_without_an_echo_say_nothing(server: EchoServer) -> None:
+def test_completions_without_an_echo_are_empty(server: EchoServer) -> None:
     [choice] = complete(server, prompt="AB", max_tokens=0, logprobs=1)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
     assert choice["logprobs"] == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_stream_of_completions_is_one_event_for_each(server: EchoServer, echo: bool) -> None:
+def test_a_stream_of_scored_completions_has_one_event_each(server: EchoServer, echo: bool) -> None:
     body = {**ECHO, "prompt": ["AB", "C"], "echo": echo, "n": 2}
     whole = complete(server, **body)["choices"]
     *events, last = server.events("/v1/completions", {**body, "stream_options": {"include_usage": True}})
@@ -126,7 +126,7 @@ def test_a_stream_of_completions_is_one_event_for_each(server: EchoServer, echo:
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 0)
 
 
-def test_least_tokens_are_none_either(server: EchoServer) -> None:
+def test_min_tokens_must_be_zero_too(server: EchoServer) -> None:
     response = server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 0, "min_tokens": 1})
     assert response.status_code == 400
     assert response.json()["error"]["message"] == "min_tokens must be an integer in [0, 0], got 1"
@@ -139,7 +139,7 @@ def test_a_prompt_may_fill_the_context(server: EchoServer) -> None:
     assert f"{CONTEXT_LENGTH + 1} tokens; the limit is {CONTEXT_LENGTH}," in response.json()["error"]["message"]
 
 
-def test_such_answers_are_timed_to_their_end_alone(server: EchoServer) -> None:
+def test_scored_prompts_have_only_an_end_to_end_latency(server: EchoServer) -> None:
     def counts() -> dict[str, float]:
         lines = [line for line in server.http.get("/metrics").text.splitlines() if "_seconds_count" in line]
         return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
@@ -156,11 +156,11 @@ def test_such_answers_are_timed_to_their_end_alone(server: EchoServer) -> None:
 
 
 def test_scores_of_the_whole_engine() -> None:
-    """Both routes, over the scheduler and the runner that hashes what a row sees."""
+    """Both routes, over the scheduler and a runner that hashes each row's context."""
     prompt = [*range(3, 90)]
     expected = [None, *Oracle(FAKE_VOCAB_SIZE).prompt_logprobs(prompt)]
     with serve_echo(load_fake_model, page_size=4, max_total_tokens=256, chunked_prefill_size=16) as server:
-        for _ in range(2):  # the second time some of it is cached
+        for _ in range(2):  # the second time, some of it is cached
             meta = generate(server, input_ids=prompt, **SCORE)["meta_info"]
             assert [logprob for logprob, _, _ in meta["input_token_logprobs"]] == expected
             assert (meta["completion_tokens"], meta["output_token_logprobs"]) == (0, [])

@@ -1,4 +1,4 @@
-"""Text of outputs where each text begins with a space that decoding takes off again, as sentencepiece has it."""
+"""Text of outputs where every text starts with a space that decoding removes, as sentencepiece does."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_echo_keeps_the_space_between_prompt_and_output(server: EchoServer, p
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_prompt_and_text_make_the_whole_without_an_echo_as_well(server: EchoServer, prompt: str) -> None:
+def test_prompt_plus_text_is_the_whole_without_an_echo_too(server: EchoServer, prompt: str) -> None:
     whole = f"{prompt} {prompt}"
     assert prompt + complete(server, prompt=prompt)["text"] == whole
     assert prompt + server.http.post("/generate", json={"text": prompt}).json()["text"] == whole
@@ -71,7 +71,7 @@ def test_prompt_and_text_make_the_whole_without_an_echo_as_well(server: EchoServ
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_offsets_count_in_the_text_that_is_shown(server: EchoServer, echo: bool) -> None:
+def test_offsets_count_characters_of_the_returned_text(server: EchoServer, echo: bool) -> None:
     choice = complete(server, prompt="the fox", echo=echo, logprobs=0, max_tokens=2)
     assert choice["text"] == "the fox the fox"[0 if echo else 7 :]
     words = [" the", " fox"]
@@ -79,7 +79,7 @@ def test_offsets_count_in_the_text_that_is_shown(server: EchoServer, echo: bool)
     assert choice["logprobs"]["text_offset"] == ([0, 3, 7, 11] if echo else [0, 4])
 
 
-def test_an_answer_in_a_chat_is_a_text_of_its_own(server: EchoServer) -> None:
+def test_a_chat_answer_has_no_leading_space(server: EchoServer) -> None:
     def content(*messages: tuple[str, str], **fields: Any) -> str:
         body = {"messages": [{"role": role, "content": text} for role, text in messages], **fields}
         answer: str = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]

@@ -1,4 +1,4 @@
-"""The server as a process: its start, signals, and the death of its engine."""
+"""The server as a process: start, signals, and the death of its engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refused(response: httpx2.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
-def test_ready_line_and_its_curl_line() -> None:
+def test_the_ready_line_and_its_curl_line() -> None:
     with server(model_path="echo", served_model_name="my-model") as running:
         said = running.wait_ready()
         assert "serving my-model" in said
@@ -44,7 +44,7 @@ def test_ready_line_and_its_curl_line() -> None:
         documentation = re.search(r"documentation: (\S+)\. Try it", said)
         assert documentation is not None
         assert Path(documentation[1]).read_text().startswith("# Operations")
-        assert json.loads(body)["temperature"] == 0  # the first answer is the likeliest
+        assert json.loads(body)["temperature"] == 0  # the first answer is the most likely one
         answer = running.http.post(url, content=body, headers={header: value}).json()
         assert answer["choices"][0]["message"]["content"] == "user: What is the capital of France?\n"
         running.signal()
@@ -92,8 +92,8 @@ def test_a_second_signal_stops_at_once() -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
-def test_what_is_in_flight_at_the_end_of_a_drain_is_told(path: str) -> None:
-    """Those that waited had no answer at all, and streams broke off."""
+def test_requests_in_flight_at_the_end_of_a_drain_get_an_error(path: str) -> None:
+    """Requests in the queue got no answer, and streams broke off."""
     with (
         server(
             "sleeping_core.launch_sleeping_engines", model_path="sleep:0.05", max_running_requests=1, drain_timeout=1.0
@@ -124,15 +124,15 @@ def test_what_is_in_flight_at_the_end_of_a_drain_is_told(path: str) -> None:
         assert running.wait() == 0
 
 
-def test_a_body_that_has_not_come_at_the_end_of_a_drain_is_refused() -> None:
-    """Its client had no answer at all."""
+def test_an_unfinished_body_at_the_end_of_a_drain_is_refused() -> None:
+    """Its client got no answer."""
     with server(model_path="echo", drain_timeout=0.5) as running:
         running.wait_ready()
         address = running.http.base_url
         with socket.create_connection((address.host, address.port)) as client:
             client.settimeout(30)
             client.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\n\r\n{"prompt"')
-            assert running.http.get("/health").status_code == 200  # by now the server has read what came before
+            assert running.http.get("/health").status_code == 200  # by now the server has read the earlier bytes
             running.signal()
             answer = b"".join(iter(lambda: client.recv(65536), b""))
         head, _, content = answer.partition(b"\r\n\r\n")
@@ -147,7 +147,10 @@ def test_a_signal_while_the_engine_starts() -> None:
     with server(model_path="slow") as running:
         time.sleep(0.7)
         running.signal()
-        assert running.wait() in (128 + signal.SIGTERM, -signal.SIGTERM)  # the second if it came during the imports
+        assert running.wait() in (
+            128 + signal.SIGTERM,
+            -signal.SIGTERM,
+        )  # the second exit status if the signal came during the imports
 
 
 def test_the_death_of_the_engine() -> None:
@@ -173,10 +176,10 @@ def test_the_death_of_the_engine() -> None:
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert answer.startswith(b"HTTP/1.1 500")
         assert b'"code":"engine_dead"' in answer
-        assert running.wait() == 1  # nobody starts this engine again, so that whoever manages services must
+        assert running.wait() == 1  # this engine is not restarted, so the service manager must restart the server
 
 
-def test_a_taken_port_is_told_before_the_model_is_loaded() -> None:
+def test_a_port_in_use_is_an_error_before_the_model_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -186,8 +189,8 @@ def test_a_taken_port_is_told_before_the_model_is_loaded() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets two sockets bind an address")
-def test_of_two_servers_that_start_on_a_port_one_is_told_so_at_once() -> None:
-    """Linux lets both bind it while neither listens; and whoever listens last is told too."""
+def test_the_second_of_two_servers_on_a_port_fails_at_once() -> None:
+    """Linux lets both bind it while neither listens; the one that listens last gets the error too."""
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         with claim(first), pytest.raises(ConfigError, match=f"port {port}: another server has this address"):
@@ -202,16 +205,16 @@ def test_an_unknown_host() -> None:
     with pytest.raises(ConfigError, match=r"'300\.0\.0\.1' is not an address"):
         bind("300.0.0.1", 0)
     with pytest.raises(ConfigError, match="cannot listen on"):
-        bind("192.0.2.1", 0)  # TEST-NET-1 (RFC 5737): nobody's
+        bind("192.0.2.1", 0)  # TEST-NET-1 (RFC 5737): unassigned
 
 
-def test_what_stops_the_engine_from_starting_is_raised() -> None:
+def test_an_engine_that_cannot_start_raises_its_error() -> None:
     with pytest.raises(CheckpointError, match="no-such-folder"):
         run(ServerConfig(model_path="/no-such-folder", port=0))
 
 
-def test_all_processes_write_json_where_that_is_asked_for() -> None:
-    """The front end's lines and the engine's, whose traceback is one line too."""
+def test_all_processes_write_json_logs_if_asked() -> None:
+    """The lines of the front end and of the engine, whose traceback is one line too."""
     with server(model_path="echo", log_format="json", log_level="debug") as running:
         running.wait_ready()
         running.http.get("/health", headers={"X-Request-Id": "mine"})

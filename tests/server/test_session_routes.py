@@ -111,7 +111,7 @@ def turn(server: EchoServer, session: str, text: str, key: str = "ann's", **fiel
     return post(server, "/generate", {**body, **fields}, key)
 
 
-def test_turns_of_sessions_at_once_give_what_whole_prompts_give(server: EchoServer) -> None:
+def test_concurrent_session_turns_equal_whole_prompts(server: EchoServer) -> None:
     sessions = {opened(server): [] for _ in range(4)}
     for number in range(4):
         for session, history in sessions.items():
@@ -127,8 +127,8 @@ def test_turns_of_sessions_at_once_give_what_whole_prompts_give(server: EchoServ
         closed(server, session)
 
 
-def test_a_session_is_the_callers_alone(server: EchoServer) -> None:
-    """Another key learns no more than that of one that is not there; an id may be the client's choice."""
+def test_a_session_belongs_to_its_caller(server: EchoServer) -> None:
+    """Another key gets the same error as for a missing session; clients may choose the id."""
     session = opened(server, session_id="mine")
     assert session == "mine"
     assert turn(server, session, "a").status_code == 200
@@ -145,7 +145,7 @@ def test_a_session_is_the_callers_alone(server: EchoServer) -> None:
 @pytest.mark.parametrize(
     "field", [{"offset": 3}, {"replace": True}, {"drop_previous_output": True}, {"rid": "another"}]
 )
-def test_what_does_not_add_to_the_end_is_refused_by_name(server: EchoServer, field: dict[str, Any]) -> None:
+def test_fields_that_do_not_append_are_refused_by_name(server: EchoServer, field: dict[str, Any]) -> None:
     session = opened(server)
     try:
         first = turn(server, session, "ab").json()
@@ -157,7 +157,7 @@ def test_what_does_not_add_to_the_end_is_refused_by_name(server: EchoServer, fie
         closed(server, session)
 
 
-def test_a_turn_is_one_prompt_with_one_output(server: EchoServer) -> None:
+def test_a_turn_has_one_prompt_and_one_output(server: EchoServer) -> None:
     session = opened(server)
     try:
         refused(turn(server, session, "a", sampling_params={"n": 2}), 400, session)
@@ -172,8 +172,8 @@ def test_a_turn_is_one_prompt_with_one_output(server: EchoServer) -> None:
         closed(server, session)
 
 
-def test_logprobs_of_turns_are_those_of_requests_with_the_whole_conversation(server: EchoServer) -> None:
-    """In streams too; and `echo` tells of what it repeats."""
+def test_logprobs_of_turns_equal_those_of_whole_conversations(server: EchoServer) -> None:
+    """In streams too; `echo` covers the tokens it repeats."""
     session, history = opened(server), list[int]()
     wanted = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 5, "seed": 3}}
     for number, text in enumerate(("first ", "second", "the third turn", "4")):
@@ -214,7 +214,7 @@ def test_the_openai_routes_take_turns_too(server: EchoServer) -> None:
 
 
 class Opening(ByteTokenizer):
-    """Puts `before` at the front of texts; a chat begins as texts do, and each message with an STX."""
+    """Prepends `before` to texts; a chat starts as texts do, and each message starts with an STX."""
 
     def __init__(self, before: str) -> None:
         self.before = before
@@ -231,9 +231,7 @@ class Opening(ByteTokenizer):
     [pytest.param("\1", 1, id="BOS before texts"), pytest.param("", 2, id="BOS before each message"), ("", None)],
 )
 @pytest.mark.parametrize("router", [False, True])
-def test_what_begins_texts_is_left_out_within_a_session_and_what_begins_messages_is_not(
-    before: str, bos: int | None, router: bool
-) -> None:
+def test_later_turns_have_no_bos_but_keep_message_starts(before: str, bos: int | None, router: bool) -> None:
     def load(config: EngineConfig, channel: CoreChannel) -> FakeModelCore:
         core = load_fake_model(config, channel)
         info = dataclasses.replace(core.ready.model_info, bos_token_id=bos)
@@ -264,8 +262,9 @@ def test_what_begins_texts_is_left_out_within_a_session_and_what_begins_messages
             length += 3
 
 
-def test_a_session_goes_on_behind_a_stop_string(server: EchoServer) -> None:
-    """The text ends at the string; the session, as whoever sends all of it would say, behind the last output token."""
+def test_a_session_continues_after_a_stop_string(server: EchoServer) -> None:
+    """The text ends at the string; the session continues after the last output token, as if the client sent all of
+    it."""
     session = opened(server)
     sampling = {"max_new_tokens": 40, "seed": 3, "ignore_eos": True}
     free = ORACLE.output(list(b"ab"), 3, 40, set())
@@ -280,7 +279,7 @@ def test_a_session_goes_on_behind_a_stop_string(server: EchoServer) -> None:
 
 
 def test_sessions_time_out_while_the_engine_sleeps(server: EchoServer) -> None:
-    for _ in range(50):  # on a busy machine it may have timed out before its first turn comes
+    for _ in range(50):  # on a busy machine it may have timed out before its first turn
         session = opened(server, timeout=0.2)
         if (status := turn(server, session, "ab").status_code) != 404:
             break
@@ -296,15 +295,15 @@ def test_sessions_time_out_while_the_engine_sleeps(server: EchoServer) -> None:
 
 
 @pytest.mark.parametrize("timeout", [3e6, 1e308])
-def test_any_long_timeout_is_taken(server: EchoServer, timeout: float) -> None:
-    """The engine sleeps until the first session times out, if it has nothing else to do."""
+def test_very_long_timeouts_are_accepted(server: EchoServer, timeout: float) -> None:
+    """An idle engine sleeps until the first session times out."""
     session = opened(server, timeout=timeout)
     time.sleep(0.1)
     assert turn(server, session, "ab").status_code == 200
     closed(server, session)
 
 
-def test_there_are_so_many_sessions_and_metrics_tell(server: EchoServer) -> None:
+def test_the_number_of_sessions_is_limited_and_in_the_metrics(server: EchoServer) -> None:
     sessions = []
     for _ in range(13):
         answer = post(server, "/open_session", {"capacity_of_str_len": 0, "streaming": True})
@@ -318,8 +317,8 @@ def test_there_are_so_many_sessions_and_metrics_tell(server: EchoServer) -> None
     closed(server, opened(server))
 
 
-def test_metrics_have_the_figures_of_sessions() -> None:
-    """Of one that keeps what it has, until a request needs all of the pool, and of one that times out."""
+def test_metrics_of_sessions() -> None:
+    """A session that keeps its pages until a request needs the whole pool, and one that times out."""
 
     def figures() -> dict[str, float]:
         lines = server.http.get("/metrics").text.splitlines()
@@ -365,7 +364,7 @@ def test_bad_bodies_are_refused(server: EchoServer) -> None:
     assert post(server, "/generate", {"text": "a", "session_params": {}}).status_code == 200
 
 
-def test_operators_look_into_the_cache(server: EchoServer, tmp_path: Path) -> None:
+def test_operators_can_inspect_the_cache(server: EchoServer, tmp_path: Path) -> None:
     session = opened(server)
     turn(server, session, "abcdefgh")
     refused(server.http.get("/cache_report", headers={"Authorization": "Bearer ann's"}), 403)
@@ -378,7 +377,7 @@ def test_operators_look_into_the_cache(server: EchoServer, tmp_path: Path) -> No
     closed(server, session)
 
 
-def test_what_is_wrong_with_a_report_is_told_in_a_line(
+def test_errors_of_a_cache_report_are_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = [httpx2.Response(200, text="<html>\x1b"), httpx2.Response(200, json=[]), httpx2.Response(500)]
@@ -408,6 +407,6 @@ def test_what_is_wrong_with_a_report_is_told_in_a_line(
         assert line.isprintable()
 
 
-def test_a_report_of_a_server_that_says_no(server: EchoServer) -> None:
+def test_a_cache_report_of_a_server_that_refuses(server: EchoServer) -> None:
     assert run_command(cache_report, "cache-report", ["--url", server.url, "--api-key", "nobody's"]) == 2
     assert run_command(cache_report, "cache-report", ["--url", "http://127.0.0.1:9"]) == 2

@@ -1,4 +1,4 @@
-"""Where the front end takes conversations to begin alike."""
+"""How the front end finds the prefix that conversations share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SYSTEM = "system: You are helpful. " * 8
 
 
 class Encoder:
-    """Bytes, of which the last of a text and the first of the next may be one token."""
+    """Encodes bytes; the last byte of a text and the first of the next may merge into one token."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -28,7 +28,7 @@ def count(beginnings: SharedBeginnings, text: str, message: str, encode: Encoder
     return asyncio.run(beginnings.count(text, message, list(text.encode()), encode))
 
 
-def test_it_ends_where_the_first_message_stands_and_at_a_token_of_its_own() -> None:
+def test_it_ends_at_the_first_message_and_at_a_token_boundary() -> None:
     encode, beginnings = Encoder(), SharedBeginnings()
     for message in ("hello", " what else? \n", "hello hello"):
         text = f"{SYSTEM}user: {message.strip()}\nassistant:"
@@ -37,20 +37,20 @@ def test_it_ends_where_the_first_message_stands_and_at_a_token_of_its_own() -> N
 
 
 @pytest.mark.parametrize("message", ["", "  ", "not there", "system:"])
-def test_it_is_not_known_where_the_message_is_not_found_or_is_the_begin(message: str) -> None:
+def test_it_is_unknown_if_the_message_is_missing_or_comes_first(message: str) -> None:
     encode = Encoder()
     assert count(SharedBeginnings(), f"{SYSTEM}user: hello", message, encode) == 0
     assert not encode.asked
 
 
 @pytest.mark.parametrize(("length", "counted"), [(LEAST_CHARACTERS, True), (LEAST_CHARACTERS - 1, False)])
-def test_short_and_long_ones_are_not_looked_at(length: int, counted: bool) -> None:
+def test_short_and_very_long_prefixes_are_skipped(length: int, counted: bool) -> None:
     assert (count(SharedBeginnings(), "a" * length + "hello", "hello", Encoder()) > 0) == counted
     long = "a" * (MOST_CHARACTERS + 1) + "hello"
     assert count(SharedBeginnings(), long, "hello", Encoder()) == 0
 
 
-def test_so_many_are_kept_and_the_last_used_longest() -> None:
+def test_the_number_of_remembered_prefixes_is_limited_lru() -> None:
     encode, beginnings = Encoder(), SharedBeginnings()
 
     def see(number: int) -> None:
@@ -68,8 +68,8 @@ def test_so_many_are_kept_and_the_last_used_longest() -> None:
 
 
 @pytest.mark.parametrize(("model", "looks"), [("states", True), ("echo", False)])
-def test_the_core_is_told_where_a_chat_s_system_message_ends(model: str, looks: bool) -> None:
-    """For models that keep states, and not in a session, whose next turn begins where this one ends."""
+def test_the_core_receives_the_end_of_a_chats_system_message(model: str, looks: bool) -> None:
+    """For models with states. Not in a session, whose next turn starts where this one ends."""
 
     def chat(*contents: Any) -> dict[str, Any]:
         roles = ("system", "user", "assistant", "user")

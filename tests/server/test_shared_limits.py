@@ -1,4 +1,4 @@
-"""Small requests that cost the others: many texts, many events, many beginnings."""
+"""Small requests that could slow others down: many texts, many events, many starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sglang_jax.server.callers import TokenBucket
 # -- Texts to tokenize -------------------------------------------------------------------------------------------------
 
 
-def test_one_request_has_so_many_texts_to_tokenize(server: EchoServer) -> None:
-    """A million held the event loop for hours: behind each text the counts of all before it were added up."""
+def test_the_number_of_texts_of_a_tokenize_request_is_limited(server: EchoServer) -> None:
+    """A million texts blocked the event loop for hours: the counts of all earlier texts were summed for each one."""
     response = server.http.post("/tokenize", json={"prompt": ["a"] * 1025})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "prompt")
@@ -52,7 +52,7 @@ def test_nothing_is_tokenized_for_a_client_that_left(server: EchoServer, monkeyp
 
 
 class GatedTemplate(ByteTokenizer):
-    """Renders nothing until it may; notes what was said in the chats that it began with."""
+    """Blocks rendering until it is opened; records the last message of the chats it started."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -64,8 +64,8 @@ class GatedTemplate(ByteTokenizer):
         return super().render_chat(messages, **more)
 
 
-def test_chats_are_rendered_in_turns_and_not_for_clients_that_left() -> None:
-    """Whatever came before them was, in the order in which it came."""
+def test_chats_are_rendered_round_robin_and_not_for_clients_that_left() -> None:
+    """Chats of one client are rendered in order."""
     template = GatedTemplate()
     with serve_echo(load_tokenizer=lambda _: template) as server:
 
@@ -80,7 +80,7 @@ def test_chats_are_rendered_in_turns_and_not_for_clients_that_left() -> None:
         connections = [say("first", 300)]
         wait_for(lambda: template.begun == ["first"])
         connections += [say("flood", 300), say("flood", 300), say("left", 100), say("medium", 100), say("short")]
-        wait_for(lambda: template.begun == ["first", "short"])  # beside it
+        wait_for(lambda: template.begun == ["first", "short"])  # at the same time
         connections.pop(3).close()
         wait_for(lambda: server.await_(number_waiting(server)) == 3)
         template.open.set()
@@ -99,10 +99,10 @@ async def number_waiting(server: EchoServer) -> int:
 # -- Logprobs of prompts -----------------------------------------------------------------------------------------------
 
 
-def test_prompts_whose_logprobs_are_many_are_begun_a_few_at_a_time(
+def test_prompts_with_many_logprobs_start_a_few_at_a_time(
     slow_server: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them waited in the front end at once, for the one that was written."""
+    """All of them waited in the front end at once for the one that was written."""
     monkeypatch.setattr(context, "LOGPROBS_AT_ONCE", 300)
     body = {"input_ids": [[65] * 50] * 8, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
     connection = slow_server.send("/generate", {**body, "sampling_params": {"max_new_tokens": 50}})
@@ -116,14 +116,14 @@ def test_prompts_whose_logprobs_are_many_are_begun_a_few_at_a_time(
 
 
 @pytest.mark.parametrize("path", ["/health", "/livez", "/readyz"])
-def test_health_may_be_asked_for_its_head_alone(server: EchoServer, path: str) -> None:
-    """Load balancers do so; two of the three answered 405."""
+def test_health_answers_head_requests(server: EchoServer, path: str) -> None:
+    """Load balancers send HEAD; two of the three routes answered 405."""
     response = server.http.head(path)
     assert (response.status_code, response.content) == (200, b"")
 
 
-def test_what_a_call_used_is_counted_in_time_that_does_not_grow_with_it() -> None:
-    """All completions so far were looked through for each new prompt."""
+def test_counting_the_usage_takes_constant_time() -> None:
+    """All earlier completions were scanned for each new prompt."""
 
     class Places(dict[tuple[int, int], int]):
         def __iter__(self) -> Any:

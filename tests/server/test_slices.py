@@ -1,4 +1,4 @@
-"""Slices of connections are parsed in turns, and no more is read than is parsed."""
+"""Slices of connections are parsed in turns, and the server reads no more than it parses."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow")
-async def test_a_turn_of_the_event_loop_has_few_slices() -> None:
-    """A thousand bodies made each last for a hundred milliseconds."""
+async def test_a_turn_of_the_event_loop_parses_few_slices() -> None:
+    """With a thousand bodies each turn lasted a hundred milliseconds."""
     turns, parsed = SliceTurns(), list[str]()
     now = [turns.take(Piece(str(number), parsed), first=True) for number in range(30)]
     assert now == [True] * 3 + [False] * 27
@@ -72,7 +72,7 @@ async def test_a_turn_of_the_event_loop_has_few_slices() -> None:
 
 
 @pytest.mark.usefixtures("slow")
-async def test_beginnings_go_first_and_the_rest_goes_on() -> None:
+async def test_first_slices_go_first_and_the_rest_continues() -> None:
     turns, parsed = SliceTurns(), list[str]()
     for _ in range(20):
         turns.put(Piece("rest", parsed), first=False)
@@ -88,7 +88,7 @@ async def test_beginnings_go_first_and_the_rest_goes_on() -> None:
     assert parsed[-1] == "late"
 
 
-async def test_a_fault_in_one_keeps_nobody_waiting() -> None:
+async def test_an_exception_in_one_slice_does_not_delay_others() -> None:
     class Faulty:
         def parse(self) -> None:
             raise ZeroDivisionError
@@ -114,8 +114,8 @@ async def size_of_body(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
-async def until_answered(wire: Wire) -> int:
-    """Turns of the event loop until it was."""
+async def turns_until_answered(wire: Wire) -> int:
+    """The number of turns of the event loop until the answer."""
     for count in range(10_000):
         if b"HTTP/1.1 200" in b"".join(wire.sent):
             return count
@@ -124,8 +124,8 @@ async def until_answered(wire: Wire) -> int:
 
 
 @pytest.mark.usefixtures("slow")
-async def test_a_short_request_is_answered_beside_hundreds_of_long_bodies() -> None:
-    """It took as many turns of the event loop as otherwise, and each lasted as long as a slice of all bodies."""
+async def test_a_short_request_is_answered_alongside_hundreds_of_long_bodies() -> None:
+    """It took the usual number of turns, but each lasted as long as a slice of every body."""
     make = bounded_connections(LIMITS)
     long = [connect(make, size_of_body) for _ in range(300)]
     for connection, _ in long:
@@ -135,8 +135,8 @@ async def test_a_short_request_is_answered_beside_hundreds_of_long_bodies() -> N
         await asyncio.sleep(0)
     short, wire = connect(make, size_of_body)
     short.data_received(POST % 3000 + b"x" * 3000)
-    assert await until_answered(wire) < 12
-    # A slice of theirs in each turn; each has eight.
+    assert await turns_until_answered(wire) < 12
+    # One slice of theirs in each turn; each body has eight.
     assert sum(b"HTTP/1.1 200" in b"".join(wire.sent) for _, wire in long) < 20
     while not all(b"".join(wire.sent).endswith(b"65536") for _, wire in long):
         await asyncio.sleep(0)
@@ -146,23 +146,23 @@ async def test_a_short_request_is_answered_beside_hundreds_of_long_bodies() -> N
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize(("size", "room"), [(8000, 20 * LIKE_BYTES), (40_000, 200 * LIKE_BYTES + 2 * 65_536)])
-async def test_a_crowd_that_sent_all_is_read_one_after_the_other(
+async def test_complete_bodies_are_read_one_after_the_other(
     size: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In turn they were all held in part, and together had too much."""
+    """Parsed in turns they were all held partly, and together exceeded the limit."""
     monkeypatch.setattr(request_body, "MOST_OF_SMALL_BODIES", room)
     app, make = BodyLimit(size_of_body, 2**20, 60.0), bounded_connections(LIMITS)
     crowd = [connect(make, app) for _ in range(200)]
     for connection, _ in crowd:
         connection.data_received(POST % size + b"x" * size)
     for connection, wire in crowd:
-        await until_answered(wire)
+        await turns_until_answered(wire)
         connection.connection_lost(None)
 
 
 @pytest.mark.usefixtures("slow")
-async def test_who_waits_to_be_read_is_not_closed_for_a_newcomer_or_at_the_end() -> None:
-    """Its client has asked for something, though nobody has looked at it yet."""
+async def test_a_connection_with_unparsed_bytes_is_not_closed_as_idle() -> None:
+    """Its client has sent a request, although it is not parsed yet."""
     make = bounded_connections(ConnectionLimits(max_connections=30, client_timeout=60.0))
     server = ServerState()
     crowd = [connect(make, size_of_body, server) for _ in range(30)]
@@ -172,12 +172,12 @@ async def test_who_waits_to_be_read_is_not_closed_for_a_newcomer_or_at_the_end()
     for connection, _ in [*crowd, *refused]:
         connection.shutdown()
     for connection, wire in crowd:
-        await until_answered(wire)
+        await turns_until_answered(wire)
         connection.connection_lost(None)
 
 
-async def test_a_wait_for_the_processor_is_nobody_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice during which the machine did something else made its connection wait five times as long."""
+async def test_time_lost_to_other_processes_is_not_charged_to_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice during which the machine was busy elsewhere made its connection wait five times as long."""
     begin = time.perf_counter()
     connection, wire = connect(bounded_connections(LIMITS), size_of_body)
     parse = H11Protocol.data_received
@@ -188,27 +188,27 @@ async def test_a_wait_for_the_processor_is_nobody_s_own(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(H11Protocol, "data_received", late)
     connection.data_received(POST % 9000 + b"x" * 9000)
-    await until_answered(wire)
+    await turns_until_answered(wire)
     assert time.perf_counter() - begin < 1.2, "three slices"
     connection.connection_lost(None)
 
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("path", ["/health", "/livez", "/readyz"])
-async def test_health_checks_wait_for_nobody(path: str) -> None:
+async def test_health_checks_skip_the_queue(path: str) -> None:
     make = bounded_connections(LIMITS)
     others = [connect(make, size_of_body) for _ in range(200)]
     for connection, _ in others:
         connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     check, wire = connect(make, size_of_body)
     check.data_received(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    assert await until_answered(wire) < 6
+    assert await turns_until_answered(wire) < 6
     assert sum(b"HTTP/1.1 200" in b"".join(wire.sent) for _, wire in others) < 20
     for connection, _ in [*others, (check, wire)]:
         connection.connection_lost(None)
 
 
-async def test_a_connection_holds_a_slice_of_what_comes() -> None:
+async def test_a_connection_buffers_at_most_one_slice() -> None:
     """A transport read up to 256 KiB of each of thousands, and kept it until its turn."""
     sizes: list[int] = []
 
@@ -238,8 +238,8 @@ def locked() -> Iterator[EchoServer]:
 
 
 @pytest.mark.parametrize("sent", [b"no HTTP\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 40_000 + b"\r\n\r\n"])
-def test_who_is_refused_before_all_was_read_can_read_why(locked: EchoServer, sent: bytes) -> None:
-    """The kernel answers bytes that nobody has read with a reset, which overtakes the answer."""
+def test_a_client_refused_before_its_body_was_read_can_read_the_error(locked: EchoServer, sent: bytes) -> None:
+    """The kernel answers unread bytes with a reset, which overtakes the answer."""
     for _ in range(5):
         with socket.create_connection(("127.0.0.1", locked.port), timeout=20) as connection:
             connection.sendall(sent + b"z" * 60_000)
@@ -253,7 +253,7 @@ def test_who_is_refused_before_all_was_read_can_read_why(locked: EchoServer, sen
             )
 
 
-def test_the_server_reads_so(locked: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_uses_these_slices(locked: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     receive = BoundedConnection.data_received
 
@@ -268,11 +268,11 @@ def test_the_server_reads_so(locked: EchoServer, monkeypatch: pytest.MonkeyPatch
     assert max(sizes) <= SLICE
 
 
-async def test_what_was_refused_is_not_kept_for_the_garbage_collector() -> None:
-    """Of a body that was refused its chunks stayed, as the error knew the frames that knew the error."""
+async def test_a_refused_body_is_freed_without_the_garbage_collector() -> None:
+    """The chunks of a refused body stayed: the error referred to frames that referred to the error."""
 
     class Chunk(bytearray):
-        """A reference to it can be weak."""
+        """A bytes object that can be weakly referenced."""
 
     kept: list[weakref.ref[Chunk]] = []
     limit = BodyLimit(size_of_body, 100_000, 60.0)
@@ -298,8 +298,8 @@ async def test_what_was_refused_is_not_kept_for_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_a_crowd_is_accepted_in_few_turns_of_the_event_loop() -> None:
-    """One in each turn: a health check waited for seconds behind thousands, before the server had seen it."""
+def test_many_connections_are_accepted_in_few_turns_of_the_event_loop() -> None:
+    """With one per turn, a health check waited for seconds behind thousands before the server accepted it."""
 
     class Accepted(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -310,7 +310,7 @@ def test_a_crowd_is_accepted_in_few_turns_of_the_event_loop() -> None:
         listener = bind("127.0.0.1", 0)
         servers = [await loop.create_server(Accepted, sock=one, backlog=200) for one in listening_sockets(listener)]
         clients = [socket.create_connection(listener.getsockname()) for _ in range(count)]
-        time.sleep(0.2)  # a busy kernel may have yet to queue some of them
+        time.sleep(0.2)  # a busy kernel may not have queued all of them yet
         turns = 0
         while len(made) < count:
             await asyncio.sleep(0)

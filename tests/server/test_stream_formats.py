@@ -1,4 +1,4 @@
-"""What a core gives, in whatever steps and to whichever reader, is what a naive oracle says, in every format."""
+"""Output of the core, in any steps and with any reader, equals a naive oracle's answer in every format."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ stops = st.lists(st.text("ab€", min_size=1, max_size=3), max_size=3, unique=Tr
 
 @dataclass(frozen=True)
 class Case:
-    """Outputs of n completions, the steps in which they come, and what their client asked.
+    """The outputs of n completions, the steps in which they arrive, and the options of the request.
 
-    - `outputs`: token ids; `steps`: how many tokens each step gives to each completion; what is left comes in a last.
-    - `pauses`: turns of the event loop that the reader has after each step.
+    - `outputs`: token ids; `steps`: how many tokens each step gives to each completion; the rest comes in a last
+      step.
+    - `pauses`: turns of the event loop that the reader waits after each step.
     """
 
     outputs: list[list[int]]
@@ -74,7 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @dataclass(frozen=True)
 class Expected:
-    """What one completion must be. `matched`: the stop string or token, None for an output that ran to its length."""
+    """The expected completion. `matched`: the stop string or token, None for an output that ran to its length."""
 
     text: str
     ids: list[int]
@@ -82,7 +83,7 @@ class Expected:
 
 
 def whole_characters(ids: list[int]) -> str:
-    """The text of bytes whose last character may be torn."""
+    """The text of bytes whose last character may be incomplete."""
     for end in range(len(ids), -1, -1):
         try:
             return bytes(ids[:end]).decode()
@@ -108,7 +109,7 @@ def oracle(case: Case, ids: list[int]) -> Expected:
 
 
 async def play(core: ScriptedCore, case: Case) -> None:
-    """Gives the outputs, once all completions are there. What was stopped goes on for a step or two, as it may."""
+    """Sends the outputs once all completions have started. A stopped one continues for a step or two, as engines do."""
     while len(core.new) < len(case.outputs):
         await asyncio.sleep(0)
     left = [list(ids) for ids in case.outputs]
@@ -157,7 +158,7 @@ def _step(
 
 
 class Server:
-    """The application without a socket; each request has a core of its own."""
+    """The application without a socket; each request has its own core."""
 
     def __init__(self) -> None:
         self.context: ServerContext | None = None
@@ -250,7 +251,7 @@ def in_one_piece(case: Case) -> None:
 
 
 def cumulative(case: Case) -> None:
-    """Every event says all so far."""
+    """Every event repeats all output so far."""
     last: dict[int, dict[str, Any]] = {}
     for event in server.events(case, "/generate", native(case)):
         expected = oracle(case, case.outputs[event.get("index", 0)])
@@ -272,7 +273,7 @@ LISTS = ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs",
 
 
 def incremental(case: Case) -> None:
-    """Events say everything once."""
+    """Events send everything once."""
     whole: dict[int, dict[str, Any]] = {}
     for event in server.events(case, "/generate", {**native(case), "incremental_output": True}):
         index = event.get("index", 0)
@@ -322,7 +323,7 @@ def check_openai(case: Case, events: list[dict[str, Any]], name: str) -> None:
 
 
 def python(case: Case) -> None:
-    """What callers in Python get: each output has all so far."""
+    """The view of Python callers: each output has all so far."""
 
     async def run() -> None:
         core = ScriptedCore()
@@ -350,7 +351,7 @@ FORMATS = [in_one_piece, cumulative, incremental, chat, completions, python]
 @pytest.mark.parametrize("check", FORMATS)
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
-def test_every_format_says_what_the_oracle_says(check: Callable[[Case], None], case: Case) -> None:
+def test_every_format_equals_the_oracle(check: Callable[[Case], None], case: Case) -> None:
     check(case)
 
 
@@ -363,10 +364,8 @@ def test_every_format_says_what_the_oracle_says(check: Callable[[Case], None], c
         ("/v1/completions", {"prompt": PROMPT}, "_events"),
     ],
 )
-def test_a_token_passes_two_generators_between_the_wire_and_the_reply(
-    path: str, body: dict[str, Any], events: str
-) -> None:
-    """Each one more would cost every token a microsecond."""
+def test_a_token_passes_two_generators_from_wire_to_reply(path: str, body: dict[str, Any], events: str) -> None:
+    """Each further generator would cost every token a microsecond."""
     case = Case([[97, 98, 99, EOS]], [[1], [1]], [3, 3, 3], [], False, False)
     seen: list[str] = []
 
@@ -388,8 +387,8 @@ def test_a_token_passes_two_generators_between_the_wire_and_the_reply(
     assert sorted(seen) == ["AsyncEngineClient.generate", events]
 
 
-async def test_a_long_event_is_given_to_its_connection_a_slice_at_a_time() -> None:
-    """Whole it was copied by the connection, and waited there for its client: megabytes of a stream that repeats."""
+async def test_a_long_event_is_sent_a_slice_at_a_time() -> None:
+    """Sent whole, it was copied by the connection and kept there for its client: megabytes in a cumulative stream."""
     long, bodies = b"x" * (3 * RESPONSE_SLICE + 5), list[bytes]()
 
     async def events() -> AsyncGenerator[bytes, None]:

@@ -1,4 +1,4 @@
-"""Grammars over HTTP in the fields of OpenAI, SGLang and vLLM, and what is refused, on a tiny model."""
+"""Grammars over HTTP in the fields of OpenAI, SGLang and vLLM, and refused grammars, on a tiny model."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SCHEMA = {
 NAMED = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": SCHEMA}}
 BAD = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "intger"}}}}
 DOUBLING = "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(40)) + '\nr40: "a"'
-"""Forty rules, and a text of 2 to the 40th letters."""
+"""Forty rules that expand to a text of 2 to the 40th letters."""
 
 BOMBS = {
     "json_schema": json.dumps({"properties": {f"p{i}": {"pattern": f"^(a|b)*x{i}$"} for i in range(3000)}}),
     "ebnf": "start: r0\n" + "\n".join(f'r{i}: "a" | "b" r{(i + 1) % 4000}' for i in range(4000)),
 }
-"""One takes all the time there is, the other all the stack."""
+"""One would use up all time, the other the whole stack."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def native(server: EchoServer, prompt: str, **sampling: Any) -> dict[str, Any]:
     return answer
 
 
-def test_a_schema_in_all_spellings_gives_one_answer(server: EchoServer, client: openai.OpenAI) -> None:
+def test_all_spellings_of_a_schema_give_the_same_answer(server: EchoServer, client: openai.OpenAI) -> None:
     said = chat(client, response_format=NAMED)
     value = json.loads(said)
     assert value["city"] in ("Paris", "Oslo")
@@ -90,7 +90,7 @@ def test_a_schema_in_all_spellings_gives_one_answer(server: EchoServer, client: 
         assert native(server, prompt, **sampling)["text"] == said
 
 
-def test_every_kind_over_every_route(server: EchoServer, client: openai.OpenAI) -> None:
+def test_every_kind_of_grammar_over_every_route(server: EchoServer, client: openai.OpenAI) -> None:
     tags = {"structures": [{"begin": "<a>", "schema": {"enum": [1]}, "end": "</a>"}], "triggers": ["<a>"]}
     for fields, pattern in (
         ({"regex": "[0-9]{3}-x"}, "[0-9]{3}-x"),
@@ -111,7 +111,7 @@ def test_every_kind_over_every_route(server: EchoServer, client: openai.OpenAI) 
     assert whole == chat(client, response_format=NAMED)
 
 
-def test_logprobs_n_stop_and_min_tokens_beside_a_grammar(server: EchoServer, client: openai.OpenAI) -> None:
+def test_logprobs_n_stop_and_min_tokens_with_a_grammar(server: EchoServer, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, response_format=NAMED, n=3, seed=4, logprobs=True, top_logprobs=2,
         temperature=1, max_tokens=60,
@@ -139,7 +139,7 @@ def test_logprobs_n_stop_and_min_tokens_beside_a_grammar(server: EchoServer, cli
         ({"structured_outputs": {"grammar": "start: foo\nbar: /x/"}}, "structured_outputs.grammar", "line 1, column 8"),
     ],
 )
-def test_what_is_wrong_is_a_400_that_names_the_place(
+def test_a_bad_grammar_is_a_400_that_names_the_place(
     server: EchoServer, fields: dict[str, Any], param: str, words: str
 ) -> None:
     for stream in (False, True):
@@ -151,8 +151,8 @@ def test_what_is_wrong_is_a_400_that_names_the_place(
         assert words in error["message"]
 
 
-def test_a_bomb_is_refused_and_delays_nobody(server: EchoServer) -> None:
-    """Others are answered while it is looked at, also those who bring a grammar."""
+def test_a_grammar_bomb_is_refused_and_delays_no_other_request(server: EchoServer) -> None:
+    """Other requests are answered while it is checked, also those with a grammar."""
     refused: list[Any] = []
 
     def bring(fields: dict[str, Any]) -> None:
@@ -169,12 +169,12 @@ def test_a_bomb_is_refused_and_delays_nobody(server: EchoServer) -> None:
         assert response.status_code == 400, response.text
         assert response.json()["error"]["code"] == "invalid_grammar"
     assert any("takes more than 0.5 s of processor time" in response.text for response in refused)
-    assert answered > len(BOMBS)  # whoever waited for one at a time would be answered as often as one ends
+    assert answered > len(BOMBS)  # one that waited for a single other would be answered once per ended one
     assert native(server, "hi", regex="ab")["text"] == "ab"
 
 
-def test_what_is_exponential_in_its_text_is_not_in_its_rules(server: EchoServer) -> None:
-    """2 to the 40th letters are followed as far as the output goes."""
+def test_a_grammar_with_an_exponential_expansion_is_accepted(server: EchoServer) -> None:
+    """2 to the 40th letters are followed as far as the output reaches."""
     assert set(native(server, "hi", ebnf=DOUBLING, max_new_tokens=9)["text"]) == {"a"}
 
 
@@ -189,10 +189,10 @@ WANTED = (
     r"[0-9]{1,3}( \+ [0-9]{1,3}){1,3}",
     r"(?s).*?(<move>\"(left|right)\"</move>.*)*",
 )
-"""What the answer to each of the page's requests matches, once it is finished."""
+"""A pattern that the answer to each of the page's requests matches when it is complete."""
 
 
-def test_the_requests_of_the_page(server: EchoServer) -> None:
+def test_the_requests_of_the_docs_page(server: EchoServer) -> None:
     assert len(EXAMPLES) == PAGE.count("```json") == len(WANTED)
     for (path, body), pattern in zip(EXAMPLES, WANTED, strict=True):
         response = server.http.post(path, json=json.loads(body))
@@ -205,7 +205,7 @@ def test_the_requests_of_the_page(server: EchoServer) -> None:
         assert regex.fullmatch(pattern, text, partial=cut), (body, text, reason)
 
 
-def test_the_program_of_the_page(
+def test_the_program_of_the_docs_page(
     server: EchoServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""However much the others hold, each tenant has room; however short what each holds, there is an end to it."""
+"""Each tenant has room whatever the others hold, and short bodies and answers are limited too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST = 100_000
 
 
 class Bodies:
-    """Requests of tenants through the limit; what has been read is at work until it is over."""
+    """Requests of tenants through the limit; a body that has been read runs until `end`."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
@@ -32,7 +32,7 @@ class Bodies:
         await self.over.wait()
 
     async def status(self, tenant: str, size: int) -> int:
-        """Of a body: 200 for one that is at work."""
+        """The status of a body: 200 if it runs."""
         statuses: list[int] = []
 
         async def receive() -> Message:
@@ -57,7 +57,7 @@ class Bodies:
 
 
 async def test_a_key_may_send_a_body_while_another_fills_the_server() -> None:
-    """A batch of eight large bodies, which are held while they are at work, kept all other keys' out for minutes."""
+    """A batch of eight large bodies, held while they ran, blocked those of all other keys for minutes."""
     bodies = Bodies()
     assert [await bodies.status("batch", MOST) for _ in range(BODIES_IN_FLIGHT + 1)] == [200] * BODIES_IN_FLIGHT + [503]
     assert [await bodies.status("chat", 70_000) for _ in range(2)] == [200, 503]
@@ -81,8 +81,8 @@ def output(logprobs: int) -> OutputDelta:
     )
 
 
-def test_thousands_of_short_answers_have_a_number_of_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None was refused, so that four thousand requests might have 26 GB."""
+def test_the_logprobs_of_thousands_of_short_answers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None was refused, so four thousand requests could hold 26 GB."""
     monkeypatch.setattr(held_logprobs, "FEW", 100)
     monkeypatch.setattr(held_logprobs, "OF_SHORT_ONES", 1000)
     held = HeldLogprobs(500)

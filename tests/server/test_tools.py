@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: an engine that echoes its prompt says whatever a test has it say."""
+"""Tools and reasoning over HTTP, with an engine that echoes its prompt: tests choose its replies."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SECOND = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def thinking() -> Iterator[EchoServer]:
-    # A pause between steps: what a client reads late comes merged into one event.
+    # A pause between steps: events that a client reads late arrive merged.
     with serve_echo(model_path="echo:0.001", reasoning_parser="deepseek_r1", max_tools_per_request=2) as server:
         yield server
 
 
 def ask(server: EchoServer, says: str, **fields: Any) -> dict[str, Any]:
-    """The first choice of the answer to a model that says `user: ` and this."""
+    """The first choice of the answer of a model that says `user: ` and this text."""
     response = server.http.post(CHAT, json={"messages": [{"role": "user", "content": says}], **fields})
     assert response.status_code == 200, response.text
     choice: dict[str, Any] = response.json()["choices"][0]
@@ -43,7 +43,7 @@ def ask(server: EchoServer, says: str, **fields: Any) -> dict[str, Any]:
 
 
 def stream(server: EchoServer, says: str, **fields: Any) -> dict[int, dict[str, Any]]:
-    """What the events of a stream say, joined, by choice."""
+    """The joined text of a stream's events, by choice."""
     choices: dict[int, dict[str, Any]] = {}
     for event in server.events(CHAT, {"messages": [{"role": "user", "content": says}], **fields}):
         for change in event["choices"]:
@@ -81,7 +81,7 @@ def refusal(server: EchoServer, **fields: Any) -> dict[str, Any]:
     return error
 
 
-def test_calls_are_told_from_text(server: EchoServer) -> None:
+def test_calls_are_separated_from_text(server: EchoServer) -> None:
     choice = ask(server, f"so\n{CALL}\n{SECOND}", tools=[GET, NOW])
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
@@ -96,7 +96,7 @@ def test_calls_are_told_from_text(server: EchoServer) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": True, "top_logprobs": 1}])
-def test_a_stream_says_what_the_whole_answer_says(server: EchoServer, fields: dict[str, Any]) -> None:
+def test_a_stream_equals_the_whole_answer(server: EchoServer, fields: dict[str, Any]) -> None:
     says = f"so {CALL}{SECOND} then"
     body = {"messages": [{"role": "user", "content": says}], "tools": [GET, NOW], **fields}
     whole = server.http.post(CHAT, json=body).json()
@@ -112,7 +112,7 @@ def test_a_stream_says_what_the_whole_answer_says(server: EchoServer, fields: di
         assert len({call["id"] for call in said["calls"]}) == 2
 
 
-def test_the_clients_own_stream_helper(server: EchoServer) -> None:
+def test_openais_stream_helper(server: EchoServer) -> None:
     strict: Any = {**GET, "function": {**GET["function"], "strict": True}}
     with (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
@@ -145,7 +145,7 @@ def test_usage_counts_what_was_generated(server: EchoServer) -> None:
         (CALL, {"tools": []}),
     ],
 )
-def test_what_is_no_call_is_text(server: EchoServer, says: str, fields: dict[str, Any]) -> None:
+def test_text_that_is_not_a_call_stays_text(server: EchoServer, says: str, fields: dict[str, Any]) -> None:
     choice = ask(server, says, **{"tools": [GET], **fields})
     assert choice["message"]["content"] == f"user: {says}\n"
     assert "tool_calls" not in choice["message"]
@@ -154,8 +154,8 @@ def test_what_is_no_call_is_text(server: EchoServer, says: str, fields: dict[str
 
 
 @pytest.mark.parametrize("escape", ["\\ud800", "\\ud83d", "\\ud83d\\ude00"])
-def test_a_call_may_hold_what_is_no_character(server: EchoServer, escape: str) -> None:
-    """Arguments written as a string, in which an escape stands for half a character."""
+def test_a_call_may_hold_a_lone_surrogate(server: EchoServer, escape: str) -> None:
+    """Arguments written as a string with an escape for half a surrogate pair."""
     arguments = json.dumps('{"key": "ESCAPE"}').replace("ESCAPE", escape)
     says = f'<tool_call>\n{{"name": "get", "arguments": {arguments}}}\n</tool_call>'
     [call] = ask(server, says, tools=[GET])["message"]["tool_calls"]
@@ -163,7 +163,7 @@ def test_a_call_may_hold_what_is_no_character(server: EchoServer, escape: str) -
     assert stream(server, says, tools=[GET])[0]["calls"][0]["arguments"] == call["function"]["arguments"]
 
 
-def test_a_fault_within_a_stream_is_an_event(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_within_a_stream_is_an_event(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(reader: ReplyReader, text: str, *, finished: bool) -> list[Any]:
         if finished or "x" in text:
             raise ArithmeticError("planted")
@@ -177,13 +177,13 @@ def test_a_fault_within_a_stream_is_an_event(server: EchoServer, monkeypatch: py
     assert "ArithmeticError" in error["message"]
 
 
-def test_a_call_that_is_cut_is_text_and_says_length(server: EchoServer) -> None:
+def test_a_truncated_call_is_text_with_reason_length(server: EchoServer) -> None:
     choice = ask(server, CALL, tools=[GET], max_tokens=40)
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", f"user: {CALL}".encode()[:40].decode())
 
 
 @pytest.mark.parametrize("left", [1, 5, len("</tool_call>")])
-def test_a_call_that_is_cut_in_its_closing_tag_is_a_call(server: EchoServer, left: int) -> None:
+def test_a_call_truncated_in_its_closing_tag_is_a_call(server: EchoServer, left: int) -> None:
     most = len(f"user: {CALL}".encode()) - left
     choice, streamed = (read(server, CALL, tools=[GET], max_tokens=most) for read in (ask, stream))
     (call,) = choice["message"]["tool_calls"]
@@ -203,8 +203,8 @@ def test_stop_strings_end_a_reply_before_and_within_calls(server: EchoServer) ->
     assert (choice["finish_reason"], choice["matched_stop"]) == ("tool_calls", "two")
 
 
-def test_an_enforced_call_that_is_cut(server: EchoServer) -> None:
-    """What was sent of it stays, at once as in a stream, and the reason is not that it was called."""
+def test_a_truncated_enforced_call(server: EchoServer) -> None:
+    """The part that was sent stays, whole and in streams, and the finish reason is not `tool_calls`."""
     fields: dict[str, Any] = {"tools": [{**GET, "function": {**GET["function"], "strict": True}}]}
     for more, reason in (({"stop": ['"}']}, "stop"), ({"max_tokens": 58}, "length")):
         choice = ask(server, CALL.replace("ä€😀", "abcdef"), **fields, **more)
@@ -215,7 +215,7 @@ def test_an_enforced_call_that_is_cut(server: EchoServer) -> None:
         assert (said["calls"][0]["arguments"], said["reasons"]) == (call["function"]["arguments"], [reason])
 
 
-def test_one_call_alone_and_tools_that_are_allowed(server: EchoServer) -> None:
+def test_parallel_tool_calls_false_and_allowed_tools(server: EchoServer) -> None:
     says = CALL + SECOND
     choice = ask(server, says, tools=[GET, NOW], parallel_tool_calls=False)
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get"]
@@ -269,7 +269,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
-def test_what_is_wrong_is_a_400_that_names_the_place(
+def test_a_bad_tool_field_is_a_400_that_names_the_place(
     server: EchoServer, fields: dict[str, Any], param: str, words: str
 ) -> None:
     error = refusal(server, **fields)
@@ -291,12 +291,12 @@ def calls(arguments: Any) -> list[dict[str, Any]]:
         ({"role": "tool"}, "messages[1].content"),
     ],
 )
-def test_turns_that_cannot_be(server: EchoServer, turn: dict[str, Any], param: str) -> None:
+def test_impossible_tool_messages_are_refused(server: EchoServer, turn: dict[str, Any], param: str) -> None:
     error = refusal(server, messages=[{"role": "user", "content": "a"}, turn])
     assert error["param"] == param
 
 
-def test_turns_of_tools_are_rendered(server: EchoServer) -> None:
+def test_tool_messages_are_rendered(server: EchoServer) -> None:
     turns = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": None, "tool_calls": calls("")},
@@ -306,12 +306,12 @@ def test_turns_of_tools_are_rendered(server: EchoServer) -> None:
     assert choice["message"]["content"] == "user: a\nassistant: \ntool: 7\n"
 
 
-def test_variables_of_the_template(server: EchoServer) -> None:
+def test_chat_template_kwargs_reach_the_template(server: EchoServer) -> None:
     choice = ask(server, "hi", chat_template_kwargs={"mood": "mild", "enable_thinking": False})
     assert choice["message"]["content"] == "mood=mild\nenable_thinking=False\nuser: hi\n"
 
 
-def test_reasoning_is_told_from_the_answer(thinking: EchoServer) -> None:
+def test_reasoning_is_separated_from_the_answer(thinking: EchoServer) -> None:
     says = f"well\n</think>\n\nIt is so. {CALL}"
     choice = ask(thinking, says, tools=[GET])
     assert choice["message"]["reasoning_content"] == "user: well"
@@ -326,7 +326,7 @@ def test_reasoning_is_told_from_the_answer(thinking: EchoServer) -> None:
     assert stream(thinking, "never over", stream_reasoning=False)[0]["reasoning"] == "user: never over"
 
 
-def test_reasoning_is_left_out(thinking: EchoServer) -> None:
+def test_reasoning_can_be_left_out(thinking: EchoServer) -> None:
     says = f"well\n</think>\n\nIt is so. {CALL}"
     choice = ask(thinking, says, tools=[GET], include_reasoning=False)
     assert "reasoning_content" not in choice["message"]
@@ -336,7 +336,7 @@ def test_reasoning_is_left_out(thinking: EchoServer) -> None:
     assert ask(thinking, says, include_reasoning=True)["message"]["reasoning_content"] == "user: well"
 
 
-def test_reasoning_in_the_text(thinking: EchoServer) -> None:
+def test_reasoning_can_stay_in_the_text(thinking: EchoServer) -> None:
     says = f"well {CALL}\n</think>\n\nSo. {CALL}"
     choice = ask(thinking, says, tools=[GET], separate_reasoning=False)
     assert choice["message"]["content"] == f"user: well {CALL}\n</think>\n\nSo."
@@ -351,19 +351,19 @@ def test_a_continued_answer_has_no_reasoning(thinking: EchoServer) -> None:
     assert (choice["message"]["content"], "reasoning_content" in choice["message"]) == ("user: a\nassistant: b", False)
 
 
-def test_the_number_of_tools_is_a_flag(thinking: EchoServer) -> None:
+def test_a_flag_limits_the_number_of_tools(thinking: EchoServer) -> None:
     assert "--max-tools-per-request" in refusal(thinking, tools=[GET, NOW, tool()])["message"]
 
 
-def test_a_server_without_tools() -> None:
+def test_a_server_without_a_tool_parser() -> None:
     with serve_echo(tool_call_parser="none") as server:
         error = refusal(server, tools=[GET])
         assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
         assert ask(server, "a", tools=[GET], tool_choice="none")["message"]["content"] == "user: a\n"
 
 
-def test_special_tokens_reach_the_parser_and_nobody_else() -> None:
-    """Token 258 stands for `[TOOL_CALLS]` here: left out of the text, and yet what begins a call."""
+def test_only_the_parser_sees_special_tokens() -> None:
+    """Token 258 stands for `[TOOL_CALLS]` here: left out of the text, but the start of a call."""
     from helpers.engine_fakes import EOS, ByteDecoder, ByteTokenizer
 
     class Mistral(ByteTokenizer):

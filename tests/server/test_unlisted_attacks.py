@@ -1,5 +1,5 @@
-"""Attacks that are on no list: bytes that parsers read unlike each other, small requests for large answers, health
-checks of a server that is full."""
+"""Attacks outside the usual lists: bytes that parsers read differently, small requests for large answers, health
+checks of a full server."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def whole_answer(server: EchoServer, sent: bytes) -> bytes:
     return received
 
 
-# -- Bytes that are no JSON --------------------------------------------------------------------------------------------
+# -- Bytes that are not JSON
+# -------------------------------------------------------------------------------------------
 
 
 HALF_A_PAIR = b"\xed\xa0\x80"
-"""U+D800 as UTF-8 would write it, were it a character: Python's parser of JSON lets it pass."""
+"""U+D800 encoded as UTF-8 would be if it were a character: Python's JSON parser accepts it."""
 
 
 @pytest.mark.parametrize(
@@ -60,8 +61,9 @@ HALF_A_PAIR = b"\xed\xa0\x80"
     ],
 )
 @pytest.mark.parametrize("padding", [0, 70_000])
-def test_half_a_surrogate_pair_that_is_spelt_out(server: EchoServer, path: str, body: bytes, padding: int) -> None:
-    """It was a 500 on some routes, and an answer that could not be written on others. Long bodies have a thread."""
+def test_a_lone_surrogate_in_utf_8_is_refused(server: EchoServer, path: str, body: bytes, padding: int) -> None:
+    """It was a 500 on some routes, and an answer that could not be encoded on others. Long bodies are parsed in a
+    thread."""
     error = refused(server, path, body % HALF_A_PAIR + b" " * padding)
     assert error["code"] == "malformed_json"
     assert "the bytes are not UTF-8" in error["message"]
@@ -69,19 +71,19 @@ def test_half_a_surrogate_pair_that_is_spelt_out(server: EchoServer, path: str, 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-32-be"])
 def test_json_is_utf_8(server: EchoServer, encoding: str) -> None:
-    """What counts brackets outside of strings reads ASCII: in UTF-16 an escaped quote hid all that followed."""
+    """The bracket counter reads ASCII: in UTF-16 an escaped quote hid everything after it."""
     deep = "[" * 900 + "]" * 900
     text = f'{{"user": "\\"", "prompt": "a", "metadata": {deep}}}'
     assert refused(server, "/v1/completions", text.encode(encoding))["code"] in ("malformed_json", "body_too_complex")
 
 
-def test_a_byte_order_mark_is_let_pass(server: EchoServer) -> None:
+def test_a_byte_order_mark_is_accepted(server: EchoServer) -> None:
     response = server.http.post("/v1/completions", content=b'\xef\xbb\xbf{"prompt": "abc"}', headers=JSON)
     assert response.json()["choices"][0]["text"] == "abc"
 
 
 @pytest.mark.parametrize("padding", [0, 70_000])
-def test_a_number_of_more_digits_than_python_reads(server: EchoServer, padding: int) -> None:
+def test_a_number_with_too_many_digits_is_refused(server: EchoServer, padding: int) -> None:
     """In a long body it was a 500."""
     head = b'{"prompt": "a", "max_tokens": ' + b" " * padding
     error = refused(server, "/v1/completions", head + b"1" * 5000 + b"}")
@@ -91,14 +93,14 @@ def test_a_number_of_more_digits_than_python_reads(server: EchoServer, padding: 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("field", ["temperature", "logit_bias", "min_p", "unknown"])
-def test_no_number_is_not_finite(server: EchoServer, field: str, number: str) -> None:
+def test_numbers_that_are_not_finite_are_refused(server: EchoServer, field: str, number: str) -> None:
     value = f'{{"5": {number}}}' if field == "logit_bias" else number
     error = refused(server, "/v1/completions", f'{{"prompt": "a", "{field}": {value}}}'.encode())
     assert error["param"].startswith(field)
 
 
-def test_of_a_field_that_is_given_twice_the_last_counts_and_is_checked(server: EchoServer) -> None:
-    """A proxy that looks at the first must not let more pass than the server checks."""
+def test_the_last_of_a_duplicate_field_counts_and_is_checked(server: EchoServer) -> None:
+    """A proxy that checks the first value must not let more pass than the server checks."""
     twice = b'{"prompt": "abc", "max_tokens": 1, "max_tokens": %b}'
     response = server.http.post("/v1/completions", content=twice % b"2", headers=JSON)
     assert response.json()["choices"][0]["text"] == "ab"
@@ -113,9 +115,9 @@ def test_nothing_may_follow_a_body_s_json(server: EchoServer, behind: bytes) -> 
 # -- Heads -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_head_has_so_many_lines(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight thousand fit into its bytes, and each request with as many took 20 ms of the event loop. They are counted
-    before h11 sees them."""
+def test_the_number_of_header_lines_is_limited(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight thousand lines fit into a head's size limit, and each such request took 20 ms of the event loop. They
+    are counted before h11 parses them."""
     parsed: list[int] = []
     receive = h11.Connection.receive_data
     monkeypatch.setattr(
@@ -131,8 +133,8 @@ def test_a_head_has_so_many_lines(server: EchoServer, monkeypatch: pytest.Monkey
     assert not parsed
 
 
-def test_a_head_behind_another_request_has_so_many_lines_too(server: EchoServer) -> None:
-    """It comes with the one before, to h11: it is not answered, and ends the connection."""
+def test_the_header_lines_of_a_pipelined_request_are_limited_too(server: EchoServer) -> None:
+    """It arrives together with the one before and is parsed by h11: it is not answered, and ends the connection."""
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     body = post_bytes("/generate", {"text": "a"})
     answer = whole_answer(server, body + head + b"a:\r\n" * 1000 + b"\r\n" + head + b"\r\n")
@@ -141,7 +143,7 @@ def test_a_head_behind_another_request_has_so_many_lines_too(server: EchoServer)
 
 @pytest.mark.parametrize("version", ["abc", "1.x", "9" * 5000, "1.0.0.0.0.0", ""])
 @pytest.mark.parametrize("kind", ["text/plain", "application/openmetrics-text"])
-def test_a_scraper_of_an_odd_version(server: EchoServer, kind: str, version: str) -> None:
+def test_a_scraper_with_an_unknown_openmetrics_version(server: EchoServer, kind: str, version: str) -> None:
     """It was a 500."""
     response = server.http.get("/metrics", headers={"Accept": f"{kind}; version={version}, text/plain;version=0.0.4"})
     assert response.status_code == 200
@@ -150,8 +152,11 @@ def test_a_scraper_of_an_odd_version(server: EchoServer, kind: str, version: str
     assert usual.headers["content-type"].startswith("application/openmetrics-text")
 
 
-def test_whom_a_request_is_for_writes_no_line_of_the_log(server: EchoServer, caplog: pytest.LogCaptureFixture) -> None:
-    """A proxy on the same machine is believed, and may pass on what it was told: a terminal shows the log."""
+def test_a_forwarded_client_address_cannot_inject_log_lines(
+    server: EchoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A proxy on the same machine is trusted, but may pass on any client's header, and terminals interpret logged
+    bytes."""
     caplog.set_level(logging.DEBUG, RequestsSeen.__module__)
     for said in (b"\x1b[2Jgone", b"a" * 20_000, b"203.0.113.9"):
         sent = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Forwarded-For: %b\r\n\r\n" % said
@@ -174,8 +179,8 @@ def status(server: EchoServer, path: str) -> int:
     return response.status
 
 
-def test_whoever_watches_a_full_server_is_answered() -> None:
-    """They were refused: that a server is full made its manager start it again, with all requests lost."""
+def test_health_and_metrics_of_a_full_server_are_answered() -> None:
+    """They were refused: its manager took the full server for a failed one and restarted it, losing all requests."""
     with serve_echo(model_path="echo:0.02", max_connections=3) as server:
         working = [server.send("/generate", {"text": "a" * 2000, "stream": True}) for _ in range(3)]
         wait_for(lambda: server.running() == 3)
@@ -187,19 +192,19 @@ def test_whoever_watches_a_full_server_is_answered() -> None:
         for connection in working:
             connection.close()
         wait_for(lambda: status(server, "/v1/models") == 200)
-        watcher.request("GET", "/v1/models")  # its connection is as good as others by now
+        watcher.request("GET", "/v1/models")  # its connection counts like any other by now
         assert watcher.getresponse().status == 200
         watcher.close()
 
 
-def test_silent_connections_do_not_keep_health_checks_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those beyond the limit as well the longest idle one gives its place up, and there are so many."""
+def test_silent_connections_do_not_block_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest idle connection is closed for a new one beyond the limit too."""
     monkeypatch.setattr(connections, "HEALTH_CONNECTIONS", 4)
     with serve_echo(model_path="echo:0.02", max_connections=2) as server:
         working = [server.send("/generate", {"text": "a" * 2000, "stream": True}) for _ in range(2)]
         wait_for(lambda: server.running() == 2)
         silent = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(9)]
-        # Long before their time is up, and told why.
+        # Long before their timeout, with the reason.
         assert all(one.recv(4096).startswith(b"HTTP/1.1 503") for one in silent[:5])
         assert status(server, "/health") == 200
         for connection in (*working, *silent):
@@ -217,7 +222,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> int:
     return 10_000
 
 
-def test_prompts_that_are_echoed_have_a_length_with_all_their_repetitions(server: EchoServer, small: int) -> None:
+def test_the_total_length_of_echoed_prompts_is_limited(server: EchoServer, small: int) -> None:
     """Eight prompts of 600 kB with `n` of 128 made an answer of 600 MB."""
     for prompt in ("a" * 1000, [65] * 1000, ["a" * 500, "b" * 500], [[65] * 500, [66] * 500]):
         body = {"prompt": prompt, "echo": True, "n": 10, "max_tokens": 1}
@@ -231,7 +236,7 @@ def test_prompts_that_are_echoed_have_a_length_with_all_their_repetitions(server
         assert server.http.post("/v1/completions", json={**body, "n": 11, "echo": False}).status_code == 200
 
 
-def test_texts_of_logprobs_have_a_length_together(server: EchoServer, small: int) -> None:
+def test_the_total_text_of_logprobs_is_limited(server: EchoServer, small: int) -> None:
     """Tokens of a hundred characters, repeated for each completion."""
     fields = {"input_ids": [65] * 1000, "return_logprob": True, "logprob_start_len": 0, "return_text_in_logprobs": True}
     for count, expected in ((10, 200), (11, 400)):
@@ -240,8 +245,8 @@ def test_texts_of_logprobs_have_a_length_together(server: EchoServer, small: int
     assert response.json()["error"]["param"] == "return_text_in_logprobs"
 
 
-def test_tokens_stand_for_so_much_text(server: EchoServer, small: int) -> None:
-    """A million ids of the longest tokens made 80 MB, four times over, and stopped all else for a second."""
+def test_the_text_length_of_token_ids_is_limited(server: EchoServer, small: int) -> None:
+    """A million ids of the longest tokens made 80 MB, four times over, and blocked the event loop for a second."""
     for tokens in ([65] * small, [[65] * (small // 2)] * 2):
         answer = server.http.post("/detokenize", json={"tokens": tokens}).json()
         assert "".join(answer["text"]) == "A" * small
@@ -251,7 +256,7 @@ def test_tokens_stand_for_so_much_text(server: EchoServer, small: int) -> None:
         assert f"{small + 1} characters" in error["message"]
 
 
-def test_ids_that_are_no_tokens_are_still_refused_as_such(server: EchoServer, small: int) -> None:
+def test_ids_outside_the_vocabulary_are_still_refused(server: EchoServer, small: int) -> None:
     body = {"prompt": [2**31, -1, 10**30] * 300, "echo": True, "n": 4}
     assert "token id" in refused(server, "/v1/completions", json.dumps(body).encode())["message"]
 
@@ -263,10 +268,10 @@ def fake_model() -> Iterator[EchoServer]:
 
 
 @pytest.mark.parametrize("wanted", ["of prompts", "of outputs"])
-def test_the_logprobs_of_all_prompts_of_an_answer_have_a_number(
+def test_the_logprobs_of_all_prompts_of_an_answer_are_limited(
     fake_model: EchoServer, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
-    """The limit was that of each prompt alone: one request of a thousand prompts had as many times of it."""
+    """The limit applied to each prompt separately: a request of a thousand prompts had a thousand times as many."""
     monkeypatch.setattr(fake_model.context._logprobs, "most", 400)
     path, body = "/v1/completions", {"prompt": ["a" * 49] * 2, "logprobs": 3, "max_tokens": 1, "echo": True}
     if wanted == "of outputs":
@@ -279,12 +284,12 @@ def test_the_logprobs_of_all_prompts_of_an_answer_have_a_number(
         "the request asks for more than 400 logprobs, the limit of one response (--max-logprobs-per-response)"
         in error["message"]
     )
-    assert len(fake_model.events(path, grown)) >= 3  # what streams is not held
+    assert len(fake_model.events(path, grown)) >= 3  # streams are not held
     wait_for(lambda: not fake_model.context.in_flight)
 
 
-def test_the_logprobs_of_all_answers_have_a_number(fake_model: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of few logprobs are answered all the same."""
+def test_the_logprobs_of_all_answers_are_limited(fake_model: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers with few logprobs are served anyway."""
     held = fake_model.context._logprobs
     monkeypatch.setattr(held, "most", 500)
     monkeypatch.setattr(held_logprobs, "FEW", 100)
@@ -294,10 +299,10 @@ def test_the_logprobs_of_all_answers_have_a_number(fake_model: EchoServer, monke
     assert (response.status_code, response.json()["error"]["code"]) == (503, "busy")
     assert "the limit is 1000" in response.json()["error"]["message"]
     assert fake_model.http.post("/v1/completions", json={**body, "prompt": "a" * 10}).status_code == 200
-    assert held.count == 990  # whatever became of an answer, what it held is given back
+    assert held.count == 990  # whatever the outcome of an answer, its share is given back
     monkeypatch.setattr(held, "count", 0)
     assert fake_model.http.post("/v1/completions", json=body).status_code == 200
 
 
-def test_the_longest_token_is_what_limits_are_made_of() -> None:
+def test_limits_use_the_longest_token() -> None:
     assert max(len(ByteTokenizer().token_bytes(token)) for token in range(256)) <= ByteTokenizer.longest_token

@@ -1,4 +1,5 @@
-"""Matrices that stay in the blocks of a GGUF file: their numbers, their products, which form serves how many rows."""
+"""Matrices kept in the blocks of a GGUF file: their numbers, their products, and which format serves which batch
+size."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ needs_units = pytest.mark.skipif(not supported(), reason="kernels need a process
 
 
 def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Path) -> tuple[Stored, torch.Tensor]:
-    """Blocks, and the matrix as the gguf package widens it, in bfloat16."""
+    """Blocks, and the matrix as the gguf package dequantises it, in bfloat16."""
     blocks, weight = gguf_blocks.blocks_of(kind, outputs, inputs, folder)
     return blocks, torch.from_numpy(weight.astype(np.float32)).bfloat16()
 
@@ -57,8 +58,8 @@ def blocks_of(kind: GGMLQuantizationType, outputs: int, inputs: int, folder: Pat
 def test_blocks_are_the_numbers_that_the_reader_widens(
     kind: GGMLQuantizationType, architecture: str, interleaved: bool, tmp_path: Path
 ) -> None:
-    """Llama's files have the rows of queries in another order than the model, and so have models whose rotary pairs
-    are neighbours."""
+    """Llama's files have the query rows in another order than the model, as do models whose rotary pairs are
+    adjacent."""
     parameters, name = opened(tmp_path, stored(kind, 24, 160), kind, architecture, interleaved)
     for index in (None, (slice(12, 24), slice(0, 160)), (slice(0, 24), slice(32, 128))):
         assert parameters.encoding(name, index) is not None
@@ -73,8 +74,8 @@ def test_blocks_are_the_numbers_that_the_reader_widens(
 @every_kind
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 11, 64])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_products(kind: GGMLQuantizationType, rows: int, bias: bool, tmp_path: Path) -> None:
-    """Against float64, rounded once: over half a step, sums in float32."""
+def test_products_are_rounded_once(kind: GGMLQuantizationType, rows: int, bias: bool, tmp_path: Path) -> None:
+    """Against float64, rounded once: within half a step, plus float32 sums."""
     blocks, weight = blocks_of(kind, 104, 160, tmp_path)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn((rows, 160), generator=generator).bfloat16()
@@ -103,7 +104,8 @@ def check_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
 @needs_units
 @every_kind
 def test_a_product_is_batch_invariant(kind: GGMLQuantizationType, tmp_path: Path) -> None:
-    """Bit for bit: by itself, among few that are multiplied directly, among many whose weights are widened first."""
+    """Bit for bit: by itself, in a small batch that is multiplied directly, and in a large one whose weights are
+    widened first."""
     blocks, _ = blocks_of(kind, 2048, 160, tmp_path)
     matrix = block_products().matrix(blocks, None)
     x = torch.randn((64, 160), generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -115,7 +117,7 @@ def test_a_product_is_batch_invariant(kind: GGMLQuantizationType, tmp_path: Path
 
 
 @needs_units
-def test_nan_and_infinity_are_told(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_reported(tmp_path: Path) -> None:
     blocks, _ = blocks_of(GGMLQuantizationType.Q4_1, 8, 64, tmp_path)
     matrix = block_products().matrix(blocks, None)
     x = torch.ones((6, 64)).bfloat16()
@@ -128,8 +130,8 @@ def test_nan_and_infinity_are_told(tmp_path: Path) -> None:
 
 @needs_units
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_a_model_with_blocks_has_the_widened_one_s_logits(tied: bool, tmp_path: Path) -> None:
-    """Of every row, whichever form serves it; both forms have the same weights, and sums in float32."""
+def test_a_model_with_blocks_has_the_logits_of_the_widened_one(tied: bool, tmp_path: Path) -> None:
+    """For every row, whichever format serves it: both formats have the same weights, and sums in float32."""
     model = make_tiny_model("llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=tied)
     file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_1)
     checkpoint = open_checkpoint(str(file))
@@ -137,7 +139,7 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(tied: bool, tmp_path: 
     plain = weight_bytes(TorchPagedModel(file, dtype=torch.bfloat16, load=False).model)
     blocks = TorchPagedModel(file, dtype=torch.bfloat16, load=False, block_matrices=block_products())
     kept = [module for module in blocks.model.modules() if isinstance(module, TwoFormMatrix)]
-    # Of each layer queries with keys and values, output, gate with up, down; and the head.
+    # per layer: queries with keys and values, output, gate with up, down; and the head
     assert len(kept) == 4 * len(checkpoint.config.layers) + 1
     assert weight_bytes(blocks.model) - plain == sum(each.weight.numel() for each in kept) * 20 // 32
     assert bytes_in_blocks(blocks.model) == weight_bytes(blocks.model) - plain
@@ -156,7 +158,7 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(tied: bool, tmp_path: 
 
 
 @needs_units
-def test_kernels_that_multiply_wrongly_are_not_believed(
+def test_kernels_that_multiply_wrongly_are_rejected(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = BlockMatrix.multiply
@@ -171,8 +173,8 @@ def test_kernels_that_multiply_wrongly_are_not_believed(
         caplog.clear()
 
 
-def test_a_processor_without_the_units_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLVM ends the process when it is asked for instructions that it cannot have."""
+def test_a_processor_without_the_instructions_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM ends the process when asked for instructions that the processor lacks."""
     for features, expected in (
         ("", False),
         ("+avx512bw,+avx512f,-avx512bf16", False),
@@ -183,13 +185,13 @@ def test_a_processor_without_the_units_is_known(monkeypatch: pytest.MonkeyPatch)
 
 
 class Clock:
-    """Processor time that products are said to take."""
+    """A fake clock of processor time for products."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def product(self, fixed: float, by_row: float) -> Product:
-        """Takes a time, and one for each row; what it finds says which it is."""
+        """Takes a fixed time plus a time per row; its result identifies it."""
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             self.now += fixed + by_row * len(x)
@@ -201,7 +203,7 @@ class Clock:
 @pytest.mark.parametrize(
     ("small_batch", "large_batch", "expected"), [((1, 1), (20, 0), 16), ((1, 0), (2, 0), 64), ((5, 0), (4, 0), 0)]
 )
-def test_the_quicker_form_serves(
+def test_the_quicker_format_serves(
     small_batch: tuple[float, float], large_batch: tuple[float, float], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, form = Clock(), MatrixShape(outputs=1024, inputs=2**12, bits=4, gated=False)
@@ -217,7 +219,7 @@ def test_the_quicker_form_serves(
         assert all(float(each.multiply(torch.ones(rows, 1)).sum()) == rows * served[0] for each in products)
 
 
-def test_blocks_are_kept_where_they_are_asked_for_and_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_kept_if_asked_and_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny_model("llama", hidden_size=128, intermediate_size=256)
     file = make_tiny_gguf(tmp_path / "model.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_1)
     plain = Kernels(NativeAttention(), AttentionBackend.NATIVE, NativeOperations(), NativeSampler())

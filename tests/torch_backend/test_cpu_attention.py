@@ -58,7 +58,7 @@ def test_options(case: Case, window: int | None, soft_cap: float | None, sinks: 
 
 @every_dtype
 def test_a_row_s_result_is_batch_invariant_bit_for_bit(dtype: torch.dtype) -> None:
-    """Alone a row is computed by one thread, and in a batch by all."""
+    """A single row is computed by one thread, a batch by all."""
     many = make_step(replace(LONG, dtype=dtype))
     together = cpu_attention(dtype, HeadForm(64, 2)).prepare(many.batch)(many.queries, many.kv, many.options)
     for row in range(len(LONG.kv_lens)):
@@ -76,8 +76,8 @@ def test_a_row_s_result_is_batch_invariant_bit_for_bit(dtype: torch.dtype) -> No
 
 @every_dtype
 @pytest.mark.parametrize("part", ["queries", "keys", "values"])
-def test_nan_is_told_to_its_own_row_alone(part: str, dtype: torch.dtype) -> None:
-    """A model whose numbers overflow must not go on as if nothing were wrong."""
+def test_nan_affects_only_its_own_row(part: str, dtype: torch.dtype) -> None:
+    """A model whose numbers overflow must not continue as if nothing were wrong."""
     step = make_step(replace(DECODE, dtype=dtype, page_size=16))
     page = int(step.batch.page_table[2, 1])
     {"queries": step.queries[2], "keys": step.kv.keys[page, :, 3], "values": step.kv.values[page, :, 3]}[part].fill_(
@@ -88,7 +88,7 @@ def test_nan_is_told_to_its_own_row_alone(part: str, dtype: torch.dtype) -> None
     assert not bool(found[[0, 1, 3, 4]].isnan().any())
 
 
-def test_scores_far_apart_and_all_alike() -> None:
+def test_scores_far_apart_and_all_equal() -> None:
     step = make_step(replace(LONG, page_size=16))
     kv = step.kv
     for factor in (0.0, 1e4):
@@ -107,7 +107,7 @@ def test_scores_far_apart_and_all_alike() -> None:
             assert (found[row] - expected).abs().max() < (2e-6 if factor == 0 else 0.05)
 
 
-def test_what_it_was_not_made_for_is_refused() -> None:
+def test_unsupported_shapes_are_refused() -> None:
     step = make_step(DECODE)
     attention = cpu_attention(torch.bfloat16, HeadForm(64, 2))
     made_for = r"made for torch.bfloat16 and HeadForm\(head_dim=64, group=2\)"

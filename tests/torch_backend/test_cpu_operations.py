@@ -39,7 +39,7 @@ def generator() -> torch.Generator:
 
 
 def check_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """`found` is within half a step of its type from `exact`, and a little for sums in float32."""
+    """`found` is within half a step of its type from `exact`, plus a margin for sums in float32."""
     assert found.shape == exact.shape
     step = torch.finfo(found.dtype).eps * exact.abs()
     slack = 2e-6 * (1 + exact.abs().max())
@@ -52,7 +52,7 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def exact_rotation(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Pairs as complex numbers, turned."""
+    """Rotates pairs as complex numbers."""
     first, second = x.double().chunk(2, dim=-1)
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat([turned.real, turned.imag], dim=-1)
@@ -78,7 +78,7 @@ def test_add_rms_norm(numba: bool, dtype: torch.dtype, rows: int, generator: tor
     normed, found = operations(numba, dtype).add_rms_norm(x.clone(), residual.clone(), weight, EPS)
     assert torch.equal(found, total)
     check_rounded_once(normed, exact_norm(total, weight))
-    # Of two ranks that each have half of x, which is exact.
+    # from two ranks that each have half of x, which is exact
     of_ranks = operations(numba, dtype).all_reduce_add_rms_norm(x / 2, residual.clone(), weight, EPS, EqualRanks())
     assert torch.equal(torch.stack(of_ranks), torch.stack((normed, total)))
 
@@ -144,7 +144,7 @@ def test_rotate_and_write(
 def test_float8_pages_hold_values_over_their_head_s_scale(generator: torch.Generator) -> None:
     tokens, kv_heads, head_dim = 5, 2, 16
     qkv = torch.randn(tokens, 4 * head_dim * 2, generator=generator)
-    qkv[0, -1] = 1e6  # beyond the largest float8, also when scaled
+    qkv[0, -1] = 1e6  # beyond the largest float8, also after scaling
     kv = KVPages.allocate(4, kv_heads, 4, head_dim, torch.float8_e4m3fn, torch.device("cpu"))
     assert kv.key_scale is not None
     assert kv.value_scale is not None
@@ -159,13 +159,13 @@ def test_float8_pages_hold_values_over_their_head_s_scale(generator: torch.Gener
     for pages, scale, data in ((kv.keys, kv.key_scale, keys), (kv.values, kv.value_scale, values)):
         read = pages.float().transpose(1, 2).flatten(0, 1)[slots] * scale[:, None]
         wanted = data.clamp(-448 * scale[:, None], 448 * scale[:, None])
-        # Three bits after the leading one, down to the smallest step of 2^-9.
+        # three bits after the leading one, down to the smallest step of 2^-9
         assert bool(((read - wanted).abs() <= wanted.abs() / 16 + scale[:, None] * 2**-10).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cpu_kernels_tell_nan_and_infinity(dtype: torch.dtype) -> None:
-    """Rounding to bfloat16 is done on bits, where a carry could make a number of a NaN."""
+def test_cpu_kernels_preserve_nan_and_infinity(dtype: torch.dtype) -> None:
+    """Rounding to bfloat16 is done on bits, where a carry could turn NaN into a number."""
     bits = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32)
     for rows in (1, SHARED):
         x = torch.ones(rows, 96, dtype=dtype)
@@ -182,7 +182,7 @@ def test_cpu_kernels_tell_nan_and_infinity(dtype: torch.dtype) -> None:
 
 
 def test_cpu_kernels_round_to_the_nearest_and_to_even(generator: torch.Generator) -> None:
-    """As torch does, for sums of every rounding case: exact, below, at and above the middle."""
+    """Like torch, for every rounding case of a sum: exact, below, at and above the middle."""
     x = torch.randint(-(2**15), 2**15, (512, 96), generator=generator, dtype=torch.int16).view(torch.bfloat16)
     residual = torch.randint(-(2**15), 2**15, (512, 96), generator=generator, dtype=torch.int16).view(torch.bfloat16)
     x[:256] = residual[:256] * (1 + torch.randint(-3, 4, (256, 96), generator=generator) / 256)
@@ -192,7 +192,7 @@ def test_cpu_kernels_round_to_the_nearest_and_to_even(generator: torch.Generator
     assert torch.equal(total.nan_to_num(), expected.nan_to_num())
 
 
-def test_cpu_kernels_refuse_a_type_that_they_were_not_made_for() -> None:
+def test_cpu_kernels_refuse_other_types() -> None:
     x, weight = torch.ones(2, 96), torch.ones(96)
     with pytest.raises(TypeError, match=r"made for torch\.bfloat16 were given torch\.float32"):
         cpu_operations(torch.bfloat16, 32).rms_norm(x, weight, EPS)

@@ -1,4 +1,4 @@
-"""CPU kernels are compiled once, tried before they are used, and done without only with a word in the log."""
+"""CPU kernels are compiled once, tried before they are used, and replaced by torch only with a log line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def files(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_was_compiled_is_found_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_kernels_are_found_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = files(folder)
     with caplog.at_level(logging.INFO, logger="torch_backend"):
         kernels = make_cpu_kernels(FORM, folder)
@@ -56,7 +56,7 @@ def test_what_was_compiled_is_found_again(folder: Path, caplog: pytest.LogCaptur
 
 
 def test_pages_that_are_not_contiguous_are_refused(folder: Path) -> None:
-    """Their address alone says nothing of where a slot lies, and a copy would take what is written."""
+    """Their address does not say where a slot is, and a copy would swallow the writes."""
     kernels = make_cpu_kernels(FORM, folder)
     whole = torch.zeros(3, 2, 4, 16)
     scattered = torch.zeros(3, 4, 2, 16).transpose(1, 2)
@@ -79,7 +79,7 @@ def test_pages_that_are_not_contiguous_are_refused(folder: Path) -> None:
     assert not scattered.any()
 
 
-def test_another_form_is_compiled_beside_it(folder: Path) -> None:
+def test_another_shape_is_compiled_alongside_it(folder: Path) -> None:
     before = files(folder)
     make_cpu_kernels(CpuForm(torch.float32, torch.float32, (HeadForm(16, 3),)), folder)
     after = files(folder)
@@ -88,16 +88,14 @@ def test_another_form_is_compiled_beside_it(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["language.py", "rms_norm.py"])
-def test_a_change_of_any_file_of_the_kernels_compiles_them_anew(
-    folder: Path, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_any_kernel_file_recompiles_them(folder: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Path.read_bytes
     assert caching_compiler(folder).folder in {path.parent.parent for path in files(folder)}
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == file else b""))
     assert caching_compiler(folder).folder not in {path.parent.parent for path in files(folder)}
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     with caplog.at_level(logging.INFO, logger="sglang_jax"):
@@ -109,7 +107,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: 
     assert build_rms_norm(compiler, 4).address
 
 
-def test_without_numba(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_torch_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_trial, "find_spec", lambda name: None)
     with pytest.raises(CpuKernelsError, match=r"need numba, which is not installed: pip install -e '\.\[torch\]'"):
         make_cpu_kernels(FORM, folder)
@@ -118,7 +116,9 @@ def test_without_numba(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "error", [TypingError("no such type"), OSError("no room"), RuntimeError("LLVM ERROR")], ids=repr
 )
-def test_a_numba_that_cannot_compile(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_numba_that_cannot_compile_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def fail(compiler: KernelCompiler, kernel: Callable[[Any], None]) -> None:
         raise error
 
@@ -136,7 +136,7 @@ def test_a_numba_that_cannot_compile(folder: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 @pytest.mark.parametrize("wrong", [1.01, float("nan")])
-def test_kernels_that_compute_wrongly_are_not_believed(
+def test_kernels_that_compute_wrongly_are_rejected(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: type[object], method: str, what: str, wrong: float
 ) -> None:
     right = vars(kernels)[method]
@@ -164,8 +164,8 @@ def test_a_torch_without_openmp_runs_them_on_one_thread(
     assert len([message for message in caplog.messages if "one thread" in message]) == 1
 
 
-def test_large_work_is_shared_by_torch_s_threads(folder: Path) -> None:
-    """Every thread that takes part marks its slot."""
+def test_large_work_is_shared_by_torchs_threads(folder: Path) -> None:
+    """Every participating thread marks its slot."""
 
     def mark(work):  # type: ignore[no-untyped-def]
         marks = floats(work[FIRST_FIELD])

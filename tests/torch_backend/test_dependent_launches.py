@@ -1,4 +1,5 @@
-"""Kernels that start while the one before them ends: they touch nothing before they have waited, and give the same."""
+"""Kernels that start while the previous one ends: they access nothing before they have waited, and give the same
+results."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ OPERATIONS: dict[str, Callable[[TritonOperations], list[torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("compute", OPERATIONS.values(), ids=OPERATIONS.keys())
-def test_operations_wait_before_they_touch_what_others_write(
+def test_operations_wait_before_they_access_other_kernels_outputs(
     compute: Callable[[TritonOperations], list[torch.Tensor]],
 ) -> None:
     plain = compute(TritonOperations())
@@ -62,7 +63,7 @@ def test_decode_attention_waits_as_well() -> None:
 
 
 def test_an_access_before_the_wait_is_noticed() -> None:
-    """Of what is not named as a weight, or without a wait at all."""
+    """An access to something not named as a weight, or no wait at all."""
     for free, operations in (((), TritonOperations(dependent=True)), ((WEIGHT,), TritonOperations())):
         with dependent_launches(*free), pytest.raises(InterpreterError, match="load comes before it has waited"):
             operations.rms_norm(numbers(3, 64), WEIGHT, 1e-5)
@@ -72,7 +73,7 @@ def test_an_access_before_the_wait_is_noticed() -> None:
     ("capability", "version", "can"),
     [(80, "3.7.1", False), (89, "3.7.1", False), (90, "3.7.1", True), (120, "4.0.0", True), (90, "3.6.0", False)],
 )
-def test_where_kernels_can_be_launched_so(
+def test_where_kernels_can_be_launched_early(
     monkeypatch: pytest.MonkeyPatch, capability: int, version: str, can: bool
 ) -> None:
     monkeypatch.setattr(triton, "__version__", version)

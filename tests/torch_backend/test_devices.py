@@ -45,7 +45,7 @@ def choose(wanted: AttentionBackend, device: torch.device, form: CpuForm = FORM)
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Has torch see GPUs of these compute capabilities, on a machine without device files but those in `tmp_path`."""
+    """Makes torch report GPUs of these compute capabilities, on a machine whose only device files are in `tmp_path`."""
     monkeypatch.setattr(this_machine, "_DEVICES", tmp_path)
     monkeypatch.setattr(this_machine, "_CUDA_DRIVER", tmp_path / "version")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -60,14 +60,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
 
 
 @pytest.mark.parametrize("wanted", [Device.CPU, Device.AUTO])
-def test_a_machine_without_a_gpu_has_its_cpu(gpus: Callable[..., None], wanted: Device) -> None:
+def test_a_machine_without_a_gpu_uses_its_cpu(gpus: Callable[..., None], wanted: Device) -> None:
     gpus()
     assert select_device(wanted) == CPU
 
 
-def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do(
-    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_gpu_is_an_error_with_a_remedy(gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match=r"device cuda was given, but torch \S+ sees no CUDA GPU.*--device cpu"):
@@ -77,7 +75,7 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do(
 
 
 class TestAGpuThatTorchCannotUse:
-    """The CPU would serve, slowly and without a word, where somebody has paid for a GPU."""
+    """The CPU would serve slowly and silently, although the machine has a GPU."""
 
     @pytest.fixture(autouse=True)
     def unusable(self, gpus: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,18 +111,18 @@ class TestAGpuThatTorchCannotUse:
         self.assert_refused(r"finds no device with driver 470\.82\.01\. Check nvidia-smi")
 
     def test_without_permission(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Root may open anything, whatever its mode is.
+        # root may open any file
         monkeypatch.setattr("torch_backend.devices.os.access", lambda path, mode: False)
         self.assert_refused(r"this user may not open \S*nvidia0\. Run as a user with access")
 
     @pytest.mark.parametrize("listed", ["", "-1", "-1,0"])
-    def test_but_one_that_was_hidden_is_not_there(self, listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_hidden_gpu_does_not_count(self, listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
         assert select_device(Device.AUTO) == CPU
         with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES hides every GPU"):
             select_device(Device.CUDA)
 
-    def test_in_wsl_which_does_not_tell_whose_gpu_it_has_is_a_warning(
+    def test_in_wsl_where_the_vendor_is_unknown_it_is_a_warning(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         (tmp_path / "nvidia0").rename(tmp_path / "dxg")
@@ -136,21 +134,21 @@ class TestAGpuThatTorchCannotUse:
         )
 
 
-def test_a_tpu_is_the_other_backends(gpus: Callable[..., None]) -> None:
+def test_a_tpu_needs_the_other_backend(gpus: Callable[..., None]) -> None:
     gpus((9, 0))
     with pytest.raises(ConfigError, match=r"device tpu is not supported by .* choose --backend jax"):
         select_device(Device.TPU)
 
 
 @pytest.mark.parametrize("wanted", [Device.CUDA, Device.AUTO])
-def test_each_rank_has_a_gpu_of_its_own(gpus: Callable[..., None], wanted: Device) -> None:
+def test_each_rank_has_its_own_gpu(gpus: Callable[..., None], wanted: Device) -> None:
     gpus((9, 0), (8, 0))
     assert [select_device(wanted, rank) for rank in (0, 1)] == [torch.device("cuda:0"), torch.device("cuda:1")]
     with pytest.raises(ConfigError, match="tp_size needs GPU number 2, but torch sees only 2"):
         select_device(wanted, 2)
 
 
-def test_a_gpu_does_not_keep_the_cpu_from_being_asked_for(gpus: Callable[..., None]) -> None:
+def test_the_cpu_may_be_chosen_on_a_machine_with_a_gpu(gpus: Callable[..., None]) -> None:
     gpus((9, 0))
     assert select_device(Device.CPU) == CPU
 
@@ -162,7 +160,7 @@ def test_a_gpu_that_is_too_old_is_refused_by_name(gpus: Callable[..., None]) -> 
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_dtypes_that_are_asked_for(device: torch.device) -> None:
+def test_a_requested_dtype_is_used(device: torch.device) -> None:
     assert select_dtype(Dtype.BFLOAT16, device) is torch.bfloat16
     assert select_dtype(Dtype.FLOAT16, device) is torch.float16
     assert select_dtype(Dtype.FLOAT32, device) is torch.float32
@@ -176,7 +174,7 @@ def test_dtypes_that_are_asked_for(device: torch.device) -> None:
         ("flags : avx512f", torch.float32),
     ],
 )
-def test_auto_is_bfloat16_where_it_is_multiplied(
+def test_auto_is_bfloat16_where_the_device_multiplies_it(
     features: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(features + "\n")
@@ -190,7 +188,7 @@ def test_memory_and_name_of_the_cpu() -> None:
     assert device_name(CPU) == f"cpu ({torch.get_num_threads()} threads)"
 
 
-def test_memory_that_torch_holds_unused_is_as_good_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_memory_of_torchs_allocator_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
@@ -229,7 +227,7 @@ class TestKernels:
         ],
         ids=["float16", "float8 pages", "odd heads"],
     )
-    def test_of_a_cpu_for_a_form_without_cpu_kernels(
+    def test_of_a_cpu_for_a_shape_without_cpu_kernels(
         self, change: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         form = replace(FORM, **change)  # type: ignore[arg-type]
@@ -258,7 +256,7 @@ class TestKernels:
         assert isinstance(kernels.attention, attention)
         assert isinstance(kernels.operations, TritonOperations)
         assert isinstance(kernels.sampler, TritonSampler)
-        # Only these read no lengths on the host, which a CUDA graph cannot do.
+        # only these read no lengths on the host, which a CUDA graph cannot do
         assert kernels.capturable == (attention is TritonAttention)
         assert isinstance(kernels.states, TritonStates if attention is TritonAttention else NativeStates)
 
@@ -271,7 +269,7 @@ class TestKernels:
             (AttentionBackend.XLA, GPU, "triton or native or reference or sage or flashinfer"),
         ],
     )
-    def test_what_does_not_run_there_is_refused(
+    def test_kernels_that_do_not_run_on_the_device_are_refused(
         self, wanted: AttentionBackend, device: torch.device, known: str
     ) -> None:
         message = (

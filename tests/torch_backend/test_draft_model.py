@@ -1,4 +1,4 @@
-"""What a draft model writes while it computes what it has missed: pages of the row, and no others."""
+"""A draft model that catches up writes pages of its row, and no others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE_SIZE, COLUMNS, LENGTH, WINDOW = 4, 8, 20, 5
 
 
 class Recorder:
-    """A model that computes nothing and keeps what it was to write where: `[tokens]` positions and slots by group."""
+    """Computes nothing, and records what a model would write: `[tokens]` positions and slots by group."""
 
     def __init__(self) -> None:
         self.written: list[tuple[list[int], list[list[int]]]] = []
@@ -30,7 +30,7 @@ class Recorder:
 
 
 def test_nothing_is_written_behind_windows() -> None:
-    """Those pages were given back, and the table on the device still names them: they may be somebody else's."""
+    """Those pages were freed, and the device's table still names them: they may belong to another row."""
     known = KnownTokens.zeros(2, COLUMNS * PAGE_SIZE, torch.device("cpu"))
     drafted = DraftedTokens.zeros(2, 3, torch.device("cpu"))
     rows = RowTensors.zeros(2, 3 * COLUMNS, torch.device("cpu"), known, drafted)

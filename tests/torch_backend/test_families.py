@@ -48,8 +48,8 @@ def test_chunks_and_hits_of_latent_attention_at_every_place(name: str, tmp_path:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - EXPERTS.keys() - {"gemma4"}))
 def test_logits_of_traced_models_equal_transformers(name: str, tmp_path: Path) -> None:
-    """Every family that has a file, as transformers has it. (Gemma 4 has heads of several sizes, and the choice of
-    experts cannot be traced.)"""
+    """Every family with a file, as in transformers. (Gemma 4 has heads of several sizes, and the choice of experts
+    cannot be traced.)"""
 
     def load(folder: Path, page_size: int, columns: int) -> TorchPagedModel:
         return TorchPagedModel(folder, traced=True, numba=True, page_size=page_size, columns=columns)

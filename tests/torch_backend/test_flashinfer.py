@@ -34,7 +34,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 @dataclass
 class PlannedStep:
-    """What both wrappers keep of a plan."""
+    """The part of a plan that both wrappers keep."""
 
     queries: list[int]
     begins: list[int]
@@ -44,7 +44,7 @@ class PlannedStep:
     page_size: int
 
     def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Reads whole pages: NaN in one that it was given would show."""
+        """Reads whole pages, so that NaN in a page of the plan would show."""
         out = []
         for row in range(len(self.begins) - 1):
             pages = self.pages[self.begins[row] : self.begins[row + 1]].long()
@@ -166,10 +166,10 @@ def check(attention: FlashInferAttention, step: Step) -> None:
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 7, 16])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_step_is_attended_as_numpy_does(
+def test_attention_of_a_step_equals_numpys(
     attention: FlashInferAttention, page_size: int, window: int | None, soft_cap: float | None
 ) -> None:
-    """Decode rows, a whole prompt, and a chunk behind a prefix, with NaN in all that nobody sees."""
+    """Decode rows, a whole prompt, and a chunk after a prefix, with NaN in every slot that must not be read."""
     case = Case(
         kv_lens=(33, 1, 16, 9, 40),
         query_lens=(1, 1, 1, 9, 7),
@@ -179,11 +179,11 @@ def test_a_step_is_attended_as_numpy_does(
         window=window,
         soft_cap=soft_cap,
     )
-    for seed in (0, 1):  # wrappers plan again
+    for seed in (0, 1):  # so that the wrappers plan again
         check(attention, make_step(case, seed))
 
 
-def test_decode_steps_with_padding_and_layers_of_several_forms(attention: FlashInferAttention) -> None:
+def test_decode_steps_with_padding_and_layers_of_several_shapes(attention: FlashInferAttention) -> None:
     case = Case(kv_lens=(33, 5), query_lens=(1, 1), num_decode=2, padding=2, dtype=torch.bfloat16)
     steps = [make_step(replace(case, window=window)) for window in (None, 4, None)]
     attend = attention.prepare(steps[0].batch)
@@ -229,7 +229,7 @@ FORM = CpuForm(torch.bfloat16, torch.bfloat16, (HeadForm(128, 4), HeadForm(64, 1
         (FORM, "flashinfer is not installed: pip install -e '.\\[flashinfer\\]'"),
     ],
 )
-def test_what_it_cannot_do_is_refused_at_the_start(
+def test_unsupported_options_are_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch, form: CpuForm, message: str
 ) -> None:
     monkeypatch.setattr(Chip, "of", lambda device: Chip(90, 132))

@@ -1,4 +1,4 @@
-"""Captured decode steps: which are replayed, what a replay reads, and that a number baked into one is noticed."""
+"""Captured decode steps: which are replayed, what a replay reads, and that a value baked into a capture is noticed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def greedy(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class Recorder(FakeCapture):
-    """Notes the number of tokens of each capture, in order."""
+    """Records the number of tokens of each capture, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_a_bucket_is_captured_at_its_first_use_unless_warm_up_did(runner: TorchR
     assert request.output == greedy(request.prompt, 8)
 
 
-def test_warm_up_captures_the_largest_first_and_tells_how_far_it_is(capture: Recorder) -> None:
+def test_warm_up_captures_the_largest_first_and_logs_its_progress(capture: Recorder) -> None:
     runner = stand_in_runner(WEIGHTS, max_rows=8, capture=capture, graph_buckets=(1, 2, 4, 8))
     seen: list[tuple[int, int, str]] = []
     runner.warm_up(lambda done, total, what: seen.append((done, total, what)))
@@ -142,7 +142,7 @@ def test_warm_up_captures_the_largest_first_and_tells_how_far_it_is(capture: Rec
     runner.close()
 
 
-def test_without_captures_warm_up_ends_as_well() -> None:
+def test_warm_up_without_captures_ends() -> None:
     runner = stand_in_runner(WEIGHTS)
     seen: list[tuple[int, int]] = []
     runner.warm_up(lambda done, total, what: seen.append((done, total)))
@@ -154,7 +154,7 @@ def test_without_captures_warm_up_ends_as_well() -> None:
 
 
 class ListedSampler(NativeSampler):
-    """Notes how it was asked: by `cut`, and None where nobody samples at random."""
+    """Records the `cut` argument of each call, None for greedy calls."""
 
     def __init__(self) -> None:
         self.asked: set[bool | None] = set()
@@ -168,8 +168,8 @@ class ListedSampler(NativeSampler):
         return super().sample(logits, parameters)
 
 
-def test_warm_up_samples_in_every_way_that_requests_may_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are compiled when they are first launched."""
+def test_warm_up_covers_every_kind_of_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled at their first launch."""
     sampler = ListedSampler()
     monkeypatch.setattr("torch_backend.runner.NativeSampler", lambda: sampler)
     runner = stand_in_runner(WEIGHTS)
@@ -179,7 +179,7 @@ def test_warm_up_samples_in_every_way_that_requests_may_ask_for(monkeypatch: pyt
 
 
 def test_lengths_pages_and_rows_differ_from_replay_to_replay(runner: TorchRunner, capture: Recorder) -> None:
-    """A row grows over the edges of its pages, others join and leave, and a row goes to another request."""
+    """A row grows over page boundaries, others join and leave, and a row is reused by another request."""
     runner.warm_up(lambda done, total, what: None)
     driver = PlanDriver(runner)
     long, short = driver.admit(PROMPTS[2]), driver.admit(PROMPTS[1])
@@ -217,8 +217,8 @@ def test_two_replays_in_flight_do_not_overwrite_each_other(runner: TorchRunner, 
             assert found.top_ids[0].tolist() == np.argsort(-expected)[:5].tolist()
 
 
-def test_more_page_table_entries_than_a_bucket_takes_are_applied(runner: TorchRunner, capture: Recorder) -> None:
-    """A row is re-pointed at another's copy of its pages, and its own are overwritten."""
+def test_more_page_table_entries_than_a_bucket_holds_are_applied(runner: TorchRunner, capture: Recorder) -> None:
+    """A row is switched to another's copy of its pages, and its own pages are overwritten."""
     driver = PlanDriver(runner)
     request, twin = driver.admit(PROMPTS[2]), driver.admit(PROMPTS[2])
     driver.step([(request, 20)])
@@ -226,7 +226,7 @@ def test_more_page_table_entries_than_a_bucket_takes_are_applied(runner: TorchRu
     driver.step([(request, 1)])
     own = request.pages[:5]
     request.pages[:5], request.pages_on_device = twin.pages[:5], 0
-    # The row's own pages are the first that are handed out again.
+    # the row's own pages are the first to be reused
     driver.free_pages.extend(own)
     replays = capture.replays
     driver.step([(request, DECODE)])
@@ -239,7 +239,7 @@ def test_more_page_table_entries_than_a_bucket_takes_are_applied(runner: TorchRu
 
 
 class ReadsOnHost(StandIn):
-    """Looks at no more pages than the longest row has, whose length it asks the device for."""
+    """Reads only as many pages as the longest row has, whose length it reads from the device."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return super().forward(self._cut(batch, int(batch.kv_lens.max())))
@@ -249,14 +249,14 @@ class ReadsOnHost(StandIn):
 
 
 class BakesIn(ReadsOnHost):
-    """The same, with a length that no capture can know of: it was read before."""
+    """The same, but with a length that was read before the capture."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return StandIn.forward(self, self._cut(batch, int(batch.kv_lens.numpy().max())))
 
 
 def test_a_length_that_is_baked_into_a_capture_changes_what_is_sampled(capture: Recorder) -> None:
-    """What these tests would see if it happened."""
+    """The failure that these tests would see."""
     eager = stand_in_runner(WEIGHTS, BakesIn)
     driver = PlanDriver(eager)
     assert driver.generate(driver.admit(PROMPTS[2]), 12) == greedy(PROMPTS[2], 12)
@@ -268,7 +268,7 @@ def test_a_length_that_is_baked_into_a_capture_changes_what_is_sampled(capture: 
     captured.close()
 
 
-def test_a_value_asked_of_the_device_while_capturing_is_an_error(capture: Recorder) -> None:
+def test_reading_a_device_value_while_capturing_is_an_error(capture: Recorder) -> None:
     runner = stand_in_runner(WEIGHTS, ReadsOnHost, capture=capture, graph_buckets=BUCKETS)
     with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):
         runner.warm_up(lambda done, total, what: None)
@@ -276,7 +276,7 @@ def test_a_value_asked_of_the_device_while_capturing_is_an_error(capture: Record
 
 
 class CapturableAttention:
-    """The reference for prefill chunks; for decode rows the same without a look at the lengths on the host."""
+    """The reference for prefill chunks; for decode rows the same without reading lengths on the host."""
 
     def prepare(self, batch: ForwardBatch) -> StepAttention:
         if not batch.decode_only:
@@ -329,7 +329,7 @@ def load_traced(checkpoint: Checkpoint, attention: AttentionImplementation) -> T
 def test_a_real_model_can_be_captured(
     family: str, impl: ModelImpl, load: Callable[..., Any], tmp_path: Path, capture: Recorder
 ) -> None:
-    """All of its layers but attention, whose captured kind is Triton's."""
+    """Everything except attention, whose captured kind is Triton's."""
     checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, family)), model_impl=impl)
     spec = RunnerSpec((PoolSpec("full", CacheKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
     outputs = []
@@ -355,11 +355,11 @@ def test_a_real_model_can_be_captured(
     assert len(set(outputs[0][1])) > 5
 
 
-def test_captured_steps_count_tokens_as_others_do(
+def test_captured_steps_count_expert_tokens_like_others(
     tmp_path: Path, capture: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows in a step of three: the third is padding."""
-    # Tiles read on the host how many rows each expert has.
+    # tiles read on the host how many rows each expert has
     monkeypatch.setattr(Experts, "_sorted", lambda layer, x, choice, multiply: layer._by_all(x, choice))
     checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "qwen3_moe", head_dim=32)))
     spec = RunnerSpec((PoolSpec("full", CacheKind.FULL, 40, 4),), 4, 32, 48, checkpoint.config.vocab_size)
@@ -404,13 +404,13 @@ def test_the_smallest_bucket_that_has_room_is_taken(rows: int, bucket: int | Non
     graphs = graphs_of((1, 2, 4, 6), lambda inputs: inputs.rows, dump_row=9)
     plan = decode_plan(np.arange(rows, dtype=np.int32), np.full(rows, 5, np.int32))
     assert graphs.bucket(plan) == (None if bucket is None else Bucket(bucket))
-    # A chunk of one token has its token from the plan, and is no decode row.
+    # a chunk of one token has its token in the plan, and is not a decode row
     chunk = replace(plan, num_decode=rows - 1, tokens=np.array([LAST_TOKEN] * (rows - 1) + [3], np.int32))
     assert graphs.bucket(chunk) is None
 
 
 def test_a_step_with_a_long_prefix_is_not_replayed() -> None:
-    """Eagerly its keys are shared out by how many blocks of tokens it really has."""
+    """Run eagerly, its keys are split by the actual number of blocks."""
     graphs = graphs_of((1, 2), lambda inputs: inputs.rows, dump_row=99, mixed=[Bucket(8, 16)])
     plan = mixed_plan(1, 10, 3)
     for longest, bucket in ((4096, Bucket(8, 16)), (4097, None)):
@@ -432,7 +432,7 @@ def mixed_plan(decode: int, *chunks: int) -> StepPlan:
         (0, (10, 7), (0, 64)),
         (1, (1,), (8, 16)),
         (9, (64,), (40, 64)),
-        (9, (65,), None),  # 296 tokens would be more than are free, and than a quarter on top
+        (9, (65,), None),  # 296 tokens would exceed the free padding and a quarter on top
         (0, (250, 200), (0, 512)),
         (0, (300,), None),
         (41, (5,), None),
@@ -452,7 +452,7 @@ def test_steps_with_prompts_are_padded_where_that_costs_little(
 
 
 def test_a_replay_sees_the_plan_and_padding() -> None:
-    """Every field of the inputs, of a captured function that gives them back."""
+    """Every field of the inputs, from a captured function that returns them."""
 
     def forward(inputs: StepInputs) -> torch.Tensor:
         fields = (inputs.rows, inputs.kv_lens, inputs.query_starts[1:], inputs.sampled)
@@ -479,7 +479,7 @@ MIXED = (Bucket(0, 8), Bucket(2, 8), Bucket(4, 32))
 
 
 def test_steps_with_prompts_are_replayed(capture: Recorder) -> None:
-    """Chunks of several requests beside decode rows, padded each time: rows, lengths and pages are data."""
+    """Chunks of several requests together with decode rows, padded each time: rows, lengths and pages are data."""
     runner = stand_in_runner(WEIGHTS, max_rows=4, capture=capture, graph_buckets=BUCKETS, mixed_buckets=MIXED)
     runner.warm_up(lambda done, total, what: None)
     assert sorted(capture.captured) == [1, 3, 8, 10, 36]
@@ -505,7 +505,7 @@ def test_steps_with_prompts_are_replayed(capture: Recorder) -> None:
 
 
 def test_padding_stands_at_position_0_of_page_0() -> None:
-    """However many tokens of it there are: no sequence is as long."""
+    """For any number of padding tokens: no sequence is as long."""
     layout = StepLayout.mixed(2, 3, 40, 0)
     packed = np.zeros(layout.size, np.int32)
     layout.pack(replace(mixed_plan(1, 5), kv_lens=np.array([16, 5], np.int32)), NO_DELTAS, 9, packed)
@@ -517,7 +517,7 @@ def test_padding_stands_at_position_0_of_page_0() -> None:
 
 
 class DropsPadding(StandIn):
-    """Computes no more tokens than the step it was captured with has."""
+    """Computes no more tokens than the captured step has."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return super().forward(batch) * (torch.arange(len(batch.tokens)) < int(batch.query_starts.numpy()[-2]))[:, None]
@@ -553,7 +553,7 @@ def test_steps_with_prompts_that_read_lengths_on_the_host_are_not_captured() -> 
         ),
     ],
 )
-def test_why_steps_with_prompts_are_not_captured_is_told(
+def test_the_log_says_why_steps_with_prompts_are_not_captured(
     keeps_states: bool,
     states: StateImplementation,
     algorithm: SpeculativeAlgorithm,
@@ -569,8 +569,8 @@ def test_why_steps_with_prompts_are_not_captured_is_told(
     assert caplog.messages == ([] if reason is None else [f"Steps with prompts are not captured: {reason}"])
 
 
-def test_memory_of_captures_is_what_the_device_has_less_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not less by what the eager steps before have left in the allocator, as a prompt at warm-up does."""
+def test_memory_of_captures_is_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the memory that earlier eager steps, such as a prompt at warm-up, left in the allocator."""
     free, cached = 10_000, 4_000
 
     def empty_cache() -> None:
@@ -602,14 +602,14 @@ def test_memory_of_captures_is_what_the_device_has_less_of(monkeypatch: pytest.M
 
 
 def test_buckets_of_steps_with_prompts() -> None:
-    """Few enough for a start: at 382 launches of some 12 us, twice each, the host takes a quarter of a second (an
-    estimate), and a GPU as many steps of at most 768 tokens. What the driver takes to make graphs of them is not known
-    before a GPU has."""
+    """Few enough for a quick start: at 382 launches of about 12 us, twice each, the host takes a quarter of a second
+    (an estimate), and a GPU that many steps of at most 768 tokens. The driver's time to make graphs of them is
+    unknown until measured on a GPU."""
     assert len(mixed_buckets(256, 8192)) == 30
     assert max(map(sum, mixed_buckets(256, 8192))) == 768
     assert {bucket.decode for bucket in mixed_buckets(20, 8192)} == {0, 8, 20}
     assert {bucket.decode for bucket in mixed_buckets(8, 8192)} == {0, 8}
-    # None that no step could fill.
+    # no bucket that no step could fill
     for most, prompts in {16: {16}, 17: {16, 64}, 128: {16, 64, 128}, 8192: {16, 64, 128, 256, 512}}.items():
         assert {bucket.prompt for bucket in mixed_buckets(8, most)} == prompts
 
@@ -623,7 +623,7 @@ def test_buckets_of_rows() -> None:
         buckets = row_buckets(most)
         assert list(buckets) == sorted(set(buckets))
         assert buckets[-1] == most
-        # No step that is captured has more than twice its rows, or, from 16 on, more than half as many again.
+        # no captured step has more than twice its rows, or, from 16 rows on, more than half as many again
         for rows in range(1, most + 1):
             bucket = next(bucket for bucket in buckets if bucket >= rows)
             assert bucket <= 2 * rows

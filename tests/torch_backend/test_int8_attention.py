@@ -1,4 +1,4 @@
-"""Attention over int8 pages: against numpy in float64, by what was stored and by what was to be stored."""
+"""Attention over int8 pages, against numpy in float64: on the stored values, and on the original ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(implementation: AttentionImplementation, built: Int8Step) -> torch.Tenso
 
 
 def check(implementation: AttentionImplementation, built: Int8Step) -> None:
-    """Every token's output by its own measure, as for pages that are not of 8 bits."""
+    """Every token's output within its own bound, as for pages in other types."""
     output = run(implementation, built).double().numpy()
     errors = np.abs(output - built.step.expected).max((1, 2))
     sizes = np.abs(built.step.expected).max((1, 2))
@@ -56,7 +56,7 @@ def check(implementation: AttentionImplementation, built: Int8Step) -> None:
 
 
 def relative_error(implementation: AttentionImplementation, built: Int8Step) -> float:
-    """Of all outputs together (L2), against float64 on what was to be stored."""
+    """Of all outputs together (L2), against float64 on the original values."""
     output = run(implementation, built).double().numpy()
     return float(np.linalg.norm(output - built.exact) / np.linalg.norm(built.exact))
 
@@ -67,8 +67,8 @@ def relative_error(implementation: AttentionImplementation, built: Int8Step) -> 
     [("native", None), ("native", torch.int8), ("sm_90", torch.int8)],
     ids=["native, own values", "native, int8 values", "sm_90, int8 values"],
 )
-def test_outputs_are_those_of_what_is_stored(which: str, name: str, values: torch.dtype | None) -> None:
-    """Float32 has no rounding but that of queries and keys, which the expected have as well."""
+def test_outputs_equal_those_of_the_stored_values(which: str, name: str, values: torch.dtype | None) -> None:
+    """In float32 only queries and keys are rounded, in the expected outputs too."""
     check(IMPLEMENTATIONS[which], int8_step(CASES[name], values=values, bias=3.0))
 
 
@@ -80,17 +80,17 @@ def test_bfloat16(which: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["native", "sm_90"])
-def test_the_error_is_small_and_does_not_grow_with_what_keys_have_in_common(which: str) -> None:
+def test_the_error_does_not_grow_with_the_mean_of_keys(which: str) -> None:
     attention, case = IMPLEMENTATIONS[which], Case(kv_lens=(33, 70), query_lens=(33, 70), num_decode=0)
     errors = [relative_error(attention, int8_step(case, bias=bias)) for bias in (0.0, 5.0, 20.0)]
     assert max(errors) < min(0.03, 1.1 * errors[0])
-    # The mean left out, or one of other keys: the error that it is there for.
+    # without the mean, or with the mean of other keys: the error that the mean avoids
     assert relative_error(attention, int8_step(case, bias=20.0, mean_error=20.0)) > 0.05
 
 
 @pytest.mark.parametrize("queries", [1, 5])
 def test_lengths_of_every_remainder(queries: int) -> None:
-    """Keys end at each place of a tile of 64, behind as many before it."""
+    """Keys end at each place of a tile of 64, after as many before it."""
     lens = tuple(range(64, 128, 1 if queries == 1 else 9))
     rows = len(lens)
     case = Case(kv_lens=lens, query_lens=(queries,) * rows, num_decode=rows if queries == 1 else 0)
@@ -110,7 +110,7 @@ def test_random_steps(seed: int, page_size: int, values: torch.dtype, data: st.D
 
 
 def test_chunks_do_not_change_a_query() -> None:
-    """A prompt whole, and its end as a chunk behind the rest, over the same pages: equal bits."""
+    """A whole prompt, and its end as a chunk after the rest, over the same pages: equal bits."""
     built = int8_step(Case(kv_lens=(100,), query_lens=(100,), num_decode=0, page_size=16, sinks=True), bias=4.0)
     whole, step = run(IMPLEMENTATIONS["sm_90"], built), built.step
     for count in (1, 64, 99):
@@ -140,14 +140,14 @@ def test_zero_keys_and_zero_queries() -> None:
 
 
 def test_the_reference_reads_the_same_pages() -> None:
-    """It does not round queries: apart from that it is what all others compute."""
+    """It does not round queries; everything else is the same computation."""
     built = int8_step(CASES["a chunk behind a prefix"], values=torch.int8, bias=2.0)
     assert relative_error(ReferenceAttention(), built) < 0.02
     assert np.abs(run(ReferenceAttention(), built).double().numpy() - built.step.expected).max() < 0.05
 
 
 def pages(form: KVForm, *, page_size: int = 4) -> KVPages:
-    """With scales that are NaN wherever nothing is written."""
+    """With scales that are NaN in unwritten slots."""
     kv = KVPages.allocate(4, 3, page_size, 64, form, CPU)
     assert kv.token_scales is not None
     kv.token_scales.keys.fill_(torch.nan)
@@ -162,8 +162,8 @@ def write(operations: object, kv: KVPages, qkv: torch.Tensor, slots: torch.Tenso
 
 @pytest.mark.parametrize("values", [torch.float32, torch.int8])
 @pytest.mark.parametrize("operations", [NativeOperations(), TritonOperations()], ids=["native", "triton"])
-def test_what_is_written_is_the_token_alone(operations: object, values: torch.dtype) -> None:
-    """Scale and levels of each token, whatever is written with it; half a step is the most that it is off."""
+def test_a_written_token_does_not_depend_on_others(operations: object, values: torch.dtype) -> None:
+    """Each token's scale and values, whatever else is written in the step; off by at most half a step."""
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(6, (4 + 2 * 3) * 64, generator=generator) * torch.tensor([1, 30, 0, 1e-3, 5, 2])[:, None]
     slots = torch.tensor([4, 5, 6, 9, 12, 15])
@@ -198,7 +198,7 @@ def test_what_is_written_is_the_token_alone(operations: object, values: torch.dt
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("operations", [NativeOperations(), TritonOperations()], ids=["native", "triton"])
-def test_a_key_that_is_not_finite_is_seen_by_whoever_reads_it(operations: object, broken: float) -> None:
+def test_a_key_that_is_not_finite_reaches_every_output_that_reads_it(operations: object, broken: float) -> None:
     kv = pages(KVForm(torch.int8, torch.int8))
     qkv = torch.randn(2, (4 + 2 * 3) * 64, generator=torch.Generator().manual_seed(1))
     qkv[1, 4 * 64 + 70] = broken
@@ -212,7 +212,7 @@ def test_a_key_that_is_not_finite_is_seen_by_whoever_reads_it(operations: object
     assert not scales.keys[1, :, 0].isnan().any()
 
 
-def test_bytes() -> None:
+def test_bytes_per_token() -> None:
     arrays = [CachedArray(name, 3, 64) for name in ("keys", "values")]
     assert KVForm(torch.bfloat16, torch.bfloat16).bytes_per_token(arrays) == 2 * 3 * 64 * 2
     assert KVForm(torch.int8, torch.bfloat16).bytes_per_token(arrays) == 3 * (64 + 4 + 128)

@@ -56,7 +56,7 @@ def options(folder: Path, **changes: object) -> EngineConfig:
     ],
     ids=lambda value: "",
 )
-def test_logprobs_are_nearly_those_of_transformers(
+def test_logprobs_are_close_to_transformers(
     folder: Path, changes: dict[str, object], name: str, attention: str, sizes: int
 ) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -75,15 +75,15 @@ def test_logprobs_are_nearly_those_of_transformers(
         driver.step([(request, 16)], prompt_logprobs=[wanted])
     found = np.concatenate([part.logprobs for part in request.prompt_logprobs])
     expected = logprobs[np.arange(48), PROMPT[1:49]]
-    differences = np.abs(found - expected)  # of logprobs that lie between -14 and -5
+    differences = np.abs(found - expected)  # for logprobs between -14 and -5
     assert differences.mean() < 0.025
     assert differences.max() < 0.12
     assert differences.mean() > 1e-4, "keys are in 8 bits"
     runner.close()
 
 
-def test_the_mean_is_that_of_keys_over_the_whole_context(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers rotates them: sequences that begin evenly spread over what requests may reach."""
+def test_the_mean_covers_keys_of_the_whole_context(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rotated by transformers: sequences whose starts are evenly spread over the possible positions."""
     kept: list[LayerMemory] = []
     give = loading.give_key_means
 
@@ -105,7 +105,7 @@ def test_the_mean_is_that_of_keys_over_the_whole_context(folder: Path, monkeypat
         torch.testing.assert_close(memory.pages.token_scales.key_mean, layer.keys.mean((0, 2)), rtol=1e-4, atol=1e-5)
 
 
-def test_a_context_shorter_than_a_sequence_of_the_calibration(folder: Path) -> None:
+def test_a_context_shorter_than_a_calibration_sequence(folder: Path) -> None:
     config = options(folder, context_length=24)
     checkpoint = open_checkpoint(config.model_path, config.load_format, seed=0)
     batch = calibration_batch(checkpoint.config, 16, 24, torch.device("cpu"))
@@ -114,7 +114,7 @@ def test_a_context_shorter_than_a_sequence_of_the_calibration(folder: Path) -> N
     assert len(set(batch.write_slots.tolist())) == 24 * ROWS
 
 
-def test_keys_that_are_not_finite_are_told_by_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_are_not_finite_are_named_by_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = building.load_weights
 
     def load_and_break(model: torch.nn.Module, *rest: object, **named: object) -> None:
@@ -135,18 +135,18 @@ def test_float8_keys_and_sage_do_not_go_together(folder: Path) -> None:
         create_runner(config, open_checkpoint(config.model_path, config.load_format, seed=0))
 
 
-def test_scales_of_the_checkpoint_are_told_to_be_unused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_that_the_checkpoints_scales_are_unused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         config = options(folder, **INT8)
         create_runner(config, open_checkpoint(config.model_path, config.load_format, seed=0)).close()
     assert any("with one scale per token" in message for message in caplog.messages)
 
 
-def test_means_of_the_checkpoint_take_the_place_of_calibrated_ones(
+def test_means_of_the_checkpoint_replace_calibrated_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those that a first start calibrated, written into the file: a second one serves the same without computing any.
-    With other means keys are rounded otherwise, and only that."""
+    """Means that a first start calibrated, written into the file: a second start serves the same without
+    calibration. With other means only the rounding of keys differs."""
     folder = make_tiny_checkpoint(tmp_path, "qwen3")
     calibrated, kept = loading.give_key_means, []
 
@@ -156,7 +156,7 @@ def test_means_of_the_checkpoint_take_the_place_of_calibrated_ones(
 
     monkeypatch.setattr(loading, "give_key_means", give_and_keep)
     own = logprobs_of(folder)
-    monkeypatch.setattr(loading, "give_key_means", None)  # not to be called
+    monkeypatch.setattr(loading, "give_key_means", None)  # must not be called
     means = {f"model.layers.{layer}.self_attn.k_mean": mean for layer, mean in enumerate(kept)}
     add_tensors(folder, means)
     with caplog.at_level(logging.INFO):
@@ -185,7 +185,7 @@ def logprobs_of(folder: Path) -> np.ndarray:
         ((KV_HEADS,), (0, 1), r"misshapen: model.layers.0.self_attn.k_mean is \(2,\), it must be \(2, 32\)"),
     ],
 )
-def test_means_that_do_not_fit_are_named(
+def test_means_of_a_wrong_shape_are_named(
     shape: tuple[int, ...], layers: tuple[int, ...], told: str, tmp_path: Path
 ) -> None:
     folder = make_tiny_checkpoint(tmp_path, "qwen3")
@@ -202,8 +202,8 @@ def test_means_that_are_not_finite_are_named(tmp_path: Path) -> None:
         logprobs_of(folder)
 
 
-def test_the_other_backend_lets_means_pass(tmp_path: Path) -> None:
-    """Whose int8 has one scale a head and no mean."""
+def test_the_jax_backend_ignores_means(tmp_path: Path) -> None:
+    """Its int8 has one scale per head and no mean."""
     folder, mean = make_tiny_checkpoint(tmp_path, "qwen3"), np.zeros((KV_HEADS, HEAD_DIM), np.float32)
     add_tensors(folder, {f"model.layers.{layer}.self_attn.k_mean": mean for layer in range(LAYERS)})
     checkpoint = open_checkpoint(str(folder))

@@ -1,4 +1,5 @@
-"""How many kernels a captured step launches on a GPU, counted without one: at one row they are most of its overhead."""
+"""The number of kernels that a captured step launches on a GPU, counted without one: at one row they are most of its
+overhead."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}
 
 
 class _Operations(TorchDispatchMode):
-    """Torch's operations that compute or copy something; views and allocations launch nothing."""
+    """Torch operations that compute or copy; views and allocations launch nothing."""
 
     def __init__(self, launches: Counter[str]) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Launches of torch's operations and of Triton's kernels, by name; the latter do nothing."""
+    """Launches of torch operations and of Triton kernels, by name; the latter do nothing."""
     launches: Counter[str] = Counter()
 
     def launch(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -58,7 +59,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def launches_of(monkeypatch: pytest.MonkeyPatch, layers: int, layout: StepLayout) -> Counter[str]:
-    """Of what a step captures, from the page-table deltas to the hidden states."""
+    """The launches of the captured part of a step, from the page-table deltas to the hidden states."""
     config = small_config(num_layers=layers, head_dim=64, num_heads=4, num_kv_heads=2)
     model = build_model(
         config,
@@ -84,7 +85,7 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, layers: int, layout: StepLayout
     ],
     ids=["decode", "mixed"],
 )
-def test_a_layer_launches_no_more_than_it_needs(
+def test_the_number_of_launches_of_a_layer(
     monkeypatch: pytest.MonkeyPatch, layout: StepLayout, of_attention: dict[str, int]
 ) -> None:
     two, three = (launches_of(monkeypatch, layers, layout) for layers in (2, 3))
@@ -96,5 +97,5 @@ def test_a_layer_launches_no_more_than_it_needs(
         "_gated_kernel": 1,
         **of_attention,
     }
-    # What a step launches once: the batch, attention's plans, embeddings, rotary tables, the last norm.
+    # launched once per step: the batch, attention's plans, embeddings, rotary tables, the last norm
     assert sum(two.values()) - 2 * sum(layer.values()) <= (24 if layout.tokens == 0 else 36)

@@ -82,7 +82,7 @@ def test_text_and_logprobs_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT16, Dtype.BFLOAT16])
-def test_half_precision_says_nearly_the_same(
+def test_half_precision_gives_nearly_the_same_logprobs(
     folder: Path, expected: tuple[list[int], np.ndarray], dtype: Dtype
 ) -> None:
     runner = make_runner(options(folder, dtype=dtype))
@@ -97,7 +97,7 @@ def test_half_precision_says_nearly_the_same(
     runner.close()
 
 
-def test_spec_and_report_say_what_was_asked_for(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_spec_and_report_show_the_options(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         runner = make_runner(
             options(folder, dtype=Dtype.BFLOAT16, page_size=8, random_seed=3, load_format=LoadFormat.DUMMY)
@@ -114,7 +114,7 @@ def test_spec_and_report_say_what_was_asked_for(folder: Path, caplog: pytest.Log
         "attention": "numba",
         "tp_size": "1",
     }
-    # Keys and values of two bytes each, for every token of the pool and its pad page.
+    # keys and values of two bytes each, for every token of the pool and its pad page
     assert report.kv_bytes == 648 * LAYERS * KV_HEADS * HEAD_DIM * 2 * 2
     assert (report.compiled_programs, report.compiles_after_warm_up) == (0, 0)
     assert any("640 KV tokens" in message and "2 rows, 16 tokens a step" in message for message in caplog.messages)
@@ -156,7 +156,7 @@ def test_a_float8_cache_takes_a_quarter_of_the_memory(folder: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_options_that_cannot_be_met_are_refused_before_weights_are_read(
+def test_impossible_options_are_refused_before_weights_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
 ) -> None:
     def refuse(*arguments: object) -> None:
@@ -175,7 +175,7 @@ def test_options_that_cannot_be_met_are_refused_before_weights_are_read(
         ({"attention_backend": "sage"}, "attention_backend sage does not support latent attention: choose native"),
     ],
 )
-def test_what_latent_attention_does_not_go_with_is_refused(
+def test_options_incompatible_with_latent_attention_are_refused(
     changes: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     folder = make_tiny_checkpoint(tmp_path, "deepseek_v3")
@@ -184,20 +184,18 @@ def test_what_latent_attention_does_not_go_with_is_refused(
         create_runner(config, open_checkpoint(str(folder)))
 
 
-def test_memory_that_holds_no_request_is_refused_with_its_numbers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_no_request_is_refused_with_its_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "available_memory", lambda device: 2**20)
     with pytest.raises(ConfigError, match=r"^1 MiB of memory .* 0\.85: after 1 MiB of weights .* a request of 512"):
         make_runner(options(folder, max_total_tokens=None))
 
 
-def test_the_pool_is_what_memory_holds_beside_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_fills_the_memory_next_to_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(options(folder))
     weights = runner.report().weight_bytes
     runner.close()
     page = 16 * LAYERS * KV_HEADS * HEAD_DIM * 2 * 4
-    # 40 pages of 16 tokens and the pad page, and half a page that is of no use.
+    # 40 pages of 16 tokens and the pad page, and half an unusable page
     monkeypatch.setattr(building, "available_memory", lambda device: weights + 41 * page + page // 2)
     runner = make_runner(options(folder, max_total_tokens=None, mem_fraction_static=0.9999999))
     assert runner.spec.pools[0].num_pages == 41
@@ -205,7 +203,7 @@ def test_the_pool_is_what_memory_holds_beside_the_weights(folder: Path, monkeypa
     runner.close()
 
 
-def test_an_orbax_checkpoint_is_the_other_backends(folder: Path, tmp_path: Path) -> None:
+def test_an_orbax_checkpoint_needs_the_other_backend(folder: Path, tmp_path: Path) -> None:
     source = ModelSource(SourceKind.ORBAX, tmp_path, "model")
     checkpoint = replace(open_checkpoint(str(folder)), source=source, reader=None)
     with pytest.raises(CheckpointError, match=rf"^{tmp_path} is an Orbax checkpoint, .* choose --backend jax"):

@@ -78,7 +78,7 @@ def test_options(
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_chunks_of_many_queries(window: int | None) -> None:
-    """More than are masked at once, with and without a prefix."""
+    """More queries than one mask covers, with and without a prefix."""
     case = Case(
         kv_lens=(1060, 600), query_lens=(1050, 600), num_decode=0, kv_heads=1, head_dim=16, page_size=16, window=window
     )
@@ -90,8 +90,8 @@ def test_sequences_of_very_different_length() -> None:
     check(NativeAttention(), Case(kv_lens=lens, query_lens=(1,) * 8, num_decode=8, page_size=16))
 
 
-def test_layers_of_different_form_in_one_step() -> None:
-    """Windowed layers with sinks and plain ones take turns over one preparation of the step."""
+def test_layers_of_different_shapes_in_one_step() -> None:
+    """Windowed layers with sinks and plain ones alternate with one preparation of the step."""
     plain = make_step(MIXED)
     windowed = replace(plain.options, window=6, sinks=torch.tensor([0.3, -1.0, 2.0, 0.0]))
     shared = NativeAttention().prepare(plain.batch)
@@ -101,7 +101,7 @@ def test_layers_of_different_form_in_one_step() -> None:
 
 
 LATENT_FORMS = {"absorbed": None, "expanded": 2, "by length": LATENTS.expands_from}
-"""From how many queries of a row on it is expanded."""
+"""The number of a row's queries from which it is expanded."""
 
 LATENT_STEPS = {
     "mixed": ((9, 1, 30, 70, 45, 8, 20), (1, 1, 13, 70, 7, 8, 1)),
@@ -113,7 +113,7 @@ every_form = pytest.mark.parametrize("least", LATENT_FORMS.values(), ids=LATENT_
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles and blocks, of which some are partial, also in short sequences."""
+    """Several tiles and blocks, some of them partial, in short sequences too."""
     monkeypatch.setattr(latent, "_KEYS_PER_TILE", 16)
     monkeypatch.setattr(latent, "_QUERIES_PER_BLOCK", 5)
 
@@ -126,7 +126,7 @@ def latent_outputs(
     implementation: AttentionImplementation | None = None,
     **options: Any,
 ) -> tuple[Numbers, Numbers]:
-    """What attention gives, and what it should."""
+    """The actual and the expected output of attention."""
 
     def rounded(numbers: Numbers) -> Numbers:
         return torch.from_numpy(numbers).to(dtype).double().numpy()
@@ -163,7 +163,7 @@ def test_both_forms_of_latent_attention_in_one_step(least: int | None, name: str
     assert np.abs(found - expected).max() < 2e-6
 
 
-def test_rows_take_the_form_for_their_length() -> None:
+def test_rows_use_the_form_for_their_length() -> None:
     counts = LATENT_STEPS["mixed"][1]
     by_length, absorbed = (
         latent_outputs(*LATENT_STEPS["mixed"], LATENT_FORMS[form])[0] for form in ("by length", "absorbed")

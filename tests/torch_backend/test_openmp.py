@@ -1,4 +1,4 @@
-"""Torch's threads wait as they are told, which has to be before torch is imported."""
+"""The wait policy of torch's threads, which must be set before torch is imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ create_runner(config, open_checkpoint(config.model_path)).close()
 
 
 @pytest.mark.skipif("USE_OPENMP=ON" not in torch.__config__.show(), reason="this torch has no OpenMP")
-def test_a_runner_has_threads_that_soon_sleep(tmp_path: Path) -> None:
+def test_a_runners_threads_sleep_soon(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, "qwen3")
     environment = {name: value for name, value in os.environ.items() if name not in CHOSEN}
     ran = subprocess.run(
@@ -47,7 +47,7 @@ def test_a_runner_has_threads_that_soon_sleep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_what_users_choose_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_users_choice_is_kept(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for each in CHOSEN:
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "mine")

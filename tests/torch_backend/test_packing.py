@@ -1,4 +1,4 @@
-"""A plan packed for the device comes out of it as it was, with padding around it."""
+"""A plan packed for the device is unpacked unchanged, with padding around it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_backend.packing import StepInputs, StepLayout
 
 DUMP_ROW = 12
 GARBAGE = -77
-"""What a buffer holds before: nothing may be left of it."""
+"""The buffer's earlier content, of which nothing may remain."""
 
 
 @st.composite
@@ -72,13 +72,13 @@ def test_an_exact_layout_holds_the_plan_and_nothing_else(plan: StepPlan) -> None
 
 @settings(max_examples=150, deadline=None)
 @given(plan=plans(decode_alone=True), more_rows=st.integers(0, 3), more_deltas=st.integers(0, 3))
-def test_a_decode_layout_pads_with_the_dump_row(plan: StepPlan, more_rows: int, more_deltas: int) -> None:
+def test_a_decode_layout_pads_with_the_pad_row(plan: StepPlan, more_rows: int, more_deltas: int) -> None:
     (deltas,) = plan.page_deltas
     sequences, entries = len(plan.rows), len(deltas.rows)
     bucket = sequences + more_rows
     layout = StepLayout.decode(bucket, entries + more_deltas)
     inputs = unpacked(layout, plan, deltas)
-    # Padding decodes too: a token each, at position 0 of page 0, which no request has.
+    # padding decodes too: a token each, at position 0 of page 0, which no request uses
     assert inputs.num_decode == bucket
     assert inputs.rows.tolist() == plan.rows.tolist() + [DUMP_ROW] * more_rows
     assert inputs.kv_lens.tolist() == plan.kv_lens.tolist() + [0] * more_rows
@@ -94,7 +94,7 @@ def test_a_decode_layout_pads_with_the_dump_row(plan: StepPlan, more_rows: int, 
 @given(
     plan=plans(decode_alone=False), more_rows=st.integers(0, 3), more_tokens=st.integers(0, 9), others=st.integers(1, 4)
 )
-def test_a_mixed_layout_pads_behind_decode_rows_and_behind_prompts(
+def test_a_mixed_layout_pads_after_decode_rows_and_after_prompts(
     plan: StepPlan, more_rows: int, more_tokens: int, others: int
 ) -> None:
     (deltas,) = plan.page_deltas
@@ -126,7 +126,7 @@ def test_a_mixed_layout_pads_behind_decode_rows_and_behind_prompts(
     ]
 
 
-def test_what_is_unpacked_are_views() -> None:
+def test_unpacked_arrays_are_views() -> None:
     """A captured step reads the same memory at each replay."""
     layout = StepLayout.decode(2, 2)
     packed = torch.zeros(layout.size, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Passes on small graphs: what each must find, and what it must leave as it is."""
+"""Passes on small graphs: the patterns that each must find, and those that it must leave unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tens
 
 
 def fused(function: Function, *inputs: torch.Tensor, weights: dict[str, torch.Tensor]) -> Program:
-    """The program after no-ops and norms."""
+    """The program after the passes for no-ops and norms."""
     program = program_of(function, *inputs, weights=weights)
     remove_no_ops(program)
     fuse_norms(program)
@@ -52,12 +52,12 @@ def fused(function: Function, *inputs: torch.Tensor, weights: dict[str, torch.Te
 )
 def test_norms_are_found_in_every_order_of_casts(form: Function, dtype: torch.dtype) -> None:
     program = fused(form, X.to(dtype), weights={"w": W["w"].to(dtype)})
-    # Two casts of one tensor are two nodes, and no pattern takes them for one.
+    # two casts of one tensor are two nodes, which no pattern merges
     separate = form is not norm and dtype is torch.bfloat16
     assert (called(program) == ["rms_norm"]) == (not separate)
 
 
-def test_one_more_than_the_stored_weight_is_kept_in_float32() -> None:
+def test_one_plus_the_stored_weight_is_kept_in_float32() -> None:
     program = fused(lambda x, w: norm(x, 1.0 + w), X, weights=W)
     assert called(program) == ["rms_norm"]
     (node,) = (node for node in program.body.nodes if node.op == "call_function")
@@ -79,7 +79,7 @@ def test_one_more_than_the_stored_weight_is_kept_in_float32() -> None:
     ],
     ids=["2 + w", "cubes", "another axis", "scale used twice", "another x", "double behind", "double within"],
 )
-def test_what_only_looks_like_a_norm_is_left(form: Function) -> None:
+def test_similar_graphs_that_are_not_norms_are_unchanged(form: Function) -> None:
     program = fused(form, X, weights=W)
     assert ("rms_norm" in called(program)) == (
         called(program)[-1] == "to.dtype" and "rsqrt.default" not in called(program)
@@ -87,14 +87,14 @@ def test_what_only_looks_like_a_norm_is_left(form: Function) -> None:
 
 
 def residuals(form: Function) -> list[str]:
-    """What is called of a form of two summands, which are computed."""
+    """The calls in the graph of two computed summands."""
     program = fused(lambda x, y, w: form(x * 2, y * 3, w), X, X.clone(), weights=W)
     fuse_sums_with_norms(program)
     remove_no_ops(program)
     return called(program)
 
 
-def test_a_sum_and_its_norm_are_one() -> None:
+def test_a_sum_and_its_norm_are_fused() -> None:
     assert residuals(lambda x, y, w: norm(x + y, w))[2:] == ["add_rms_norm", "getitem"]
     both = residuals(lambda x, y, w: norm(total := x + y, w) * total)
     assert both[2:] == ["add_rms_norm", "getitem", "getitem", "mul.Tensor"]
@@ -115,7 +115,7 @@ def test_a_sum_and_its_norm_are_one() -> None:
     ],
     ids=["x used behind", "a view used behind", "x twice", "broadcast", "expanded", "difference", "factor"],
 )
-def test_sums_whose_summands_are_needed_are_left(form: Function) -> None:
+def test_sums_whose_summands_are_needed_are_unchanged(form: Function) -> None:
     """The operation writes into both."""
     assert "add_rms_norm" not in residuals(form)
 
@@ -126,7 +126,7 @@ def test_inputs_are_never_written_to() -> None:
 
 
 def summed(form: Function) -> list[str]:
-    """What is called of a form of a residual stream, of two parts of sums and of a weight, behind the products."""
+    """The calls in the graph of a residual stream of two parts, sums over ranks and a weight, after the products."""
     program = program_of(
         lambda x, y, a, b, w: form(x * 2, functional.linear(y, a), functional.linear(y, b), w),
         X,
@@ -156,7 +156,7 @@ def test_a_sum_over_ranks_goes_into_the_sum_and_its_norm(form: Function) -> None
 
 
 def test_two_parts_are_added_before_they_are_summed_over_ranks() -> None:
-    """Also where these three are normed at once."""
+    """Also where the three are normed together."""
     assert summed(lambda x, a, b, w: sum_of_ranks(a) + sum_of_ranks(b)) == ["add.Tensor", "all_reduce"]
     found = summed(lambda x, a, b, w: norm(sum_of_ranks(a) + sum_of_ranks(b) + x, w))
     assert found == ["add.Tensor", "all_reduce_add_rms_norm"]
@@ -194,8 +194,8 @@ def test_two_parts_are_added_before_they_are_summed_over_ranks() -> None:
         "broadcast",
     ],
 )
-def test_sums_over_ranks_that_stay_apart(form: Function, expected: list[str] | None) -> None:
-    """What sums writes into what is summed, so that nothing else may read that."""
+def test_sums_over_ranks_that_are_not_fused(form: Function, expected: list[str] | None) -> None:
+    """The sum writes into its input, so nothing else may read that."""
     found = summed(form)
     if expected is None:
         assert found.count("all_reduce") == 2
@@ -230,7 +230,7 @@ MATRICES = {"gate": torch.zeros(6, HIDDEN), "up": torch.zeros(6, HIDDEN)}
     ],
     ids=["products", "up first", "gelu by tanh", "gelu by erf", "two inputs", "gate used twice"],
 )
-def test_gated_activations_and_their_matrices(form: Function, expected: list[str]) -> None:
+def test_gated_activations_and_their_matrices_are_fused(form: Function, expected: list[str]) -> None:
     program = program_of(form, X, weights=MATRICES)
     for rewrite in (remove_no_ops, fuse_gated_activations, remove_no_ops, merge_linears, remove_no_ops):
         rewrite(program)
@@ -238,14 +238,14 @@ def test_gated_activations_and_their_matrices(form: Function, expected: list[str
     assert [name for name in found if name in ("linear", "silu_mul", "gelu_mul", "gelu")] == expected
 
 
-def test_tensors_that_code_makes_are_made_on_the_models_device() -> None:
+def test_tensors_created_in_code_are_on_the_models_device() -> None:
     program = program_of(lambda x: x + torch.arange(HIDDEN, device=x.device), X, weights={})
     move(program.body, torch.device("meta"))
     made = [node.kwargs.get("device") for node in program.body.nodes if "arange" in node.name]
     assert made == [torch.device("meta")]
 
 
-def test_slices_that_make_up_a_tensor_are_that_tensor() -> None:
+def test_slices_that_cover_a_tensor_become_that_tensor() -> None:
     def halves(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
         return torch.cat([first, second, x[..., :0]], -1) + torch.cat([x[..., :3], x[..., 3:]], -1)
@@ -284,7 +284,7 @@ def ropes_found(
     of_keys: float = 1.0,
     turn: Callable[..., torch.Tensor] = lambda x, turned, cos, sin: x * cos + turned * sin,
 ) -> int:
-    """How many layers of one fuse their rotation, and their three projections with it."""
+    """How many of one layer's rotations are fused, and how many with its three projections."""
 
     def attending(x: torch.Tensor, positions: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         angles = positions[..., None].float() * torch.arange(1.0, HEAD_DIM / 2 + 1)
@@ -338,5 +338,5 @@ def test_rotations_of_halves_are_found() -> None:
         "exchanged",
     ],
 )
-def test_other_rotations_are_left(changes: dict[str, Any]) -> None:
+def test_other_rotations_are_unchanged(changes: dict[str, Any]) -> None:
     assert ropes_found(**changes) == 0

@@ -34,7 +34,7 @@ def attention_of(case: Case) -> CpuAttention:
 
 
 def check(case: Case) -> None:
-    """With NaN in the memory that the kernel works in."""
+    """With NaN in the kernel's work memory."""
     attention = attention_of(case)
     assert attention.prompts is not None
     attention.prompts.scratch.fill_(0xFF)
@@ -62,7 +62,7 @@ def test_options(case: Case, window: int | None, soft_cap: float | None, sinks: 
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_token_s_result_is_the_same_in_any_chunk_bit_for_bit(window: int | None) -> None:
-    """The last 333 tokens of a sequence, in one step with others or in chunks by themselves."""
+    """The last 333 tokens of a sequence, in a step with others or in separate chunks."""
     whole = make_step(replace(PROMPTS, window=window, page_size=16))
     attention = attention_of(PROMPTS)
     together = attention.prepare(whole.batch)(whole.queries, whole.kv, whole.options)[-333:]
@@ -84,8 +84,8 @@ def test_a_token_s_result_is_the_same_in_any_chunk_bit_for_bit(window: int | Non
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e4])
-def test_scores_all_alike_and_far_apart(factor: float) -> None:
-    """Beside torch's own attention of the same numbers in float64."""
+def test_scores_all_equal_and_far_apart(factor: float) -> None:
+    """Compared with torch's attention of the same numbers in float64."""
     step = make_step(replace(PROMPTS, page_size=16))
     queries = step.queries * factor
     found = attention_of(PROMPTS).prepare(step.batch)(queries, step.kv, step.options)[-333:]
@@ -102,7 +102,7 @@ def test_scores_all_alike_and_far_apart(factor: float) -> None:
     assert float((found.double() - expected).abs().max()) < TOLERANCE
 
 
-def test_nan_of_a_query_is_told_to_its_own_token_alone() -> None:
+def test_nan_of_a_query_affects_only_its_own_token() -> None:
     step = make_step(replace(PROMPTS, page_size=16))
     queries = step.queries.clone()
     queries[80, 1, 5] = torch.nan
@@ -113,7 +113,7 @@ def test_nan_of_a_query_is_told_to_its_own_token_alone() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1.05, float("nan")])
-def test_a_kernel_that_computes_wrongly_is_not_believed(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+def test_a_kernel_that_computes_wrongly_is_rejected(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
     right = CpuPrompts.attend_into
 
     def scaled(prompts: CpuPrompts, output: torch.Tensor, *arguments: Any) -> None:
@@ -126,6 +126,6 @@ def test_a_kernel_that_computes_wrongly_is_not_believed(monkeypatch: pytest.Monk
         make_cpu_kernels(form, EngineConfig().cache_folder())
 
 
-def test_heads_that_fill_no_vectors_are_left_to_torch() -> None:
+def test_heads_that_do_not_fill_vectors_use_torch() -> None:
     assert CpuPrompts.take([HeadForm(64, 3), HeadForm(96, 1)])
     assert not CpuPrompts.take([HeadForm(64, 3), HeadForm(80, 1)])

@@ -1,4 +1,4 @@
-"""The CPU's sampler looks at few tokens of a large vocabulary, and samples what looking at all of them does."""
+"""The CPU's sampler scans few tokens of a large vocabulary, and samples the same as a scan of all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_backend.sampler import SamplerInputs
 
 VOCAB = 50_000
 ROUNDING = 1e-9
-"""Masses are sums in float64: a nucleus that ends so close to `top_p` of them may end a token earlier or later."""
+"""Masses are float64 sums: a nucleus that ends this close to `top_p` may end a token earlier or later."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def sampled(rows: list[Row]) -> list[int]:
 
 
 def from_all_tokens(row: Row) -> set[int]:
-    """What the row must sample, from a sort of the whole vocabulary and the noise of every token.
+    """The tokens that the row may sample, from a sort of the whole vocabulary and the noise of every token.
 
     More than one token where the nucleus ends within rounding of `top_p`.
     """
@@ -78,14 +78,14 @@ def from_all_tokens(row: Row) -> set[int]:
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    """Flat, peaked and tied logits, below and above where the sampler looks first."""
+    """Flat, peaked and tied logits, below and above the size of the sampler's first scan."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     logits = rng.normal(0, draw(st.sampled_from((0.0, 1e-6, 0.5, 3.0, 30.0))), VOCAB).astype(np.float32)
     tie = draw(st.sampled_from((0.0, 0.0, 0.25, 4.0)))
     if tie:
         logits = np.round(logits / np.float32(tie)) * np.float32(tie)
     peaks = draw(st.integers(0, 3))
-    if peaks:  # some tokens so far above all others, which may win none the less
+    if peaks:  # some tokens so far above all others that they may still win
         above = draw(st.sampled_from((0.0, 5.0, 7.9, 8.0, 8.1, 12.0, 16.0, 20.0)))
         logits[rng.integers(0, VOCAB, peaks)] = logits.max() + np.float32(above)
     masked = draw(st.sampled_from((0, 0, 1000, VOCAB - 3)))
@@ -103,18 +103,18 @@ def rows(draw: st.DrawFn) -> Row:
 
 @settings(max_examples=150, deadline=None)
 @given(row=rows())
-def test_samples_what_the_whole_vocabulary_would(row: Row) -> None:
+def test_samples_equal_those_of_the_whole_vocabulary(row: Row) -> None:
     assert sampled([row])[0] in from_all_tokens(row)
 
 
 LARGEST = Row(np.zeros(0, np.float32), seed=17 | (2**20 + 3) << 32, position=7)
 LARGEST_TOKEN = 46124
-"""In a row of this seed and position, the token whose noise is the largest that there is."""
+"""For a row of this seed and position, the token with the largest possible noise."""
 
 
 @pytest.mark.parametrize(("lead", "winner"), [(-0.01, LARGEST_TOKEN), (0.01, 0)], ids=["reached", "out of reach"])
-def test_the_largest_noise_reaches_as_far_as_it_can(lead: float, winner: int) -> None:
-    """Token 0 leads by almost all that noise can make up for, or by a little more."""
+def test_the_first_scan_covers_the_largest_noise(lead: float, winner: int) -> None:
+    """Token 0 leads by almost the largest difference that noise can make up for, or by slightly more."""
     ids = np.arange(VOCAB, dtype=np.uint32)
     noise = gumbel_noise(LARGEST.key, LARGEST.position, ids)
     assert noise.argmax() == LARGEST_TOKEN
@@ -127,10 +127,10 @@ def test_the_largest_noise_reaches_as_far_as_it_can(lead: float, winner: int) ->
 
 
 @pytest.mark.parametrize("distance", [7.5, 8.0, np.nextafter(np.float32(8), np.float32(9)), 8.5, 12.0])
-def test_a_token_wins_from_either_side_of_where_the_sampler_looks_first(distance: float) -> None:
+def test_tokens_inside_and_outside_the_first_scan_can_win(distance: float) -> None:
     ids = np.arange(VOCAB, dtype=np.uint32)
     noise = gumbel_noise(LARGEST.key, LARGEST.position, ids)
-    # The one with the least noise is the likeliest: others win from far away.
+    # the one with the least noise is the most likely: others win from far below
     logits = np.full(VOCAB, -1000.0, np.float32)
     logits[noise.argmin()], logits[LARGEST_TOKEN] = 0.0, -distance
     for filters in ({}, {"top_k": 2}, {"top_p": 1 - 1e-7}, {"min_p": 1e-6}):
@@ -140,8 +140,8 @@ def test_a_token_wins_from_either_side_of_where_the_sampler_looks_first(distance
     assert sampled([Row(logits, top_k=1, seed=LARGEST.seed, position=LARGEST.position)]) == [int(noise.argmin())]
 
 
-def test_the_nucleus_reaches_beyond_where_the_sampler_looks_first() -> None:
-    """One likely token, and 40 000 at a distance of 9 that have five times its probability together."""
+def test_the_nucleus_may_extend_beyond_the_first_scan() -> None:
+    """One likely token, and 40 000 at a distance of 9 with five times its probability in total."""
     logits = np.full(VOCAB, -20.0, np.float32)
     logits[5], logits[10:40_010] = 0.0, -9.0
     rows = [Row(logits, top_p=0.5, position=position) for position in range(50)]
@@ -154,10 +154,10 @@ def test_the_nucleus_reaches_beyond_where_the_sampler_looks_first() -> None:
 
 @pytest.mark.parametrize("near_tokens", [range(46124), range(46125, VOCAB)], ids=["nearer first", "farther first"])
 def test_equal_scores_go_to_the_first_token(near_tokens: range) -> None:
-    """One of the two is looked at first, the other later."""
+    """One of the two is in the first scan, the other is scanned later."""
     noise = gumbel_noise(LARGEST.key, LARGEST.position, np.arange(VOCAB, dtype=np.uint32))
     largest = noise[LARGEST_TOKEN]
-    # A distance that makes up for what the one has more noise, in float32 without a rest.
+    # a distance that exactly cancels the difference of their noise in float32
     near = next(
         token for token in near_tokens if largest - (largest - noise[token]) == noise[token] and noise[token] < 8.0
     )

@@ -1,4 +1,4 @@
-"""A step does no more sampling work than its rows ask for."""
+"""A step does only the sampling work that its rows need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def needs_of(needs: RowNeeds, *rows: int, kv_len: int = 10) -> Needs:
     [
         ({}, Needs.NOTHING),
         ({"temperature": 0.1}, Needs.RANDOM),
-        # What only chooses among tokens changes no greedy one.
+        # filters change no greedy token
         ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, Needs.NOTHING),
         ({"temperature": 0.1, "top_k": 5}, Needs.RANDOM | Needs.CUT),
         ({"temperature": 0.1, "top_p": 0.5}, Needs.RANDOM | Needs.CUT),
@@ -44,7 +44,7 @@ def needs_of(needs: RowNeeds, *rows: int, kv_len: int = 10) -> Needs:
         ({"min_new_tokens": 3}, Needs.STOP_MASK),
     ],
 )
-def test_what_a_row_asks_for(changes: dict[str, object], wanted: Needs) -> None:
+def test_needs_of_a_row(changes: dict[str, object], wanted: Needs) -> None:
     needs = RowNeeds(ROWS)
     needs.replace([update(2, replace(GREEDY, **changes), stop_ids=(7,))])  # type: ignore[arg-type]
     assert needs_of(needs, 2) == wanted
@@ -54,14 +54,14 @@ def test_what_a_row_asks_for(changes: dict[str, object], wanted: Needs) -> None:
     assert needs_of(needs, 2) == Needs.NOTHING
 
 
-def test_rows_ask_together() -> None:
+def test_needs_of_rows_are_combined() -> None:
     needs = RowNeeds(ROWS)
     needs.replace([update(0, SamplingParams()), update(3, replace(GREEDY, logit_bias={1: 1.0}))])
     assert needs_of(needs, 3, 0) == Needs.RANDOM | Needs.BIAS
     assert needs_of(needs, 3, 4) == Needs.BIAS
 
 
-def test_a_chunk_that_samples_nothing_asks_for_nothing() -> None:
+def test_a_chunk_that_samples_nothing_needs_nothing() -> None:
     needs = RowNeeds(ROWS)
     needs.replace([update(0, SamplingParams()), update(3, replace(GREEDY, logit_bias={1: 1.0}))])
     plan = decode_plan(np.array([0, 3], np.int32), np.array([10, 10], np.int32))
@@ -69,7 +69,7 @@ def test_a_chunk_that_samples_nothing_asks_for_nothing() -> None:
     assert needs.of_step(replace(plan, samples=np.array([False, False]))) == Needs.NOTHING
 
 
-def test_stop_ids_are_masked_as_long_as_they_may_not_be_sampled() -> None:
+def test_stop_ids_are_masked_until_min_tokens() -> None:
     needs = RowNeeds(ROWS)
     needs.replace([update(1, replace(GREEDY, min_new_tokens=3), stop_ids=(7,)), update(2, GREEDY, stop_ids=(7,))])
     assert [bool(needs_of(needs, 1, 2, kv_len=length)) for length in (10, 12, 13, 50)] == [True, True, False, False]
@@ -78,7 +78,7 @@ def test_stop_ids_are_masked_as_long_as_they_may_not_be_sampled() -> None:
 
 
 class NoSampler:
-    """Greedy alone."""
+    """Supports only greedy sampling."""
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(-1).to(torch.int32)
@@ -87,7 +87,7 @@ class NoSampler:
         raise AssertionError("nothing is to be sampled")
 
 
-def test_work_that_no_row_asks_for_is_left_out() -> None:
+def test_work_that_no_row_needs_is_skipped() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     state = SamplingState.empty(1, 3, torch.device("cpu"))
     rows, kv_lens = torch.tensor([0]), torch.tensor([4], dtype=torch.int32)
@@ -97,8 +97,8 @@ def test_work_that_no_row_asks_for_is_left_out() -> None:
     assert logits.tolist() == [[0.0, 2.0, 1.0]]
 
 
-def test_a_row_whose_length_the_device_learns_may_be_shorter_than_its_plan_says() -> None:
-    """By the most drafts that a step in flight may have had wrong: so long its stop ids stay masked."""
+def test_a_row_with_its_length_on_the_device_may_be_shorter_than_planned() -> None:
+    """By the maximum number of drafts that a step in flight may reject: its stop ids stay masked for that long."""
     needs = RowNeeds(ROWS)
     needs.replace([update(1, replace(GREEDY, min_new_tokens=6), (7,))])
 

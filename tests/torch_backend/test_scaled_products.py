@@ -1,4 +1,4 @@
-"""Products with matrices of 8 bits against float64, also those of GPUs, as far as torch computes them on a CPU."""
+"""Products with matrices of 8 bits against float64, including GPUs' as far as torch computes them on a CPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_inputs_are_rounded_by_a_scale_of_their_token(rows: int) -> None:
-    """Tokens of any size, none of which is off by more than float8's rounding: half of an eighth of each number. One of
-    zeros stays so."""
+    """Tokens of any size, each number within float8's rounding: half of an eighth of it. Zeros stay zeros."""
     generator = torch.Generator().manual_seed(rows)
     sizes = 10.0 ** torch.linspace(-30, 30, rows)[:, None]
     x = (torch.randn((rows, 64), generator=generator) * sizes).to(torch.bfloat16)
@@ -33,7 +32,7 @@ def test_inputs_are_rounded_by_a_scale_of_their_token(rows: int) -> None:
     weights = values.double() * scales[:, None].double()
     exact = functional.linear(x.double(), weights)
     magnitude = functional.linear(x.double().abs(), weights.abs())
-    # Numbers far below a token's largest are multiples of the least: 2 ** -9 of a scale.
+    # numbers far below a token's maximum are multiples of the smallest step, 2 ** -9 of a scale
     least = 2.0**-10 / 448 * x.double().abs().amax(-1, keepdim=True) * weights.abs().sum(-1)
     found = multiply_float8(x, values, scales).double()
     assert ((found - exact).abs() <= magnitude / 16 + least + magnitude / 128).all()
@@ -42,8 +41,8 @@ def test_inputs_are_rounded_by_a_scale_of_their_token(rows: int) -> None:
     assert ((widened - exact).abs() <= magnitude / 128).all()
 
 
-def test_sums_that_float16_has_no_room_for_are_scaled_first() -> None:
-    """Values of hundreds and ordinary numbers: a sum of them passes 65,504, and the product does not."""
+def test_sums_beyond_float16_are_scaled_first() -> None:
+    """Values of hundreds and ordinary numbers: a sum of them exceeds 65,504, and the product does not."""
     generator = torch.Generator().manual_seed(0)
     x = (3 * torch.randn((5, 512), generator=generator).abs()).half()
     values = torch.full((16, 512), 448.0).to(torch.float8_e4m3fn)
@@ -139,7 +138,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_the_kernel_takes_steps_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_serves_steps_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows are multiplied with widened values."""
     from torch_backend.kernels import scaled_product
 
@@ -155,7 +154,7 @@ def test_the_kernel_takes_steps_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("kind", ["int8", "float8", "integers"])
-def test_a_product_that_is_wrong_or_does_not_run_is_not_taken(
+def test_a_product_that_is_wrong_or_fails_is_rejected(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if kind == "integers":
@@ -198,7 +197,7 @@ def test_int8_is_not_multiplied_with_int8_on_blackwell(
     scaled_products.integers_work.cache_clear()
 
 
-def test_what_is_wrong_or_cannot_be_multiplied_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_without_a_working_product_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float8_works(CPU)
     for broken in (lambda *_: 1.1 * multiply_float8(*_), lambda *_: multiply_float8(*_).fill_(torch.nan), _refuse):
         float8_works.cache_clear()

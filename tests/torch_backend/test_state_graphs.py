@@ -1,4 +1,4 @@
-"""Captured steps of a model whose layers keep states: with Triton's kernels steps with prompts are captured as well."""
+"""Captured steps of a model with states: with Triton's kernels, steps with prompts are captured too."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _scan(
 
 
 class TracedStates:
-    """Triton's kernels as operations that a trace holds, with what a launch takes from the host baked in."""
+    """Triton's kernels as operations in a trace, with the host arguments of a launch baked in."""
 
     reads_lengths = False
 
@@ -169,7 +169,8 @@ def expected(checkpoint: Checkpoint) -> list[list[int]]:
 
 
 def test_steps_of_a_model_with_states_are_replayed(checkpoint: Checkpoint, expected: list[list[int]]) -> None:
-    """Chunks beside decode rows, padded each time: slots and lengths are data, and a slot goes to another request."""
+    """Chunks together with decode rows, padded each time: slots and lengths are data, and slots are reused by other
+    requests."""
     capture = FakeCapture()
     runner = runner_of(checkpoint, TracedStates(), capture)
     runner.warm_up(lambda done, total, what: None)
@@ -180,7 +181,7 @@ def test_steps_of_a_model_with_states_are_replayed(checkpoint: Checkpoint, expec
 
 
 def test_lengths_read_on_the_host_are_baked_in_and_noticed(checkpoint: Checkpoint, expected: list[list[int]]) -> None:
-    """A trace takes them as they were; a GPU's capture would fail."""
+    """A trace keeps their values at capture; a GPU's capture would fail."""
     runner = runner_of(checkpoint, NativeStates(), FakeCapture())
     assert outputs_of(runner) != expected
     runner.close()

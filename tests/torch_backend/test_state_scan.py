@@ -1,4 +1,4 @@
-"""Convolutions and matrices of recurrent layers in steps of rows of any length, against one token after the other."""
+"""Convolutions and matrices of recurrent layers in steps of rows of any length, against token-by-token computation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_backend.recurrent.scan import ScanInputs, reference_scan, scan
 SLOTS = 16
 
 
-def test_blocks_are_as_long_as_the_splits_say() -> None:
+def test_block_lengths_match_the_splits() -> None:
     assert scan_module.BLOCK == BLOCK
 
 
@@ -34,7 +34,7 @@ def rows_of(step: StateStep) -> StateRows:
 
 
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "mamba"])
-def test_any_split_gives_the_outputs_and_the_state_of_one_token_after_the_other(delta: bool) -> None:
+def test_any_split_gives_the_outputs_and_state_of_single_tokens(delta: bool) -> None:
     arrays = [None if array is None else torch.from_numpy(array.astype(np.float32)) for array in random_scan(delta)]
     expected, last = reference_scan(ScanInputs(*arrays), torch.zeros(4, 8, 16))
     pool = torch.full((SLOTS, 4, 8, 16), torch.nan)
@@ -48,7 +48,7 @@ def test_any_split_gives_the_outputs_and_the_state_of_one_token_after_the_other(
         torch.testing.assert_close(pool[slot], last, rtol=2e-4, atol=2e-5)
 
 
-def test_any_split_convolves_the_same_numbers() -> None:
+def test_any_split_gives_the_same_convolutions() -> None:
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((3 * BLOCK, 5), np.float32), rng.standard_normal((5, 4), np.float32)
     expected = np.stack([np.convolve(channel, taps[::-1])[: len(x)] for channel, taps in zip(x.T, weight, strict=True)])

@@ -1,5 +1,5 @@
-"""Steps whose rows have drafts: each state and each output is that of as many decode steps, one after the other; and
-Triton's kernels, in the interpreter, give what torch's operations do."""
+"""Steps whose rows have drafts: states and outputs equal those of as many successive decode steps; and Triton's
+kernels, in the interpreter, equal torch's operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_backend.recurrent.rows import StateRows
 from torch_backend.recurrent.scan import ScanInputs
 from torch_backend.recurrent.triton import TritonStates
 
-assert helpers.triton_interpreter  # imported for what it changes
+assert helpers.triton_interpreter  # imported for its side effects
 
 STEP = drafted_step()
 IMPLEMENTATIONS = pytest.mark.parametrize("states", [NativeStates(), TritonStates()], ids=["torch", "triton"])
@@ -38,7 +38,7 @@ def rows_of(begin: list[int], own: list[int], drafts: list[int] | None, padding:
 
 
 def filled(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Something in the slots that rows begin with, NaN in all others."""
+    """Random values in the slots that rows start from, NaN in all others."""
     pool = torch.full((DRAFTED_SLOTS, *shape), torch.nan)
     begun = sorted(set(STEP.begin))
     pool[begun] = torch.from_numpy(np.random.default_rng(2).standard_normal((len(begun), *shape), np.float32))
@@ -55,7 +55,7 @@ def some(array: np.ndarray | None, first: int, last: int, padding: int = 0) -> t
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "mamba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrices_behind_drafts_are_those_of_decode_steps(
+def test_matrices_after_drafts_equal_those_of_decode_steps(
     states: StateImplementation, delta: bool, dtype: torch.dtype
 ) -> None:
     count, arrays = len(STEP.own), random_scan(delta)
@@ -74,7 +74,7 @@ def test_matrices_behind_drafts_are_those_of_decode_steps(
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("width", [2, 4])
-def test_last_inputs_behind_drafts_are_those_of_decode_steps(states: StateImplementation, width: int) -> None:
+def test_conv_inputs_after_drafts_equal_those_of_decode_steps(states: StateImplementation, width: int) -> None:
     count, rng = len(STEP.own), np.random.default_rng(4)
     x = torch.from_numpy(rng.standard_normal((count + 2, 300), np.float32))
     weight = torch.from_numpy(rng.standard_normal((300, width), np.float32))

@@ -1,4 +1,4 @@
-"""Sums in the GPUs' own memory against a stand-in for torch's library, and over two processes that speak gloo."""
+"""Sums in the GPUs' own memory against a stand-in for torch's library, and over two processes connected by gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Met:
 
 @dataclass
 class StandIn:
-    """Has the signatures of torch's library, and does over gloo what its kernels do, where there are several ranks."""
+    """Has the signatures of torch's library; where there are several ranks, it does over gloo what the kernels do."""
 
     met: Met = field(default_factory=Met)
     fails_at: str = ""
@@ -59,7 +59,7 @@ class StandIn:
         return buffer.copy_(self._sum_of_all(buffer.float(), operation).to(buffer.dtype))
 
     def _sum_of_all(self, x: torch.Tensor, operation: str) -> torch.Tensor:
-        """In the order of ranks, rounded after each, as the kernels do."""
+        """Sums in the order of ranks, rounded after each, as the kernels do."""
         assert operation == "sum"
         if not torch.distributed.is_initialized():
             return x
@@ -116,11 +116,11 @@ def test_the_method_follows_from_size_and_chip(size: int, multicast: int, kib: i
     ],
     ids=["type", "strides", "odd size", "nothing", "odd place"],
 )
-def test_what_the_kernels_do_not_know_is_left_to_nccl(x: torch.Tensor) -> None:
+def test_unsupported_sums_use_nccl(x: torch.Tensor) -> None:
     assert sums().all_reduce(x) is None
 
 
-def test_the_operators_have_the_signatures_that_are_called() -> None:
+def test_the_operators_have_the_called_signatures() -> None:
     operators = torch.ops.symm_mem
     found = [
         str(operator.default._schema)
@@ -139,7 +139,7 @@ def test_the_operators_have_the_signatures_that_are_called() -> None:
 
 
 @pytest.mark.parametrize("call", ["empty", "rendezvous"])
-def test_where_one_rank_cannot_no_rank_does(call: str) -> None:
+def test_if_one_rank_cannot_use_it_none_does(call: str) -> None:
     with pytest.raises(NoSymmetricMemoryError, match=rf"^{call} is not to be had$"):
         SymmetricSums.connect("group", 2, CPU, yes, StandIn(fails_at=call))
     answers = iter([True, False] if call == "rendezvous" else [False])
@@ -147,14 +147,14 @@ def test_where_one_rank_cannot_no_rank_does(call: str) -> None:
         SymmetricSums.connect("group", 2, CPU, lambda _: next(answers), StandIn())
 
 
-def test_the_switch_adds_up_only_where_all_ranks_reach_it() -> None:
+def test_the_switch_works_only_if_all_ranks_are_connected() -> None:
     answers = iter([True, True, False])
     found = SymmetricSums.connect("group", 2, CPU, lambda _: next(answers), StandIn(Met(4096)))
     assert not found.multicast
 
 
 class Alone:
-    """A group of two whose other rank says the same."""
+    """A group of two whose other rank has the same values."""
 
     rank, size = 0, 2
 
@@ -179,7 +179,7 @@ class Alone:
         (StandIn(), False, "Sums over ranks: NCCL, because of --disable-custom-all-reduce"),
     ],
 )
-def test_the_log_says_who_adds_up_and_why(
+def test_the_log_says_which_method_sums_and_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, library: StandIn, wanted: bool, line: str
 ) -> None:
     monkeypatch.setattr(symmetric_memory, "TorchLibrary", lambda: library)
@@ -192,7 +192,7 @@ def test_the_log_says_who_adds_up_and_why(
 SHAPES = {"one_shot": (16, 64), "two_shot": (257, 4096), "nccl": (9, 3)}
 
 
-def test_two_processes_get_the_same_bits_whichever_adds_up(tmp_path: Path) -> None:
+def test_two_processes_get_the_same_bits_by_either_method(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
     for name, total in first.items():

@@ -1,4 +1,4 @@
-"""Ranks together compute what one process does, and each holds and reads its part alone."""
+"""Ranks together compute the same as one process, and each holds and reads only its shard."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ HYBRID_FORMS: list[tuple[str, dict[str, Any]]] = [
     ("falcon_h1", {}),
     ("nemotron_h", {}),
 ]
-"""Also of one key head, or of one group with a norm over all heads, for two ranks."""
+"""Also with one key head, or one group whose norm covers all heads, for two ranks."""
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """The place of one rank among several, without the others."""
+    """One of several ranks, without the others."""
 
     rank: int
     size: int
@@ -87,7 +87,7 @@ class OneOf:
 
 
 class CountingReader(DummyReader):
-    """Counts the values read of each tensor."""
+    """Counts the values read from each tensor."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, seed=4)
@@ -100,7 +100,7 @@ class CountingReader(DummyReader):
 
 
 def load(config: ModelConfig, rank: int, size: int) -> tuple[Transformer, CountingReader]:
-    """With plain matrices, to look into."""
+    """With plain matrices, so that tests can inspect them."""
     parallel, reader = OneOf(rank, size), CountingReader(config)
     model = build_model(
         config,
@@ -115,13 +115,13 @@ def load(config: ModelConfig, rank: int, size: int) -> tuple[Transformer, Counti
 
 
 def test_two_processes_compute_what_one_does_and_transformers(tmp_path: Path) -> None:
-    """Biases that must be added once, one kv head for two ranks, a vocabulary that two do not divide, norms of what
-    ranks have summed, and blocks side by side whose sum is summed once; recurrent layers of each kind.
+    """Biases that must be added once, one kv head for two ranks, a vocabulary not divisible by two, norms of sums over
+    ranks, and parallel mixers whose sum is reduced once; recurrent layers of each kind.
 
-    And, against transformers: norms over the heads of all ranks, also of one kv head that both have; layers of which
-    some have fewer kv heads than there are ranks, and norms of values; sinks of each rank's heads.
+    Against transformers: norms over the heads of all ranks, also of one kv head that both have; layers some of
+    which have fewer kv heads than there are ranks, and norms of values; sinks of each rank's heads.
 
-    And matrices of 8 bits, of which each rank has its part with the scales of its rows.
+    Matrices of 8 bits, of which each rank has a shard with the scales of its rows.
     """
     one_process: list[tuple[str, dict[str, Any]]] = [
         ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -155,7 +155,7 @@ def test_two_processes_compute_what_one_does_and_transformers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_parts_make_the_whole(size: int) -> None:
+def test_shards_make_up_the_whole(size: int) -> None:
     whole, _ = load(CONFIG, 0, 1)
     parts = [load(CONFIG, rank, size)[0] for rank in range(size)]
     layer, layers = whole.decoder_layers[1], [part.decoder_layers[1] for part in parts]
@@ -181,7 +181,7 @@ def test_parts_make_the_whole(size: int) -> None:
         assert len(kv) == max(2 // size, 1)
         expected = (queries[rank * per_rank : (rank + 1) * per_rank], keys[kv], values[kv])
         assert torch.equal(mine, torch.cat(expected))
-        # Each of its heads finds its own kv head among the rank's.
+        # each of its heads finds its own kv head among the rank's
         assert kv.start == rank * per_rank // 4
 
     assert [part.feed_forward.down.matrix.bias is None for part in layers] == [False] + [True] * (size - 1)
@@ -189,7 +189,7 @@ def test_parts_make_the_whole(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_reads_its_part_alone(size: int) -> None:
+def test_a_rank_reads_only_its_shard(size: int) -> None:
     _, whole = load(CONFIG, 0, 1)
     _, part = load(CONFIG, 1, size)
     first_alone = {name for name in whole.values if name.endswith(("o_proj.bias", "down_proj.bias"))}
@@ -213,14 +213,14 @@ def test_a_rank_reads_its_part_alone(size: int) -> None:
     ("change", "size"),
     [({"num_heads": 6}, 4), ({"num_kv_heads": 4, "num_heads": 12}, 6), ({"intermediate_size": 50}, 4)],
 )
-def test_what_cannot_be_divided_is_refused(change: dict[str, int], size: int) -> None:
+def test_models_that_cannot_be_sharded_are_refused(change: dict[str, int], size: int) -> None:
     config = dense_decoder(**FORM | change)
     with pytest.raises(ConfigError, match=rf"over {size} devices: choose a tp_size"):
         ModelShard.of(config, 0, size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_layers_are_divided_by_their_own_heads(size: int) -> None:
+def test_layers_are_sharded_by_their_own_heads(size: int) -> None:
     def changed(layer: LayerConfig, **heads: int) -> LayerConfig:
         return replace(layer, mixer=replace(layer.mixer, **heads))
 

@@ -50,7 +50,7 @@ def config(folder: Path, tp_size: int) -> EngineConfig:
 
 @pytest.fixture
 def beats(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What ranks say of themselves: their numbers, and how many steps they have launched."""
+    """The rank numbers in the logs, and how many steps each has launched."""
     noted: list[tuple[int, int]] = []
     monkeypatch.setattr(Pulse, "note_rank", lambda pulse, rank, steps: noted.append((rank, steps)))
     return noted
@@ -74,7 +74,7 @@ def followers() -> list[psutil.Process]:
     return [child for child in children if "torch_backend.follower" in child.cmdline()]
 
 
-def test_two_processes_say_what_one_does(folder: Path, engine: Engine, beats: list[tuple[int, int]]) -> None:
+def test_two_processes_have_the_output_of_one(folder: Path, engine: Engine, beats: list[tuple[int, int]]) -> None:
     with Engine(config=config(folder, tp_size=1)) as alone:
         expected = [run(alone, GREEDY), run(alone, RANDOM), run(alone, MASKED)]
     assert [run(engine, GREEDY), run(engine, RANDOM), run(engine, MASKED)] == expected
@@ -103,7 +103,7 @@ def test_two_processes_count_the_tokens_of_experts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_with_a_draft_model_say_what_one_does_without(
+def test_two_processes_with_a_draft_model_have_the_output_of_one_without(
     folder: Path, tmp_path: Path, beats: list[tuple[int, int]]
 ) -> None:
     draft = make_tiny_checkpoint(tmp_path, "qwen3", vocab_size=385)
@@ -122,8 +122,8 @@ def test_two_processes_with_a_draft_model_say_what_one_does_without(
 
 
 @pytest.mark.slow
-def test_two_processes_with_states_say_what_one_does(tmp_path: Path) -> None:
-    """Prompts that begin with the states of others, and turns of a session."""
+def test_two_processes_with_states_have_the_output_of_one(tmp_path: Path) -> None:
+    """Prompts that continue from the states of others, and turns of a session."""
     folder = make_tiny_checkpoint(tmp_path, "mamba2", n_groups=1)
     shared = [(7 * number) % 380 + 3 for number in range(37)]
     prompts = [[*shared, 5, 6], [*shared, 9], [301], shared[:21]]
@@ -134,7 +134,7 @@ def test_two_processes_with_states_say_what_one_does(tmp_path: Path) -> None:
             outputs = [engine.generate(prompts, params) for params in (GREEDY, RANDOM, GREEDY)]
             with engine.open_session() as session:
                 outputs.append([session.generate(shared[:number], GREEDY) for number in (5, 9, 3)])
-        # How far a hit goes depends on which prompts were admitted together.
+        # the length of a hit depends on which prompts were admitted together
         assert max(out.cached_tokens for out in outputs[2][:2]) >= 32, outputs[2]
         found.append([[out.output_ids for out in each] for each in outputs])
     assert found[0] == found[1]
@@ -142,8 +142,8 @@ def test_two_processes_with_states_say_what_one_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", [pytest.param(KVCacheDtype.AUTO, marks=pytest.mark.soak), KVCacheDtype.INT8])
-def test_two_processes_with_a_model_of_transformers_say_what_one_does(cache: KVCacheDtype, tmp_path: Path) -> None:
-    """One that is not native; also with int8 keys, whose means all ranks calibrate together."""
+def test_two_processes_with_a_traced_model_have_the_output_of_one(cache: KVCacheDtype, tmp_path: Path) -> None:
+    """A model that is not native; also with int8 keys, whose means all ranks calibrate together."""
     folder = make_tiny_checkpoint(tmp_path, "starcoder2", vocab_size=385)
     found = []
     for size in (1, 2):
@@ -188,7 +188,7 @@ def test_followers_do_not_outlive_rank_0(folder: Path) -> None:
         assert not ranks[0].is_running()
 
 
-def test_heads_that_cannot_be_divided_are_an_error_and_leave_nothing_behind(
+def test_heads_that_cannot_be_divided_are_an_error_without_leftover_processes(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="4 heads and 2 kv heads cannot be spread over 3 devices"):
@@ -198,7 +198,7 @@ def test_heads_that_cannot_be_divided_are_an_error_and_leave_nothing_behind(
     assert not torch.distributed.is_initialized()
 
 
-def test_a_group_that_the_program_has_already_is_left_alone(folder: Path, tmp_path: Path) -> None:
+def test_a_process_group_of_the_program_is_kept(folder: Path, tmp_path: Path) -> None:
     meeting_point = f"file://{tmp_path / 'own'}"
     torch.distributed.init_process_group("gloo", init_method=meeting_point, rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""A head of its own in a file whose config ties it: it is used, as transformers does, by every model and backend."""
+"""A head stored in a file whose config ties it is used, as in transformers, by every model and backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def give_head(folder: Path, change: float) -> None:
-    """The file gets a head: the embeddings, of which some rows are changed."""
+    """Adds a head to the file: the embeddings with some rows changed."""
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     assert HEAD not in tensors
@@ -51,7 +51,7 @@ def test_a_head_that_differs_is_used(folder: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize(("change", "heads"), [(0.5, 2), (0.0, 1)], ids=["another", "the same"])
-def test_a_traced_model_reads_it_as_well(folder: Path, change: float, heads: int) -> None:
+def test_a_traced_model_reads_it_too(folder: Path, change: float, heads: int) -> None:
     give_head(folder, change)
     checkpoint = open_checkpoint(str(folder), model_impl=ModelImpl.TRANSFORMERS)
     model, _ = build_traced(
@@ -67,7 +67,7 @@ def test_a_traced_model_reads_it_as_well(folder: Path, change: float, heads: int
     assert len(embeddings) == heads
 
 
-def test_the_same_matrix_stays_tied_without_a_word(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_equal_matrix_stays_tied_without_a_log_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     give_head(folder, change=0.0)
     caplog.set_level(logging.INFO)
     assert open_checkpoint(str(folder)).config.tie_word_embeddings

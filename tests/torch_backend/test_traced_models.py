@@ -1,4 +1,4 @@
-"""Models of transformers, traced and rewritten: what they compute, what is counted, and that faults are noticed."""
+"""Models of transformers, traced and rewritten: their outputs, their operation counts, and that faults are noticed."""
 
 from __future__ import annotations
 
@@ -52,28 +52,28 @@ LONG = (
     "opt",
     "phi",
 )
-"""The first have most forms among them: 1 + w, windows, caps, fused matrices, norms of outputs, tables with a factor,
-layer norms, heads that turn in part, attention next to feed-forward."""
+"""The first have most variants among them: 1 + w, windows, caps, fused matrices, norms of outputs, tables with a
+factor, layer norms, partly rotated heads, attention parallel to feed-forward."""
 
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 FIELDS = {"olmo2": {"rope_parameters": _YARN}}
 
 
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in LONG)])
-def test_the_tiny_twin_computes_what_transformers_does(family: str) -> None:
+def test_the_tiny_twin_equals_transformers(family: str) -> None:
     check_twin({"model_type": family} | FIELDS.get(family, {}), ALL)
 
 
 @pytest.mark.parametrize(
     "chosen", ["none", *(pytest.param(each.value, marks=pytest.mark.soak) for each in CompilePass)]
 )
-def test_any_passes_compute_the_same(chosen: str) -> None:
+def test_any_subset_of_passes_computes_the_same(chosen: str) -> None:
     check_twin({"model_type": "gemma2"}, PassManager(chosen_passes(chosen)))
 
 
 def test_norms_of_heads_rotation_and_rounding_to_8_bits_are_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is rounded to float8 anywhere here: keys and values. With the passes the operation that writes them norms
-    and rotates as well; what is stored, and so what is computed, is what it is with the three apart."""
+    """Only keys and values are rounded to float8 here. With the passes, the operation that writes them also norms
+    and rotates; stored values and outputs are the same as with the three operations separate."""
     normed: list[bool] = []
     write = NativeOperations.rotate_and_write
 
@@ -122,7 +122,7 @@ def rewritten(family: str, manager: PassManager, **values: Any) -> Program:
     return program
 
 
-def test_a_second_run_finds_nothing() -> None:
+def test_a_second_run_of_the_passes_finds_nothing() -> None:
     program = rewritten("qwen3", ALL)
     assert [each.rewrite(program) for each in PASSES] == [0] * len(PASSES)
 
@@ -165,7 +165,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(family: str, r
         trace(empty_model(config_of({"model_type": family, "num_hidden_layers": 1}), torch.float32))
 
 
-def test_code_that_looks_at_data_is_refused_with_its_place() -> None:
+def test_data_dependent_code_is_refused_with_its_place() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(ConfigError, match=r"depends on data: .*\(in LlamaModel\.forward, modeling_llama\.py:\d+\)"):
         rewritten("llama", ALL, rope_parameters=rope)
@@ -177,8 +177,8 @@ CHANGES = {"gpt_neox": {"num_key_value_heads": 4}}
 
 
 @pytest.mark.parametrize("family", ["starcoder2", *(pytest.param(name, marks=pytest.mark.soak) for name in SERVED)])
-def test_requests_are_served_as_transformers_computes_them(family: str, tmp_path: Path) -> None:
-    """Greedy tokens and their logprobs, the prompt computed, and then cached."""
+def test_served_requests_equal_transformers(family: str, tmp_path: Path) -> None:
+    """Greedy tokens and their logprobs, with the prompt computed, and then cached."""
     folder = make_tiny_checkpoint(tmp_path / "model", family, **CHANGES.get(family, {}))
     prompt = np.random.default_rng(2).integers(3, 380, 41).tolist()
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -220,7 +220,7 @@ def _options(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_tensors_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, "gpt_neox", **CHANGES["gpt_neox"])
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
@@ -229,7 +229,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 class Tensors(PlainReader):
-    """A reader of zeros of such names and shapes."""
+    """A reader of zeros with these names and shapes."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self._shapes = shapes
@@ -291,7 +291,7 @@ def test_the_twin_has_several_kv_heads_where_the_model_has(heads: int, kv_heads:
     ("change", "reason"),
     [({"backend": "jax"}, "needs the Torch backend")],
 )
-def test_what_does_not_go_with_it_is_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_incompatible_options_are_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, "llama")
     with pytest.raises(ConfigError, match=f"model_impl transformers.*{reason}"):
         Engine(**_options(folder) | change)
@@ -323,7 +323,7 @@ def test_code_that_depends_on_the_number_of_tokens_is_refused() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_configs_that_say_too_little_or_too_much(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_configs_with_missing_or_unsupported_fields(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | changes))
     with pytest.raises(CheckpointError, match=told):
         load_transformers_config(tmp_path)

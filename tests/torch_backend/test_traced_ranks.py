@@ -1,4 +1,4 @@
-"""Models of transformers spread over ranks: they compute what transformers does, with sums where they belong."""
+"""Models of transformers sharded over ranks: they equal transformers, with sums over ranks where they belong."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ ALL = PassManager(chosen_passes("all"))
 
 
 def parts(family: str, ranks: list[ThreadRank], manager: PassManager, **values: Any) -> list[TracedTransformer]:
-    """The tiny twin of a family, spread over ranks."""
+    """The tiny twin of a family, sharded over ranks."""
     config = twin_config({"model_type": family, **values}, len(ranks))
     weights = RandomWeights.of(eager_model(config, torch.float32))
     return [twin._rewritten(config, weights, manager, None, rank) for rank in ranks]
 
 
 def described_by(config: PreTrainedConfig) -> ModelConfig:
-    """What the engine knows of a config."""
+    """The engine's description of a config."""
     known = under_usual_names(config.to_dict(), config.attribute_map)
     return transformers_model_config(JsonFields(known, Path("config.json")), (), "float32")
 
@@ -52,8 +52,8 @@ CASES: list[Any] = [
     ("phi", 2, {}, "all"),
     pytest.param("qwen3", 4, _SHARED, "all", marks=pytest.mark.soak),
 ]
-"""Biases that are added once, and a head that is not divided; attention next to feed-forward, and a bias of the head;
-ranks that share kv heads, norms of heads, and a tied head."""
+"""Biases that are added once, and a head that is not sharded; attention parallel to feed-forward, and a bias of the
+head; ranks that share kv heads, norms of heads, and a tied head."""
 
 LONG = ("qwen2", "mistral", "gemma2", "gemma3_text", "granite", "smollm3", "cohere", "gpt_neox", "starcoder2")
 
@@ -67,7 +67,7 @@ LONG = ("qwen2", "mistral", "gemma2", "gemma3_text", "granite", "smollm3", "cohe
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_ranks_compute_what_transformers_does(family: str, size: int, values: dict[str, Any], chosen: str) -> None:
+def test_ranks_equal_transformers(family: str, size: int, values: dict[str, Any], chosen: str) -> None:
     ranks = thread_ranks(size)
     found = parts(family, ranks, PassManager(chosen_passes(chosen)), **values)
     config = twin_config({"model_type": family, **values}, size)
@@ -83,7 +83,7 @@ def test_ranks_compute_what_transformers_does(family: str, size: int, values: di
 
 
 def test_ranks_that_do_not_sum_end_the_start() -> None:
-    """The twin notices it."""
+    """The tiny twin detects it."""
 
     class Alone(EqualRanks):
         def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_ranks_that_do_not_sum_end_the_start() -> None:
     [("llama", 4, 0), ("gemma2", 0, 4), ("granite", 0, 4), ("phi", 0, 2)],
 )
 def test_sums_over_ranks_are_counted(family: str, fused: int, apart: int) -> None:
-    """gemma2 norms what is summed before it adds it, and granite multiplies it; phi adds up two parts at once."""
+    """gemma2 norms a sum before it adds it, and granite multiplies it; phi adds up two parts at once."""
     changes = {"residual_multiplier": 0.5} if family == "granite" else {}
     config = twin_config({"model_type": family} | changes, 2)
     described = described_by(config)
@@ -128,7 +128,7 @@ def test_sums_over_ranks_are_counted(family: str, fused: int, apart: int) -> Non
         ),
     ],
 )
-def test_models_that_cannot_be_spread_are_refused(family: str, size: int, values: dict[str, Any], reason: str) -> None:
+def test_models_that_cannot_be_sharded_are_refused(family: str, size: int, values: dict[str, Any], reason: str) -> None:
     tiny = {"num_hidden_layers": 1, "vocab_size": 64, "pad_token_id": 0}
     if family != "gpt2":
         tiny |= {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

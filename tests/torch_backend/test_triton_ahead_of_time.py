@@ -1,6 +1,6 @@
-"""Kernels compiled for GPUs that are not here, against the table of what they take of a chip.
+"""Kernels compiled for GPUs that are not present, against the recorded table of their resource use.
 
-After a change of a kernel, `make kernel-table` writes the table anew; its difference belongs to the change.
+After a change of a kernel, `make kernel-table` rewrites the table; commit the difference with the change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ assert helpers.triton_interpreter  # the kernels are imported here for their nam
 RECORDED = Table.loads(TABLE.read_text())
 PREFIXES = table_rows()
 
-# What the suite compiles: on sm_90 a configuration of each kernel, on a chip with other matrix units each kind of
+# Compiled in the suite: a configuration of each kernel on sm_90, and each kind of attention on a chip with other
+# matrix units. `make soak` compiles all rows.
 # attention. `make soak` compiles all rows.
 COMPILED = [
     *(f"sm_90 {row}" for row in REPRESENTATIVE),
@@ -48,7 +49,7 @@ def rows_of(table: Table, prefix: str) -> dict[str, Figures]:
     return {name: figures for name, figures in table.kernels.items() if name.startswith(prefix)}
 
 
-def test_every_kernel_that_ships_has_a_row_on_every_chip_and_no_other_has() -> None:
+def test_the_table_has_a_row_per_shipped_kernel_and_chip() -> None:
     assert len(set(PREFIXES)) == len(PREFIXES)
     assert [prefix for prefix in PREFIXES if not rows_of(RECORDED, prefix)] == []
     covered = {name for prefix in PREFIXES for name in rows_of(RECORDED, prefix)}
@@ -74,7 +75,7 @@ MATRIX_UNITS = [(80, "mma"), (89, "mma"), (90, "wgmma"), (100, "tcgen05"), (120,
 
 @pytest.mark.parametrize(("chip", "instruction"), MATRIX_UNITS)
 def test_products_with_8_bits_run_on_the_matrix_units_of_the_chip(chip: int, instruction: str) -> None:
-    """With values that are read ahead. Blackwell's have no products of int8: those are of older instructions."""
+    """With values that are prefetched. Blackwell has no int8 products there: they use older instructions."""
     rows = {name: row for name, row in rows_of(RECORDED, f"sm_{chip} ").items() if name.endswith(" multiply_tiles")}
     assert {name.split()[1] for name in rows} == {"scaled_product:", "integer_product:"}
     for name, row in rows.items():
@@ -98,7 +99,7 @@ def test_chunks_of_recurrent_layers_run_on_matrix_units() -> None:
 
 
 def test_programs_of_decode_attention_share_a_multiprocessor() -> None:
-    """More programs than it holds at a time would wait until the first have done all of their splits."""
+    """Programs beyond a multiprocessor's capacity would wait until the first have finished all their splits."""
     rows = {name: row for name, row in RECORDED.kernels.items() if name.endswith(" decode_splits")}
     assert rows
     for name, row in rows.items():
@@ -107,11 +108,11 @@ def test_programs_of_decode_attention_share_a_multiprocessor() -> None:
         chip, values = Chip(int(found[1]), processors=132), getattr(torch, found[4])
         keys = getattr(torch, found[3]) if found[3] else values
         programs = decode_tile(int(found[2]), keys, chip, values).programs
-        # A program may have all but 1 KiB of a multiprocessor's, and that much is lost with each.
+        # a program may use all of the shared memory except 1 KiB, which the chip reserves per program
         assert 1 <= programs <= (SHARED_MEMORY[chip.capability] + 1024) // (row.shared_bytes + 1024), name
 
 
-def test_attention_reads_keys_ahead() -> None:
+def test_attention_prefetches_keys() -> None:
     rows = {
         name: row
         for name, row in RECORDED.kernels.items()
@@ -158,7 +159,7 @@ def test_representative_kernels_compile_to_what_the_table_says() -> None:
     compiled = compile_shipped(list(SHARED_MEMORY), COMPILED)
     assert compiled.triton == triton.__version__
     assert_as_recorded(compiled, COMPILED)
-    # Per kilobyte of keys and values; beyond some 250 an H100 computes for longer than it reads (an estimate).
+    # per kilobyte of keys and values; beyond about 250 an H100 computes for longer than it reads (an estimate)
     bfloat16, float8 = (
         compiled.kernels[f"sm_90 decode_attention: bfloat16, head_dim 128, group 4, {pages} pages of 16: decode_splits"]
         for pages in ("bfloat16", "float8_e4m3fn")
@@ -167,7 +168,7 @@ def test_representative_kernels_compile_to_what_the_table_says() -> None:
         "sm_90 decode_attention: bfloat16, head_dim 128, group 4, int8 and bfloat16 pages of 16: decode_splits"
     ]
     assert sage.loops[0] * sage.warps / 24.25 < 130
-    # Per kilobyte of values.
+    # per kilobyte of values
     product = compiled.kernels["sm_90 scaled_product: bfloat16, int8, 16 rows, 4096 x 4096: multiply_tiles"]
     assert product.loops[0] * product.warps / 8 < 220
     integers = compiled.kernels["sm_90 integer_product: bfloat16, 16 rows, 4096 x 4096: multiply_tiles"]
@@ -240,21 +241,21 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """PTX of kernels by name, of attention for common sizes and of convolutions; behind the names with `before` what it
-    is made of, in which barriers are the kernel's own."""
+    """PTX of kernels by name, of attention for common sizes and of convolutions; names with `before` have the
+    intermediate form, in which barriers are only the kernel's own."""
     program = tmp_path_factory.mktemp("assembly") / "assembly.py"
     program.write_text(ASSEMBLY)
     found: dict[str, str] = json.loads(run_compiling([sys.executable, str(program)]))
     return found
 
 
-def test_the_last_split_reads_what_others_have_stored(assembly: dict[str, str]) -> None:
-    """All threads have stored their sums when one counts, and none reads before it has; they are read from the cache
-    that all multiprocessors share. And nothing is read before the kernel in front has ended."""
+def test_the_last_split_reads_the_stored_sums_of_others(assembly: dict[str, str]) -> None:
+    """All threads have stored their sums before one increments the counter, and none reads before that; sums are
+    read from the cache that all multiprocessors share. Nothing is read before the previous kernel has ended."""
     before, counting, after = assembly["decode_splits"].partition("atom.global.gpu.acq_rel.add")
     assert counting
     assert before.rindex("bar.sync") > before.rindex("st.global")
-    # The compiler may put one there too, but only for what counting itself keeps in shared memory.
+    # the compiler may add one there, but only for the counter's own shared memory
     asked_for, counting, _ = assembly["decode_splits before"].partition("tt.atomic_rmw add, acq_rel")
     assert counting
     assert asked_for.rindex("ttg.barrier") > asked_for.rindex("tt.store")
@@ -267,13 +268,13 @@ def test_the_last_split_reads_what_others_have_stored(assembly: dict[str, str]) 
 
 
 def accesses(text: str) -> list[str]:
-    """Barriers and accesses of global memory in order, those with a predicate as `@ld` and `@st`."""
+    """Barriers and accesses of global memory in order; predicated ones as `@ld` and `@st`."""
     found = re.findall(r"^\s*(@!?%p\d+ )?(bar\.sync|ld\.global|st\.global)", text, re.MULTILINE)
     return [("@" if predicate else "") + name[:2].replace("ba", "bar") for predicate, name in found]
 
 
-def test_what_earlier_splits_gave_is_read_behind_a_barrier(assembly: dict[str, str]) -> None:
-    """Also of the kernel's own, whatever other barriers the compiler puts there; and written anew behind another."""
+def test_sums_of_earlier_splits_are_read_after_a_barrier(assembly: dict[str, str]) -> None:
+    """The kernel has its own barrier, whatever others the compiler adds, and another before memory is overwritten."""
     blocks = re.split(r"\bbra(?:\.uni)?\s|^\$L__BB", assembly["extend_blocks"], flags=re.MULTILINE)
     (number,) = (i for i, block in enumerate(blocks) if re.search(r"^\s*ld\.global\.v4\.b32", block, re.MULTILINE))
     reading = accesses(blocks[number])
@@ -283,15 +284,15 @@ def test_what_earlier_splits_gave_is_read_behind_a_barrier(assembly: dict[str, s
 
 
 @pytest.mark.parametrize(("kernel", "stores"), [("convolve_one_token", 3), ("keep_last_inputs", 3)])
-def test_inputs_that_are_kept_move_behind_barriers(kernel: str, stores: int, assembly: dict[str, str]) -> None:
-    """Slots may be read and written at once: no thread writes what another has yet to read."""
+def test_kept_inputs_are_moved_after_barriers(kernel: str, stores: int, assembly: dict[str, str]) -> None:
+    """Slots may be read and written in place: no thread overwrites what another has yet to read."""
     found = accesses(assembly[kernel])
     assert found.count("@st") >= stores
     places = [place for place, name in enumerate(found) if name == "@st"][-stores:]
     assert [found[place - 1] for place in places] == ["bar"] * stores
 
 
-def test_spills_and_matrix_instructions_are_seen(tmp_path: Path) -> None:
+def test_spills_and_matrix_instructions_are_detected(tmp_path: Path) -> None:
     program = tmp_path / "spills.py"
     program.write_text(SPILLS)
     ample, scarce = (line.split() for line in run_compiling([sys.executable, str(program)]).splitlines())

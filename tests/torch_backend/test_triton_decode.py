@@ -85,7 +85,7 @@ def _widen(codes, out, COMPUTE: tl.constexpr):
 
 @pytest.mark.parametrize("compute", TOLERANCE, ids=str)
 def test_every_finite_float8_is_widened_exactly(compute: torch.dtype) -> None:
-    """As float8 and as bytes, subnormal numbers among them."""
+    """As float8 and as bytes, subnormal numbers included."""
     codes = torch.arange(256, dtype=torch.uint8)
     finite = ~codes.view(torch.float8_e4m3fn).float().isnan()
     assert int(finite.sum()) == 254
@@ -114,7 +114,7 @@ def test_options(window: int | None, soft_cap: float | None, sinks: bool) -> Non
 
 
 @pytest.mark.parametrize("page_size", [64, 128])
-def test_windows_begin_inside_of_pages(page_size: int) -> None:
+def test_windows_may_start_inside_pages(page_size: int) -> None:
     """Pages that hold a tile: it must not reach over their end."""
     check(decode(100, 140, SPLIT + 90, 2 * SPLIT + 33, kv_heads=1, page_size=page_size, window=75))
 
@@ -127,12 +127,12 @@ def test_options_in_float32() -> None:
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-def test_a_step_of_padding_alone(sinks: bool) -> None:
+def test_a_step_of_only_padding(sinks: bool) -> None:
     check(decode(padding=4, columns=3, sinks=sinks))
 
 
 def test_splits_of_long_rows_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond 8 splits of 256 keys, here, a row has fewer and longer ones."""
+    """Beyond 8 splits, of 256 keys here, a row has longer splits instead of more."""
     monkeypatch.setattr(decode_attention, "_SPLITS_OF_ALL_HEADS", 8)
     assert splits_bound(kv_heads=1) == 8
     check(decode(8 * SPLIT, 8 * SPLIT + 1, 5, kv_heads=1, group=1, page_size=64, sinks=True))
@@ -145,7 +145,8 @@ def test_large_scores_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("window", [None, SPLIT + 9])
 def test_a_row_is_batch_invariant(window: int | None) -> None:
-    """The same bits alone, in another order, on a chip with more processors, and with programs in any order."""
+    """The same bits for a single row, in another order, on a chip with more processors, and with programs in any
+    order."""
     step = make_step(decode(700, 9, 300, 64, SPLIT, kv_heads=1, page_size=16, window=window, sinks=True))
     together = attend(step)
     for row in range(step.batch.kv_lens.numel()):
@@ -158,8 +159,8 @@ def test_a_row_is_batch_invariant(window: int | None) -> None:
             assert torch.equal(attend(step), together)
 
 
-def test_whoever_finishes_last_merges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, in layers one after the other, in the same memory: none reads what another has left, and none counts it."""
+def test_the_last_program_merges_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, in successive layers, in the same memory: no layer reads or counts another's sums."""
     merge, merges = decode_attention.merge_splits, []
 
     def counted(*arguments: Any, **constants: Any) -> None:
@@ -189,18 +190,18 @@ def test_whoever_finishes_last_merges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_of_the_most_splits_is_merged_in_parts() -> None:
-    """More than are read at a time: eight heads of 128 numbers, of which eight splits are."""
+    """More splits than are read at a time: eight heads of 128 numbers, in groups of eight splits."""
     check(decode(20 * SPLIT + 3, 5, kv_heads=1, group=8, head_dim=128, page_size=64, sinks=True))
 
 
-def test_layers_of_one_step_share_what_they_may() -> None:
+def test_layers_of_one_step_share_plans_where_possible() -> None:
     """Windows, heads and head sizes that differ between the layers of a model."""
     case = decode(300, 40, SPLIT + 9, kv_heads=1, page_size=16)
     steps = [make_step(replace(case, window=window)) for window in (None, 50, None)]
     steps += [make_step(replace(case, kv_heads=2, group=1)), make_step(replace(case, group=8, head_dim=256))]
     attention = TritonAttention(HOPPER).prepare(steps[0].batch)
     for step in steps:
-        assert torch.equal(step.batch.page_table, steps[0].batch.page_table)  # sampled from the same seed
+        assert torch.equal(step.batch.page_table, steps[0].batch.page_table)  # sampled with the same seed
         output = attention(step.queries, step.kv, step.options)
         torch.testing.assert_close(output.double(), torch.from_numpy(step.expected), atol=1.6e-2, rtol=0)
 
@@ -239,13 +240,13 @@ def test_tiles_divide_splits() -> None:
         ({"window": 0}, "at least the query's own key"),
     ],
 )
-def test_what_the_kernels_do_not_know_is_an_error(change: dict[str, float], message: str) -> None:
+def test_unsupported_options_are_errors(change: dict[str, float], message: str) -> None:
     step = make_step(SHORT)
     with pytest.raises(ValueError, match=message):
         attend(replace(step, options=replace(step.options, **change)))
 
 
-def test_shapes_that_the_kernels_do_not_know_are_errors() -> None:
+def test_unsupported_shapes_are_errors() -> None:
     step = make_step(replace(SHORT, kv_heads=2, group=2))
     with pytest.raises(ValueError, match="3 query heads cannot be divided among 2 kv heads"):
         attend(replace(step, queries=step.queries[:, :3].contiguous()))

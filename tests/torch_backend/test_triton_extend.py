@@ -25,7 +25,7 @@ def step_of(*sequences: tuple[int, int], num_decode: int = 0, **changes: object)
     return replace(case, dtype=torch.bfloat16, **changes)
 
 
-def alone(step: Step, row: int, num_decode: int) -> Step:
+def only_sequence(step: Step, row: int, num_decode: int) -> Step:
     """One sequence of a step, over the same pages."""
     batch = step.batch
     tokens = slice(*batch.query_starts[row : row + 2].tolist())
@@ -88,7 +88,7 @@ def test_options(window: int | None, soft_cap: float | None, sinks: bool) -> Non
 
 
 @pytest.mark.parametrize("page_size", [64, 128])
-def test_windows_begin_inside_of_pages(page_size: int) -> None:
+def test_windows_may_start_inside_pages(page_size: int) -> None:
     """Pages that hold a tile: it must not reach over their end."""
     check(step_of((100, 40), (0, 190), (333, 7), kv_heads=1, page_size=page_size, window=75))
 
@@ -101,17 +101,17 @@ def test_options_in_float32(page_size: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_decode_rows_beside_chunks(dtype: torch.dtype, window: int | None) -> None:
+def test_decode_rows_with_chunks(dtype: torch.dtype, window: int | None) -> None:
     check(replace(MIXED, dtype=dtype, window=window, page_size=16))
 
 
-def test_long_decode_rows_beside_chunks() -> None:
-    """Decode rows of several splits; a chunk of one token is no decode row."""
+def test_long_decode_rows_with_chunks() -> None:
+    """Decode rows of several splits; a chunk of one token is not a decode row."""
     check(step_of((600, 1), (300, 1), (0, 1), (10, 20), num_decode=2, kv_heads=1, page_size=16, sinks=True))
 
 
 def test_sequences_without_tokens() -> None:
-    """Between others, at the ends, and alone."""
+    """Between others, at the ends, and as the only one."""
     check(step_of((9, 0), (30, 1), (5, 7), (12, 0), (1, 0), (0, 3), (8, 0), page_size=16))
     check(step_of((30, 1), (7, 0), num_decode=1, page_size=16))
 
@@ -127,13 +127,13 @@ def test_large_scores_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_sequence_is_batch_invariant(window: int | None) -> None:
-    """The same bits alone and with programs in any order."""
+    """The same bits for a single sequence and with programs in any order."""
     step = make_step(replace(MIXED, kv_heads=1, page_size=16, window=window))
     together = attend(step)
     starts = step.batch.query_starts.tolist()
     for row in range(len(starts) - 1):
         tokens = slice(starts[row], starts[row + 1])
-        assert torch.equal(attend(alone(step, row, int(row < MIXED.num_decode))), together[tokens])
+        assert torch.equal(attend(only_sequence(step, row, int(row < MIXED.num_decode))), together[tokens])
     for seed in range(3):
         with shuffled_programs(seed):
             assert torch.equal(attend(step), together)
@@ -141,7 +141,7 @@ def test_a_sequence_is_batch_invariant(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_chunks_do_not_change_a_query(window: int | None) -> None:
-    """The same bits, wherever the sequence was cut: blocks of 64 tokens then start elsewhere."""
+    """The same bits wherever the sequence is cut: blocks of 64 tokens then start elsewhere."""
     whole = make_step(step_of((10, 200), kv_heads=1, page_size=16, window=window))
     expected = attend(whole)
     for chunks in ((37, 163), (64, 1, 135), (100, 60, 40)):
@@ -184,7 +184,7 @@ def test_random_steps(seed: int) -> None:
 
 
 LARGE = Chip(capability=90, processors=1000)
-"""One that a few blocks leave idle, so that their keys are shared out."""
+"""A chip that few blocks leave idle, so that their keys are split."""
 
 
 @pytest.fixture
@@ -195,14 +195,15 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_splits")
 class TestSplits:
-    """Sequences of several: a block's program goes through all of them, or each has one of its own."""
+    """Sequences of several splits: a block's program loops over them, or each split has its own program."""
 
     @pytest.mark.parametrize(
         ("chip", "window", "soft_cap", "sinks"),
         [(HOPPER, None, 1.5, True), (LARGE, 70, None, True), (LARGE, None, 1.5, False), (HOPPER, 300, None, False)],
     )
     def test_are_merged(self, chip: Chip, window: int | None, soft_cap: float | None, sinks: bool) -> None:
-        """Ends on, before and behind the edges of splits; a sequence of one split, of two, of many, and no query."""
+        """Lengths on, before and after the edges of splits; sequences of one split, of two, of many, and without
+        queries."""
         sequences = ((0, 128), (100, 29), (12, 0), (390, 3), (9, 20))
         check(step_of(*sequences, kv_heads=1, page_size=16, window=window, soft_cap=soft_cap, sinks=sinks), chip)
 
@@ -213,16 +214,16 @@ class TestSplits:
         check(replace(case, dtype=dtype, kv_dtype=kv_dtype), LARGE)
 
     @pytest.mark.parametrize(("window", "sinks"), [(None, True), (150, False)])
-    def test_give_the_same_bits_whoever_attends_with_them(self, window: int | None, sinks: bool) -> None:
-        """In turn or side by side, alone or beside others, in any order, in one chunk or in several."""
+    def test_give_the_same_bits_in_any_step(self, window: int | None, sinks: bool) -> None:
+        """In a loop or in parallel, as the only sequence or with others, in any order, in one chunk or in several."""
         case = step_of((300, 1), (290, 80), (0, 20), num_decode=1, kv_heads=1, page_size=16, window=window)
         step = make_step(replace(case, sinks=sinks))
         together = attend(step)
         assert torch.equal(attend(step, LARGE), together)
         with shuffled_programs(1):
             assert torch.equal(attend(step, LARGE), together)
-        assert torch.equal(attend(alone(step, 1, 0), LARGE), together[1:81])
-        first = alone(step, 1, 0)
+        assert torch.equal(attend(only_sequence(step, 1, 0), LARGE), together[1:81])
+        first = only_sequence(step, 1, 0)
         start = 0
         for count in (37, 43):
             tokens = slice(start, start + count)
@@ -240,7 +241,7 @@ class TestSplits:
 
     @pytest.mark.parametrize(("window", "sinks"), [(None, True), (20, False)])
     def test_of_padding_in_captured_steps(self, window: int | None, sinks: bool) -> None:
-        """Behind the sequences none without tokens, and tokens without keys: their output is 0."""
+        """After the sequences, some without tokens, and tokens without keys: their output is 0."""
         step = make_step(step_of((30, 1), (90, 70), num_decode=1, kv_heads=1, page_size=16, window=window, sinks=sinks))
         batch = step.batch
         padded = replace(
@@ -256,7 +257,7 @@ class TestSplits:
             assert not found[71:].any()
 
 
-def test_keys_are_shared_out_where_blocks_leave_half_of_the_chip_idle() -> None:
+def test_keys_are_split_where_blocks_leave_half_of_the_chip_idle() -> None:
     """A short chunk on a long prefix on an H100; not a long one, nor one whose sums would take too much memory."""
     chip = Chip(capability=90, processors=132)
 

@@ -1,4 +1,4 @@
-"""Products of int8 with int8 on GPUs, in the interpreter, against whole numbers."""
+"""Products of int8 with int8 on GPUs, in the interpreter, against exact integers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def matrix(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
 def expected(
     x: torch.Tensor, stored: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Whole numbers, and what is done to them in float32."""
+    """Integers, and the float32 operations on them."""
     of_tokens = x.float().abs().amax(-1, keepdim=True) / 127
     rounded = (x.float() / torch.where(of_tokens == 0, 1.0, of_tokens)).round().long()
     product = (rounded @ stored[0].long().t()).float() * of_tokens * stored[1]
@@ -40,7 +40,7 @@ def expected(
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 64, 65, 70])
-def test_products_are_exact_but_for_the_rounding_of_inputs(rows: int, dtype: torch.dtype) -> None:
+def test_products_are_exact_after_the_rounding_of_inputs(rows: int, dtype: torch.dtype) -> None:
     """In a kernel or by torch, with splits and without."""
     x = numbers(rows, 200, dtype)
     bias = numbers(1, 72, dtype)[0] if rows % 2 else None
@@ -73,7 +73,7 @@ def test_the_largest_sums_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("rows", [20, 70])
-def test_what_is_not_finite_stays_in_its_row(rows: int) -> None:
+def test_a_value_that_is_not_finite_affects_only_its_row(rows: int) -> None:
     x, stored = numbers(rows, 200), matrix(9, 200)
     whole = integer_product(x, *stored, None, CHIP)
     x[3, 5], x[17, 199], x[8, 0] = torch.nan, torch.inf, -torch.inf
@@ -113,7 +113,7 @@ def test_no_rows_launch_nothing() -> None:
 
 @pytest.mark.parametrize("inputs", [200, 1160])
 @pytest.mark.parametrize("rows", [3, 66])
-def test_programs_wait_before_they_touch_what_others_write(rows: int, inputs: int) -> None:
+def test_programs_wait_before_they_access_other_kernels_outputs(rows: int, inputs: int) -> None:
     x, (values, scales) = numbers(rows, inputs), matrix(9, inputs)
     plain = integer_product(x, values, scales, None, CHIP)
     with dependent_launches(values, scales) as waits:

@@ -1,4 +1,4 @@
-"""The interpreter as the kernel tests use it: right where it was wrong, strict where it was lenient."""
+"""The interpreter of the kernel tests: its errors are corrected, and it is strict where it was lenient."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_bfloat16_dot_sums_in_float32() -> None:
 
 
 def test_an_element_of_a_product_does_not_depend_on_the_rest() -> None:
-    """The same bits at another place of the matrix and in a smaller one, which on some CPUs BLAS does not give."""
+    """The same bits at another place of the matrix and in a smaller one, which BLAS does not give on some CPUs."""
     a, b = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).unbind()
     a[:, 16:], b[16:] = 0, 0
     whole, shifted, small = torch.empty(64, 64), torch.empty(64, 64), torch.empty(16, 16)

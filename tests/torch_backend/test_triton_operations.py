@@ -32,7 +32,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, sprea
 
 
 def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> None:
-    """`actual` is float64 `exact` rounded to its type, but for float32 errors right at the edge of two roundings."""
+    """`actual` is float64 `exact` rounded to its type, apart from float32 errors right at the edge of two roundings."""
     step = torch.finfo(actual.dtype).eps
     tolerance = 0.5 * step + 2e-6 if actual.dtype != torch.float32 else 2e-6
     assert actual.isfinite().all()
@@ -77,7 +77,7 @@ def test_the_sum_over_ranks_is_added_and_normed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_in_float32_are_not_rounded(dtype: torch.dtype) -> None:
-    """As Gemma's, which are 1 + w."""
+    """Like Gemma's, which are 1 + w."""
     x, residual = random(3, 576, dtype=dtype), random(3, 576, dtype=dtype, seed=1)
     weight = 1 + random(576, seed=2, spread=0.01)
     assert_rounded_once(OPERATIONS.rms_norm(x, weight, EPS), exact_norm(x, weight))
@@ -150,7 +150,7 @@ def test_silu_mul_of_extreme_gates() -> None:
 
 
 class Case:
-    """Tokens about to be written, and what should come out of it in float64."""
+    """Tokens to be written, and the expected result in float64."""
 
     def __init__(
         self, heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, pages: torch.dtype,
@@ -164,7 +164,7 @@ class Case:
         self.rotation = Rotation(angles.cos(), angles.sin())
         weights = random(2, head_dim, dtype=dtype, seed=2)
         self.norms = HeadNorms(weights[0].contiguous(), weights[1].contiguous(), EPS) if has_norms else None
-        # Poisoned: what is not written must stay.
+        # poisoned: unwritten slots must stay
         num_pages = 4 + tokens
         shape = (num_pages, kv_heads, page_size, head_dim)
         self.kv = KVPages(*(torch.full(shape, torch.nan).to(pages) for _ in range(2)))
@@ -193,12 +193,12 @@ class Case:
         return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 
     def written(self, pages: torch.Tensor) -> torch.Tensor:
-        """What stands in the slots, `[T, kv_heads, head_dim]`."""
+        """The content of the slots, `[T, kv_heads, head_dim]`."""
         page_size = pages.shape[2]
         return torch.stack([pages[slot // page_size, :, slot % page_size] for slot in self.slots.tolist()])
 
     def untouched(self, pages: torch.Tensor) -> bool:
-        """All other slots hold what they held."""
+        """Asserts that all other slots are unchanged."""
         bits = pages.view(torch.uint8).clone()
         for slot in self.slots.tolist():
             bits[slot // pages.shape[2], :, slot % pages.shape[2]] = 0
@@ -207,7 +207,7 @@ class Case:
 
 
 def assert_near(actual: torch.Tensor, exact: torch.Tensor) -> None:
-    """Rounded once from a float32 sum of two products, which may cancel: the error is of the size of the terms."""
+    """Rounded once from a float32 sum of two products, which may cancel: the error is relative to the terms."""
     assert actual.isfinite().all()
     tolerance = 0.5 * torch.finfo(actual.dtype).eps * exact.abs() + 4e-6 * exact.abs().amax(-1, keepdim=True)
     assert ((actual.double() - exact).abs() <= tolerance).all()
@@ -255,7 +255,7 @@ def test_float8_pages_hold_values_over_their_heads_scale(head_dim: int, spread: 
         stored = case.written(pages).double()
         wanted = (exact / scale.double()[:, None]).clamp(-448, 448)
         assert stored.isfinite().all()
-        # Half a step of three bits, or of the smallest numbers.
+        # half a step of three bits, or of the smallest numbers
         assert ((stored - wanted).abs() <= (wanted.abs() / 16 + 1e-5).clamp(min=2.0**-10)).all()
         assert case.untouched(pages)
     assert (case.written(case.kv.values).float().abs().max() == 448) == (spread > 1)
@@ -284,7 +284,7 @@ def test_the_order_of_programs_does_not_matter() -> None:
         assert all(map(torch.equal, result, results[0]))
 
 
-def test_sizes_that_the_kernel_does_not_know_are_refused() -> None:
+def test_unsupported_sizes_are_refused() -> None:
     kv = KVPages.allocate(2, 1, 4, 48, torch.float32, torch.device("cpu"))
     rotation = Rotation(torch.ones(1, 24), torch.ones(1, 24))
     with pytest.raises(ValueError, match="head_dim among"):

@@ -27,7 +27,7 @@ from torch_backend.kernels.sample_filters import KeptTokens
 
 assert helpers.triton_interpreter
 
-# Where a filter or the sample is closer to ending otherwise, roundings may decide it.
+# where a filter or the sample is this close to another outcome, rounding may decide
 ROUNDING = 1e-5
 
 
@@ -70,7 +70,7 @@ def sampled(rows: list[Row]) -> list[int]:
 
 
 def noise_of(row: Row) -> np.ndarray:
-    """Gumbel variates in float64, from the bits of JAX's own Threefry."""
+    """Gumbel variates in float64, from the bits of JAX's Threefry."""
     vocab = len(row.logits)
     key = np.array([row.seed & 0xFFFFFFFF, row.seed >> 32], np.uint32)
     counter = np.concatenate([np.full(vocab, row.position), np.arange(vocab)]).astype(np.uint32)
@@ -79,7 +79,7 @@ def noise_of(row: Row) -> np.ndarray:
 
 
 def expected(row: Row) -> tuple[int, float]:
-    """The token, and how far the sample was from ending otherwise."""
+    """The token, and the margin to another outcome."""
     if np.isnan(row.logits).any() or np.isposinf(row.logits).any() or np.isneginf(row.logits).all():
         return -1, np.inf
     if row.temperature == 0.0:
@@ -93,7 +93,7 @@ def expected(row: Row) -> tuple[int, float]:
 
 
 def assert_samples(rows: list[Row], undecided: int = 0) -> None:
-    """All rows sample what is expected; at most so many of them are within rounding of another end."""
+    """All rows sample the expected token; at most this many are within rounding of another outcome."""
     wanted = [expected(row) for row in rows]
     assert sum(margin < ROUNDING for _, margin in wanted) <= undecided
     for row, token, (want, margin) in zip(rows, sampled(rows), wanted, strict=True):
@@ -120,7 +120,7 @@ ROW = st.builds(
 )
 
 
-# Not shrunk: in the interpreter that would take minutes.
+# not shrunk: in the interpreter that would take minutes
 @settings(max_examples=10, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 @given(rows=st.lists(ROW, min_size=6, max_size=6))
 def test_samples_what_the_reference_samples(rows: list[Row]) -> None:
@@ -154,18 +154,18 @@ def test_top_p_keeps_what_a_sort_in_float64_does(kind: str) -> None:
 
 
 def check_kept(row: Row, found: float) -> None:
-    """`found`, the largest distance kept, against a sort."""
+    """Compares `found`, the largest distance kept, with a sort."""
     with np.errstate(over="ignore"):
         distances = (row.logits.max() - row.logits) / np.float32(row.temperature)
     kept, top_p = distances <= found, row.top_p
     inside = kept_tokens(row.logits, SamplingParams(temperature=row.temperature, top_k=row.top_k))[0]
     if top_p == 1.0:
-        # Of distances that overflow or are infinite all are kept where one is.
+        # if one of the distances that overflow or are infinite is kept, all are
         farthest = np.sort(distances)[row.top_k - 1]
         assert found >= farthest
         assert (kept == (distances <= farthest)).all()
         return
-    # Enough is kept, and nothing that is not needed: without the farthest of the kept it would not be enough.
+    # Enough is kept, and no more than needed: without the farthest kept token it would not be enough.
     weights = np.where(inside, np.exp(-distances.astype(np.float64)), 0.0)
     farthest = distances[kept].max()
     assert not (kept & ~inside).any()
@@ -192,7 +192,7 @@ LOGITS = {
 
 
 @pytest.mark.parametrize(("min_p", "top_k"), [(0.5, -1), (0.001, 3), (1.0, -1)])
-def test_min_p_keeps_what_is_at_least_so_likely_as_a_share_of_the_likeliest(min_p: float, top_k: int) -> None:
+def test_min_p_keeps_tokens_above_its_share_of_the_most_likely(min_p: float, top_k: int) -> None:
     row = Row(LOGITS["normal"], min_p=min_p, top_k=top_k)
     distances = row.logits.max() - row.logits
     kept = distances <= kept_of([row]).distances.item()
@@ -203,7 +203,7 @@ def test_a_row_without_filters_keeps_everything() -> None:
     assert kept_of([Row(LOGITS["normal"])]).distances.item() == np.inf
 
 
-def test_the_first_of_equals_is_greedy() -> None:
+def test_greedy_takes_the_first_of_equal_logits() -> None:
     logits = np.zeros((4, 5000), np.float32)
     logits[1, [4999, 3000, 2100]] = 1.5
     logits[2, [4000, 11]] = np.nan, 3.0
@@ -227,7 +227,7 @@ def test_rows_that_are_not_finite(temperature: float) -> None:
     assert_samples(rows)
 
 
-def test_least_temperatures_sample_the_greedy_token() -> None:
+def test_minimum_temperatures_sample_the_greedy_token() -> None:
     rows = [Row(normal(3000, seed), temperature, top_p=0.9) for seed in range(4) for temperature in (1e-30, 1e-6)]
     assert sampled(rows) == [int(row.logits.argmax()) for row in rows]
 
@@ -243,7 +243,7 @@ def test_a_sample_is_batch_invariant() -> None:
             assert sampled(rows) == together
 
 
-def test_rows_of_logits_may_lie_apart() -> None:
+def test_rows_of_logits_may_be_strided() -> None:
     padded = torch.full((2, 4000), float("nan"))
     padded[:, :3000] = torch.tensor(np.stack([normal(3000, 1), normal(3000, 2)]))
     rows = [Row(line, 1.1, top_p=0.9) for line in padded[:, :3000].numpy()]
@@ -259,32 +259,32 @@ def test_rows_of_logits_may_lie_apart() -> None:
         (Row(LOGITS["normal"], temperature=0.0, top_k=5, top_p=0.5), 1000, 1),
         (Row(_with(LOGITS["normal"], _9=np.nan), top_k=5, top_p=0.5), 1000, 1),
         (Row(LOGITS["normal"], min_p=0.1), 1000, 2),  # the survey and the sample
-        # The amounts, and the copies of the buffer.
+        # the amounts, and the copies of the buffer
         (Row(LOGITS["normal"], top_k=5), 1000, 2 + 2),
         (Row(LOGITS["normal"], top_p=0.5), 1000, 2 + 2),
         (Row(LOGITS["normal"], top_k=5, top_p=0.5), 1000, 2 + 2),
-        # A second round of amounts.
+        # a second round of amounts
         (Row(LOGITS["normal"], top_k=2500), 1000, 2 + 3),
-        # Two rounds, no copies, and a search in the row.
+        # two rounds, no copies, and a search in the row
         (Row(LOGITS["flat"], top_k=2500), 300, 2 + 2 + 2),
     ],
 )
-def test_rows_pay_for_no_more_than_they_ask_for(
+def test_rows_run_only_the_work_that_they_need(
     row: Row, capacity: int, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample_filters, "_CAPACITY", capacity)
     with counted_loads() as loads:
         sampled([row])
-    # Amounts, what was copied, a handful of parameters and of candidates beside the passes over the vocabulary.
+    # amounts, copies, and a handful of parameters and candidates in addition to the passes over the vocabulary
     assert loads.elements // len(row.logits) == passes
     assert loads.elements % len(row.logits) < 4000
 
 
 @pytest.mark.parametrize(("capacity", "parts"), [(1, 1), (100, 4)])
-def test_however_many_tokens_fit_into_the_buffer_the_same_are_kept(
+def test_the_buffer_size_does_not_change_the_kept_tokens(
     capacity: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of several kinds in one launch: one goes on with a second round, another searches the row itself."""
+    """Rows of several kinds in one launch: one needs a second round, another searches the row itself."""
     monkeypatch.setattr(sample_filters, "_CAPACITY", capacity)
     monkeypatch.setattr(sample_survey, "_MIN_PART", 5000 // parts)
     assert sample_survey.parts_of(5000) == parts

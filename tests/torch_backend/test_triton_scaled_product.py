@@ -33,7 +33,7 @@ def numbers(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, seed: 
 
 
 def matrix(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values with the largest and the least among them, and scales of all sizes, neighbours being far apart."""
+    """Values including the type's maximum and minimum, and scales of all sizes, with very different neighbours."""
     values = (40 * torch.randn((outputs, inputs), generator=torch.Generator().manual_seed(1))).clamp(-127, 127)
     extremes = torch.tensor([-127.0, 127.0]) if dtype == INT8 else torch.tensor([448.0, 2.0**-9])
     values[0, :2] = extremes[:inputs]
@@ -62,7 +62,7 @@ def assert_right(
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 15, 16, 17, 32, 33, 63, 64, 65, 70])
 def test_any_number_of_rows(rows: int) -> None:
-    """Inputs and outputs of which no tile is whole."""
+    """Inputs and outputs that do not fill whole tiles."""
     bias = numbers(1, 70)[0] if rows % 2 else None
     assert_right(scaled_product, numbers(rows, 203), matrix(70, 203, INT8 if rows % 3 else FLOAT8), bias)
 
@@ -75,8 +75,8 @@ def test_any_shape(outputs: int, inputs: int, values: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_float8_is_read_as_bytes_where_the_chip_does_not_know_it(dtype: torch.dtype) -> None:
-    """All the numbers that there are."""
+def test_float8_is_read_as_bytes_on_chips_without_it(dtype: torch.dtype) -> None:
+    """All values of the type."""
     every = torch.arange(256, dtype=torch.uint8).view(FLOAT8)
     every = every[every.float().isfinite()].repeat(9, 1)
     stored = every, torch.rand(9)
@@ -84,15 +84,15 @@ def test_float8_is_read_as_bytes_where_the_chip_does_not_know_it(dtype: torch.dt
     assert torch.equal(*found)
 
 
-def test_large_sums_fit_whatever_the_type_of_the_result() -> None:
-    """A sum past float16's largest number, whose product is not."""
+def test_large_sums_fit_for_every_result_type() -> None:
+    """A sum beyond float16's maximum, whose product is within it."""
     x, values = torch.full((2, 512), 3.0).half(), torch.full((16, 512), 127).to(INT8)
     assert_right(scaled_product, x, (values, torch.full((16,), 1e-3)))
 
 
 @pytest.mark.parametrize("inputs", [200, 1700])
-def test_a_row_is_the_same_whatever_other_rows_there_are(inputs: int) -> None:
-    """Bit for bit, in steps of up to 64 rows; with splits and without, and in whatever order programs run."""
+def test_a_row_is_batch_invariant(inputs: int) -> None:
+    """Bit for bit, in steps of up to 64 rows; with splits and without, and with programs in any order."""
     x, stored = numbers(64, inputs), matrix(70, inputs, INT8)
     assert (split_length(1, 70, inputs, product_tile(1, CHIP)) < inputs) is (inputs > 1000)
     whole = assert_right(scaled_product, x, stored)
@@ -103,7 +103,7 @@ def test_a_row_is_the_same_whatever_other_rows_there_are(inputs: int) -> None:
 
 
 @pytest.mark.parametrize("inputs", [200, 1200])
-def test_what_is_not_finite_stays_in_its_row(inputs: int) -> None:
+def test_a_value_that_is_not_finite_affects_only_its_row(inputs: int) -> None:
     x, stored = numbers(20, inputs), matrix(9, inputs, INT8)
     expected = scaled_product(x, *stored, None, CHIP)
     x[3, 5], x[17, inputs - 1] = torch.nan, torch.inf
@@ -113,7 +113,7 @@ def test_what_is_not_finite_stays_in_its_row(inputs: int) -> None:
     assert torch.equal(found[others], expected[others])
 
 
-def test_splits_fill_a_chip_and_are_those_of_the_matrix_for_few_rows() -> None:
+def test_splits_fill_a_chip_and_are_fixed_per_matrix_for_few_rows() -> None:
     shapes = ((4096, 4096), (6144, 4096), (28_672, 4096), (4096, 14_336), (576, 1536), (7, 5))
     for outputs, inputs in shapes:
         lengths = {split_length(rows, outputs, inputs, product_tile(rows, CHIP)) for rows in (1, 16, 17, 40, 64)}
@@ -145,7 +145,7 @@ def test_no_rows_launch_nothing_and_other_shapes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("inputs", [200, 1200])
-def test_programs_wait_before_they_touch_what_others_write(inputs: int) -> None:
+def test_programs_wait_before_they_access_other_kernels_outputs(inputs: int) -> None:
     x, (values, scales) = numbers(3, inputs), matrix(9, inputs, INT8)
     plain = scaled_product(x, values, scales, None, CHIP)
     with dependent_launches(values, scales) as waits:
@@ -159,7 +159,7 @@ def test_programs_wait_before_they_touch_what_others_write(inputs: int) -> None:
 
 @contextmanager
 def broken(tmp_path: Path, right: str, wrong: str) -> Iterator[ModuleType]:
-    """The module with a fault in it."""
+    """The module with a planted fault."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     assert right in source

@@ -1,4 +1,4 @@
-"""States by Triton kernels in the interpreter, against one token after the other: NaN in every slot that is free."""
+"""States by Triton kernels in the interpreter, against token-by-token computation: NaN in every free slot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch_backend.recurrent.rows import StateRows
 from torch_backend.recurrent.scan import ScanInputs, reference_scan
 from torch_backend.recurrent.triton import TritonStates
 
-assert helpers.triton_interpreter  # imported for what it changes
+assert helpers.triton_interpreter  # imported for its side effects
 
 BLOCK = 32
 SLOTS = 24
@@ -34,8 +34,8 @@ CHANNELS, WIDTH = 300, 4
 
 
 def rows_of(lengths: list[int], num_decode: int, padding: int = 0, fresh: tuple[int, ...] = ()) -> StateRows:
-    """Sequences of a step, of which every other one begins in another slot than its own; the last of `num_decode` are
-    padding, and so is a last one of all behind them. Slots are in no order."""
+    """Sequences of a step, every other one of which starts from another slot than its own; the last of `num_decode`
+    are padding, and so is one after all others. Slots are in no order."""
     real = [index for index in range(len(lengths)) if not num_decode - padding <= index < num_decode]
     slots = np.random.default_rng(2).permutation(np.arange(1, SLOTS))
     own, begin = np.zeros((2, len(lengths)), np.int64)
@@ -64,7 +64,7 @@ STEPS = {
 
 
 def scan_inputs(tokens: int, delta: bool, value_dim: int = VALUE_DIM) -> ScanInputs:
-    """Keys are near each other, as those of words that come again are; rates and decays of all sizes."""
+    """Keys are close to each other, as for repeated words; rates and decays of all sizes."""
     rng = np.random.default_rng(3)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -73,13 +73,13 @@ def scan_inputs(tokens: int, delta: bool, value_dim: int = VALUE_DIM) -> ScanInp
     keys = 0.3 * numbers(GROUPS, KEY_DIM) + torch.ones(KEY_DIM)
     keys = keys / keys.norm(dim=-1, keepdim=True)
     decays = -torch.exp(2 * numbers(HEADS) - 2)
-    # Values are a part of what one convolution gives.
+    # values are a slice of the output of one convolution
     values = numbers(HEADS * value_dim + 7)[:, 7:].unflatten(1, (HEADS, value_dim))
     return ScanInputs(numbers(GROUPS, KEY_DIM), keys, values, decays, numbers(HEADS).sigmoid() if delta else None)
 
 
 def pool_of(rows: StateRows, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """States where sequences begin with one; NaN in all other slots."""
+    """States in the slots that sequences start from; NaN in all others."""
     pool = torch.full((SLOTS, *shape), torch.nan, dtype=dtype)
     begun = rows.begin[~rows.fresh]
     rng = np.random.default_rng(4)
@@ -88,7 +88,7 @@ def pool_of(rows: StateRows, *shape: int, dtype: torch.dtype = torch.float32) ->
 
 
 def expected_scan(rows: StateRows, inputs: ScanInputs, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token by token in float64: outputs, and what the pool holds afterwards."""
+    """Token by token in float64: outputs, and the pool afterwards."""
     before, after = rows.read(pool).double(), pool.clone()
     outputs = torch.zeros(inputs.values.shape, dtype=torch.float64)
     for sequence, (first, last) in enumerate(zip(rows.starts, rows.starts[1:], strict=False)):
@@ -107,7 +107,7 @@ def real_tokens(rows: StateRows) -> torch.Tensor:
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-4) -> None:
-    """Free slots are as they were: NaN."""
+    """Asserts that free slots are still NaN."""
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
@@ -125,11 +125,11 @@ def check_scan(rows: StateRows, delta: bool, dtype: torch.dtype = torch.float32,
 
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "mamba"])
 @pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS)
-def test_scans_are_one_token_after_the_other(rows: StateRows, delta: bool) -> None:
+def test_scans_equal_token_by_token_computation(rows: StateRows, delta: bool) -> None:
     check_scan(rows, delta)
 
 
-def test_columns_are_shared_out_among_programs() -> None:
+def test_columns_are_split_among_programs() -> None:
     check_scan(STEPS["decode rows and chunks"], True, value_dim=36)
 
 
@@ -140,7 +140,7 @@ def test_states_in_bfloat16_are_rounded_once_a_step() -> None:
 def check_convolution(rows: StateRows, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> None:
     rng = np.random.default_rng(6)
     tokens = int(rows.query_starts[-1])
-    # Of numbers that are parts of something larger, and of a type that is rounded before anything is computed.
+    # inputs that are slices of larger arrays, and of a type that is rounded before the computation
     x = torch.from_numpy(rng.standard_normal((tokens, CHANNELS + 9), np.float32))[:, 9:]
     weight = torch.from_numpy(rng.standard_normal((CHANNELS, width), np.float32)).to(dtype)
     bias = torch.from_numpy(rng.standard_normal(CHANNELS, np.float32)).to(dtype)
@@ -154,7 +154,7 @@ def check_convolution(rows: StateRows, dtype: torch.dtype = torch.float32, width
 
 
 @pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS)
-def test_convolutions_are_those_of_torch(rows: StateRows) -> None:
+def test_convolutions_equal_torchs(rows: StateRows) -> None:
     check_convolution(rows)
 
 
@@ -164,7 +164,7 @@ def test_convolutions_of_other_widths_and_types() -> None:
 
 
 def alone(rows: StateRows, sequence: int) -> tuple[StateRows, slice]:
-    """One sequence of a step by itself, and its tokens."""
+    """One sequence of a step as the only one, and its tokens."""
     first, last = rows.starts[sequence], rows.starts[sequence + 1]
     decode = sequence < rows.num_decode
     return StateRows(
@@ -180,7 +180,7 @@ def alone(rows: StateRows, sequence: int) -> tuple[StateRows, slice]:
 
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "mamba"])
 def test_a_sequence_is_batch_invariant(delta: bool) -> None:
-    """The same bits alone and beside others, and with programs in any order."""
+    """The same bits as the only sequence and with others, and with programs in any order."""
     rows = STEPS["decode rows and chunks"]
     inputs = scan_inputs(int(rows.query_starts[-1]), delta)
     pool = pool_of(rows, HEADS, KEY_DIM, VALUE_DIM)
@@ -210,8 +210,8 @@ def test_a_sequence_is_batch_invariant(delta: bool) -> None:
         assert torch.equal(one_of[1:].nan_to_num(9.0), other[1:].nan_to_num(9.0))
 
 
-def test_layers_of_one_step_share_what_they_may() -> None:
-    """Layers of a delta rule in turns with one without, of other sizes: nothing of one is left to the next."""
+def test_layers_of_one_step_share_plans_where_possible() -> None:
+    """Layers with a delta rule alternate with layers without one, of other sizes: they share no buffer content."""
     rows = STEPS["decode rows and chunks"]
     step = TritonStates().prepare(rows)
     tokens = int(rows.query_starts[-1])
@@ -224,7 +224,8 @@ def test_layers_of_one_step_share_what_they_may() -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "falcon_h1"])
 def test_a_model_gives_the_same_logits(architecture: str, tmp_path: Path) -> None:
-    """Strides, groups and gates of real layers; a chunk of more than a block, one beside a decode row, decode rows."""
+    """Strides, groups and gates of real layers; a chunk of more than a block, one together with a decode row, decode
+    rows."""
     folder = make_tiny_checkpoint(tmp_path, architecture)
     prompts = [np.random.default_rng(8).integers(0, 300, length).astype(np.int32) for length in (40, 9)]
     steps: list[dict[int, int]] = [{0: 37}, {0: 1, 1: 6}, {0: 1, 1: 1}, {1: 2, 0: 1}]
@@ -235,7 +236,7 @@ def test_a_model_gives_the_same_logits(architecture: str, tmp_path: Path) -> Non
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_what_the_kernels_do_not_know_is_an_error() -> None:
+def test_unsupported_options_are_errors() -> None:
     rows = STEPS["decode rows"]
     inputs, pool = scan_inputs(5, True), pool_of(rows, HEADS, KEY_DIM, VALUE_DIM)
     step = TritonStates().prepare(rows)
@@ -249,7 +250,8 @@ def test_what_the_kernels_do_not_know_is_an_error() -> None:
         step.convolve(torch.ones(5, CHANNELS), torch.ones(CHANNELS, WIDTH), None, torch.ones(SLOTS, WIDTH, CHANNELS))
 
 
-# -- Planted faults: a kernel with something in it changed, and the check that must notice -----------------------------
+# -- Planted faults: a changed kernel must fail the check
+# --------------------------------------------------------------
 
 MIXED = STEPS["decode rows and chunks"]
 IN_SCANS, IN_CONVOLUTIONS = partial(check_scan, MIXED, True), partial(check_convolution, MIXED)

@@ -1,4 +1,4 @@
-"""Checkpoints into models: values, types, faults, and matrices packed for the CPU."""
+"""Checkpoints into models: values, types, errors, and matrices packed for the CPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def opened(folder: Path) -> tuple[TensorReader, ModelConfig]:
 
 @pytest.fixture
 def fresh_check() -> None:
-    """`packing_works` forgets what it found."""
+    """Clears the cached result of `packing_works`."""
     packing_works.cache_clear()
     yield
     packing_works.cache_clear()
@@ -52,7 +52,7 @@ def fresh_check() -> None:
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_values_are_rounded_to_the_model_s_type(stored: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_values_are_rounded_to_the_models_dtype(stored: str, dtype: torch.dtype, tmp_path: Path) -> None:
     reader, config = opened(make_tiny_checkpoint(tmp_path, "qwen2", dtype=stored))
     model = build(config, dtype)
     load_weights(model, reader, config, pack=False)
@@ -78,7 +78,7 @@ def test_values_are_rounded_to_the_model_s_type(stored: str, dtype: torch.dtype,
         assert not found.requires_grad
 
 
-def test_nothing_is_left_without_a_value(tmp_path: Path) -> None:
+def test_every_parameter_gets_a_value(tmp_path: Path) -> None:
     reader, config = opened(make_tiny_checkpoint(tmp_path, "qwen3", attention_bias=True))
     model = build(config)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -86,7 +86,7 @@ def test_nothing_is_left_without_a_value(tmp_path: Path) -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-def test_faults_are_named_before_anything_is_read(tmp_path: Path) -> None:
+def test_faults_are_named_before_tensors_are_read(tmp_path: Path) -> None:
     reader, config = opened(make_tiny_checkpoint(tmp_path, "llama"))
     config = config.with_layers(
         lambda layer: replace(
@@ -107,8 +107,8 @@ class TestPacking:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("rows", [1, 3, 64])
     @pytest.mark.parametrize("bias", [False, True])
-    def test_products(self, dtype: torch.dtype, rows: int, bias: bool) -> None:
-        if not packing_works(dtype):  # on a processor without bfloat16, and nowhere else
+    def test_products_equal_plain_ones(self, dtype: torch.dtype, rows: int, bias: bool) -> None:
+        if not packing_works(dtype):  # only on a processor without bfloat16
             assert dtype == torch.bfloat16
             assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()
             return
@@ -131,7 +131,7 @@ class TestPacking:
             assert bool(((found.double() - expected).abs() <= allowed).all())
 
     @pytest.mark.parametrize("tied", [False, True])
-    def test_matrices_are_held_once_but_for_tied_embeddings(self, tied: bool, tmp_path: Path) -> None:
+    def test_matrices_are_held_once_except_tied_embeddings(self, tied: bool, tmp_path: Path) -> None:
         reader, config = opened(make_tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=tied))
         model = build(config)
         load_weights(model, reader, config)
@@ -156,7 +156,7 @@ class TestPacking:
             assert np.abs(found - expected).max() < 2e-5
 
     @pytest.mark.usefixtures("fresh_check")
-    def test_a_torch_that_cannot_pack_is_told_once(
+    def test_a_torch_that_cannot_pack_is_logged_once(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def missing(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
@@ -170,7 +170,7 @@ class TestPacking:
         assert "cannot pack" in record.getMessage()
 
     @pytest.mark.usefixtures("fresh_check")
-    def test_a_torch_that_multiplies_wrongly_is_not_believed(
+    def test_a_torch_that_multiplies_wrongly_does_not_pack(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         right = PackedMatrix.multiply_then_silu

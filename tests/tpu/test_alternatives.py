@@ -1,4 +1,4 @@
-"""What `tpu.check` suggests where a model leaves no room."""
+"""The suggestions of `tpu.check` for a model that does not fit."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def asked(topology: str, tp: int, model: ModelConfig | None = None, **options: o
         ("v5p:2x2x1", 1, "--tp 2 (30.5 GiB of weights on each device)"),
     ],
 )
-def test_the_next_step_up_that_leaves_room(topology: str, tp: int, expected: str) -> None:
+def test_the_next_larger_slice_with_room(topology: str, tp: int, expected: str) -> None:
     assert suggest_fitting(asked(topology, tp)) == expected
 
 
 def test_weights_count_in_their_own_dtype() -> None:
-    """Of float32 four devices would have 30.5 GiB each."""
+    """In float32, four devices would need 30.5 GiB each."""
     found = suggest_fitting(asked("v6e:1x1", 1, dtype=Dtype.FLOAT32))
     assert found == "--tp 8 --topology v6e:2x4 (15.3 GiB of weights on each device)"
 
 
-def test_smaller_keys_and_values_where_these_have_no_room() -> None:
-    """Llama's 128 KiB a token are 24 GiB of 196,608 tokens; on two devices 12 each."""
+def test_a_smaller_kv_dtype_where_the_cache_does_not_fit() -> None:
+    """Llama's 128 KiB a token are 24 GiB for 196,608 tokens; on two devices 12 GiB each."""
     llama = load_shape("llama-3.1-8b")
     many = {"max_total_tokens": 196_608}
     larger = "--tp 2 --topology v6e:2x2 (7.5 GiB of weights on each device)"
@@ -49,16 +49,16 @@ def test_smaller_keys_and_values_where_these_have_no_room() -> None:
     assert suggest_fitting(asked("v6e-1", 1, llama, **narrow)) == larger
 
 
-def test_latent_vectors_have_no_8_bits() -> None:
-    """Of DeepSeek-V2-Lite a token takes 27 arrays of 640 lanes in bfloat16, on each of two devices as on one."""
+def test_latent_vectors_have_no_8_bit_type() -> None:
+    """A token of DeepSeek-V2-Lite takes 27 arrays of 640 lanes in bfloat16, on each of two devices as on one."""
     model = load_shape("deepseek-v2-lite")
     of_two = asked("v6e:2x2", 2, model, max_total_tokens=600_000)
     assert of_two.kv_token(2) == of_two.kv_token(4) == 27 * 640 * 2
     assert suggest_fitting(of_two) == "--tp 4 (7.4 GiB of weights on each device)"
 
 
-def test_what_every_device_has_counts_on_each() -> None:
-    """The latent projections, routers and scales of outputs of DeepSeek-V3: 1.7 GiB on each device."""
+def test_replicated_weights_count_on_each_device() -> None:
+    """The latent projections, routers and output scales of DeepSeek-V3: 1.7 GiB on each device."""
     model = load_shape("deepseek-v3")
     encodings = kept_encodings(model, encodings_by_option(model, WeightQuantization.FLOAT8_E4M3))
     wanted = replace(asked("v6e:4x4", 16, model), encodings=encodings)
@@ -87,17 +87,17 @@ def test_larger_slices_have_googles_names(start: str, expected: str) -> None:
         (25 * GIB, "--tp 2 --topology v6e:2x2 (7.5 GiB of weights on each device)"),
     ],
 )
-def test_room_beside_weights_and_pages(shortage: int, expected: str) -> None:
+def test_room_next_to_weights_and_pages(shortage: int, expected: str) -> None:
     assert suggest_remedies(asked("v6e-1", 1, load_shape("llama-3.1-8b")), shortage) == expected
 
 
-def test_what_the_compiler_lacks_is_read() -> None:
+def test_the_compilers_missing_bytes_are_read() -> None:
     words = "Ran out of memory in memory space hbm. Used 16.51G of 15.75G hbm. Exceeded hbm capacity by 778.00M."
     assert shortage_in(words) == 778 * 2**20
     assert shortage_in("Ran out of memory in memory space vmem") is None
 
 
-def test_nothing_fits_a_model_that_cannot_be_spread() -> None:
-    """Five heads, so that more devices than one are five, which no slice has."""
+def test_no_slice_fits_a_model_that_cannot_be_sharded() -> None:
+    """With five heads, only five devices would divide them, which no slice has."""
     model = small_config(num_heads=5, num_kv_heads=1, hidden_size=80, intermediate_size=96)
     assert suggest_fitting(asked("v6e:2x2", 1, model, kv_cache_dtype=KVCacheDtype.INT8)) is None

@@ -1,4 +1,4 @@
-"""`tpu.check` as a command, with libtpu's compiler: what fits, what does not, and what it says of both."""
+"""`tpu.check` as a command, with libtpu's compiler: what fits, what does not, and the report on both."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ CONFIG = {
 }
 SMALL = ("--max-running-requests", "2", "--chunked-prefill-size", "16")
 WEIGHTS = 2 * (2 * 1024 * 256 + 2 * (256 * (2 * 1024 + 2 * 512) + 3 * 256 * 512 + 2 * 256) + 256)
-"""Bytes: two tables, of each layer the projections, the feed-forward matrices and two norms, and the last norm."""
+"""Bytes: the embedding and head tables, each layer's projections, feed-forward matrices and two norms, and the last
+norm."""
 
-# Several checks in one process, which compiles in itself: imports, and a compiler that starts, are paid for once. The
-# kernel of decode has blocks of keys that are too large for a chip.
+# Several checks in one process that also compiles: imports and the compiler's start are paid for once. The decode
+# kernel gets key blocks too large for a chip.
 _SEVERAL = """
 import io, json, sys, tempfile
 from contextlib import redirect_stderr, redirect_stdout
@@ -86,10 +87,10 @@ class Answer:
 
 
 def check(*arguments: str, figures: Path | None = None, program: str | None = None) -> Answer:
-    """What the command answers; `program`: Python code that runs in its place."""
+    """The command's answer; `program`: Python code that runs instead of it."""
     start = ["-c", program] if program else ["-m", "tpu.check"]
     written = ["--json", str(figures)] if figures else []
-    # `make test` keeps libtpu in a folder of its own: wherever JAX can import it, it looks for a TPU.
+    # `make test` keeps libtpu in a separate folder: wherever JAX can import it, it looks for a TPU
     paths = [str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
     finished = subprocess.run(
         [sys.executable, *start, *arguments, *written],
@@ -104,23 +105,23 @@ def check(*arguments: str, figures: Path | None = None, program: str | None = No
 
 
 def check_several(*commands: Sequence[str]) -> list[Answer]:
-    """What the command answers to each of these arguments; the process that compiles is this one too."""
+    """The command's answer to each list of arguments, with the compiling process being this one too."""
     finished = check(json.dumps(commands), program=_SEVERAL)
     assert finished.status == 0, finished.error
     return [Answer(status, text, error, {}) for status, text, error in json.loads(finished.text)]
 
 
 def check_exchanges(program: dict[str, Any], *, layers: int, sorts: int = 0) -> None:
-    """What devices exchange at every step is what the sharding means, and weights lie as the products want them."""
+    """The exchanges of each step are those of the sharding, and weights have the layout that the products need."""
     found = [collective for collective in program["collectives"] if not collective["conditional"]]
     of_layers = [(one["kind"], one["type"], one["count"]) for one in found if one["in_layers"]]
     assert of_layers == [("all-reduce", "bf16", 2 * layers)]
     around = {(one["kind"], one["type"]): one["count"] for one in found if not one["in_layers"]}
-    # The embeddings of tokens, and three numbers of each row of logits.
+    # the embeddings of tokens, and three numbers of each row of logits
     assert around == {("all-reduce", "bf16"): 1, ("all-gather", "s32"): 1}
     estimate = program["estimate"]
     assert (estimate["moves"], estimate["windowed"], estimate["permutes"]) == ([], [], [])
-    # Counts of tokens, which are scattered to a table of all rows, and filters are in branches.
+    # counts of tokens, which are scattered to a table of all rows, and filters are in branches
     assert estimate["sorts"] == sorts
 
 
@@ -137,7 +138,7 @@ def test_a_model_on_one_chip(model: Path, tmp_path: Path) -> None:
     for program in programs:
         assert program["collectives"] == []
         if program["tokens"]:
-            # Every byte of weights and pages is an argument, and the pages are written where they are.
+            # every byte of weights and pages is an argument, and pages are written in place
             pages = deployment["page"] * deployment["num_pages"]
             assert pages + WEIGHTS < program["arguments"] < pages + WEIGHTS + 2**20
             assert pages < program["aliased"] < pages + 2**20
@@ -160,7 +161,7 @@ def test_a_model_on_four_chips_with_an_int8_cache(model: Path, tmp_path: Path) -
     answer = check("--model", str(model), *slice_, *int8, *rows, *kept, *SMALL, figures=figures)
     assert answer.status == 0, answer.text + answer.error
     programs = {program["name"]: program for program in answer.figures["programs"]}
-    # A program that is kept has more than its text.
+    # a kept program has more than its text
     files = [file for file in (tmp_path / "kept").glob("jit_*-cache") if file.stat().st_size > 10_000]
     assert len(files) >= 3
     tokens = (answer.figures["deployment"]["num_pages"] - 1) * 64
@@ -177,14 +178,14 @@ def test_a_model_on_four_chips_with_an_int8_cache(model: Path, tmp_path: Path) -
     for program in (decode, programs["mixed 16 tokens, 2 rows"]):
         check_exchanges(program, layers=2)
     gathered = next(found for found in decode["collectives"] if found["kind"] == "all-gather")
-    assert gathered["largest"] == "s32[4,3,2]"  # of each device and row the largest logit, the least, and where
+    assert gathered["largest"] == "s32[4,3,2]"  # for each device and row the largest logit, the smallest, and its place
     assert decode["roofline"]["exchange"] > 0
     assert 0 < decode["share"]["least"] < decode["share"]["estimated"] < 1e-3
     assert all("No tuned blocks" in warning for warning in answer.figures["warnings"])
     assert "WARNING  No tuned blocks of decode on v6e for 2 heads" in answer.text
     calibration = programs["calibrate scales"]
-    # Its pages are of the model's own type, as many as 512 tokens take. The head, and what the last layer does with
-    # what it wrote, are not needed.
+    # Its pages have the model's own type, as many as 512 tokens take. The head is not needed, nor what the last
+    # layer computes from the pages it wrote.
     assert weights / 2 < calibration["arguments"] - 9 * 64 * 2 * 2 * 128 * 2 < weights
     kernels = {kernel["name"]: kernel["count"] for kernel in calibration["kernels"]}
     assert kernels == {"kv_write_runs": 1, "kv_write": 2, "paged_attention_decode": 1, "paged_attention_prefill": 1}
@@ -213,8 +214,8 @@ RECURRENT = {
 
 @pytest.mark.slow
 def test_a_model_with_recurrent_states(tmp_path: Path) -> None:
-    """One layer of a gated delta net, one of attention, over four chips: slots of states next to pages. The kernels of
-    states run for rows, and for drafts again, and their pools are copied for neither."""
+    """One layer of a gated delta net and one of attention, over four chips: slots of states next to pages. The state
+    kernels run for rows and again for drafts, without copies of their pools."""
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
     slice_ = ("--topology", "v6e:2x2", "--tp", "4")
     drafts = ("--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", "1")
@@ -224,9 +225,9 @@ def test_a_model_with_recurrent_states(tmp_path: Path) -> None:
     deployment = answer.figures["deployment"]
     assert deployment["page"] == 64 * 2 * 1 * 128 * 2
     heads = 2 * 128 * 128 * 4
-    assert heads < deployment["slot"] < heads * 1.1  # and the last inputs of the convolution
+    assert heads < deployment["slot"] < heads * 1.1  # and the convolution's last inputs
     for program in answer.figures["programs"]:
-        check_exchanges(program, layers=2, sorts=2)  # what was sampled is scattered to the texts of rows
+        check_exchanges(program, layers=2, sorts=2)  # sampled tokens are scattered to the texts of rows
         assert deployment["kv"] < program["aliased"] < deployment["kv"] + 2**20
         assert program["temporaries"] < 2**24 < deployment["kv"] / 100
         kernels = {kernel["name"]: kernel["count"] for kernel in program["kernels"]}
@@ -240,7 +241,7 @@ def test_a_model_with_recurrent_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_model_of_recurrent_states_alone(tmp_path: Path) -> None:
+def test_a_model_of_only_recurrent_states(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
     answer = check("--model", str(tmp_path), "--topology", "v6e-1", "--quick", *SMALL)
     assert answer.status == 0, answer.text + answer.error
@@ -255,7 +256,9 @@ def test_a_model_of_recurrent_states_alone(tmp_path: Path) -> None:
         ("gemma-3-27b", "v6e-1", "31,990", "51,519", "--tp 2 --topology v6e:2x2 (25.2 GiB of weights on each device)"),
     ],
 )
-def test_a_model_too_large_for_the_memory(name: str, topology: str, available: str, weights: str, remedy: str) -> None:
+def test_a_model_too_large_for_the_memory_is_refused(
+    name: str, topology: str, available: str, weights: str, remedy: str
+) -> None:
     answer = check("--model", name, "--topology", topology, "--quick")
     assert answer.status == 1
     assert answer.verdict.startswith(f"DOES NOT FIT: {available} MiB of memory are available")
@@ -264,9 +267,9 @@ def test_a_model_too_large_for_the_memory(name: str, topology: str, available: s
 
 
 @pytest.mark.slow
-def test_what_does_not_compile(tmp_path: Path) -> None:
-    """XLA's own attention turns the pages of a single kv head round, and the compiler finds no room for both; a kernel
-    is too large for vector memory. One layer shows each."""
+def test_compile_errors_are_reported(tmp_path: Path) -> None:
+    """XLA's attention transposes the pages of a single kv head and then does not fit; a kernel is too large for
+    vector memory. One layer shows each."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
     quick = ("--model", str(tmp_path), "--quick", *SMALL)
     slice_ = ("--topology", "v6e:2x2", "--tp", "4")
@@ -283,7 +286,7 @@ REFUSED = {
     ("--topology", "v6e-1", "--page-size", "48"): "--page-size must be a power of two",
     ("--topology", "v6e-1", "--all", "--quick"): "give only one of --all and --quick",
     ("--topology", "v6e-1", "--mem-fraction-static", "1.5"): "--mem-fraction-static: Input should be less than 1",
-    # What only the process that compiles can refuse.
+    # errors that only the compiling process can find
     ("--topology", "v6e-1", "--tp", "2"): "--tp-size 2 needs 2 devices; v6e:1x1 has 1",
     ("--topology", "v6e:2x2", "--tp", "3"): "cannot be spread over 3 devices",
     ("--topology", "v6e:3x3"): "libtpu has no topology v6e:3x3",
@@ -294,7 +297,7 @@ REFUSED = {
 NOT_IN_8_BITS = ("--topology", "v6e-1", "--kv-cache-dtype", "int8")
 
 
-def test_options_that_cannot_be(model: Path, tmp_path: Path) -> None:
+def test_impossible_options_are_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RECURRENT))
     commands = [("--model", str(model), *arguments) for arguments in REFUSED]
     no_states = ("--model", str(tmp_path), *NOT_IN_8_BITS)
@@ -310,13 +313,13 @@ def test_options_that_cannot_be(model: Path, tmp_path: Path) -> None:
         assert not answer.text
 
 
-def test_what_the_process_that_compiles_refuses(model: Path) -> None:
+def test_errors_of_the_compiling_process_are_reported(model: Path) -> None:
     answer = check("--model", str(model), "--topology", "v6e:3x3")
     assert (answer.status, answer.text) == (2, "")
     assert "libtpu has no topology v6e:3x3" in answer.error
 
 
-def test_without_libtpu_the_remedy_is_told(model: Path) -> None:
+def test_without_libtpu_the_error_has_a_remedy(model: Path) -> None:
     program = """
 import sys, tpu.check, tpu.worker
 find = tpu.worker.find_spec
@@ -333,8 +336,8 @@ sys.exit(tpu.check.run(tpu.check.check, "check"))
 @pytest.mark.parametrize("tp", [1, 4, 8])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b", "gemma-3-27b"])
 def test_steps_of_two_layers_of_well_known_models(name: str, tp: int, topology: str, tmp_path: Path) -> None:
-    """Of the shapes that are served, not only of small ones, which the compiler lays out in other ways. Of Gemma 3 one
-    layer with a window, and one without."""
+    """With the shapes that are served, not only small ones, which the compiler lays out differently. For Gemma 3 one
+    layer with a window and one without."""
     cut = {"num_hidden_layers": 2, "sliding_window_pattern": 2} if name == "gemma-3-27b" else {"num_hidden_layers": 2}
     config = json.loads((ROOT / "tpu" / "shapes" / f"{name}.json").read_text()) | cut
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -363,7 +366,7 @@ def test_steps_of_two_layers_of_well_known_models(name: str, tp: int, topology: 
     ],
 )
 def test_latent_attention_and_experts(name: str, layers: int, options: tuple[str, ...], tmp_path: Path) -> None:
-    """Dense layers and two with experts: neither experts nor pages are copied, and two sums a layer are exchanged."""
+    """Dense layers and two with experts: neither experts nor pages are copied, and two sums per layer are exchanged."""
     config = json.loads((ROOT / "tpu" / "shapes" / f"{name}.json").read_text()) | {"num_hidden_layers": layers}
     (tmp_path / "config.json").write_text(json.dumps(config))
     rows = ("--max-running-requests", "64", "--context-length", "8192")
@@ -386,7 +389,7 @@ def test_latent_attention_and_experts(name: str, layers: int, options: tuple[str
 @pytest.mark.parametrize("tp", [1, 4, 8])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b"])
 def test_well_known_models(name: str, tp: int, topology: str) -> None:
-    """Decode and prefill of the largest buckets. What cannot fit is refused before anything is compiled."""
+    """Decode and prefill of the largest buckets. What cannot fit is refused before compilation."""
     slice_ = {"tpu7x": "tpu7x:2x2x1"}.get(topology, f"{topology}:2x4")
     rows = ("--max-running-requests", "64")
     answer = check("--model", name, "--topology", slice_, "--tp", str(tp), "--quick", *rows)

@@ -1,5 +1,5 @@
-"""Bytes of models with latent attention: a count by hand from the fields of config.json, and the product's, which must
-be equal. The count knows nothing of the manifest."""
+"""Bytes of models with latent attention: a count from the fields of config.json must equal the product's. The count
+does not use the manifest."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ HBM = 200 * 10**9
 
 @dataclass(frozen=True)
 class Hand:
-    """A count for one device of `tp`. A matrix has two bytes a number, or, with `fp8`, one, and four for the scale of
-    each of its rows. What has no heads or columns to divide by is on every device."""
+    """A count for one device of `tp`. A matrix has two bytes a number, or, with `fp8`, one, and four for the scale
+    of each row. What has no heads or columns to shard is on every device."""
 
     fields: dict[str, Any]
     tp: int
     fp8: bool = False
 
     def matrix(self, rows: int, columns: int, *, shared: bool) -> int:
-        """`shared`: every device has all of it. Otherwise each has a part of the rows."""
+        """`shared`: every device has the whole matrix; otherwise each has a shard of the rows."""
         values, scales = (1, 4) if self.fp8 else (2, 0)
         return rows * (columns * values + scales) // (1 if shared else self.tp)
 
     def sums(self, rows: int, columns: int) -> int:
-        """A matrix whose outputs are summed over devices: each has a part of the columns, and the scale of each row."""
+        """A matrix whose outputs are summed over devices: each has a shard of the columns, and the scale of each
+        row."""
         values, scales = (1, 4) if self.fp8 else (2, 0)
         return rows * (columns * values // self.tp + scales)
 
@@ -64,7 +65,7 @@ class Hand:
             of_queries = self.matrix(inputs, hidden, shared=True) + 2 * inputs  # and a norm
         queries = of_queries + self.matrix(heads * (plain + rotated), inputs, shared=False)
         cached = self.matrix(latent + rotated, hidden, shared=True) + 2 * latent
-        absorbed = 2 * heads * (plain + value) * latent // self.tp  # never of 8 bits
+        absorbed = 2 * heads * (plain + value) * latent // self.tp  # never in 8 bits
         return queries + cached + absorbed + self.sums(hidden, heads * value)
 
     def experts(self) -> int:
@@ -96,7 +97,7 @@ def config_of(fields: dict[str, Any]) -> ModelConfig:
 
 
 def memory_of(config: ModelConfig, tp: int, *, fp8: bool = False, platform: str = "tpu", hbm: int = 0) -> Memory:
-    """As the product counts it."""
+    """The product's count."""
     encodings = encodings_by_option(config, WeightQuantization.FLOAT8_E4M3) if fp8 else all_plain
     parallel, on_tpu = TensorParallel.of(config, tp), platform == "tpu"
     attention = AttentionImplementation.PALLAS if on_tpu else AttentionImplementation.XLA
@@ -122,7 +123,7 @@ def memory_of(config: ModelConfig, tp: int, *, fp8: bool = False, platform: str 
         *(pytest.param("deepseek-v3", 61, tp, fp8, marks=pytest.mark.soak) for tp in (8, 16, 64) for fp8 in (0, 1)),
     ],
 )
-def test_weights_and_pages_by_hand(name: str, layers: int, tp: int, fp8: bool) -> None:
+def test_weights_and_pages_equal_the_hand_count(name: str, layers: int, tp: int, fp8: bool) -> None:
     fields = json.loads((SHAPES / f"{name}.json").read_text()) | {"num_hidden_layers": layers}
     config, hand = config_of(fields), Hand(fields, tp, fp8)
     memory = memory_of(config, tp, fp8=fp8, hbm=HBM)
@@ -136,7 +137,7 @@ def test_weights_and_pages_by_hand(name: str, layers: int, tp: int, fp8: bool) -
         options = options.model_copy(update={"quantization": WeightQuantization.FLOAT8_E4M3})
     encodings = kept_encodings(config, encodings_by_option(config, options.quantization))
     asked = Setup(config, parse_topology("tpu7x:2x2x4"), options, encodings)
-    # Without norms and corrections.
+    # without norms and corrections
     assert 0 <= hand.weights() - asked.weights(tp) < 1e-3 * hand.weights()
     assert 64 * asked.kv_token(tp) == group.page
 

@@ -1,4 +1,4 @@
-"""What `tpu.launch` finds and chooses, on machines that are folders and tables."""
+"""What `tpu.launch` detects and chooses, on simulated machines made of folders and tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ V6E, V5E, TPU7X = "0x006f", "0x0063", "0x0076"
 
 
 def pci_bus(folder: Path, device: str, count: int) -> Path:
-    """A bus with `count` TPU chips, a network card of Google's and a disk."""
+    """A bus with `count` TPU chips, a Google network card and a disk."""
     others = [("0x1ae0", "0x0042"), ("0x8086", device)]
     for number, (vendor, kind) in enumerate([("0x1ae0", device)] * count + others):
         place = folder / f"0000:00:{number:02x}.0"
@@ -56,17 +56,17 @@ NO_ENVIRONMENT = TpuEnvironment.model_construct(accelerator_type=None, topology=
     ("device", "count", "topology"),
     [(V6E, 1, "v6e:1x1"), (V6E, 4, "v6e:2x2"), (V6E, 8, "v6e:2x4"), (V5E, 4, "v5e:2x2"), (TPU7X, 4, "tpu7x:2x2x1")],
 )
-def test_a_node_alone_is_what_its_bus_has(tmp_path: Path, device: str, count: int, topology: str) -> None:
+def test_a_single_node_has_the_chips_of_its_bus(tmp_path: Path, device: str, count: int, topology: str) -> None:
     machine = detect_machine(NO_ENVIRONMENT, nothing, pci_bus(tmp_path, device, count))
     assert machine == Machine(parse_topology(topology), 0, ())
 
 
-def test_without_a_chip_there_is_no_machine(tmp_path: Path) -> None:
+def test_without_a_chip_no_machine_is_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no TPU chip on its PCI bus"):
         detect_machine(NO_ENVIRONMENT, nothing, pci_bus(tmp_path, V6E, 0))
 
 
-def test_metadata_tells_a_node_of_several(tmp_path: Path) -> None:
+def test_metadata_describes_a_node_of_several(tmp_path: Path) -> None:
     attributes = {
         "accelerator-type": "v6e-16",
         "agent-worker-number": "2",
@@ -84,7 +84,7 @@ def test_the_environment_of_gke_wins(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert machine == Machine(parse_topology("v5e:2x4"), 1, ("pod-0.service", "pod-1.service"))
 
 
-def test_a_slice_that_is_not_its_nodes_is_refused(tmp_path: Path) -> None:
+def test_a_slice_that_does_not_match_its_nodes_is_refused(tmp_path: Path) -> None:
     attributes = {"accelerator-type": "v6e-16", "worker-network-endpoints": "10.0.0.1,10.0.0.2"}
     with pytest.raises(ConfigError, match=r"v6e-16, with 16 v6e chips, but its nodes have 8 v6e chips"):
         detect_machine(NO_ENVIRONMENT, attributes.get, pci_bus(tmp_path, V6E, 4))
@@ -97,12 +97,12 @@ def machine_of(topology: str, nodes: int = 0, worker: int = 0) -> Machine:
 @pytest.mark.parametrize(
     ("topology", "heads", "tp"), [("v6e:2x2", 4, 4), ("v6e:2x4", 4, 4), ("tpu7x:2x2x1", 8, 8), ("v6e:2x4", 6, 2)]
 )
-def test_the_model_is_spread_as_far_as_it_divides(topology: str, heads: int, tp: int) -> None:
+def test_the_model_is_sharded_as_far_as_it_divides(topology: str, heads: int, tp: int) -> None:
     model = small_config(num_heads=heads, num_kv_heads=1, intermediate_size=96, vocab_size=96)
     assert choose(machine_of(topology), model).tp == tp
 
 
-def test_what_was_asked_for_is_taken() -> None:
+def test_requested_sizes_are_used() -> None:
     assert choose(machine_of("v6e:2x2"), small_config(), tp=2).tp == 2
 
 
@@ -128,12 +128,12 @@ def test_the_dtype_of_weights_is_the_servers(options: list[str], file: dict[str,
     assert dtype_among(options, file) is dtype
 
 
-def test_nodes_that_would_stand_idle_are_refused() -> None:
+def test_idle_nodes_are_refused() -> None:
     with pytest.raises(ConfigError, match="the model can use 4"):
         choose(machine_of("v6e:4x4", nodes=4), small_config(vocab_size=96))
 
 
-def test_every_node_is_told_its_number_and_where_to_meet() -> None:
+def test_every_node_gets_its_rank_and_the_coordinator() -> None:
     assert node_arguments(machine_of("v6e:2x2")) == []
     assert node_arguments(machine_of("v6e:4x4", nodes=4, worker=3)) == [
         *("--nnodes", "4", "--node-rank", "3", "--dist-init-addr", "10.0.0.0:8482")
@@ -185,12 +185,12 @@ def test_replicas_divide_the_slice(machine: Machine, replicas: int, tp: int) -> 
         (V6E_16, {"tp": 4}, "choose a smaller slice, or --dp-size 4, one replica per node"),
     ],
 )
-def test_slices_that_cannot_be_divided_so_are_refused(machine: Machine, options: dict[str, int], words: str) -> None:
+def test_slices_that_replicas_do_not_divide_are_refused(machine: Machine, options: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         choose(machine, small_config(), **options)
 
 
-def test_weights_that_fit_no_part_are_refused() -> None:
+def test_weights_that_fit_no_replica_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"30\.5 GiB of weights on each of 2 devices .* fewer replicas with --dp-size"
     ):
@@ -198,7 +198,7 @@ def test_weights_that_fit_no_part_are_refused() -> None:
 
 
 def dry_run(monkeypatch: pytest.MonkeyPatch, machine: Machine, *options: str) -> list[str]:
-    """Words of the command for one node."""
+    """The command's words for one node."""
     monkeypatch.setattr(tpu.launch, "detect_machine", lambda environment: machine)
     result = CliRunner().invoke(launch, ["--dry-run", *options], standalone_mode=False, catch_exceptions=False)
     assert result.return_value == 0, result.output
@@ -225,7 +225,7 @@ def test_the_same_command_starts_a_replica_on_each_node_and_node_0_finds_them(
 
 
 def model_tp_and_replicas(monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[str, int | None, int]:
-    """What the slice is divided for."""
+    """The tensor-parallel size and number of replicas of the plan."""
     opened: list[str] = []
     asked: list[dict[str, int]] = []
 
@@ -288,12 +288,12 @@ def test_a_file_of_options_is_planned_for(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert (config.page_size, config.port, config.dp_size, config.mem_fraction_static) == (128, 31000, 1, 0.9)
 
 
-def test_two_models_are_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(click.UsageError, match="two models are given: one and --model-path two"):
         dry_run(monkeypatch, machine_of("v6e:1x1"), "one", "--model", "two")
 
 
-def test_an_option_that_no_server_has_is_refused_before_a_model_is_read(
+def test_an_unknown_option_is_refused_before_a_model_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tpu.launch, "open_checkpoint", None)
@@ -302,7 +302,7 @@ def test_an_option_that_no_server_has_is_refused_before_a_model_is_read(
 
 
 def config_of(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> ServerConfig:
-    """As the server would read them."""
+    """The config as the server would read it."""
     seen: list[ServerConfig] = []
     monkeypatch.setattr(sglang_jax.server.serve, "run", lambda config: seen.append(config) or 0)
     serve.main(arguments, standalone_mode=False)
@@ -310,7 +310,7 @@ def config_of(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> ServerCo
 
 
 def test_several_replicas_on_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server of a node shows each of them its chips."""
+    """The node's server gives each replica its chips."""
     command = dry_run(
         monkeypatch, V6E_16, "--dp-size", "8", "--port", "31000", "--host", "0.0.0.0", "--log-level", "debug"
     )
@@ -325,7 +325,7 @@ def test_several_replicas_on_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
     ("worker", "options", "words"),
     [(1, ["--host", "localhost"], "node 0 must reach this one; choose 0.0.0.0"), (0, ["--port", "0"], "give a port")],
 )
-def test_nodes_that_could_not_find_each_other_are_refused(
+def test_nodes_without_addresses_for_each_other_are_refused(
     monkeypatch: pytest.MonkeyPatch, worker: int, options: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -412,7 +412,7 @@ def test_nodes_are_names_or_addresses(listed: str, nodes: tuple[str, ...]) -> No
     assert _nodes(listed) == nodes
 
 
-def test_an_address_of_ipv6_is_in_brackets_before_a_port() -> None:
+def test_an_ipv6_address_is_in_brackets_before_a_port() -> None:
     machine = Machine(parse_topology("v6e:4x2"), 0, ("fd00::1", "fd00::2"))
     assert node_arguments(machine)[-1] == "[fd00::1]:8482"
     choices = Choices(4, 2, 64, 0.9, ())

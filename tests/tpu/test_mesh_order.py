@@ -1,4 +1,4 @@
-"""Devices follow the links of their slice, by the coordinates that libtpu gives them."""
+"""Devices are ordered along the links of their slice, by libtpu's coordinates."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def orders() -> dict[str, Order]:
 
 
 def links(order: Order) -> list[int]:
-    """How many links lie between each device and the next, round the ring."""
+    """The number of links between each device and the next, around the ring."""
     places = [coords for _, coords in order]
     return [
         sum(abs(one - other) for one, other in zip(*pair, strict=True))
@@ -71,7 +71,7 @@ def links(order: Order) -> list[int]:
     ]
 
 
-def test_every_device_is_there_once(orders: dict[str, Order]) -> None:
+def test_every_device_occurs_once(orders: dict[str, Order]) -> None:
     for name, order in orders.items():
         assert sorted(number for number, _ in order) == list(range(int(name.split()[-1]))), name
 
@@ -84,7 +84,7 @@ def test_a_ring_goes_from_neighbour_to_neighbour(orders: dict[str, Order], name:
     assert set(links(orders[f"{name} {topology.devices}"])) == (within or between)
 
 
-def test_so_does_a_ring_of_a_part_of_a_slice(orders: dict[str, Order]) -> None:
+def test_a_ring_of_a_part_of_a_slice_goes_from_neighbour_to_neighbour(orders: dict[str, Order]) -> None:
     assert set(links(orders["v6e:2x2 2"])) == {1}
     assert set(links(orders["v6e:4x4 8"])) == {1}
 
@@ -95,8 +95,8 @@ def test_two_devices_of_a_chip_are_neighbours(orders: dict[str, Order]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [sizes for axes in (1, 2, 3) for sizes in product(range(1, 5), repeat=axes)])
-def test_a_way_through_a_box(sizes: tuple[int, ...]) -> None:
-    """To a neighbour each time; and from the last place to the first, where a box has such a ring."""
+def test_a_path_through_a_box(sizes: tuple[int, ...]) -> None:
+    """Each step goes to a neighbour, and the last to the first where a box has such a ring."""
     way = ring_through(sizes)
     assert sorted(way) == list(product(*map(range, sizes)))
     steps = links([(0, list(place)) for place in way])
@@ -107,5 +107,5 @@ def test_a_way_through_a_box(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["v6e:2x2 3", "halves of v4:2x2x1 8"])
-def test_what_fills_no_box_and_halves_of_chips_stay_as_they_are(orders: dict[str, Order], name: str) -> None:
+def test_devices_that_fill_no_box_keep_their_order(orders: dict[str, Order], name: str) -> None:
     assert [number for number, _ in orders[name]] == list(range(int(name.split()[-1])))

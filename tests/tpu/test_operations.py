@@ -1,4 +1,4 @@
-"""Operations of a compiled program by its text: estimates, loops, branches, collectives, moved weights."""
+"""Operations in the text of a compiled program: estimates, loops, branches, collectives, moved weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ ENTRY %main (w.0: bf16[4,6,8], w.1: bf16[4,16], x: bf16[8,4], which: pred[]) -> 
 """  # noqa: E501
 
 
-def test_collectives_are_counted_with_their_bytes_and_those_of_branches_apart() -> None:
+def test_collectives_are_counted_with_bytes_and_separately_in_branches() -> None:
     assert collectives_of(Module(_COLLECTIVES).operations()) == (
         Collective("all-reduce", "bf16", True, False, 1, 64 * 32 * 2, "bf16[64,32]"),
         Collective("all-reduce", "s32", False, False, 1, 64 * 4 + 4, "s32[64]"),
@@ -102,7 +102,7 @@ def test_collectives_are_counted_with_their_bytes_and_those_of_branches_apart() 
     )
 
 
-def test_what_a_device_sends_is_that_of_rings() -> None:
+def test_sent_bytes_are_those_of_rings() -> None:
     sent = {
         kind: Collective(kind, "bf16", True, False, 1, 800, "bf16[4,100]").sent(4)
         for kind in ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
@@ -136,7 +136,7 @@ ENTRY %main (x.2: s32[8], which: s32[]) -> s32[8] {
 """
 
 
-def test_sorts_and_what_sparse_cores_do_count_where_every_step_runs_them() -> None:
+def test_sorts_and_sparsecore_work_count_where_every_step_runs_them() -> None:
     operations = Module(_SORTS).operations()
     assert [(found.name, found.conditional) for found in operations] == [
         ("sort.2", False),
@@ -149,7 +149,7 @@ def test_sorts_and_what_sparse_cores_do_count_where_every_step_runs_them() -> No
     assert warning.startswith("'decode 8' has 1 sorts, or parts left to the SparseCores")
 
 
-def test_loops_count_as_often_as_they_run_and_branches_not_at_all() -> None:
+def test_loops_count_per_iteration_and_branches_do_not_count() -> None:
     operations = Module(_STEP).operations()
     estimate = Estimate.of(operations, {"weights[0]": "layers.0.qkv", "weights[1]": "layers.0.gate_up"})
     assert estimate.cycles == 1000 + 4 * 70 + 500
@@ -178,8 +178,8 @@ def test_a_module_without_operations() -> None:
     assert Estimate.of((), {}).warnings("decode 8", 1e9) == []
 
 
-def test_a_copy_to_vmem_as_it_lies_moves_nothing() -> None:
-    """What a later operation reads is often brought near first; only another order of the numbers is a move."""
+def test_a_copy_to_vmem_in_the_same_layout_is_not_a_move() -> None:
+    """Operands are often prefetched to vmem; only a change of layout is a move."""
     text = """
 ENTRY %main (state.seeds: u32[257,2]) -> (u32[257,2], u32[257,2]) {
   %seeds = u32[257,2]{1,0:T(8,128)} parameter(0), metadata={op_name="state.seeds"}
@@ -192,7 +192,7 @@ ENTRY %main (state.seeds: u32[257,2]) -> (u32[257,2], u32[257,2]) {
     assert [(move.moved, move.name) for move in estimate.moves] == [("state.seeds", "other")]
 
 
-def test_an_exchange_that_the_sparsecores_run_is_no_sort() -> None:
+def test_an_exchange_run_by_sparsecores_is_not_a_sort() -> None:
     text = """
 %sum.1 (x: bf16[64,5376]) -> bf16[64,5376] {
   %x = bf16[64,5376]{1,0} parameter(0)

@@ -1,4 +1,4 @@
-"""The recipes are YAML that says what the code does: labels and counts of real slices, commands that are there."""
+"""The recipes are valid YAML that matches the code: labels and counts of real slices, existing commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def by_kind(name: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("tpu-v6e-gke.yaml", "Deployment"), ("tpu-v6e-16-gke.yaml", "Job")])
-def test_pods_ask_for_the_slice_that_they_get(name: str, kind: str) -> None:
+def test_pods_request_existing_slices(name: str, kind: str) -> None:
     document = by_kind(name, kind)
     pod = document["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -67,8 +67,8 @@ def test_skypilot_asks_for_a_slice_and_starts_the_launcher() -> None:
     assert task["service"]["readiness_probe"]["path"] == "/readyz"
 
 
-def test_the_page_starts_skypilot_as_the_recipe_says() -> None:
-    """The command of the recipe's first line is the one with the key, without which the server does not start."""
+def test_the_docs_page_starts_skypilot_like_the_recipe() -> None:
+    """The command in the recipe's first line has the key, without which the server does not start."""
     command = (RECIPES / "tpu-v6e-skypilot.yaml").read_text().splitlines()[0].removeprefix("# ")
     (task,) = documents("tpu-v6e-skypilot.yaml")
     assert [name for name, value in task["envs"].items() if not value] == re.findall(r"--env (\w+)", command)

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a step against numbers found another way."""
+"""FLOPs and bytes of a step, against independently computed numbers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_a_prompt_token_costs_two_flops_for_each_weight() -> None:
 def test_attention_of_a_small_model_by_hand() -> None:
     config = small_config()
     both = step_flops(config, Work(3, 1, 6, 3)) - step_flops(config, Work(3, 1, 0, 3))
-    # Two layers, six pairs of query and key, 4 heads of 16: a product of 16 for the score, another for the value.
+    # two layers, six pairs of query and key, 4 heads of 16: a product of 16 for the score, another for the value
     assert both == 2 * 6 * 4 * (2 * 16 + 2 * 16)
     assert Work.prefill(3) == Work(3, 1, 6, 3)
 
 
-def test_a_decode_step_waits_for_the_memory() -> None:
+def test_a_decode_step_is_memory_bound() -> None:
     bounds = roofline(LLAMA, Work.decode(64, 1000), V6E, tp=1, weight_bytes=LLAMA_WEIGHTS, kv_bytes_per_token=LLAMA_KV)
     logits = 2 * 4 * 64 * 128256
     assert bounds.hbm_bytes == pytest.approx(LLAMA_WEIGHTS - LLAMA_TABLE + LLAMA_KV * 64 * 1001 + logits, rel=1e-6)
@@ -44,13 +44,13 @@ def test_recurrent_states_are_read_and_written_once_for_each_row() -> None:
     assert read(1000) - read(0) == 2 * 1000 * 64
 
 
-def test_a_long_prompt_waits_for_the_products() -> None:
+def test_a_long_prompt_is_compute_bound() -> None:
     bounds = roofline(LLAMA, Work.prefill(4096), V6E, tp=1, weight_bytes=LLAMA_WEIGHTS, kv_bytes_per_token=LLAMA_KV)
     assert bounds.bound is Bound.COMPUTE
     assert bounds.exchange == 0
 
 
-def test_devices_share_the_work_and_exchange_what_the_layers_sum() -> None:
+def test_devices_share_the_work_and_exchange_the_sums_of_layers() -> None:
     def bounds(tp: int, exchanged: float | None = None):
         return roofline(
             LLAMA,
@@ -70,15 +70,15 @@ def test_devices_share_the_work_and_exchange_what_the_layers_sum() -> None:
 
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-32b", 32.8), ("gemma-3-27b", 27.0)])
-def test_shapes_have_the_parameters_that_the_models_are_known_by(name: str, billions: float) -> None:
+def test_parameter_counts_are_the_published_ones(name: str, billions: float) -> None:
     config = load_shape(name)
     embeddings = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     assert (step_flops(config, Work(1, 1, 0, 0)) / 2 + embeddings) / 1e9 == pytest.approx(billions, rel=0.003)
     assert name in SHAPES
 
 
-def test_layers_with_a_window_read_that_much() -> None:
-    """Of Gemma 3 every sixth layer reads all 4,096 keys of a row, the others 1,024."""
+def test_layers_with_a_window_read_only_the_window() -> None:
+    """In Gemma 3 every sixth layer reads all 4,096 keys of a row, the others 1,024."""
     work = Work.decode(8, 4096)
     assert work.within(1024) == Work.decode(8, 1024)
     assert work.within(None) == work.within(5000) == work

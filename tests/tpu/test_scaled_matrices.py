@@ -1,4 +1,4 @@
-"""Matrices of 8 bits, as libtpu compiles them: they are widened within the product, and never in memory."""
+"""Matrices of 8 bits, as libtpu compiles them: they are widened within the product, never in memory."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ _WEIGHTS = 4096 * 2 * 8192
 _OF_EXPERTS = 64 * 32 * 512
 
 
-def test_they_are_widened_in_the_product_alone() -> None:
-    """What an instruction outside of fusions gives lies in memory: none of 16 or 32 bits has so many numbers."""
+def test_they_are_widened_only_in_the_product() -> None:
+    """Outputs of instructions outside of fusions are in memory: no 16- or 32-bit output has as many numbers."""
     folders = [str(Path(__file__).parents[2]), str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, env=environment, check=False)

@@ -1,4 +1,4 @@
-"""Names of slices: Google Cloud's accelerator types, grids, and what is refused."""
+"""Names of slices: Google Cloud's accelerator types, grids, and refused names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from sglang_jax.errors import ConfigError
 from tpu.topologies import CHIPS, GIB, Generation, parse_topology
 
-# Grids, chips and nodes by the pages of each generation: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x.
+# Grids, chips and nodes from the page of each generation: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x.
 SLICES = [
     ("v6e-1", "v6e:1x1", 1, 1, 1),
     ("v6e-4", "v6e:2x2", 4, 4, 1),
@@ -30,7 +30,7 @@ SLICES = [
 
 
 @pytest.mark.parametrize(("name", "libtpu", "chips", "devices", "nodes"), SLICES)
-def test_a_name_means_a_slice(name: str, libtpu: str, chips: int, devices: int, nodes: int) -> None:
+def test_slice_names_are_parsed(name: str, libtpu: str, chips: int, devices: int, nodes: int) -> None:
     topology = parse_topology(name)
     assert (str(topology), topology.chips, topology.devices, topology.nodes) == (libtpu, chips, devices, nodes)
 
@@ -48,7 +48,7 @@ def test_a_name_means_a_slice(name: str, libtpu: str, chips: int, devices: int, 
         ("tpu7x-8", "as in tpu7x:2x2x1"),
     ],
 )
-def test_a_name_that_means_none_is_refused_with_what_would(name: str, message: str) -> None:
+def test_an_unknown_name_is_refused_with_valid_ones(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_topology(name)
 
@@ -63,12 +63,12 @@ def test_a_name_that_means_none_is_refused_with_what_would(name: str, message: s
         ("v5p:2x2x1", 2 / 6),
         ("v5p:4x4x4", 1),
         ("v4:4x4x8", 1),
-        ("v4:2x2x4", 3 / 6),  # no axis is closed unless all are of whole cubes
+        ("v4:2x2x4", 3 / 6),  # an axis is closed only if all are of whole cubes
         ("v5p:2x4x4", 3 / 6),
-        ("v6e:1x1", 1 / 4),  # none, and nothing is sent
+        ("v6e:1x1", 1 / 4),  # no links, and nothing is sent
     ],
 )
-def test_a_chip_sends_over_the_links_that_the_slice_gives_it(name: str, links: float) -> None:
+def test_a_chip_sends_over_its_links_in_the_slice(name: str, links: float) -> None:
     topology = parse_topology(name)
     assert topology.ici_bandwidth == pytest.approx(topology.chip.ici_bandwidth * links)
 
@@ -83,7 +83,7 @@ def test_a_chip_sends_over_the_links_that_the_slice_gives_it(name: str, links: f
         ("v5p:4x4x4", (4, 4, 4), 1),
         ("v5p:4x4x8", (4, 4, 4), 5 / 6),
         ("v5p:2x2x4", (2, 2, 1), 2 / 6),
-        ("tpu7x:2x2x1", (2, 2, 1), 2 / 6),  # of two devices of a chip one sends to the next
+        ("tpu7x:2x2x1", (2, 2, 1), 2 / 6),  # one of a chip's two devices sends to the next chip
         ("tpu7x:2x2x1", (2, 1, 1), 1 / 6),
         ("tpu7x:2x2x1", (1, 1, 1), 1),  # within the chip, as fast as six links
     ],
@@ -99,7 +99,7 @@ def test_every_generation_has_a_chip() -> None:
 
 
 def test_chips_agree_with_what_jax_says_of_them() -> None:
-    """JAX's figures are of one core, rounded; programs may use a little less memory than a chip has."""
+    """JAX's figures are per core, rounded; programs may use a little less memory than a chip has."""
     from jax._src.pallas.mosaic.tpu_info import ChipVersion, _get_tpu_info_impl
 
     versions = {

@@ -1,4 +1,4 @@
-"""Tuning: the kernels' calls that it compares, its choices, and its output, with libtpu's compiler."""
+"""Tuning with libtpu's compiler: the kernel calls that it compares, its choice, and the written table."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "program", ["helpers.few_choices", pytest.param("tpu_tune", marks=pytest.mark.soak)], ids=["some", "all"]
 )
 def test_the_best_by_the_schedule_is_written(model: Path, tmp_path: Path, program: str) -> None:
-    """Into a table that had something else in it. Of two sizes of blocks in each phase, whose kernels are compiled;
-    `make soak` compares all, which `test_every_choice_has_whole_pages` counts."""
+    """Into a table with other entries. Two block sizes in each phase, whose kernels are compiled; `make soak`
+    compares all, which `test_every_choice_has_whole_pages` counts."""
     table = tmp_path / "table.json"
     old = {"chip": "v4", "heads": 8, "kv_heads": 8, "head_dim": 64, "page_size": 16, "dtype": "int8"}
     table.write_text(json.dumps([old | {"phase": "decode", "queries": 16, "pages": 8, "by": "device"}]))
-    # `make test` keeps libtpu in a folder of its own: wherever JAX can import it, it looks for a TPU.
+    # `make test` keeps libtpu in a separate folder: wherever JAX can import it, it looks for a TPU
     paths = [
         str(Path(sys.prefix) / "libtpu"),
         str(ROOT / "tests"),
@@ -89,13 +89,13 @@ def test_the_best_by_the_schedule_is_written(model: Path, tmp_path: Path, progra
         entry = found[shape, phase]
         assert entry.source is Source.SCHEDULE
         assert f"{entry.queries} x {entry.pages * 64}" in finished.stdout
-    # Longer blocks have fewer turns, and the longest compute what no row needs.
+    # longer blocks have fewer iterations, and the longest compute keys that no row needs
     assert 8 <= found[shape, Phase.DECODE].pages <= 64
     assert found[shape, Phase.PREFILL].queries >= 128
 
 
 def chosen(*costs: float | None) -> tuple[list[Entry], list[Entry]]:
-    """The entries of one shape and phase for these costs, and what is chosen."""
+    """The entries of one shape and phase with these costs, and the chosen one."""
     shape = Shape.of(Chip.V6E, 4, 2, 128, 64, "bfloat16")
     entries = [Entry(shape, Phase.DECODE, 16, 4 << place, Source.DEVICE) for place in range(len(costs))]
     compared = iter([Comparison(entry, cost) for entry, cost in zip(entries, costs, strict=True)])
@@ -130,7 +130,7 @@ def test_one_that_spills_is_chosen_only_if_all_do(capsys: pytest.CaptureFixture[
     assert list(_best_of_each(iter(both), "cycles")) == [second]
 
 
-def test_of_choices_that_wait_as_long_the_one_of_fewest_instructions_is_chosen() -> None:
+def test_of_equal_costs_the_fewest_instructions_are_chosen() -> None:
     shape = Shape.of(Chip.V6E, 4, 2, 128, 64, "bfloat16")
     entries = [Entry(shape, Phase.DECODE, 16, pages, Source.SCHEDULE) for pages in (4, 8, 16, 32)]
     figures = ((1000.0, 900.0), (1009.0, 500.0), (1011.0, 400.0), (1005.0, 450.0))
@@ -148,8 +148,8 @@ def test_every_choice_has_whole_pages() -> None:
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_what_is_timed_on_a_device_is_attention(monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:
-    """The arrays are a step that the kernel computes as the reference does."""
+def test_the_call_timed_on_a_device_computes_attention(monkeypatch: pytest.MonkeyPatch, phase: Phase) -> None:
+    """The arrays are a step for which the kernel and the reference agree."""
     monkeypatch.setattr(tuning, "_COLUMNS_OF_TOKENS", 128)
     decode = Step("decode", (1,) * 64, (5, 16, 17, 128) * 16)
     monkeypatch.setattr(tuning, "DECODE_STEP", decode)
@@ -178,7 +178,7 @@ def copies(depth: int) -> Loop:
 
 
 def in_regions(depth: int, regions: list[tuple[int, bool]], *inner: Loop) -> Loop:
-    """Regions of so many bundles, those that multiply marked."""
+    """Regions with these numbers of bundles, marked if they multiply."""
     found = Loop(depth, [], list(inner))
     for bundles, multiplies in regions:
         found.starts.append(len(found.bundles))
@@ -191,9 +191,9 @@ PAIRS = Sizes((8, 4), Groups(2, 4), 8, 8)
 
 
 def test_cycles_of_decode() -> None:
-    """Blocks of 512 keys, of which a half and a quarter may be computed. 7 bundles a program of two rows, 10 a row, 60
-    a block, 100, 50 and 25 for what is computed, 5 before each of the smaller ones; 6 to clear a page without keys; 24
-    for four copies, of which a last one takes a fourth."""
+    """Blocks of 512 keys, of which a half and a quarter may be computed. 7 bundles per program of two rows, 10 per
+    row, 60 per block, 100, 50 and 25 for the computed part, 5 before each smaller part; 6 to clear a page without
+    keys; 24 for four copies, of which a last one takes a fourth."""
     regions = [(60, False), (100, True), (5, False), (50, True), (5, False), (25, True)]
     schedule = loop(0, 9, loop(1, 7, loop(2, 10, in_regions(3, regions, copies(4), loop(4, 6)))))
     cost = decode_cost(schedule, Step("rows", (1,) * 4, (512, 1100, 200, 1100)), 8, ALONE, 2, 64)
@@ -202,14 +202,14 @@ def test_cycles_of_decode() -> None:
     assert cost.cycles == 2 * 7 + 4 * 10 + 5 * whole + half + 2 * quarter
     assert cost.per_key_head == pytest.approx(1000 * whole / (512 * 8))
     assert [(each.count, each.keys) for each in cost.blocks] == [(5, 512), (2, 76), (1, 200)]
-    # Of the half's four pages three have keys, and one is cleared.
+    # three of the half's four pages have keys, and one is cleared
     cost = decode_cost(schedule, Step("a row", (1,), (130,)), 8, ALONE, 2, 64)
     assert cost.cycles == 7 + 10 + 60 + 55 + 3 * 6 + 6
 
 
 def test_cycles_of_groups() -> None:
-    """Of a group's 300 bundles 200 compute. A row's block does not start a group's copies, in a branch of 40 that waits
-    for page numbers and starts others."""
+    """200 of a group's 300 bundles compute. A row's block skips the start of a group's copies, a branch of 40 that
+    waits for page numbers and starts other copies."""
     regions = [(60, False), (40, False), (100, True), (5, False), (50, True)]
     block_loop = in_regions(4, regions, copies(5), loop(5, 9, copies(6)))
     block_loop.bundles[60:62] = ["%1 = dma.done.wait", "%2 = dma.vmem_to_smem"]
@@ -218,7 +218,7 @@ def test_cycles_of_groups() -> None:
     step = Step("rows", (1,) * 7, (256, 3, 257, 512, 100, 0, 9))
     cost = decode_cost(schedule, step, 8, PAIRS, 2, 64)
     whole = 60 + 100 + 48
-    # Of 257 keys five pages are computed with all eight, none of which a loop without copies clears.
+    # five pages of 257 keys are computed with all eight, none of which a loop without copies clears
     assert cost.cycles == 4 * 7 + 3 * 300 + (100 + 2 * 20) + whole + (60 + 100 + 24 + 6)
     assert [(each.count, each.keys, each.bundles) for each in cost.blocks] == [
         (1, 259, 300),
@@ -229,7 +229,7 @@ def test_cycles_of_groups() -> None:
     ]
 
 
-def test_a_schedule_of_another_kernel_is_not_read_as_ours() -> None:
+def test_a_schedule_of_another_kernel_is_refused() -> None:
     schedule = loop(0, 7, loop(1, 10, in_regions(2, [(60, False), (100, True)], copies(3))))
     with pytest.raises(ValueError, match="computes 1 sizes of blocks, it should 3"):
         decode_cost(schedule, Step("a row", (1,), (512,)), 8, ALONE, 2, 64)
@@ -239,28 +239,28 @@ def test_a_schedule_of_another_kernel_is_not_read_as_ours() -> None:
 
 @pytest.mark.parametrize("products", [0, 12], ids=["plain", "the first product is in the loop over blocks"])
 def test_cycles_of_prefill(products: int) -> None:
-    """Two blocks of 64 queries that see 64 and 128 keys, in blocks of 128; 8 heads, four in a pass of 200 bundles."""
+    """Two blocks of 64 queries that see 64 and 128 keys, in blocks of 128; 8 heads, four per pass of 200 bundles."""
     passes = [loop(4, bundles, products=16) for bundles in (150, 200)]
     blocks = loop(3, 60, copies(4), *passes, products=products)
     schedule = loop(0, 7, loop(1, 30, loop(2, 5), copies(2), loop(2, 20, loop(3, 9), blocks)))
     cost = prefill_cost(schedule, Step("a prompt", (128,), (128,)), 8, 64, 2, 64)
     assert cost.loop == 60 / 2 + 2 * 200 + 2 * 6
     assert cost.keys_read == 64 + 128
-    # Each of the two spans is in one run of 128 queries.
+    # each of the two spans is in one run of 128 queries
     assert cost.cycles == 2 * (60 / 2 + 2 * 150 + 2 * 6) + 2 * (30 + 8 * 5)
 
 
-def test_a_span_over_runs_of_queries_costs_what_all_of_them_do() -> None:
+def test_a_span_over_two_runs_of_queries_costs_all_of_their_block() -> None:
     passes = [loop(3, bundles, products=16) for bundles in (150, 80, 80, 200)]
     schedule = loop(0, 7, loop(1, 30, loop(2, 60, copies(3), *passes)))
-    # Of blocks of 256 queries, in blocks of 256 keys: 100 in the first run, 256 over both and the next block's first.
+    # blocks of 256 queries, and of 256 keys: 100 in the first run, 256 over both and the next block's first
     cost = prefill_cost(schedule, Step("two chunks", (100, 256), (100, 300)), 8, 256, 4, 64)
     in_a_run, in_all = 60 / 4 + 2 * 80 + 24, 60 / 4 + 2 * 200 + 24
     assert cost.cycles == (in_a_run + in_all + 2 * in_a_run) + 2 * 30
 
 
-def test_so_few_heads_that_no_loop_over_them_is_left() -> None:
-    """Two runs of queries in a block: as many bundles each of all queries unmasked, all masked, and the runs."""
+def test_few_heads_have_no_loop() -> None:
+    """Two runs of queries in a block: equally many bundles for all queries unmasked, all masked, and the runs."""
     schedule = loop(0, 7, loop(1, 30, loop(2, 20, loop(3, 600, copies(4), products=48))))
     cost = prefill_cost(schedule, Step("two chunks", (156, 100), (156, 100)), 4, 256, 4, 64)
     assert cost.loop == 600 / 3 + 24
@@ -278,7 +278,7 @@ def test_so_few_heads_that_no_loop_over_them_is_left() -> None:
         (("--by", "device"), "--by device needs a TPU, but JAX sees a cpu"),
     ],
 )
-def test_options_that_cannot_be(model: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_impossible_options_are_refused(model: Path, arguments: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(tune, ["--model", str(model), *arguments])
     assert result.exit_code != 0
     assert message in result.output + str(result.exception)
@@ -293,7 +293,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_any_timing(model: Path
 
 
 def test_more_buffers_hide_the_time_until_a_copy_arrives() -> None:
-    """Blocks of 1,024 keys of one head, 512 KiB, on v6e: of 4,096 keys a row has four."""
+    """Blocks of 1,024 keys of one head, 512 KiB, on v6e: a row of 4,096 keys has four."""
     cost = Cost(486, 59.3, 0, 2 * (44 + 4 * 486), 8192, (Blocks(8, 1024, 486),))
     transfer, latency = 560.0, 1050.0
 

@@ -1,4 +1,4 @@
-"""The process that compiles, where it ends before it is done; and what `tpu.check` makes of that."""
+"""The compiling process when it ends early, and the report of `tpu.check` on it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _FIGURES = ProgramFigures(
 
 @pytest.fixture(autouse=True)
 def _no_libtpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of these compiles anything."""
+    """These tests compile nothing."""
     for module in (command, worker):
         monkeypatch.setattr(module, "require_compiler", lambda: None)
 
@@ -77,10 +77,10 @@ def run_check(*arguments: str) -> int:
     return run(command.check, "check", ["llama-3.1-8b", "--topology", "v6e-1", *arguments])
 
 
-def test_a_compiler_that_dies_is_the_failure_of_a_program(
+def test_a_compiler_that_dies_is_a_failure_of_its_program(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not options that cannot be; and what was compiled before is shown."""
+    """Not as invalid options; and programs compiled before are shown."""
     monkeypatch.setattr(worker, "_compile_programs", _dies_at_the_second)
     assert run_check() == 1
     lines = capsys.readouterr().out.splitlines()
@@ -91,7 +91,7 @@ def test_a_compiler_that_dies_is_the_failure_of_a_program(
     )
 
 
-def test_one_that_dies_before_anything_is_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_dies_before_any_program_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_compile_programs", _dies_at_once)
     with pytest.raises(worker.ConfigError, match="the compiling process ended with status -6"):
         list(worker.compile_in_child(None))  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_one_that_dies_before_anything_is_compiled_is_told(monkeypatch: pytest.M
         ),
     ],
 )
-def test_what_would_help_a_step_without_room_is_told(
+def test_a_step_that_does_not_fit_gets_suggestions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, message: Message, told: str
 ) -> None:
     monkeypatch.setattr(command, "compile_in_child", lambda request: iter([_DEPLOYMENT, message]))
@@ -132,7 +132,7 @@ def test_what_would_help_a_step_without_room_is_told(
         (CacheEntries(0, 0), 1, "No compiled program was written to somewhere\n"),
     ],
 )
-def test_programs_written_are_counted(
+def test_written_programs_are_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept: CacheEntries, status: int, told: str
 ) -> None:
     def compiles(request: Request) -> Iterator[Message]:
@@ -149,7 +149,7 @@ def test_programs_written_are_counted(
     assert shown.out.splitlines()[-1].startswith("FITS: 2 of 2 programs compiled")
 
 
-def test_a_context_beyond_the_maximum_is_cut_and_told(
+def test_a_context_beyond_the_maximum_is_reduced_and_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "compile_in_child", lambda request: iter([_DEPLOYMENT, _FIGURES]))
