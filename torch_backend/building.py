@@ -82,17 +82,14 @@ class TorchBackend:
 
     @property
     def platform(self) -> str:
-        """See `Backend`."""
         return self.device.type
 
     @property
     def place(self) -> str:
-        """See `Backend`."""
         return f"{dtype_name(self.dtype)} on {self.device}, KV in {self.kv_form.name}"
 
     @property
     def state_dtypes(self) -> StateDtypes:
-        """Dtypes of recurrent states."""
         return StateDtypes(self.dtype, _STATE_DTYPES[self.config.mamba_ssm_dtype])
 
     def build(self, models: Models) -> UnloadedModel:
@@ -165,11 +162,9 @@ class TorchBackend:
         return least // (self.parallel.size if self.device.type == "cpu" else 1)
 
     def weights_of(self, model: UnloadedModel) -> int:
-        """See `Backend`."""
         return -self.parallel.minimum(-model.weight_bytes)
 
     def groups_of(self, model: UnloadedModel) -> tuple[GroupMemory, ...]:
-        """See `Backend`."""
         groups = cache_groups(model.config)
         return tuple(
             GroupMemory(group.name, self._bytes_of_one(model, group), group.kind, group.window) for group in groups

@@ -46,7 +46,6 @@ class WithDraft:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Model`: the model's logits."""
         return self.model.logits(hidden)
 
 
@@ -68,7 +67,6 @@ class DraftRequest:
 
     @classmethod
     def of(cls, flat: FlatPlan, late: Int32, missed: Int32) -> DraftRequest | None:
-        """Returns the drafts that a plan needs; None if it needs none."""
         (first,) = np.nonzero(flat.draft_numbers == 1)
         if not len(first):
             return None

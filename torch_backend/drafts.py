@@ -142,7 +142,6 @@ class DraftSequences:
 
     @classmethod
     def of(cls, flat: FlatPlan, to_device: Callable[[Int32], torch.Tensor]) -> DraftSequences | None:
-        """The drafts of a plan; None if it has none."""
         places = np.flatnonzero(flat.draft_numbers)
         if not len(places):
             return None
@@ -168,7 +167,6 @@ class StateMoves:
 
     @classmethod
     def of(cls, flat: FlatPlan, to_device: Callable[[Int32], torch.Tensor]) -> StateMoves | None:
-        """The drafts of a plan; None if it has none."""
         drafts = np.flatnonzero(flat.draft_numbers)
         if not len(drafts):
             return None

@@ -79,7 +79,6 @@ class LocalFollowers:
         self._on_loss = action
 
     def announce(self, note: NoteBeat) -> None:
-        """See `Followers`."""
         self._note = note
 
     def wait_ready(self) -> None:
@@ -102,14 +101,12 @@ class LocalFollowers:
             listener.start()
 
     def send(self, order: Order) -> None:
-        """See `Followers`."""
         self.check()
         data = ORDERS.encode(order)
         for follower in self._followers:
             follower.orders.send_bytes(data)
 
     def check(self) -> None:
-        """See `Followers`."""
         if self._lost is not None:
             raise RuntimeError(self._lost)
 

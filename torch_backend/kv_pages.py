@@ -30,7 +30,6 @@ class KVForm:
         return keys if keys == values else f"{keys} keys, {values} values"
 
     def of(self, array: CachedArray) -> torch.dtype:
-        """The dtype of an array."""
         return self.values if array.name == "values" else self.keys
 
     def bytes_per_token(self, arrays: Iterable[CachedArray]) -> int:
@@ -155,7 +154,6 @@ class StateDtypes:
     recurrent: torch.dtype
 
     def of(self, kind: StateDtype) -> torch.dtype:
-        """The dtype of an array of this kind."""
         return self.activations if kind is StateDtype.ACTIVATIONS else self.recurrent
 
     def allocate(self, slots: int, arrays: Iterable[StateArray], device: torch.device) -> States:
@@ -163,5 +161,4 @@ class StateDtypes:
         return tuple(torch.zeros((slots, *array.shape), dtype=self.of(array.dtype), device=device) for array in arrays)
 
     def bytes_of_slot(self, arrays: Iterable[StateArray]) -> int:
-        """Bytes of one slot of a layer."""
         return sum(math.prod(array.shape) * self.of(array.dtype).itemsize for array in arrays)

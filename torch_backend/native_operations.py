@@ -18,7 +18,6 @@ class NativeOperations:
     """`Operations` without kernels."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Operations`."""
         return normalise(x.to(torch.float32, copy=True), weight, eps).to(x.dtype)
 
     def add_rms_norm(
@@ -31,16 +30,13 @@ class NativeOperations:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, parallel: TensorParallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Operations`."""
         return self.add_rms_norm(parallel.all_reduce(x), residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Operations`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate.float()).mul_(up).to(gate_up.dtype)
 
     def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Operations`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.gelu(gate.float(), approximate="tanh").mul_(up).to(gate_up.dtype)
 
@@ -52,7 +48,6 @@ class NativeOperations:
         kv: KVPages,
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
-        """See `Operations`."""
         kv_heads, page_size, head_dim = kv.keys.shape[1:]
         parts = qkv.view(qkv.shape[0], -1, head_dim)
         heads = parts.shape[1] - 2 * kv_heads

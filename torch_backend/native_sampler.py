@@ -26,14 +26,12 @@ class NativeSampler:
     """`TokenSampler` on a CPU, row by row in numpy, whose plain reductions reach memory bandwidth on one thread."""
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `TokenSampler.greedy`."""
         rows = logits.numpy()
         tokens = rows.argmax(axis=-1)  # the first NaN, where there is one
         finite = np.isfinite(rows[np.arange(len(rows)), tokens])
         return torch.from_numpy(np.where(finite, tokens, INVALID_TOKEN).astype(np.int32))
 
     def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
-        """See `TokenSampler.sample`."""
         tokens = self.greedy(logits)
         temperature, seed, position = (
             column.numpy() for column in (parameters.temperature, parameters.seed, parameters.position)

@@ -50,15 +50,12 @@ class SingleProcess:
         return 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns `x`."""
         return x
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns `x`."""
         return x
 
     def minimum(self, value: int) -> int:
-        """Returns `value`."""
         return value
 
     def on_host(self) -> SingleProcess:
@@ -106,7 +103,6 @@ class DistributedTensorParallel:
         return x
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
-        """See `TensorParallel`."""
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self._size)]
         torch.distributed.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)

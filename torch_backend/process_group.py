@@ -86,5 +86,4 @@ def share_cores(size: int, device: torch.device) -> None:
 
 
 def leave() -> None:
-    """Leaves the process group."""
     torch.distributed.destroy_process_group()

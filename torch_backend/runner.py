@@ -289,13 +289,11 @@ class TorchRunner:
         return self._waiting
 
     def start_profile(self, folder: str) -> None:
-        """See `Runner`."""
         if "://" in folder:
             raise ParameterError(f"profiles of the torch backend are written to a local folder, got {folder}")
         self._profile = self._stream.submit(lambda: Profile.start(Path(folder), self._device)).wait()
 
     def stop_profile(self) -> None:
-        """See `Runner`."""
         assert self._profile is not None, "no profile is being recorded"
         profile, self._profile = self._profile, None
         self._stream.submit(profile.stop).wait()
@@ -313,7 +311,6 @@ class TorchRunner:
         )
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """See `Runner`."""
         return load_since(self._load_in_warm_up, self._expert_load())
 
     def _expert_load(self) -> tuple[ExpertLoad, ...]:

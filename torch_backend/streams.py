@@ -40,9 +40,7 @@ class Stream(Protocol):
         """Returns int32 `[size]` in host memory, to be filled and passed to `to_device` once."""
         ...
 
-    def to_device(self, host: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the tensor on the device, copied into `into` if given."""
-        ...
+    def to_device(self, host: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor: ...
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy in host memory, complete once the work that asked for it is done."""

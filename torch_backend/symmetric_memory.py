@@ -82,16 +82,12 @@ class Library(Protocol):
 
 
 class TorchLibrary:
-    """`Library` of torch."""
-
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `Library`."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         return symmetric_memory.empty(size, dtype=dtype, device=device)
 
     def rendezvous(self, buffer: torch.Tensor, group_name: str) -> Handle:
-        """See `Library`."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         return symmetric_memory.rendezvous(buffer, torch.distributed.GroupName(group_name))
@@ -99,17 +95,14 @@ class TorchLibrary:
     def one_shot_all_reduce_copy_out(
         self, buffer: torch.Tensor, local: torch.Tensor, operation: str, group_name: str, out: torch.Tensor
     ) -> torch.Tensor:
-        """See `Library`."""
         found: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy_out(buffer, local, operation, group_name, out)
         return found
 
     def two_shot_all_reduce_(self, buffer: torch.Tensor, operation: str, group_name: str) -> torch.Tensor:
-        """See `Library`."""
         found: torch.Tensor = torch.ops.symm_mem.two_shot_all_reduce_(buffer, operation, group_name)
         return found
 
     def multimem_all_reduce_(self, buffer: torch.Tensor, operation: str, group_name: str) -> torch.Tensor:
-        """See `Library`."""
         found: torch.Tensor = torch.ops.symm_mem.multimem_all_reduce_(buffer, operation, group_name)
         return found
 

@@ -12,11 +12,9 @@ class TritonSampler:
     """Filters by searching instead of sorting, and reads nothing on the host."""
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `TokenSampler.greedy`."""
         return greedy(logits)
 
     def sample(self, logits: torch.Tensor, parameters: SamplerInputs) -> torch.Tensor:
-        """See `TokenSampler.sample`."""
         return sample(
             logits,
             parameters.temperature,

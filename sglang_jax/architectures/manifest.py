@@ -55,7 +55,6 @@ class ExpertsPlace:
 
     @property
     def tensor_per_expert(self) -> bool:
-        """Whether each expert has a separate tensor."""
         return EXPERT in self.tensor
 
     def tensor_of(self, expert: int) -> str:

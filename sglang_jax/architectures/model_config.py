@@ -26,7 +26,6 @@ class ParallelMixer:
     recurrent: RecurrentConfig
 
     def sharded(self, size: int) -> ParallelMixer:
-        """See `LayerPart`."""
         return ParallelMixer(attention=self.attention.sharded(size), recurrent=self.recurrent.sharded(size))
 
 

@@ -36,12 +36,10 @@ def load_hf_config(folder: Path) -> ModelConfig:
 
 
 def load_quantization(folder: Path) -> StoredQuantization | None:
-    """See `read_quantization`."""
     return read_quantization(JsonFields.read(folder / CONFIG_FILE), _fields_of_modelopt(folder))
 
 
 def load_kv_scales_made_for(folder: Path) -> KVCacheDtype | None:
-    """See `kv_scales_made_for`."""
     return kv_scales_made_for(JsonFields.read(folder / CONFIG_FILE), _fields_of_modelopt(folder))
 
 

@@ -56,7 +56,6 @@ class RotaryScaling:
         return np.concatenate((turning, np.zeros((self.head_dim - rotated) // 2)))
 
     def _of_rotated(self, base: Frequencies) -> Frequencies:
-        """Scales the unscaled frequencies `base` of the pairs that rotate."""
         rope = self.config
         match rope.kind:
             case RopeKind.DEFAULT | RopeKind.DYNAMIC:

@@ -164,7 +164,6 @@ class TemplateProcesses:
             self._free.put(process)
 
     def render(self, rendering: Rendering) -> str:
-        """See `TemplateProcess.render`."""
         process = self._free.get()
         try:
             return process.render(rendering)

@@ -105,7 +105,6 @@ class JaxBackend:
 
     @property
     def platform(self) -> str:
-        """See `Backend`."""
         return self.devices[0].platform
 
     @property
@@ -115,17 +114,14 @@ class JaxBackend:
 
     @property
     def place(self) -> str:
-        """See `Backend`."""
         return f"{self.dtype.name} on {len(self.devices)} x {self.devices[0].device_kind}, KV in {self.kv_dtype.name}"
 
     def build(self, models: Models) -> UnloadedModel:
-        """See `Backend`."""
         build = self._builder(models.main, models.quantization, self.kv_dtype)
         products = _block_products(self.config, models.main, build, self.devices[0], self.dtype)
         return self._unloaded(models.main, models.quantization, self.kv_dtype, partial(build, block_products=products))
 
     def build_draft(self, draft: Checkpoint) -> UnloadedModel:
-        """See `Backend`."""
         return self._unloaded(draft, None, self.dtype, self._builder(draft, None, self.dtype))
 
     def _builder(
@@ -157,16 +153,13 @@ class JaxBackend:
         return _least_of_nodes(min(map(available_memory, own)) // (len(own) if self.platform == "cpu" else 1))
 
     def weights_of(self, model: UnloadedModel) -> int:
-        """See `Backend`."""
         return _bytes_of_weights(model.model, model.parallel.size)
 
     def groups_of(self, model: UnloadedModel) -> tuple[GroupMemory, ...]:
-        """See `Backend`."""
         states = state_dtypes_of(self.config, self.dtype)
         return _groups(model.parallel, model.kv_dtype, self.config.page_size, self.platform, states)
 
     def mixed_shapes(self, sizes: Sizes) -> tuple[tuple[int, int], ...]:
-        """See `Backend`."""
         return mixed_shapes(self.config, sizes)
 
     def cache(self, model: UnloadedModel, pages: tuple[int, ...], *, count_experts: bool = False) -> KVCacheSpec:
@@ -246,7 +239,6 @@ def state_dtypes_of(config: EngineConfig, dtype: jnp.dtype) -> StateDtypes:
 
 
 def mixed_shapes(config: EngineConfig, sizes: Sizes) -> tuple[tuple[int, int], ...]:
-    """See `RunnerSpec`."""
     buckets = Buckets.ladder(sizes.max_rows, sizes.token_budget, config.page_size)
     return tuple((bucket.tokens, bucket.rows) for bucket in buckets.mixed)
 

@@ -44,7 +44,6 @@ def select_devices(wanted: Device, count: int) -> list[jax.Device]:
 
 
 def select_device(wanted: Device) -> jax.Device:
-    """The first device: see `select_devices`."""
     return select_devices(wanted, 1)[0]
 
 

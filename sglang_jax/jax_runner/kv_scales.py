@@ -104,7 +104,6 @@ def calibration_program(model: Transformer, mesh: Mesh) -> tuple[jax.stages.Wrap
 def calibration_inputs(
     parallel: TensorParallel, dtype: jnp.dtype, page_size: int, platform: str
 ) -> tuple[KVCacheSpec, ForwardBatch]:
-    """The pages and the batch of the calibration program."""
     config = parallel.config
     length = min(LENGTH, config.max_position)
     pages = -(-length // page_size)

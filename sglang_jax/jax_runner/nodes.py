@@ -44,7 +44,6 @@ class NodeGroupRunner(GroupRunner):
         self._meeting = meeting
 
     def close(self) -> None:
-        """Closes the runners of all nodes."""
         super().close()
         jax.distributed.shutdown()
         if self._meeting is not None:

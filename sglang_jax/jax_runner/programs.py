@@ -220,7 +220,6 @@ class Programs:
         return [*steps, *(name for name in self.builders() if name not in later)]
 
     def build(self, names: Iterable[str], progress: Callable[[int, int, str], None]) -> None:
-        """Builds the named programs; see `Builds.build`."""
         builders = self.builders()
         self.builds.build({name: builders[name] for name in names}, progress)
 

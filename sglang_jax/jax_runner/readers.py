@@ -61,13 +61,10 @@ class LogitsReader(Protocol):
         """See `sampler.sample`. `masks`: None to allow all tokens."""
         ...
 
-    def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs:
-        """See `token_logprobs`."""
-        ...
+    def logprobs(self, logits: jax.Array, tokens: jax.Array, alternatives: jax.Array, vocab_size: int) -> Logprobs: ...
 
 
 def reader_over(mesh: Mesh | None) -> LogitsReader:
-    """The reader for logits of a head that is sharded over `mesh`."""
     return WholeLogits() if mesh is None or mesh.shape[_AXIS] == 1 else ShardedLogits(mesh)
 
 

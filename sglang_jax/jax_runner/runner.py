@@ -173,7 +173,6 @@ class JaxRunner:
             programs.build_others(self._counter.planned)
 
     def announce_builds(self, building: Building) -> None:
-        """See `Runner`."""
         self._programs.builds.building = building
 
     def launch(self, plan: StepPlan) -> JaxStep:
@@ -237,7 +236,6 @@ class JaxRunner:
         self._profiling = True
 
     def stop_profile(self) -> None:
-        """See `Runner`."""
         self._profiling = False
         jax.block_until_ready(self._state)
         jax.profiler.stop_trace()
@@ -257,7 +255,6 @@ class JaxRunner:
         )
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """See `Runner`."""
         return load_since(self._load_in_warm_up, self._expert_load())
 
     def _expert_load(self) -> tuple[ExpertLoad, ...]:
@@ -295,7 +292,6 @@ class JaxRunner:
         self._state = replace(self._state, sampling=sampling, known=known)
 
     def _has_drafts(self, flat: FlatPlan) -> bool:
-        """Whether a draft model has to draft for the plan."""
         return self._drafter is not None and bool(flat.draft_numbers.any())
 
     def _apply_excess(self, deltas: PageDeltas, most: int) -> PageDeltas:

@@ -74,7 +74,6 @@ def load_weights(
 def read_parameters(
     parameters: Iterable[ModelParameter], reader: ParameterReader, built: ModelConfig, mesh: Mesh
 ) -> None:
-    """Loads parameters of a model with config `built`: see `load_weights`."""
     pool = ThreadPoolExecutor(_reads_at_once(), thread_name_prefix="weights")
     under_way: deque[tuple[list[ModelParameter], Future[list[jax.Array]], int]] = deque()
     held, freed = 0, FreedMemory()

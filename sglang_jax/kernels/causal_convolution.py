@@ -59,7 +59,6 @@ def convolve(
 
 
 def _inputs_before(x: jax.Array, tails: jax.Array, rows: StateRows, back: int) -> jax.Array:
-    """The input `back` tokens before each token."""
     kept = tails.shape[1]
     if rows.drafts is not None:
         of_tail = tails[jnp.arange(len(tails)), jnp.clip(kept + rows.drafts - back, 0, kept - 1)]

@@ -96,7 +96,6 @@ class BlockMatrix(nnx.Module):
         self.arrays = nnx.Dict(levels=_packed(levels), scales=_packed(scales))
 
     def serves(self, rows: int) -> bool:
-        """Whether it serves products of `rows` rows."""
         return rows <= self.product.most_rows
 
     def multiply(self, x: jax.Array) -> jax.Array:

@@ -33,7 +33,6 @@ class FeedForward(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        """See `LayerPart`."""
         gate_up = self.gate_up(x)
         gate, up = gate_up[:, 0], gate_up[:, 1]
         activated = ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype)
@@ -49,5 +48,4 @@ class SquaredRelu(nnx.Module):
         self.down = Linear(inner, hidden, (Part.DOWN,), options, bias=config.bias)
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        """See `LayerPart`."""
         return self.down(jnp.square(jax.nn.relu(self.up(x))), of_outputs=True), memory

@@ -45,7 +45,6 @@ class InOutLayout:
         """Does nothing: the layout is the same."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """See `matmul`."""
         return matmul(x, kernel)
 
 
@@ -60,7 +59,6 @@ class Table:
         """Does nothing: the layout is the same."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """See `matmul`."""
         return matmul(x, kernel.T)
 
 
@@ -77,7 +75,6 @@ class OutInLayout:
         """Does nothing: the layout is the same."""
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """See `matmul_outputs_first`."""
         return matmul_outputs_first(x, kernel, of_outputs=of_outputs)
 
 
@@ -104,7 +101,6 @@ class TwoAxisLayout:
         _rewrite(rows, (*outer, *columns), [*[(axis,) for axis in outer], tuple(columns)])
 
     def multiply(self, x: jax.Array, kernel: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """See `matmul`."""
         return matmul(x.reshape(x.shape[0], -1), jnp.moveaxis(kernel, -2, 0))
 
 

@@ -51,12 +51,10 @@ class PlainMatrix(nnx.Module):
         return cls(parameter([*inputs, *outputs], dtype, *parts), len(inputs), InOutLayout())
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """See `Matrix`."""
         kernel = self.kernel[...]
         return self.layout.multiply(x.astype(kernel.dtype), kernel, of_outputs=of_outputs)
 
     def repack(self, layout: Layout) -> None:
-        """See `Matrix`."""
         layout.repack(self.kernel, self.inputs)
         self.layout = layout
 
@@ -78,7 +76,6 @@ class ScaledMatrix(nnx.Module):
         self.layout: Layout = InOutLayout()
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """See `Matrix`."""
         x, values, scales = x.astype(self.dtype), self.values[...], self.scales[...]
         mesh, inputs = jax.sharding.get_abstract_mesh(), partition_spec(self.input_axes)
         if mesh.empty or mesh.shape["tensor"] == 1 or "tensor" not in inputs:
@@ -98,7 +95,6 @@ class ScaledMatrix(nnx.Module):
         return product.reshape(len(x), *scales.shape) * scales
 
     def repack(self, layout: Layout) -> None:
-        """See `Matrix`."""
         layout.repack(self.values, self.inputs)
         layout.repack_rows(self.scales)
         self.layout = layout
@@ -111,7 +107,6 @@ class TwoFormMatrix(nnx.Module):
         self.blocks, self.plain = blocks, plain
 
     def multiply(self, x: jax.Array, *, of_outputs: bool = False) -> jax.Array:
-        """See `Matrix`."""
         if self.blocks.serves(len(x)):
             return self.blocks.multiply(x.astype(self.plain.kernel.dtype))
         return self.plain.multiply(x, of_outputs=of_outputs)

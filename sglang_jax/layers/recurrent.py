@@ -61,7 +61,6 @@ class ShortConv(nnx.Module):
         self.output = _linear([(Axis.CHANNELS, inner)], hidden[0], Part.STATE_OUTPUT, options, bias=config.bias)
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        """See `LayerPart`."""
         run = _on_each_device(
             partial(_short_convolution, self.implementation),
             self.config.shards,
@@ -91,7 +90,6 @@ class GatedDeltaNet(nnx.Module):
         self.output = _linear([(Axis.CHANNELS, inner)], hidden[0], Part.STATE_OUTPUT, options)
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        """See `LayerPart`."""
         run = _on_each_device(
             partial(_delta_net, self.config.of_one_device(), self.implementation),
             self.config.shards,
@@ -130,7 +128,6 @@ class Mamba2(nnx.Module):
         self.output = _linear([inner], hidden[0], Part.STATE_OUTPUT, options, bias=config.out_bias)
 
     def __call__(self, x: jax.Array, step: LayerStep, memory: LayerMemory) -> tuple[jax.Array, LayerMemory]:
-        """See `LayerPart`."""
         run = _on_each_device(
             partial(_mamba, self.config.of_one_device(), self.implementation),
             self.config.shards,

@@ -140,7 +140,6 @@ class StateDtypes:
     recurrent: jnp.dtype = _FLOAT32
 
     def of(self, kind: StateDtype) -> jnp.dtype:
-        """The dtype of an array of that kind."""
         return self.activations if kind is StateDtype.ACTIVATIONS else self.recurrent
 
 

@@ -94,7 +94,6 @@ class CpuStep:
         self._items: dict[tuple[int, int], torch.Tensor] = {}
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        """See `StepAttention`."""
         if self._attention.prompts is not None and not self._batch.decode_only:
             return self._by_kernels(self._attention.prompts, queries, kv, options)
         if self._prompts is not None and not self._batch.num_decode:

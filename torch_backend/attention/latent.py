@@ -47,7 +47,6 @@ class ExpandedPlan:
 def _attend_sequence(
     queries: torch.Tensor, kv: KVPages, pages: torch.Tensor, length: int, options: AttentionOptions
 ) -> torch.Tensor:
-    """Attention of the last queries of a sequence of `length` tokens in `pages`."""
     assert options.latents is not None
     before = length - len(queries)
     # Only CUDA has products of 16-bit numbers with float32 results.

@@ -57,7 +57,6 @@ class NativeStep:
         self._plans: dict[_Form, list[_Plan | ExpandedPlan]] = {}
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        """See `StepAttention`."""
         plans = self._plans_of(queries, kv, options)
         if len(plans) == 1 and self._complete:
             return plans[0].attend(queries, kv, options)

@@ -27,7 +27,6 @@ class ReferenceStep:
         self._batch = batch
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        """See `StepAttention`."""
         if options.latents is None:
             return self._attend(queries, kv, options)
         return attend_absorbed(queries, options.latents, partial(self._attend, kv=kv, options=options)).contiguous()

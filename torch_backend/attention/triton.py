@@ -36,7 +36,6 @@ class TritonStep:
         self._sums: Sums | None = None
 
     def __call__(self, queries: torch.Tensor, kv: KVPages, options: AttentionOptions) -> torch.Tensor:
-        """See `StepAttention`."""
         output = torch.empty_like(queries)
         if self._batch.num_decode:
             self._decode(queries, kv, options, output)

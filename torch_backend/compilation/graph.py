@@ -154,7 +154,6 @@ def source(node: fx.Node) -> fx.Node:
 
 
 def is_call(node: object, *targets: object) -> TypeGuard[fx.Node]:
-    """Whether a node calls one of `targets`."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 

@@ -6,5 +6,4 @@ from sglang_jax.errors import ConfigError
 
 
 def refused(model_type: str, reason: str) -> ConfigError:
-    """The error for a model of `model_type`."""
     return ConfigError(f"model_impl transformers cannot serve {model_type}: {reason}")

@@ -127,7 +127,6 @@ class RandomWeights:
         return 0.2 * noise + (0.0 if name.endswith("bias") else 1.0)
 
     def read(self, weight: Weight) -> torch.Tensor:
-        """See `CheckpointWeights.read`."""
         cuts = [self.cuts.get(part, Cut(part, ())) for part in weight.parts]
         together = torch.cat([self.tensor(cut.name)[cut.index] for cut in cuts])
         return (together + weight.offset).to(weight.dtype)

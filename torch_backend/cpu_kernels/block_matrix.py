@@ -75,7 +75,6 @@ class BlockProducts:
     def run(
         self, matrix: BlockMatrix, x: torch.Tensor, activation: Activation | None, output: torch.Tensor
     ) -> torch.Tensor:
-        """See `BlockMatrix`."""
         rows, outputs = output.shape
         launcher = self.launcher(matrix.encoding, activation is not None)
         launcher(

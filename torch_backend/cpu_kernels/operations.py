@@ -36,7 +36,6 @@ class CpuOperations:
         self._native = NativeOperations()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Operations`."""
         x = self._own(x)
         if weight.dtype is not self._dtype:
             return self._native.rms_norm(x, weight, eps)
@@ -61,11 +60,9 @@ class CpuOperations:
         return self.add_rms_norm(parallel.all_reduce(x), residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Operations`."""
         return self._native.silu_mul(gate_up)
 
     def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Operations`."""
         return self._native.gelu_mul(gate_up)
 
     def rotate_and_write(

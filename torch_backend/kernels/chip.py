@@ -25,7 +25,6 @@ class Chip:
 
     @classmethod
     def of(cls, device: torch.device) -> Chip:
-        """The chip of a CUDA device."""
         properties = torch.cuda.get_device_properties(device)
         capability = 10 * properties.major + properties.minor
         return cls(capability, properties.multi_processor_count, can_launch_dependents(capability))

@@ -24,7 +24,6 @@ class TritonOperations:
         self._dependent = dependent
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Operations`."""
         return rms_norm(x, weight, eps, self._dependent)
 
     def add_rms_norm(
@@ -40,11 +39,9 @@ class TritonOperations:
         return self.add_rms_norm(parallel.all_reduce(x), residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Operations`."""
         return silu_mul(gate_up, self._dependent)
 
     def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Operations`."""
         return gelu_mul(gate_up, self._dependent)
 
     def rotate_and_write(
@@ -55,5 +52,4 @@ class TritonOperations:
         kv: KVPages,
         write_slots: torch.Tensor,
     ) -> torch.Tensor:
-        """See `Operations`."""
         return rotate_and_write(qkv, rotation, norms, kv, write_slots, self._dependent)

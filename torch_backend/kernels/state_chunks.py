@@ -66,7 +66,6 @@ class ChunkMatrices:
 
     @classmethod
     def allocate(cls, inputs: ScanInputs, tile: ChunkTile) -> ChunkMatrices:
-        """Allocates the matrices of a layer."""
         shape = (*inputs.decays.shape, tile.tokens)
         scores, *inverses = (
             torch.empty(shape, dtype=torch.float32, device=inputs.decays.device)

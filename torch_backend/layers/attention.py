@@ -51,7 +51,6 @@ class Attention(Loadable):
         self._parallel = options.parallel
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """See `LayerPart`."""
         own, kv = step.attention, memory.pages
         assert own is not None
         assert kv is not None

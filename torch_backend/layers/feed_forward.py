@@ -25,7 +25,6 @@ class FeedForward(nn.Module):
         self.down = Linear(inner, hidden_size, (Part.DOWN,), options, bias=config.bias and shard.first)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """See `LayerPart`."""
         output: torch.Tensor = self.down(self.gate_up(x))
         return output
 
@@ -41,6 +40,5 @@ class SquaredRelu(nn.Module):
         self.down = Linear(inner, hidden_size, (Part.DOWN,), options, bias=config.bias and shard.first)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """See `LayerPart`."""
         output: torch.Tensor = self.down(self.up(x).relu_().square_())
         return output

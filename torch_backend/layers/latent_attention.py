@@ -48,7 +48,6 @@ class LatentAttention(Loadable):
         self.output = Linear(self._heads * config.value_dim, hidden, (Part.OUTPUT,), options, bias=bias)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """See `LayerPart`."""
         own, kv, config = step.attention, memory.pages, self.config
         assert own is not None
         assert kv is not None

@@ -36,7 +36,6 @@ class PackedLayout:
         self.products: list[MatrixBySize] = []
 
     def product(self, matrix: PlainMatrix) -> Product:
-        """See `Layout`."""
         packed = PackedMatrix(matrix.weight, matrix.bias).multiply
         if not isinstance(matrix, TwoFormMatrix):
             return packed

@@ -47,7 +47,6 @@ class ShortConv(Loadable):
         self.output = Linear(inner, hidden_size, (Part.STATE_OUTPUT,), options, bias=bias and shard.first)
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """See `LayerPart`."""
         before, after, inner = self.input(x).chunk(3, dim=-1)
         found = self.convolution(before * inner, memory.states[0], _states(step))
         output: torch.Tensor = self.output((after.float() * found).to(x.dtype))
@@ -73,7 +72,6 @@ class GatedDeltaNet(Loadable):
         self.config = config
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """See `LayerPart`."""
         config, tokens = self.config, len(x)
         found, gate, rates, steps = torch.split(self.input(x), self._sizes, dim=-1)
         found = functional.silu(self.convolution(found, memory.states[0], _states(step)), inplace=True)
@@ -116,7 +114,6 @@ class Mamba2(Loadable):
         self._parallel = options.parallel
 
     def forward(self, x: torch.Tensor, step: LayerStep, memory: LayerMemory) -> torch.Tensor:
-        """See `LayerPart`."""
         config, tokens = self.config, len(x)
         gate, found, steps = torch.split(self.input(x), self._sizes, dim=-1)
         found = functional.silu(self.convolution(found, memory.states[0], _states(step)), inplace=True)

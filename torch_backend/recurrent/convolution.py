@@ -31,7 +31,6 @@ def convolve(
 
 
 def _inputs_before(x: torch.Tensor, tails: torch.Tensor, rows: StateRows, back: int) -> torch.Tensor:
-    """For each token, the input `back` tokens before it."""
     kept = tails.shape[1]
     if rows.drafts is not None:
         of_tail = tails[torch.arange(len(tails), device=x.device), (kept + rows.drafts - back).clamp(0, kept - 1)]

@@ -16,30 +16,24 @@ class NativeStates:
 
     @property
     def reads_lengths(self) -> bool:
-        """See `StateImplementation`."""
         return True
 
     def prepare(self, rows: StateRows) -> NativeStepStates:
-        """See `StateImplementation`."""
         return NativeStepStates(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class NativeStepStates:
-    """`StepStates` of one step."""
-
     rows: StateRows
 
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor
     ) -> torch.Tensor:
-        """See `StepStates`."""
         found, tails = convolve(x, weight, bias, self.rows.read(pool), self.rows)
         self.rows.write(pool, tails)
         return found
 
     def scan(self, inputs: ScanInputs, pool: torch.Tensor) -> torch.Tensor:
-        """See `StepStates`."""
         if self.rows.drafts is not None and len(self.rows.depths) > 1:
             return self._scan_drafts(inputs, pool)
         outputs, matrices = scan(inputs, self.rows.read(pool).float(), self.rows)

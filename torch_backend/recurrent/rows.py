@@ -79,5 +79,4 @@ class StateRows:
         return pool[self.begin].masked_fill_(fresh, 0)
 
     def write(self, pool: torch.Tensor, states: torch.Tensor) -> None:
-        """Writes states to the pool."""
         pool.index_put_((self.own,), states.to(pool.dtype))

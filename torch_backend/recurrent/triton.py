@@ -17,7 +17,6 @@ class TritonStates:
 
     @property
     def reads_lengths(self) -> bool:
-        """See `StateImplementation`."""
         return False
 
     def prepare(self, rows: StateRows) -> TritonStepStates:
@@ -36,7 +35,6 @@ class TritonStepStates:
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor
     ) -> torch.Tensor:
-        """See `StepStates`."""
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         if self._rows.num_decode:
             convolve_rows(x, weight, bias, pool, self._rows, out)
@@ -45,7 +43,6 @@ class TritonStepStates:
         return out
 
     def scan(self, inputs: ScanInputs, pool: torch.Tensor) -> torch.Tensor:
-        """See `StepStates`."""
         rows = self._rows
         outputs = torch.empty(inputs.values.shape, dtype=torch.float32, device=pool.device)
         if rows.num_decode:

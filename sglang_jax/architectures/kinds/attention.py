@@ -79,7 +79,6 @@ class AttentionConfig:
         return tuple(CachedArray(name, self.num_kv_heads, self.head_dim) for name in ("keys", "values"))
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
-        """See `LayerPart`."""
         queries, keys = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         order, scale = self._order(), self.input_multiplier
         stored_head = 2 * self.head_dim if self.output_gate else 0

@@ -68,7 +68,6 @@ class ExpertsConfig:
     shared_gate: bool = False
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
-        """See `LayerPart`."""
         experts, inner, outer = (self.num_experts,), (self.size,), (hidden,)
         yield from linear(Part.ROUTER, (experts, outer), (_EXPERTS, HIDDEN), self.router_bias)
         if self.correction:

@@ -33,7 +33,6 @@ class FeedForwardConfig:
     output_multiplier: float = 1.0
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
-        """See `LayerPart`."""
         inner, outer = (self.size,), (hidden,)
         for part, by in ((Part.GATE, self.gate_multiplier), (Part.UP, 1.0)):
             yield from linear(part, (inner, outer), (INTERMEDIATE, HIDDEN), self.bias, output_scale=by)
@@ -41,11 +40,9 @@ class FeedForwardConfig:
         yield from linear(Part.DOWN, (outer, inner), (HIDDEN, INTERMEDIATE), self.bias, output_scale=by)
 
     def with_biases(self, has: Callable[[Part], bool]) -> FeedForwardConfig:
-        """See `ExpertsConfig`."""
         return replace(self, bias=has(Part.UP))
 
     def sharded(self, size: int) -> FeedForwardConfig:
-        """See `LayerPart`."""
         check_columns(self.size, size)
         return self
 
@@ -58,17 +55,14 @@ class SquaredReluConfig:
     bias: bool = False
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
-        """See `LayerPart`."""
         inner, outer = (self.size,), (hidden,)
         yield from linear(Part.UP, (inner, outer), (INTERMEDIATE, HIDDEN), self.bias)
         yield from linear(Part.DOWN, (outer, inner), (HIDDEN, INTERMEDIATE), self.bias)
 
     def with_biases(self, has: Callable[[Part], bool]) -> SquaredReluConfig:
-        """See `ExpertsConfig`."""
         return replace(self, bias=has(Part.UP))
 
     def sharded(self, size: int) -> SquaredReluConfig:
-        """See `LayerPart`."""
         check_columns(self.size, size)
         return self
 

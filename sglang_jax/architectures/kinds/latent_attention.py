@@ -76,7 +76,6 @@ class LatentAttentionConfig:
         return (CachedArray("latent", None, self.latent + self.rotary_dim),)
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
-        """See `LayerPart`."""
         inputs, axes, query = (hidden,), HIDDEN, Part.QUERY
         if self.query_latent is not None:
             inputs, axes, query = (self.query_latent,), _LATENT, Part.QUERY_UP

@@ -18,8 +18,6 @@ _CHANNELS, _STATE_HEADS = (Axis.CHANNELS,), (Axis.STATE_HEADS,)
 
 
 class StateDtype(StrEnum):
-    """The dtype of a state array."""
-
     ACTIVATIONS = "activations"
     """The dtype of the model's activations."""
     RECURRENT = "recurrent"
@@ -68,17 +66,14 @@ class ShortConvConfig:
 
     @property
     def convolution_sections(self) -> Sections:
-        """Sections of the channels of the convolution."""
         return (Section(self.channels, 1),)
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
-        """See `LayerPart`."""
         yield from _input(self, hidden, self.bias)
         yield from _convolution(self, self.bias)
         yield from _output(self.channels, hidden, self.bias)
 
     def sharded(self, size: int) -> ShortConvConfig:
-        """See `LayerPart`."""
         if size == 1:
             return self
         if self.channels % size:
@@ -126,12 +121,10 @@ class GatedDeltaNetConfig:
 
     @property
     def convolution_sections(self) -> Sections:
-        """Sections of the channels of the convolution."""
         keys = Section(self.num_key_heads, self.key_dim)
         return (keys, keys, Section(self.num_value_heads, self.value_dim))
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
-        """See `LayerPart`."""
         heads, inner = self.num_value_heads, self.num_value_heads * self.value_dim
         yield from _input(self, hidden, bias=False)
         yield from linear(Part.STATE_GATE, ((inner,), (hidden,)), (_CHANNELS, HIDDEN), False)
@@ -145,7 +138,6 @@ class GatedDeltaNetConfig:
         yield from _output(inner, hidden, bias=False)
 
     def sharded(self, size: int) -> GatedDeltaNetConfig:
-        """See `LayerPart`."""
         if size == 1:
             return self
         keys = self.num_key_heads
@@ -229,12 +221,10 @@ class Mamba2Config:
 
     @property
     def convolution_sections(self) -> Sections:
-        """Sections of the channels of the convolution."""
         directions = Section(self.num_groups, self.state_size)
         return (Section(self.num_heads, self.head_dim), directions, directions)
 
     def parameters(self, hidden: int) -> Iterator[Declared]:
-        """See `LayerPart`."""
         for parameter in _input(self, hidden, self.bias):
             scale = self.input_multiplier if parameter.kind is ParameterKind.WEIGHT else 1.0
             pairs = zip(self.parts, self.part_multipliers, strict=True)
@@ -246,7 +236,6 @@ class Mamba2Config:
         yield from _output(self.inner, hidden, self.out_bias, self.output_multiplier)
 
     def sharded(self, size: int) -> Mamba2Config:
-        """See `LayerPart`."""
         if size == 1:
             return self
         groups, parts = self.num_groups, self.norm_groups if self.norm is not None else size

@@ -31,7 +31,6 @@ Sections = tuple[Section, ...]
 
 
 def rows_of_device(sections: Sections, device: int, size: int) -> list[range]:
-    """The rows of `device` out of `size`: a range per section."""
     first, found = 0, []
     for section in sections:
         part = section.part(device, size)
@@ -41,7 +40,6 @@ def rows_of_device(sections: Sections, device: int, size: int) -> list[range]:
 
 
 def rows_by_device(sections: Sections, size: int) -> list[int]:
-    """The rows of all `size` devices, concatenated."""
     return list(chain.from_iterable(chain(*rows_of_device(sections, device, size)) for device in range(size)))
 
 

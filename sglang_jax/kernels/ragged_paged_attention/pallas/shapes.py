@@ -106,7 +106,6 @@ class Shape:
 
     @classmethod
     def of(cls, chip: Chip, heads: int, kv_heads: int, head_dim: int, page_size: int, storage: str) -> Shape:
-        """The shape with pages for heads of `head_dim`."""
         _, _, parts, _, lanes = page_shape(1, kv_heads, page_size, head_dim, tiled=True)
         return cls(chip, heads, kv_heads, parts, lanes, page_size, storage)
 
