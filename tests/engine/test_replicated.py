@@ -1,4 +1,4 @@
-"""Several replicas behind one client: who gets what, and what becomes of it when a replica is lost."""
+"""Several replicas behind one client: which request goes where, and what happens to it when a replica is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerSt
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Lets other tasks run until something is so."""
+    """Lets other tasks run until the condition holds."""
     for _ in range(10_000):
         if condition():
             return
@@ -57,7 +57,7 @@ def only(engine: ToldLink) -> str:
     return name
 
 
-async def test_requests_are_shared_out_and_keep_their_names(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_requests_are_distributed_and_keep_their_names(two: ToldReplicas, client: AsyncEngineClient) -> None:
     tasks = [ask(client, request_id=f"mine-{number}") for number in range(4)]
     await until(lambda: sum(len(two.engine(index).asked) for index in (0, 1)) == 4)
     assert [load.in_flight for load in client.loads()] == [2, 2]
@@ -82,7 +82,9 @@ async def test_bad_requests_reach_no_replica(two: ToldReplicas, client: AsyncEng
     assert not two.engine(1).asked
 
 
-async def test_what_a_lost_replica_had_not_begun_goes_to_another(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_requests_that_a_lost_replica_had_not_started_go_to_another(
+    two: ToldReplicas, client: AsyncEngineClient
+) -> None:
     waiting = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.gates[0].clear()
@@ -92,7 +94,7 @@ async def test_what_a_lost_replica_had_not_begun_goes_to_another(two: ToldReplic
     assert [output.text for output in await waiting] == ["done"]
 
 
-async def test_what_a_lost_replica_ran_fails_cleanly(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_requests_that_a_lost_replica_ran_fail_cleanly(two: ToldReplicas, client: AsyncEngineClient) -> None:
     running = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).started.add(only(two.engine(0)))
@@ -105,7 +107,7 @@ async def test_what_a_lost_replica_ran_fails_cleanly(two: ToldReplicas, client: 
     assert not two.engine(1).asked
 
 
-async def test_what_has_given_an_output_is_not_begun_again(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_request_with_output_is_not_restarted(two: ToldReplicas, client: AsyncEngineClient) -> None:
     running = ask(client, sampling=SamplingParams(n=2))
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).answer(only(two.engine(0)), 1)
@@ -115,7 +117,7 @@ async def test_what_has_given_an_output_is_not_begun_again(two: ToldReplicas, cl
         await running
 
 
-async def test_what_kills_replicas_is_given_up(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_request_that_kills_replicas_is_given_up(two: ToldReplicas, client: AsyncEngineClient) -> None:
     poison = ask(client)
     killed = 0
     while not poison.done():
@@ -130,7 +132,7 @@ async def test_what_kills_replicas_is_given_up(two: ToldReplicas, client: AsyncE
     assert killed == MAX_REROUTES + 1
 
 
-async def test_what_may_have_been_begun_is_tried_once_more(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_request_that_may_have_started_is_tried_once_more(two: ToldReplicas, client: AsyncEngineClient) -> None:
     unsure = ask(client)
     for index in (0, 1):
         await until(lambda index=index: bool(two.engine(index).asked))
@@ -154,7 +156,7 @@ async def test_requests_wait_while_no_replica_serves(two: ToldReplicas, client: 
     assert [output.text for output in await waiting[0]] == ["done"]
 
 
-async def test_few_enough_wait_while_no_replica_serves(two: ToldReplicas) -> None:
+async def test_a_bounded_number_of_requests_wait_while_no_replica_serves(two: ToldReplicas) -> None:
     client = await two.client(max_waiting=1)
     for index in (0, 1):
         two.gates[index].clear()
@@ -187,7 +189,7 @@ async def test_a_full_queue_sends_the_request_on(two: ToldReplicas, client: Asyn
         await request
 
 
-async def test_other_errors_are_the_requests_own(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_other_errors_end_the_request(two: ToldReplicas, client: AsyncEngineClient) -> None:
     request = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).answer(only(two.engine(0)), error=CapacityError("too large"))
@@ -210,7 +212,7 @@ async def test_abort_reaches_the_replica_that_has_the_request(two: ToldReplicas,
     await asyncio.gather(*tasks)
 
 
-async def test_an_aborted_request_is_not_given_to_another(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_an_aborted_request_is_not_sent_to_another_replica(two: ToldReplicas, client: AsyncEngineClient) -> None:
     task = ask(client, request_id="a", sampling=SamplingParams(n=2))
     await until(lambda: bool(two.engine(0).asked))
     client.abort("a")
@@ -232,7 +234,7 @@ async def test_leaving_early_ends_the_request_at_its_replica(two: ToldReplicas, 
     assert [load.in_flight for load in client.loads()] == [0, 0]
 
 
-async def test_flush_is_for_all_and_only_when_idle(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_flush_reaches_all_replicas_and_only_when_idle(two: ToldReplicas, client: AsyncEngineClient) -> None:
     assert await client.flush_cache()
     assert [two.engine(index).flushed for index in (0, 1)] == [1, 1]
     two.engine(1).busy = True
@@ -245,7 +247,7 @@ async def test_flush_is_for_all_and_only_when_idle(two: ToldReplicas, client: As
     await task
 
 
-async def test_states_and_figures_of_all(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_states_and_figures_cover_all_replicas(two: ToldReplicas, client: AsyncEngineClient) -> None:
     two.gates[1].clear()
     two.engine(1).die("killed")
     await until(lambda: client.loads()[1].state is ReplicaState.STARTING)
@@ -261,7 +263,7 @@ async def test_states_and_figures_of_all(two: ToldReplicas, client: AsyncEngineC
     assert (client.stats.num_running, client.stats.prompt_tokens, client.loads()[1].restarts) == (2, 20, 1)
 
 
-async def test_rolling_drain_refuses_nobody(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_rolling_drain_refuses_no_request(two: ToldReplicas, client: AsyncEngineClient) -> None:
     running = [ask(client) for _ in range(2)]
     await until(lambda: bool(two.engine(0).asked and two.engine(1).asked))
     drain = asyncio.create_task(client.drain())
@@ -284,7 +286,7 @@ async def test_rolling_drain_refuses_nobody(two: ToldReplicas, client: AsyncEngi
         await client.drain(2)
 
 
-async def test_drain_of_one_replica_that_is_all_there_is() -> None:
+async def test_the_only_replica_can_be_drained() -> None:
     one = ToldReplicas(1)
     client = await one.client()
     one.gates[0].clear()
@@ -303,7 +305,7 @@ async def test_drain_of_one_replica_that_is_all_there_is() -> None:
     await client.close()
 
 
-async def test_load_decides_and_counts_completions(two: ToldReplicas) -> None:
+async def test_routing_follows_load_which_counts_completions(two: ToldReplicas) -> None:
     client = await two.client(LoadBalanceMethod.LEAST_LOADED)
     tasks = [ask(client, sampling=SamplingParams(n=3))]
     await until(lambda: bool(two.engine(0).asked))
@@ -318,7 +320,7 @@ async def test_load_decides_and_counts_completions(two: ToldReplicas) -> None:
     await client.close()
 
 
-async def test_keys_stick_until_their_replica_is_gone(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_keys_stay_with_their_replica_until_it_is_gone(two: ToldReplicas, client: AsyncEngineClient) -> None:
     async def homes() -> dict[str, int]:
         found = {}
         for key in "abcdefgh":
@@ -372,7 +374,7 @@ async def test_all_replicas_record_a_profile_or_none(two: ToldReplicas, client: 
     assert [two.engine(index).profiles for index in (0, 1)] == [[], []]
 
 
-async def test_what_some_replicas_recorded_is_told(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_profiles_of_only_some_replicas_are_reported(two: ToldReplicas, client: AsyncEngineClient) -> None:
     await client.start_profile("a", None)
     two.engine(0).profiles.clear()  # as after a restart
     with pytest.raises(ParameterError, match=r"^replica 0: no profile is being recorded; others wrote a/replica-1$"):
