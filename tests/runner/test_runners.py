@@ -66,14 +66,14 @@ def runner(make_runner: MakeRunner) -> Iterator[Runner]:
 
 @pytest.fixture
 def driver(runner: Runner) -> Iterator[PlanDriver]:
-    """A driver of the warm runner; whatever a test does must not have compiled anything."""
+    """A driver of the warm runner; no test may cause a compilation."""
     before = runner.report().compiles_after_warm_up
     yield PlanDriver(runner)
     assert runner.report().compiles_after_warm_up == before
 
 
 def greedy(prompt: Sequence[int], count: int) -> list[int]:
-    """What the dense model says, token by token."""
+    """The dense model's greedy tokens."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(dense_logits(WEIGHTS, tokens)[-1].argmax()))
@@ -90,7 +90,9 @@ def alone(driver: PlanDriver, prompt: Sequence[int], sampling: SamplingParams, c
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 32])
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
-def test_greedy_text_is_the_dense_one_for_every_chunk_size(driver: PlanDriver, prompt: list[int], chunk: int) -> None:
+def test_greedy_text_equals_the_dense_models_for_every_chunk_size(
+    driver: PlanDriver, prompt: list[int], chunk: int
+) -> None:
     request = driver.admit(prompt)
     assert driver.generate(request, 8, chunk) == greedy(prompt, 8)
 
@@ -115,7 +117,7 @@ def test_a_chunk_of_one_token_reads_the_plan_and_not_the_last_sample(driver: Pla
     assert driver.generate(again, 3, chunk=1) == greedy(PROMPTS[3], 3)
 
 
-def test_chunks_that_do_not_sample_leave_last_token_and_counts_alone(driver: PlanDriver) -> None:
+def test_chunks_that_do_not_sample_leave_last_token_and_counts_unchanged(driver: PlanDriver) -> None:
     sampling = SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)
     expected = alone(driver, PROMPTS[2], sampling, 12)
     chunked = driver.admit(PROMPTS[2], sampling)
@@ -123,7 +125,7 @@ def test_chunks_that_do_not_sample_leave_last_token_and_counts_alone(driver: Pla
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, PENALISED], ids=["random", "penalised"])
-def test_two_steps_in_flight_sample_what_one_at_a_time_does(driver: PlanDriver, sampling: SamplingParams) -> None:
+def test_two_steps_in_flight_sample_the_same_as_one_at_a_time(driver: PlanDriver, sampling: SamplingParams) -> None:
     expected = alone(driver, PROMPTS[0], sampling, 20, seed=3)
     request = driver.admit(PROMPTS[0], sampling, seed=3, stop_ids=[0, 1, 2])
     flying = [driver.launch([(request, 9)])]
@@ -146,7 +148,7 @@ def test_output_is_batch_invariant_and_depends_on_neither_row_nor_bucket(driver:
     assert request.output == expected
 
 
-def test_a_row_keeps_nothing_of_the_request_before(driver: PlanDriver) -> None:
+def test_a_row_keeps_nothing_of_its_last_request(driver: PlanDriver) -> None:
     loud = SamplingParams(temperature=2.0, logit_bias=dict.fromkeys(range(50), -100.0), repetition_penalty=3.0, top_k=2)
     before = driver.admit(PROMPTS[1], loud)
     driver.generate(before, 10)
@@ -160,7 +162,7 @@ def test_a_row_keeps_nothing_of_the_request_before(driver: PlanDriver) -> None:
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, PENALISED], ids=["random", "penalised"])
-def test_retracted_requests_go_on_as_if_nothing_happened(driver: PlanDriver, sampling: SamplingParams) -> None:
+def test_retracted_requests_continue_with_the_same_output(driver: PlanDriver, sampling: SamplingParams) -> None:
     expected = alone(driver, PROMPTS[2], sampling, 12, seed=9)
     request = driver.admit(PROMPTS[2], sampling, seed=9, stop_ids=[0, 1, 2])
     driver.generate(request, 5)
@@ -223,7 +225,7 @@ def wanted(request: Driven, sequence: int, start: int, end: int) -> PromptLogpro
     return PromptLogprobs(sequence, start - request.committed, targets)
 
 
-def test_non_finite_logits_end_one_request_alone(make_runner: MakeRunner) -> None:
+def test_non_finite_logits_end_only_their_request(make_runner: MakeRunner) -> None:
     poisoned = [array.copy() for array in WEIGHTS]
     poisoned[0][77] = np.nan
     runner = make_runner(poisoned, max_rows=2, token_budget=16)
