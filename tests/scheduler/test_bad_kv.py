@@ -217,7 +217,7 @@ def test_a_sharer_of_the_good_prefix_of_a_failed_request_continues() -> None:
     second = bench.add([*SYSTEM, 4], sampling=endless(20))
     for _ in range(3):
         bench.scheduler.step()
-    fail_alone(bench, first)
+    spoil_next_sample(bench, first)
     assert bench.channel.cached[second] == 32
     third = bench.add([*SYSTEM, 5], sampling=endless(4))
     finish(bench)
@@ -234,14 +234,14 @@ def test_kv_of_a_failed_request_is_dropped_from_nodes_that_were_split_since() ->
     for _ in range(3):
         bench.scheduler.step()
     assert bench.channel.cached[second] == 16
-    fail_alone(bench, first)
+    spoil_next_sample(bench, first)
     third = bench.add([*SYSTEM, 5], sampling=endless())
     finish(bench)
     assert kinds(bench) == {first: "error", second: "length", third: "length"}
     assert bench.channel.cached[third] == 0
 
 
-def fail_alone(bench: Bench, request: int) -> None:
+def spoil_next_sample(bench: Bench, request: int) -> None:
     """Makes the next sample of this request not finite, and leaves those of others as they are."""
     row = bench.scheduler.requests[request].row
     run = bench.runner._run

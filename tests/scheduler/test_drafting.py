@@ -58,8 +58,8 @@ def test_rows_whose_drafts_are_accepted_get_all_that_fit() -> None:
 
 
 def test_the_acceptance_of_a_row_itself_soon_outweighs_that_of_all_rows() -> None:
-    """Another request, all of whose drafts are rejected, takes the row. The acceptance of all rows before has drafts
-    made for half as many steps as it would with a weight of a whole step."""
+    """Another request, all of whose drafts are rejected, takes the row. The prior from all rows weighs less than
+    one step, so drafts are made in half as many steps as with a weight of one."""
 
     def clock(queries: int) -> float:
         return 0.010 if queries == 1 else 0.0107
