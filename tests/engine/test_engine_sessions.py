@@ -6,7 +6,7 @@ import time
 
 import pytest
 from helpers.engine_fakes import FAKE_EOS, FAKE_VOCAB_SIZE, load_fake_model, load_tokenizer
-from helpers.replica_fakes import ToldReplicas, fake_replicas
+from helpers.replica_fakes import ScriptedReplicas, fake_replicas
 
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig, LoadBalanceMethod
@@ -97,7 +97,7 @@ async def test_a_session_stays_with_the_replica_that_its_id_names() -> None:
 
 
 async def test_a_session_is_lost_with_its_replica_and_no_other_gets_its_turns() -> None:
-    two = ToldReplicas(2)
+    two = ScriptedReplicas(2)
     client = await two.client()
     homes = {session_home(name, 2): name for name in ("a", "b", "c", "d", "e")}
     assert set(homes) == {0, 1}
