@@ -53,20 +53,20 @@ with open(sys.argv[1]) as told:
 """
 
 
-def told(*lines: str, path: str = "") -> float:
+def printed_number(*lines: str, path: str = "") -> float:
     run = subprocess.run([sys.executable, "-c", "\n".join(lines), path], capture_output=True, text=True, check=True)
     return float(run.stdout)
 
 
 def test_large_blocks_do_not_stay_in_the_heap() -> None:
-    assert told(SETTLED, LARGE_BLOCKS) < 2
-    assert told(LARGE_BLOCKS) > 16
+    assert printed_number(SETTLED, LARGE_BLOCKS) < 2
+    assert printed_number(LARGE_BLOCKS) > 16
 
 
 def test_threads_share_a_few_arenas(tmp_path: object) -> None:
     path = f"{tmp_path}/arenas"
-    assert told(SETTLED, THREADS, path=path) <= ARENAS
-    assert told(THREADS, path=path) > ARENAS
+    assert printed_number(SETTLED, THREADS, path=path) <= ARENAS
+    assert printed_number(THREADS, path=path) > ARENAS
 
 
 FREE_BETWEEN = """
@@ -84,8 +84,8 @@ print((resident_bytes() - before) / kept)
 
 
 def test_free_memory_between_live_blocks_goes_back_once_a_process_has_grown() -> None:
-    assert told(SETTLED, FREE_BETWEEN) < 0.25
-    assert told(SETTLED, FREE_BETWEEN.replace("memory.look()", "")) > 0.9
+    assert printed_number(SETTLED, FREE_BETWEEN) < 0.25
+    assert printed_number(SETTLED, FREE_BETWEEN.replace("memory.look()", "")) > 0.9
 
 
 OVER_LATER = """
@@ -106,8 +106,8 @@ print((resident_bytes() - before) / grown)
 
 
 def test_memory_freed_some_time_after_growth_goes_back_too() -> None:
-    assert told(SETTLED, OVER_LATER) < 0.25
-    assert told(SETTLED, OVER_LATER.replace("(2 * FIRST_WAIT)", "(2 * FIRST_WAIT - 1)")) > 0.9
+    assert printed_number(SETTLED, OVER_LATER) < 0.25
+    assert printed_number(SETTLED, OVER_LATER.replace("(2 * FIRST_WAIT)", "(2 * FIRST_WAIT - 1)")) > 0.9
 
 
 LOADED = """
@@ -140,7 +140,7 @@ assert "memory" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_core_gives_back_memory_of_the_load_at_once_and_of_steps_later() -> None:
-    assert told(LOADED) < 0.25
+    assert printed_number(LOADED) < 0.25
 
 
 def test_trimming_stops_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

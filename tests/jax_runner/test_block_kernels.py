@@ -145,7 +145,7 @@ def test_xla_s_threads_share_the_work_and_all_finish() -> None:
 
 
 @pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def unloaded_kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As in a process that has no kernels yet."""
     monkeypatch.setattr(compiling, "version_of_kernels", lambda: f"test{id(monkeypatch)}")
     return monkeypatch
@@ -166,10 +166,10 @@ def test_kernels_with_wrong_products_are_not_used(
 
 @needs_units
 def test_kernels_are_not_used_with_a_jaxlib_with_other_offsets(
-    anew: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    unloaded_kernels: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """XLA requests the version of the header before it calls."""
-    anew.setattr(xla_call, "VERSION", (xla_call.VERSION[0] + 1, 0))
+    unloaded_kernels.setattr(xla_call, "VERSION", (xla_call.VERSION[0] + 1, 0))
     with caplog.at_level(logging.WARNING, logger="sglang_jax"):
         assert block_product.__wrapped__(Q4, None) is None
     (message,) = caplog.messages

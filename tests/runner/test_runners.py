@@ -80,7 +80,9 @@ def greedy(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def alone(driver: PlanDriver, prompt: Sequence[int], sampling: SamplingParams, count: int, seed: int = 0) -> list[int]:
+def run_alone(
+    driver: PlanDriver, prompt: Sequence[int], sampling: SamplingParams, count: int, seed: int = 0
+) -> list[int]:
     """Output of a request that runs by itself."""
     request = driver.admit(prompt, sampling, seed=seed, stop_ids=[0, 1, 2])
     output = driver.generate(request, count)
@@ -119,14 +121,14 @@ def test_a_chunk_of_one_token_reads_the_plan_and_not_the_last_sample(driver: Pla
 
 def test_chunks_that_do_not_sample_leave_last_token_and_counts_unchanged(driver: PlanDriver) -> None:
     sampling = SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)
-    expected = alone(driver, PROMPTS[2], sampling, 12)
+    expected = run_alone(driver, PROMPTS[2], sampling, 12)
     chunked = driver.admit(PROMPTS[2], sampling)
     assert driver.generate(chunked, 12, chunk=5) == expected
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, PENALISED], ids=["random", "penalised"])
 def test_two_steps_in_flight_sample_the_same_as_one_at_a_time(driver: PlanDriver, sampling: SamplingParams) -> None:
-    expected = alone(driver, PROMPTS[0], sampling, 20, seed=3)
+    expected = run_alone(driver, PROMPTS[0], sampling, 20, seed=3)
     request = driver.admit(PROMPTS[0], sampling, seed=3, stop_ids=[0, 1, 2])
     flying = [driver.launch([(request, 9)])]
     for _ in range(19):
@@ -137,7 +139,7 @@ def test_two_steps_in_flight_sample_the_same_as_one_at_a_time(driver: PlanDriver
 
 
 def test_output_is_batch_invariant_and_depends_on_neither_row_nor_bucket(driver: PlanDriver) -> None:
-    expected = alone(driver, PROMPTS[3], RANDOM, 10, seed=2**62 + 5)
+    expected = run_alone(driver, PROMPTS[3], RANDOM, 10, seed=2**62 + 5)
     others = [driver.admit(PROMPTS[0], PENALISED, seed=1), driver.admit(PROMPTS[2], seed=2)]
     request = driver.admit(PROMPTS[3], RANDOM, seed=2**62 + 5, stop_ids=[0, 1, 2])
     driver.step([(others[0], 9), (others[1], 20), (request, 3)])
@@ -158,12 +160,12 @@ def test_a_row_keeps_nothing_of_its_last_request(driver: PlanDriver) -> None:
     assert after.row == 0
     assert driver.generate(after, 10) == greedy(PROMPTS[1], 10)
     driver.release(after)
-    assert alone(driver, PROMPTS[1], PENALISED, 10) == alone(driver, PROMPTS[1], PENALISED, 10)
+    assert run_alone(driver, PROMPTS[1], PENALISED, 10) == run_alone(driver, PROMPTS[1], PENALISED, 10)
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, PENALISED], ids=["random", "penalised"])
 def test_retracted_requests_continue_with_the_same_output(driver: PlanDriver, sampling: SamplingParams) -> None:
-    expected = alone(driver, PROMPTS[2], sampling, 12, seed=9)
+    expected = run_alone(driver, PROMPTS[2], sampling, 12, seed=9)
     request = driver.admit(PROMPTS[2], sampling, seed=9, stop_ids=[0, 1, 2])
     driver.generate(request, 5)
     driver.release(request)

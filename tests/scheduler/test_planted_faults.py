@@ -187,7 +187,7 @@ def match_what_a_failed_request_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVValidation, "distrust", lambda self, record: None)
 
 
-def fail_who_read_bad_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_readers_of_bad_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVValidation, "read_bad_kv", staticmethod(lambda record: False))
 
 
@@ -665,7 +665,7 @@ FAULTS = [
     insert_into_another_namespace,
     forget_to_clear_a_row,
     match_what_a_failed_request_wrote,
-    fail_who_read_bad_kv,
+    fail_readers_of_bad_kv,
     no_turn_for_the_oldest,
     never_keep_room,
     keep_room_for_a_crowd_only,
@@ -745,7 +745,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "conservativeness": st.just(1.0),
         "reuse": st.just(False),
     },
-    fail_who_read_bad_kv: NO_SHORTAGE,
+    fail_readers_of_bad_kv: NO_SHORTAGE,
     settle_one: NO_SHORTAGE | {"page_size": st.just(1)},
     free_duplicates_while_in_flight: COMPUTED_TWICE | {"rows": st.just(6)},
     retire_in_one_group_only: COMPUTED_TWICE | {"groups": st.sampled_from([(None, 7), (None, 18), (3, 20)])},

@@ -198,7 +198,7 @@ def test_the_bos_token_is_left_out_within_a_session() -> None:
     assert "adds no tokens" in refusal(bench, number)[1]
 
 
-def told_of(bench: Bench, number: int, begins: int) -> list[tuple[int, float | None]]:
+def oracle_logprobs(bench: Bench, number: int, begins: int) -> list[tuple[int, float | None]]:
     """Token and logprob of a whole prompt, from position `begins` on, by the oracle."""
     prompt = bench.prompts[number]
     return list(zip(prompt, [None, *bench.oracle.prompt_logprobs(prompt)], strict=True))[begins:]
@@ -212,7 +212,7 @@ def test_logprobs_of_a_turns_prompt_are_those_of_the_whole_conversation(bench: B
     for number, start in enumerate([0, 2, 0, 6, 3, 0, 1, 0]):
         before, tail = len(talk.history), [1 + (5 * number + k) % 36 for k in range(1 + start + number % 4)]
         turn = talk.turn(tail, new_tokens=(number * 3) % 8, logprob_start=start, top_logprobs=0)
-        assert bench.channel.prompt_logprobs[turn] == told_of(bench, turn, before + start), f"turn {number}"
+        assert bench.channel.prompt_logprobs[turn] == oracle_logprobs(bench, turn, before + start), f"turn {number}"
         assert bench.channel.cached[turn] >= before - 1 - 2 * bench.page_size
     number = talk.turn([5, 6, 7], logprob_start=-1, top_logprobs=0)
     assert number not in bench.channel.prompt_logprobs
@@ -229,7 +229,7 @@ def test_logprobs_of_a_turn_that_was_retracted_come_once(bench: Bench) -> None:
         bench.scheduler.drain_in_flight()
         bench.scheduler.retract_newest()
     bench.run()
-    assert bench.channel.prompt_logprobs[number] == told_of(bench, number, len(talk.history))
+    assert bench.channel.prompt_logprobs[number] == oracle_logprobs(bench, number, len(talk.history))
     bench.check_outputs()
 
 
@@ -246,7 +246,7 @@ def test_logprob_positions_count_from_the_start_of_the_turn() -> None:
             name, message = refusal(bench, number)
             assert (name, wanted in message) == ("ParameterError", True), message
     bench.run()
-    assert bench.channel.prompt_logprobs[number] == told_of(bench, number, len(prompt) - 1)
+    assert bench.channel.prompt_logprobs[number] == oracle_logprobs(bench, number, len(prompt) - 1)
     assert bench.channel.output(number) == bench.wanted[number]
 
 

@@ -259,7 +259,7 @@ def do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shares, "_go_on", go_on)
 
 
-def forget_who_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_departed_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenant that was served and left takes no part: the clock advances too fast, and a returning tenant starts at
     it."""
     leave = Shares._leave
@@ -272,7 +272,7 @@ def forget_who_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shares, "_leave", leave_and_forget)
 
 
-def charge_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def charge_departing_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     remove = Turns.remove
     monkeypatch.setattr(
         Turns, "remove", lambda self, request, tokens=0: remove(self, request, tokens or request.waiting.cost)
@@ -422,8 +422,8 @@ def test_a_newcomer_is_next_but_one_for_any_queue() -> None:
 FAULTS = [
     (stand_still, run_newcomers),
     (do_not_divide, run_crowds),
-    (forget_who_is_ahead, run_returning_tenant),
-    (charge_who_leaves, run_leavers),
+    (forget_departed_tenants, run_returning_tenant),
+    (charge_departing_requests, run_leavers),
 ]
 
 
