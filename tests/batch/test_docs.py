@@ -1,4 +1,4 @@
-"""The page on offline batches says what the code says."""
+"""The page on offline batches agrees with the code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parent.parent.parent / "docs/batch.md").read_text()
 def test_the_options_are_those_of_the_command() -> None:
     table = PAGE.partition("\n## Options\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \|", table, re.MULTILINE)
-    assert rows.pop(0) == ("--engine", "`local`")  # which of the two kinds of run it is, said by the command itself
+    assert rows.pop(0) == ("--engine", "`local`")  # which of the two kinds of run it is, set by the command itself
     assert [flag for flag, _ in rows] == [flag_name(name) for name in BatchConfig.model_fields]
     for flag, default in rows:
         value = BatchConfig.model_fields[flag.strip("-").replace("-", "_")].default
@@ -32,11 +32,11 @@ def test_the_options_are_those_of_the_command() -> None:
 
 def test_flags_named_on_the_page_exist() -> None:
     known = {name for parameter in batch.params for name in parameter.opts}
-    page = re.sub(r"^## Many machines: Ray$.*?(?=^## )", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # has flags of Ray's
+    page = re.sub(r"^## Many machines: Ray$.*?(?=^## )", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # has flags of Ray
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page)) <= known
 
 
-def test_lines_shown_on_the_page_are_lines() -> None:
+def test_lines_shown_on_the_page_are_valid() -> None:
     section = PAGE.partition("## Input")[2].partition("## Output")[0]
     shown = [line for block in re.findall(r"```json\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
     assert len(shown) == 3
@@ -44,7 +44,7 @@ def test_lines_shown_on_the_page_are_lines() -> None:
 
 
 def test_figures_on_the_page() -> None:
-    words = " ".join(PAGE.split())  # where the lines are broken is nobody's concern
+    words = " ".join(PAGE.split())  # line breaks do not matter
     for text in (
         f"{MAX_LINE_BYTES // 2**20} MiB",
         f"{WINDOW_BYTES // 2**20} MiB",

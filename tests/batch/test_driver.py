@@ -1,4 +1,4 @@
-"""Who is asked what, and what becomes of lines whose engine was lost."""
+"""Which replica gets which line, and what happens to lines whose engine was lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def number_in(body: bytes) -> int:
 
 
 async def test_all_replicas_take_from_one_queue(journal: Journal) -> None:
-    """A slow one holds nobody up: it is left with what it has."""
+    """A slow one delays no other: it only keeps its current lines."""
     asked: Counter[int] = Counter()
     everything_else = asyncio.Event()
 
@@ -58,7 +58,7 @@ async def test_all_replicas_take_from_one_queue(journal: Journal) -> None:
 
 
 class Fragile:
-    """An application whose engine is lost when it is asked one of `poison`, with all that it has in flight."""
+    """An application whose engine is lost, with all requests in flight, when it gets one of `poison`."""
 
     def __init__(self, replica: FakeReplica, poison: set[int]) -> None:
         self.asked: list[int] = []
@@ -95,7 +95,9 @@ class Fragile:
 
 
 @pytest.mark.parametrize("retries", [1, 2, 3])
-async def test_a_line_that_kills_engines_fails_alone_and_in_the_end_by_itself(journal: Journal, retries: int) -> None:
+async def test_only_a_line_that_kills_engines_fails_after_its_last_retry_by_itself(
+    journal: Journal, retries: int
+) -> None:
     replica = FakeReplica(engines=100)
     fragile = Fragile(replica, {30, 77})
     watched = Watched()
@@ -111,7 +113,7 @@ async def test_a_line_that_kills_engines_fails_alone_and_in_the_end_by_itself(jo
     assert fragile.most_at_once == 8
 
 
-async def test_without_retries_what_ran_beside_it_fails_too(journal: Journal) -> None:
+async def test_without_retries_lines_that_ran_with_it_fail_too(journal: Journal) -> None:
     replica = FakeReplica(engines=100)
     fragile = Fragile(replica, {30})
     await make_driver(lines(100), journal, fragile.make_app, max_retries=0).run([replica])
@@ -120,7 +122,7 @@ async def test_without_retries_what_ran_beside_it_fails_too(journal: Journal) ->
     assert journal.num_written == 100
 
 
-async def test_the_others_go_on_when_a_replica_is_given_up(journal: Journal) -> None:
+async def test_the_other_replicas_continue_when_one_is_given_up(journal: Journal) -> None:
     replicas = [FakeReplica(0, engines=1), FakeReplica(1, engines=1)]
     fragile = Fragile(replicas[0], {5})
 
@@ -129,10 +131,10 @@ async def test_the_others_go_on_when_a_replica_is_given_up(journal: Journal) -> 
 
     await make_driver(lines(300), journal, make_app, max_retries=5).run(replicas)
     assert journal.num_written == 300
-    assert journal.num_errors == 0  # the other one's engine bears it
+    assert journal.num_errors == 0  # the other replica's engine survives it
 
 
-async def test_the_run_ends_when_no_replica_is_left_and_keeps_what_it_has(journal: Journal) -> None:
+async def test_the_run_ends_when_no_replica_is_left_and_keeps_its_answers(journal: Journal) -> None:
     replicas = [FakeReplica(index, engines=1) for index in range(2)]
     fragile = [Fragile(replica, {50, 51}) for replica in replicas]
     driver = make_driver(
@@ -144,7 +146,7 @@ async def test_the_run_ends_when_no_replica_is_left_and_keeps_what_it_has(journa
     assert journal.num_errors == 0
 
 
-async def test_what_the_disk_refuses_ends_the_run(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_write_ends_the_run(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(number: int, kind: Kind, line: bytes) -> None:
         raise OSError("the disk is gone")
 
@@ -153,8 +155,8 @@ async def test_what_the_disk_refuses_ends_the_run(journal: Journal, monkeypatch:
         await make_driver(lines(10**9), journal, lambda engine: answering()).run([FakeReplica()])
 
 
-async def test_an_application_that_breaks_gives_an_error_line(journal: Journal) -> None:
-    """Starlette answers with status 500 and raises what the handler raised."""
+async def test_an_error_in_the_application_gives_an_error_line(journal: Journal) -> None:
+    """Starlette answers with status 500 and re-raises the handler's error."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         number = number_in((await receive())["body"])
@@ -173,7 +175,7 @@ async def test_an_application_that_breaks_gives_an_error_line(journal: Journal) 
 
 
 class Reading:
-    """A source that is as far as it is told."""
+    """A source with a position that the test sets."""
 
     num_read = 0
     share_read = 0.0
@@ -182,7 +184,7 @@ class Reading:
         raise NotImplementedError
 
 
-def test_progress_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_shows_the_done_and_remaining_lines(capsys: pytest.CaptureFixture[str]) -> None:
     now = 100.0
     reading = Reading()
     progress = RunProgress(Figures(before=20, failed_before=1), reading, terminal=False, clock=lambda: now)

@@ -1,4 +1,4 @@
-"""The output files are the journal: what is in them is finished, whatever ended the run that wrote them."""
+"""The output files are the journal: a line that is in them is finished, however the run that wrote them ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_journal(folder: Path) -> Journal:
     return Journal(folder / "out.jsonl", folder / "err.jsonl")
 
 
-def test_the_id_says_the_line() -> None:
+def test_the_id_names_the_line() -> None:
     assert number_of(line(0)) == 0
     assert number_of(line(12345, "x")) == 12345
 
@@ -51,7 +51,7 @@ def test_the_id_says_the_line() -> None:
         b"[" * 100_000 + b"\n",
     ],
 )
-def test_what_is_no_line_of_a_journal(stored: bytes) -> None:
+def test_other_text_is_not_a_journal_line(stored: bytes) -> None:
     assert number_of(stored) is None
 
 
@@ -81,7 +81,7 @@ def test_a_journal_cut_at_any_byte_has_exactly_its_whole_lines(
         kept = {number_of(stored) for lines in whole.values() for stored in lines}
         assert {number for number in range(len(texts)) if again.is_written(number)} == kept
         assert again.num_written == len(kept)
-        for number, (kind, text) in enumerate(texts):  # the next run adds what is missing
+        for number, (kind, text) in enumerate(texts):  # the next run adds the missing lines
             if number not in kept:
                 again.add(number, kind, line(number, text))
         again.close()
@@ -102,7 +102,7 @@ def test_a_journal_cut_at_any_byte_has_exactly_its_whole_lines(
 def test_an_ordered_run_cut_at_any_byte_of_any_file_ends_in_order(
     order: list[int], segment_bytes: int, stop: int, cut: int, which: int
 ) -> None:
-    """The first run finishes some lines and is cut short; the second one asks only for what is not finished."""
+    """The first run finishes some lines and is cut short; the second one only runs those that are not finished."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         spools = folder / "run"
@@ -130,7 +130,7 @@ def test_an_ordered_run_cut_at_any_byte_of_any_file_ends_in_order(
                 asked.append(number)
         missing = set(order[stop:])
         assert missing <= set(asked)
-        # One cut of less than 40 bytes tears one line: no other is asked again.
+        # One cut of less than 40 bytes tears one line: no other runs again.
         assert len(set(asked) - missing) <= 1
         for number in reversed(asked):
             second.add(number, Kind.ERROR if number % 4 == 3 else Kind.OUTPUT, line(number))
@@ -143,7 +143,7 @@ def test_an_ordered_run_cut_at_any_byte_of_any_file_ends_in_order(
         assert list(spools.iterdir()) == []
 
 
-def test_a_line_of_somebody_else_is_refused_and_named(tmp_path: Path) -> None:
+def test_a_line_of_another_run_is_refused_and_named(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_bytes(line(0) + b"mine\n" + line(1))
     with pytest.raises(BatchError, match=r"line 2 of .*out\.jsonl"):
         open_journal(tmp_path)
@@ -157,7 +157,7 @@ def test_a_line_that_is_answered_twice_is_refused_and_named(tmp_path: Path) -> N
         open_journal(tmp_path)
 
 
-def test_lines_of_an_error_file_that_was_removed_are_asked_again(tmp_path: Path) -> None:
+def test_lines_of_a_removed_error_file_are_run_again(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     journal.add(0, Kind.OUTPUT, line(0))
     journal.add(1, Kind.ERROR, line(1))
@@ -169,7 +169,7 @@ def test_lines_of_an_error_file_that_was_removed_are_asked_again(tmp_path: Path)
     journal.close()
 
 
-def test_after_a_write_that_failed_nothing_follows_what_may_be_torn() -> None:
+def test_nothing_is_written_after_a_failed_write() -> None:
     full = AppendFile(Path("/dev/full"))
     with pytest.raises(BatchError, match=r"No space left.*same command"):
         full.add(line(0))
@@ -180,7 +180,7 @@ def test_after_a_write_that_failed_nothing_follows_what_may_be_torn() -> None:
     full.close()
 
 
-def test_segments_of_the_spool_go_once_nothing_in_them_is_waited_for(tmp_path: Path) -> None:
+def test_segments_of_the_spool_are_deleted_once_all_their_lines_are_written(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     folder = tmp_path / "run"
     folder.mkdir()
@@ -202,7 +202,7 @@ def test_segments_of_the_spool_go_once_nothing_in_them_is_waited_for(tmp_path: P
 
 
 @given(st.lists(st.integers(0, 500)))
-def test_a_line_set_is_a_set(numbers: list[int]) -> None:
+def test_a_line_set_behaves_like_a_set(numbers: list[int]) -> None:
     lines = LineSet()
     seen: set[int] = set()
     for number in numbers:
@@ -214,7 +214,7 @@ def test_a_line_set_is_a_set(numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("read_bytes", [1, 2, 7, 64])
-def test_lines_are_found_whatever_is_read_at_once(tmp_path: Path, read_bytes: int) -> None:
+def test_lines_are_found_for_any_size_of_reads(tmp_path: Path, read_bytes: int) -> None:
     content = b"one\n\n" + b"x" * 100 + b"\nlast"
     (tmp_path / "file").write_bytes(content)
     lines = list(lines_of(tmp_path / "file", read_bytes))

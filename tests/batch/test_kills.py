@@ -1,4 +1,5 @@
-"""The real command, killed at random moments: in the end every line once, and nothing finished is asked again."""
+"""The real command, killed at random moments: in the end every line is answered once, and no finished line runs
+again."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 NUM_LINES = 1000
 BAD = {50, 51, 700, 999}
-"""Lines that are no requests."""
+"""Lines that are not valid requests."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def forks(audit: Path) -> Iterator[CommandForks]:
 
 
 def prompt_of(number: int) -> str:
-    """In 40 groups that lie scattered, so that lines are asked in another order than they are read."""
+    """In 40 scattered groups, so that lines are run in another order than they are read."""
     return f"group {number % 40:02d} line {number:04d}"
 
 
@@ -48,7 +49,7 @@ def write_input(path: Path) -> None:
 
 
 def finished_on_disk(folder: Path) -> set[int]:
-    """Lines of which the output, the error file or the spool has the whole answer."""
+    """Lines whose whole answer is in the output, the error file or the spool."""
     finished: set[int] = set()
     for path in (folder / "out.jsonl", folder / "out.jsonl.errors.jsonl"):
         finished |= {number for _, line in lines_of(path) if (number := number_of(line)) is not None}
@@ -69,10 +70,10 @@ def wait_until(condition: Callable[[], bool], log: Path) -> None:
 
 
 def tear(folder: Path, choice: random.Random) -> None:
-    """What a kill in the middle of a write leaves, in one of the files."""
+    """Leaves in one of the files what a kill in the middle of a write leaves."""
     paths = [folder / "out.jsonl", folder / "out.jsonl.errors.jsonl", *folder.glob("out.jsonl.run/spool-*")]
     there = [path for path in paths if path.exists()]
-    if not there:  # it was killed before it had begun
+    if not there:  # it was killed before it had started
         return
     with choice.choice(there).open("ab") as file:
         file.write(choice.choice([b"{", b'{"id":"batch_req_7","cust', b"O", b'E{"id":"batch', b"\0\0\0", b"\n"]))
@@ -93,7 +94,7 @@ def test_twenty_kills(forks: CommandForks, audit: Path, tmp_path: Path, options:
         before, already = finished_on_disk(tmp_path), len(asked(audit))
         pid = forks.start(command, tmp_path / "log")
         if kills % 5 == 4:
-            time.sleep(choice.uniform(0.0, 0.2))  # while it starts, maybe
+            time.sleep(choice.uniform(0.0, 0.2))  # perhaps while it starts
         else:
             wanted = already + choice.randrange(50)
             wait_until(lambda: len(asked(audit)) >= wanted, tmp_path / "log")  # noqa: B023
@@ -121,7 +122,7 @@ def test_twenty_kills(forks: CommandForks, audit: Path, tmp_path: Path, options:
     texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers]
     assert texts == [prompt_of(number)[:19] for number in order]
     assert sorted(int(error["id"].removeprefix("batch_req_")) - 1 for error in errors) == sorted(BAD)
-    # Each line was asked once, and those in flight at a kill once more for each kill.
+    # Each line ran once, and those in flight at a kill once more for each kill.
     counts = Counter(asked(audit))
     assert set(counts) == set(good)
     assert counts.total() == len(good) + redone
@@ -134,7 +135,7 @@ def test_twenty_kills(forks: CommandForks, audit: Path, tmp_path: Path, options:
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len(good)
 
 
-def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(
+def test_an_interrupt_keeps_finished_lines_and_says_how_to_resume(
     forks: CommandForks, audit: Path, tmp_path: Path
 ) -> None:
     write_input(tmp_path / "in.jsonl")

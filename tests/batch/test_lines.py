@@ -1,4 +1,4 @@
-"""What a line of the input asks for, and what is said of one that asks for nothing sensible."""
+"""What a line of the input requests, and the errors for invalid lines."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_defaults_fill_what_a_body_leaves_out() -> None:
         ('{"custom_id": "x"}', "custom_id"),
     ],
 )
-def test_defaults_that_are_none(text: str, words: str) -> None:
+def test_invalid_defaults_are_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_defaults(text)
 
@@ -133,7 +133,7 @@ def test_defaults_that_are_none(text: str, words: str) -> None:
         ),
     ],
 )
-def test_bad_lines_say_what_is_wrong(line: object, code: str, words: list[str]) -> None:
+def test_errors_of_bad_lines_say_what_is_wrong(line: object, code: str, words: list[str]) -> None:
     parsed = parse(line)
     assert isinstance(parsed, BadLine)
     assert (parsed.number, parsed.code) == (6, code)
@@ -147,7 +147,7 @@ def test_a_bad_line_keeps_its_custom_id() -> None:
     assert parsed.custom_id == "a"
 
 
-def test_a_long_value_is_not_repeated_as_a_whole() -> None:
+def test_a_long_value_is_abbreviated_in_the_error() -> None:
     parsed = parse({"custom_id": "a", "url": "x" * 10_000, "body": {}})
     assert isinstance(parsed, BadLine)
     assert len(parsed.message) < 400
@@ -158,7 +158,7 @@ def test_any_bytes_are_a_line_or_a_bad_line(raw: bytes) -> None:
     parse_line(0, raw, {})
 
 
-def test_keys_begin_alike_where_prompts_do() -> None:
+def test_keys_share_a_prefix_where_prompts_do() -> None:
     system = {"role": "system", "content": "be brief"}
     keys = [
         good({"messages": [system, {"role": "user", "content": text}]}).key for text in ("what is a", "what is b", "no")
@@ -174,7 +174,7 @@ def seeded(body: dict[str, object], url: str = "/v1/completions", number: int = 
     return json.loads(line.body)  # type: ignore[no-any-return]
 
 
-def test_lines_without_a_seed_get_one_of_their_number() -> None:
+def test_lines_without_a_seed_get_one_from_their_number() -> None:
     seeds = [seeded({"prompt": "x"}, number=number)["seed"] for number in range(200)]
     assert seeds == [seeded({"prompt": "y", "seed": None}, number=number)["seed"] for number in range(200)]
     assert all(0 <= seed < 2**63 for seed in seeds)

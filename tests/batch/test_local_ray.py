@@ -1,4 +1,5 @@
-"""`batch --engine ray` on a cluster that it starts itself, with one engine. `make ray-test` has the rest."""
+"""`batch --engine ray` on a cluster that it starts itself, with one engine. `make ray-test` runs the other tests of
+Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python_with_ray() -> str | None:
-    """This one, or that of the environment which `make ray-test` installs."""
+    """This interpreter, or that of the environment which `make ray-test` installs."""
     if importlib.util.find_spec("ray") is not None:
         return sys.executable
     apart = Path(sys.prefix) / "ray/bin/python"

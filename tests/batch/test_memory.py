@@ -1,4 +1,4 @@
-"""What a run holds does not grow with its input."""
+"""The memory of a run does not grow with its input."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ WINDOW = 64
 
 
 def generated(count: int) -> Iterator[Record]:
-    """Lines in a scattered order of their keys, made as they are read."""
+    """Lines whose keys are in a scattered order, generated as they are read."""
     for number in range(count):
         yield Record(number, LINE % (number * 7919 % 1000003, b"x" * 1000))
 
 
 def peak_of(folder: Path, count: int, *, ordered: bool) -> int:
-    """Most bytes allocated at once while a run answers so many lines."""
+    """The most bytes allocated at once while a run answers `count` lines."""
     folder.mkdir()
     slow = asyncio.Event()
 
     async def hold_the_first(body: bytes) -> None:
-        """The first line is finished last, or, ordered, once no further one is asked."""
+        """The first line is finished last, or, ordered, once no further line is read."""
         if body.startswith(b'{"prompt":"000000 '):
             await slow.wait()
             return
@@ -63,22 +63,22 @@ def peak_of(folder: Path, count: int, *, ordered: bool) -> int:
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["as they come", "ordered"])
-def test_a_run_holds_no_more_of_a_large_input_than_of_a_small_one(tmp_path: Path, ordered: bool) -> None:
-    peak_of(tmp_path / "warm", 600, ordered=ordered)  # what is made once and kept
+def test_a_run_needs_no_more_memory_for_a_large_input_than_for_a_small_one(tmp_path: Path, ordered: bool) -> None:
+    peak_of(tmp_path / "warm", 600, ordered=ordered)  # for objects that are made once and kept
     small = peak_of(tmp_path / "small", 1500, ordered=ordered)
     large = peak_of(tmp_path / "large", 9000, ordered=ordered)
-    # 7500 lines more are 7.5 MB of input alone. How full the window was at most, and how far the reading ahead, differs
-    # from run to run: in order that is 320 lines, twice over for their keys.
+    # 7500 lines more are 7.5 MB of input by themselves. How full the window gets, and how far ahead lines are read,
+    # differs from run to run: in order that is 320 lines, twice over for their keys.
     assert large < small + 1_000_000
     assert large < 2_500_000
 
 
-def test_a_source_holds_no_more_than_it_reads_at_once(tmp_path: Path) -> None:
+def test_a_source_keeps_only_what_it_reads_at_once(tmp_path: Path) -> None:
     path = tmp_path / "in"
     with path.open("wb") as file:
         for _ in range(200):
             file.write(b"y" * 99_999 + b"\n")
-        file.write(b"z" * 10_000_000)  # longer than a line may be here
+        file.write(b"z" * 10_000_000)  # longer than a line may be
     tracemalloc.start()
     try:
         source = JsonLines(path, read_bytes=50_000, max_line_bytes=200_000)
@@ -92,7 +92,7 @@ def test_a_source_holds_no_more_than_it_reads_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["as they come", "ordered"])
 async def test_reading_waits_for_answers(tmp_path: Path, ordered: bool) -> None:
-    """All answers are held back, or in order the first one alone, for as long as anything is read."""
+    """All answers (in order: only the first one) are held back for as long as lines are still read."""
     read = stalled_at = 0
     let_go = asyncio.Event()
 
@@ -123,5 +123,5 @@ async def test_reading_waits_for_answers(tmp_path: Path, ordered: bool) -> None:
             tasks.create_task(let_go_once_nothing_is_read())
         spool.close()
         assert journal.num_written == 5000
-    # What the engine has, the window, and what was read at once when there was room for one more.
+    # Lines in the engine, in the window, and read at once when there was room for one more.
     assert 16 < stalled_at <= (256 + WINDOW if ordered else 16 + 2 * WINDOW)

@@ -51,7 +51,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-def test_keys_of_servers_are_no_concern_of_a_batch(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_ignores_api_keys_of_servers(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_JAX_API_KEY", "for clients")
     monkeypatch.setenv("SGLANG_JAX_ADMIN_API_KEY", "")
     write(tmp_path / "in.jsonl", {"prompt": "plain"})
@@ -59,7 +59,7 @@ def test_keys_of_servers_are_no_concern_of_a_batch(run: Run, tmp_path: Path, mon
     assert [text_of(answer) for answer in read(tmp_path / "out.jsonl")] == ["plain"]
 
 
-def test_the_engine_is_named_and_other_engines_runner_is_not_it(
+def test_the_engine_is_required_and_another_engines_runner_is_refused(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "in.jsonl", {"prompt": "plain"})
@@ -99,7 +99,7 @@ def test_openai_lines_and_plain_ones_are_answered_as_the_server_does(run: Run, t
     assert (tmp_path / "out.jsonl.errors.jsonl").read_text() == ""
 
 
-def test_lines_that_score_a_prompt_and_lines_whose_role_nobody_knows(run: Run, tmp_path: Path) -> None:
+def test_lines_that_score_a_prompt_and_lines_with_an_unknown_role(run: Run, tmp_path: Path) -> None:
     score = {"prompt": "AB", "max_tokens": 0, "echo": True, "logprobs": 0}
     alien = {"messages": [{"role": "user", "content": "a"}, {"role": "alien", "content": "b"}]}
     write(tmp_path / "in.jsonl", score, alien)
@@ -113,7 +113,7 @@ def test_lines_that_score_a_prompt_and_lines_whose_role_nobody_knows(run: Run, t
     assert "supported: system, developer, user" in refused["error"]["message"]
 
 
-def test_what_fails_is_in_the_error_file_and_stops_nobody(
+def test_failed_lines_are_in_the_error_file_and_stop_no_other(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(
@@ -236,7 +236,7 @@ def test_another_input_is_refused(run: Run, tmp_path: Path, capsys: pytest.Captu
         (["--error-file", "elsewhere"], ["--error-file"]),
     ],
 )
-def test_a_run_goes_on_with_the_options_that_it_began_with(
+def test_a_run_resumes_only_with_the_options_that_it_started_with(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
 ) -> None:
     write(tmp_path / "in.jsonl", {"prompt": "one"})
@@ -244,11 +244,11 @@ def test_a_run_goes_on_with_the_options_that_it_began_with(
     told = refusal(run, capsys, *arguments)
     for word in words:
         assert word in told
-    # What does not change the answers may change.
+    # Options that do not change the answers may change.
     assert run("--no-reorder", "--lookahead", "3", "--max-retries", "1", "--decode-log-interval", "7") == 0
 
 
-def test_files_that_are_not_ours_are_left_alone(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_other_programs_are_not_touched(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "in.jsonl", {"prompt": "one"})
     write(tmp_path / "out.jsonl", {"mine": 1})
     assert "exists, but no run" in refusal(run, capsys)
@@ -292,13 +292,14 @@ def test_a_missing_input_flag_is_named(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def poisoned(count: int, poison: dict[int, int]) -> list[object]:
-    """Lines of text, but for some whose prompt is a token that breaks the engine."""
+    """Lines of text, and some whose prompt is a token that breaks the engine."""
     return [{"prompt": [poison[n]] if n in poison else f"p{n:03d}", "max_tokens": 8} for n in range(count)]
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
-def test_a_line_that_kills_engines_fails_alone(run: Run, tmp_path: Path, retries: int) -> None:
-    """257 ends the core by an error. Without retries what ran beside it fails as well; with any, it alone does."""
+def test_only_the_line_that_kills_engines_fails(run: Run, tmp_path: Path, retries: int) -> None:
+    """257 ends the core by an error. Without retries, lines that ran at the same time fail as well; with retries only
+    this one does."""
     write(tmp_path / "in.jsonl", *poisoned(60, {20: 257, 41: 257}))
     assert run("--max-retries", str(retries), **{"model-path": "echo:0.001"}) == 1
     answered = {answer["id"]: text_of(answer) for answer in read(tmp_path / "out.jsonl")}
@@ -312,8 +313,8 @@ def test_a_line_that_kills_engines_fails_alone(run: Run, tmp_path: Path, retries
     assert all(text == f"p{int(name.split('_')[-1]) - 1:03d}" for name, text in answered.items())
 
 
-def test_replicas_in_processes_of_their_own_share_the_lines_and_come_back(run: Run, tmp_path: Path) -> None:
-    """258 ends the core's process on the spot."""
+def test_replicas_in_separate_processes_share_the_lines_and_restart(run: Run, tmp_path: Path) -> None:
+    """258 ends the core's process at once."""
     write(tmp_path / "in.jsonl", *poisoned(120, {60: 258}))
     options = ("--dp-size", "2", "--device", "cpu", "--max-retries", "1")
     assert run(*options, in_process=False, **{"model-path": "echo:0.001"}) == 1
@@ -325,7 +326,7 @@ def test_replicas_in_processes_of_their_own_share_the_lines_and_come_back(run: R
 
 
 def shared_prefixes(groups: int, each: int) -> list[object]:
-    """Prompts of 64 tokens, 48 of them in common with their group, in a random order."""
+    """Prompts of 64 tokens that share 48 with their group, in a random order."""
     choice = random.Random(5)
     prompts = []
     for _ in range(groups):
@@ -341,7 +342,7 @@ def hit_rate(path: Path) -> float:
     return cached / sum(usage["prompt_tokens"] for usage in usages)
 
 
-def test_lines_that_begin_alike_find_each_others_prefix(run: Run, tmp_path: Path) -> None:
+def test_lines_that_share_a_prefix_hit_each_others_cache(run: Run, tmp_path: Path) -> None:
     """50 groups of 10, shuffled, through the real scheduler, whose pool holds a third of the groups' prefixes."""
     write(tmp_path / "in.jsonl", *shared_prefixes(50, 10))
     pool = {"max-total-tokens": "1024", "page-size": "4", "chunked-prefill-size": "64"}
@@ -353,7 +354,7 @@ def test_lines_that_begin_alike_find_each_others_prefix(run: Run, tmp_path: Path
     assert grouped > 0.95 * most
     assert grouped > 2 * as_given
     assert as_given < narrow < grouped
-    # The answers are the same, whatever was cached and whoever was asked first, though no line has a seed.
+    # The answers are the same for any cache content and order, though no line has a seed.
     texts = [
         {answer["id"]: text_of(answer) for answer in read(tmp_path / f"{name}.jsonl")}
         for name in ("as_given", "grouped")
@@ -388,7 +389,7 @@ def test_parquet_in_and_out(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut_short", ["before the output", "before the journal is removed"])
-def test_a_parquet_output_that_was_cut_short(
+def test_a_parquet_output_that_was_cut_short_is_completed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_short: str
 ) -> None:
     write_parquet(tmp_path / "in.parquet", [{"prompt": f"p{n:02d}"} for n in range(30)])
@@ -408,10 +409,10 @@ def test_a_parquet_output_that_was_cut_short(
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
-def test_a_full_disk_is_told_in_a_sentence_and_the_run_resumes(
+def test_a_full_disk_gives_a_clear_error_and_the_run_resumes(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: str
 ) -> None:
-    """Where the folder of the run is written; a test of the files themselves is in test_journal.py."""
+    """While the folder of the run is written; test_journal.py tests the files themselves."""
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""How an input is known again, and what a folder says of a run."""
+"""How an input is recognised, and what a folder says about its run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def large(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("block", [0, 1, 7, 14, 15])
 @pytest.mark.parametrize("place", [0, HASHED_BLOCK_BYTES - 1])
-def test_a_byte_in_any_of_the_blocks_makes_another_input(large: Path, block: int, place: int) -> None:
+def test_a_changed_byte_in_any_sampled_block_makes_another_input(large: Path, block: int, place: int) -> None:
     before = identify(large)
     assert identify(large) == before
     start = (SIZE - HASHED_BLOCK_BYTES) * block // (HASHED_BLOCKS - 1)
@@ -33,15 +33,15 @@ def test_a_byte_in_any_of_the_blocks_makes_another_input(large: Path, block: int
     assert identify(large).size == SIZE
 
 
-def test_what_a_large_input_costs_is_bounded(tmp_path: Path) -> None:
-    """A terabyte of holes."""
+def test_the_cost_of_a_large_input_is_bounded(tmp_path: Path) -> None:
+    """A sparse file of a terabyte."""
     path = tmp_path / "holes"
     with path.open("wb") as file:
         file.truncate(2**40)
     assert identify(path).size == 2**40
 
 
-def test_an_input_is_known_wherever_it_lies(large: Path) -> None:
+def test_an_input_is_recognised_at_any_path(large: Path) -> None:
     before = identify(large)
     assert identify(large.rename(large.with_name("moved"))) == before
 

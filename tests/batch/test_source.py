@@ -1,4 +1,4 @@
-"""The input as a stream: what counts as a line, what is held of it, and Parquet."""
+"""The input as a stream: what counts as a line, how much of it is in memory, and Parquet."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_last_line_that_is_too_long(tmp_path: Path, end: bytes) -> None:
     assert read(JsonLines(path, read_bytes=7, max_line_bytes=50)) == [(0, b"ok"), (1, b"x" * 50)]
 
 
-def test_an_empty_file_has_no_lines_and_is_read(tmp_path: Path) -> None:
+def test_an_empty_file_has_no_lines_and_counts_as_read(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.touch()
     source = JsonLines(path)
@@ -55,7 +55,7 @@ def test_the_share_read_follows_the_lines_and_not_the_blocks(tmp_path: Path) -> 
         assert source.num_read == count
 
 
-def test_formats_go_by_the_name() -> None:
+def test_the_format_follows_the_file_name() -> None:
     names = ["a.jsonl", "a.parquet", "a.PQ", "a", "parquet"]
     assert [FileFormat.of(Path(name)).value for name in names] == ["jsonl", "parquet", "parquet", "jsonl", "jsonl"]
 
@@ -104,14 +104,14 @@ def test_a_column_of_structs_and_one_of_token_ids(tmp_path: Path) -> None:
     ]
 
 
-def test_rows_that_are_done_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_finished_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     path = write_table(tmp_path / "in.parquet", [{"prompt": str(number)} for number in range(10)])
     source = open_source(path)
     assert [number for number, _ in read(source, {0, 1, 2, 4, 9})] == [3, 5, 6, 7, 8]
     assert (source.num_read, source.share_read) == (10, 1.0)
 
 
-def test_a_body_that_is_no_json_is_an_error_of_its_row(tmp_path: Path) -> None:
+def test_a_body_that_is_not_json_is_an_error_of_its_row(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b"], "body": ["{", None]}), path)
     lines = [parse_line(number, raw or b"", {}) for number, raw in read(open_source(path))]

@@ -129,7 +129,7 @@ def test_greedy_outputs_are_those_of_transformers(served: Served) -> None:
 def test_drafts_change_no_output(served: Served) -> None:
     _, config, runner = served
     right = check_same_outputs(config, runner, count=9, at_once=3, reuse=True, words=3)
-    assert right > 10, "hardly any guess was right"
+    assert right > 10, "hardly any draft was accepted"
 
 
 @pytest.mark.parametrize("num_lines", [150, pytest.param(1000, marks=pytest.mark.soak)])

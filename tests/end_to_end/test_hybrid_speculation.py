@@ -113,7 +113,7 @@ def test_outputs_are_the_same_with_and_without_drafts(
 ) -> None:
     """Eight requests leave room for eight drafts a step."""
     right = check_same_outputs(*served, count=15, at_once=at_once, reuse=reuse, words=3, atol=2e-5)
-    assert right > 5, "hardly any guess was right"
+    assert right > 5, "hardly any draft was accepted"
 
 
 @pytest.mark.slow

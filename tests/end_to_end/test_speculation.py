@@ -133,14 +133,14 @@ def test_outputs_are_the_same_with_and_without_drafts(
 ) -> None:
     """Three requests leave room for one draft a step, one request for three."""
     found = check_same_outputs(*served, count=15, at_once=at_once, reuse=at_once > 1)
-    assert found > right, "hardly any guess was right"
+    assert found > right, "hardly any draft was accepted"
 
 
 @pytest.mark.slow
 def test_outputs_are_the_same_with_an_adaptive_number_of_drafts(served: tuple[EngineConfig, Runner]) -> None:
     """By how often each row's drafts were accepted, and how long steps take."""
     found = check_same_outputs(*served, count=16, at_once=2, reuse=True, adaptive=True)
-    assert found > 10, "hardly any guess was right"
+    assert found > 10, "hardly any draft was accepted"
 
 
 @pytest.fixture(scope="module", params=["torch", "jax"])

@@ -1,4 +1,5 @@
-"""Memory of threads and of large blocks goes back, in a process of its own each: these settings last."""
+"""Memory of threads and of large blocks goes back to the system. Each test runs in its own process, as these settings
+last."""
 
 from __future__ import annotations
 
@@ -52,20 +53,20 @@ with open(sys.argv[1]) as told:
 """
 
 
-def told(*lines: str, path: str = "") -> float:
+def printed_number(*lines: str, path: str = "") -> float:
     run = subprocess.run([sys.executable, "-c", "\n".join(lines), path], capture_output=True, text=True, check=True)
     return float(run.stdout)
 
 
 def test_large_blocks_do_not_stay_in_the_heap() -> None:
-    assert told(SETTLED, LARGE_BLOCKS) < 2
-    assert told(LARGE_BLOCKS) > 16
+    assert printed_number(SETTLED, LARGE_BLOCKS) < 2
+    assert printed_number(LARGE_BLOCKS) > 16
 
 
 def test_threads_share_a_few_arenas(tmp_path: object) -> None:
     path = f"{tmp_path}/arenas"
-    assert told(SETTLED, THREADS, path=path) <= ARENAS
-    assert told(THREADS, path=path) > ARENAS
+    assert printed_number(SETTLED, THREADS, path=path) <= ARENAS
+    assert printed_number(THREADS, path=path) > ARENAS
 
 
 FREE_BETWEEN = """
@@ -82,9 +83,9 @@ print((resident_bytes() - before) / kept)
 """
 
 
-def test_what_is_free_between_blocks_that_stay_goes_back_once_a_process_has_grown() -> None:
-    assert told(SETTLED, FREE_BETWEEN) < 0.25
-    assert told(SETTLED, FREE_BETWEEN.replace("memory.look()", "")) > 0.9
+def test_free_memory_between_live_blocks_goes_back_once_a_process_has_grown() -> None:
+    assert printed_number(SETTLED, FREE_BETWEEN) < 0.25
+    assert printed_number(SETTLED, FREE_BETWEEN.replace("memory.look()", "")) > 0.9
 
 
 OVER_LATER = """
@@ -104,9 +105,9 @@ print((resident_bytes() - before) / grown)
 """
 
 
-def test_what_is_over_some_time_after_it_grew_goes_back_too() -> None:
-    assert told(SETTLED, OVER_LATER) < 0.25
-    assert told(SETTLED, OVER_LATER.replace("(2 * FIRST_WAIT)", "(2 * FIRST_WAIT - 1)")) > 0.9
+def test_memory_freed_some_time_after_growth_goes_back_too() -> None:
+    assert printed_number(SETTLED, OVER_LATER) < 0.25
+    assert printed_number(SETTLED, OVER_LATER.replace("(2 * FIRST_WAIT)", "(2 * FIRST_WAIT - 1)")) > 0.9
 
 
 LOADED = """
@@ -138,11 +139,11 @@ assert "memory" not in [thread.name for thread in threading.enumerate()]
 """
 
 
-def test_a_core_gives_back_what_its_model_left_at_once_and_what_steps_left_later() -> None:
-    assert told(LOADED) < 0.25
+def test_a_core_gives_back_memory_of_the_load_at_once_and_of_steps_later() -> None:
+    assert printed_number(LOADED) < 0.25
 
 
-def test_it_is_left_at_that_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trimming_stops_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
     resident = [100 * GROWTH_BYTES]
     monkeypatch.setattr(allocator, "resident_bytes", lambda: resident[0])
@@ -155,7 +156,7 @@ def test_it_is_left_at_that_after_a_while(monkeypatch: pytest.MonkeyPatch) -> No
     assert [one - 5 for one in trims] == [0, 2, 6, 14, 30, 62, 126, 254, 510, 1022]
 
 
-def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_c_library_is_left_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("musl", "1.2"))
     assert not limit_free_memory()
     assert not release_free_memory()

@@ -75,10 +75,10 @@ async def test_requests_arrive_whole_and_in_order(ends: tuple[ClientChannel, Cor
 
 
 @pytest.mark.parametrize("seconds", [3e6, 1e300])
-def test_a_core_may_be_told_to_sleep_for_longer_than_a_poll_can_take(
+def test_a_core_may_sleep_for_longer_than_a_poll_can_take(
     ends: tuple[ClientChannel, CoreChannel], seconds: float
 ) -> None:
-    """As long as the only open session's timeout, which a client may choose."""
+    """As long as the timeout of the only open session, which a client may choose."""
     client, core = ends
     for _ in range(1000):
         try:
@@ -124,7 +124,7 @@ async def test_outputs_arrive_whole_and_in_order(ends: tuple[ClientChannel, Core
     assert got == sent
 
 
-async def test_messages_both_ways_at_once_are_all_noticed(ends: tuple[ClientChannel, CoreChannel]) -> None:
+async def test_messages_in_both_directions_at_once_all_arrive(ends: tuple[ClientChannel, CoreChannel]) -> None:
     client, core = ends
     replies: list[Published] = []
     client.start(replies.append)
@@ -152,10 +152,10 @@ async def test_messages_both_ways_at_once_are_all_noticed(ends: tuple[ClientChan
 
 
 @pytest.mark.parametrize(("seconds", "taken"), [(0.0, [4, 6]), (channel.TURN_SECONDS, [2, 4, 6])])
-async def test_what_takes_long_to_take_in_is_taken_in_several_turns(
+async def test_many_large_messages_are_handled_in_several_turns_of_the_event_loop(
     ends: tuple[ClientChannel, CoreChannel], monkeypatch: pytest.MonkeyPatch, seconds: float, taken: list[int]
 ) -> None:
-    """Eight messages of ten thousand logprobs each kept the event loop from turning for half a second."""
+    """Regression: eight messages of ten thousand logprobs each blocked the event loop for half a second."""
     client, core = ends
     now, got, turns = [0.0], list[Published](), list[int]()
 
@@ -198,7 +198,7 @@ async def test_waiting_costs_no_processor_time(ends: tuple[ClientChannel, CoreCh
     assert spent[1] < 0.05
 
 
-async def test_sending_to_nobody_is_an_error(tmp_path: Path) -> None:
+async def test_sending_without_a_receiver_is_an_error(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = ClientChannel(context, f"ipc://{tmp_path}/nobody")
     with pytest.raises(EngineDeadError, match="engine has ended"):

@@ -124,7 +124,7 @@ async def test_stop_string_that_stays_partial(client: AsyncEngineClient) -> None
     assert all(output.text in ("one two three"[:k] for k in (*range(9), 13)) for output in outputs)
 
 
-async def test_stop_token_with_text_is_counted_and_not_shown(client: AsyncEngineClient) -> None:
+async def test_a_stop_token_with_text_is_counted_and_not_shown(client: AsyncEngineClient) -> None:
     sampling = SamplingParams(stop_token_ids=[ord("c")])
     for stream in (False, True):
         outputs = await collect(client, GenerateInput(prompt="abcd", sampling=sampling, stream=stream))
@@ -189,7 +189,7 @@ async def test_refused_before_anything_is_sent(client: AsyncEngineClient) -> Non
     assert len(await collect(client, GenerateInput(prompt="fine"))) == 1
 
 
-async def test_error_of_the_scheduler_ends_that_output_alone(client: AsyncEngineClient) -> None:
+async def test_an_error_of_the_scheduler_ends_only_that_output(client: AsyncEngineClient) -> None:
     bad, good = await asyncio.gather(
         collect(client, GenerateInput(prompt=[259, 1])), collect(client, GenerateInput(prompt="ab"))
     )
@@ -200,7 +200,7 @@ async def test_error_of_the_scheduler_ends_that_output_alone(client: AsyncEngine
     assert good[0].text == "ab"
 
 
-async def test_request_id_is_taken_while_it_lives(slow_client: AsyncEngineClient) -> None:
+async def test_a_request_id_cannot_be_reused_while_its_request_runs(slow_client: AsyncEngineClient) -> None:
     first = slow_client.generate(GenerateInput(prompt="abc", sampling=LONG, request_id="a", stream=True))
     await anext(first)
     with pytest.raises(ParameterError, match="'a' belongs to a request") as caught:
@@ -231,7 +231,7 @@ async def test_cancelled_task_aborts(slow_client: AsyncEngineClient) -> None:
     assert len(await events(slow_client, "aborted")) == 1
 
 
-async def test_abort_ends_the_output_with_what_there_is(slow_client: AsyncEngineClient) -> None:
+async def test_an_abort_ends_the_output_with_its_tokens_so_far(slow_client: AsyncEngineClient) -> None:
     request = GenerateInput(prompt="abc" * 400, sampling=LONG, request_id="a", stream=True)
     outputs = []
     async for output in outputs_of(slow_client, request):
@@ -289,7 +289,7 @@ async def test_flush_state_and_stats(slow_client: AsyncEngineClient) -> None:
     await outputs.aclose()
 
 
-async def test_close_drains_if_asked() -> None:
+async def test_close_drains_on_request() -> None:
     client = await start("echo:0.002")
     task = asyncio.create_task(collect(client, GenerateInput(prompt="abc" * 20)))
     while not await seen(client):

@@ -1,4 +1,4 @@
-"""The garbage collector is told to come rarely while a model is loaded, and only then."""
+"""The garbage collector runs rarely while a model is loaded, and only then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def usual() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-def test_two_that_end_in_either_order() -> None:
+def test_two_blocks_may_end_in_either_order() -> None:
     for first, second in ((0, 1), (1, 0)):
         stacks = [ExitStack(), ExitStack()]
         for stack in stacks:
@@ -36,7 +36,7 @@ def test_two_that_end_in_either_order() -> None:
         assert gc.get_threshold() == USUAL
 
 
-def test_a_collector_that_is_off_or_set_meanwhile_stays_so() -> None:
+def test_a_collector_switched_off_or_changed_meanwhile_keeps_its_setting() -> None:
     gc.set_threshold(0)
     with rare_collections():
         assert gc.get_threshold()[0] == 0
@@ -47,7 +47,7 @@ def test_a_collector_that_is_off_or_set_meanwhile_stays_so() -> None:
     assert gc.get_threshold() == (900, 9, 9)
 
 
-def test_what_is_there_is_not_looked_at_while_a_process_serves() -> None:
+def test_objects_of_the_load_are_not_scanned_while_a_process_serves() -> None:
     kept: list[object] = [[]]
     before = gc.get_freeze_count()
     with frozen_heap():
@@ -58,7 +58,7 @@ def test_what_is_there_is_not_looked_at_while_a_process_serves() -> None:
 
 
 class Channel:
-    """Takes what is sent."""
+    """Ignores what is sent."""
 
     def __init__(self) -> None:
         self.sent: list[object] = []
@@ -70,7 +70,7 @@ class Channel:
         pass
 
 
-def test_it_is_open_while_a_core_loads_and_over_when_that_fails() -> None:
+def test_the_block_is_open_while_a_core_loads_and_ends_when_that_fails() -> None:
     seen: list[tuple[int, int, int]] = []
 
     def load(config: EngineConfig, channel: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An engine core in a process of its own: how it starts, fails and dies."""
+"""An engine core in its own process: how it starts, fails and dies."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def wait_until_gone(pid: int, seconds: float) -> bool:
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Other engines on this machine have their folders elsewhere. The path is short, as a socket's has to be."""
-    tmp_path_factory.getbasetemp()  # chosen before, as it outlives this folder
+    """Other engines on this machine have their folders elsewhere. The path is short, as a socket's must be."""
+    tmp_path_factory.getbasetemp()  # chosen first, as it outlives this folder
     with tempfile.TemporaryDirectory(prefix="wires-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.setenv("TMPDIR", folder)
@@ -97,7 +97,7 @@ async def test_serves_and_leaves_nothing_behind() -> None:
 
 
 def load_between(config: EngineConfig, channel: CoreChannel) -> Core:
-    """Leaves 60 MB free, between blocks that stay."""
+    """Frees 60 MB between blocks that stay."""
     blocks = [bytearray(3000) for _ in range(20_000)]
     KEPT.append(blocks[::20])
     return load_echo(config, channel)
@@ -107,12 +107,12 @@ KEPT: list[list[bytearray]] = []
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has its own ways")
-async def test_what_loading_left_free_goes_back() -> None:
+async def test_memory_that_loading_freed_goes_back() -> None:
     sizes = []
     for load in (load_echo, load_between):
         config = EngineConfig(model_path="echo")
         client = await launch_core(config, in_process=False, load=load, load_tokenizer=load_tokenizer)
-        await collect(client, GenerateInput(prompt="a"))  # what is given back before the first is answered
+        await collect(client, GenerateInput(prompt="a"))  # memory that is given back before the first answer
         pages = Path(f"/proc/{await core_pid(client)}/statm").read_text().split()[1]
         sizes.append(int(pages) * os.sysconf("SC_PAGE_SIZE"))
         await client.close()
@@ -153,7 +153,7 @@ async def test_process_that_exits_is_noticed(client: AsyncEngineClient) -> None:
     assert not client.alive
 
 
-async def test_failure_in_the_process_is_told(client: AsyncEngineClient) -> None:
+async def test_a_failure_in_the_process_is_reported(client: AsyncEngineClient) -> None:
     with pytest.raises(EngineDeadError, match="RuntimeError: the echo broke"):
         await collect(client, GenerateInput(prompt=[257]))
 
@@ -327,8 +327,8 @@ def test_an_engine_that_is_interrupted_while_a_thread_loads_it_waits_for_the_thr
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
 
 
-def test_what_options_and_checkpoints_are_refused_with_is_told_as_what_it_is() -> None:
-    """And not as a failure of the engine, under the name of its class."""
+def test_errors_of_options_and_checkpoints_keep_their_type() -> None:
+    """And do not arrive as a failure of the engine, under the name of their class."""
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     for kind in kinds:
         if issubclass(kind, ConfigError | CheckpointError):

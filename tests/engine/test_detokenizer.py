@@ -22,7 +22,7 @@ class PieceDecoder:
 
 
 def run_pieces(pieces: list[str], stop: list[str], include_stop: bool = False) -> tuple[list[str], str | None, int]:
-    """What was shown by each push (and the flush), what matched, and how many tokens it took."""
+    """The text shown by each push (and the flush), the match, and the number of tokens it took."""
     text = OutputText(PieceDecoder(pieces), stop, frozenset(), include_stop=include_stop)
     shown = []
     for count, token in enumerate(range(len(pieces)), start=1):
@@ -48,13 +48,13 @@ def test_a_character_split_over_tokens_is_held_back() -> None:
     assert text.flush() == ""
 
 
-def test_a_character_that_never_ends_becomes_a_replacement_at_the_end_alone() -> None:
+def test_an_incomplete_character_becomes_a_replacement_only_at_the_end() -> None:
     text = OutputText(ByteDecoder(), (), frozenset())
     assert [text.push(byte) for byte in "€".encode()[:2]] == ["", ""]
     assert text.flush() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_stop_spans_tokens_and_partial_matches_come_out() -> None:
+def test_a_stop_string_may_span_tokens_and_partial_matches_are_shown() -> None:
     shown, matched, count = run_pieces(["a", "<", "b", "<", "/", "s>x", "never"], ["</s>"])
     assert shown == ["a", "", "<b", "", "", ""]
     assert matched == "</s>"
@@ -78,12 +78,12 @@ def test_stop_of_many_bytes() -> None:
     assert text.matched == "ö😀"
 
 
-def test_of_two_stops_the_one_that_ends_first_counts_and_the_longest_of_those() -> None:
+def test_of_several_stop_strings_the_first_to_end_wins_and_then_the_longest() -> None:
     assert run_pieces(["abc"], ["abc", "b"])[:2] == (["a"], "b")
     assert run_pieces(["xab"], ["b", "ab"])[:2] == (["x"], "ab")
 
 
-def test_held_text_is_shown_at_the_end() -> None:
+def test_held_back_text_is_shown_at_the_end() -> None:
     assert run_pieces(["abc<", "/"], ["</s>"]) == (["abc", "", "</"], None, 2)
 
 
@@ -99,7 +99,7 @@ def test_special_tokens_show_only_if_wanted_and_never_the_one_that_stopped() -> 
 
 
 @given(st.lists(st.text("ab", max_size=5), max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=4))
-def test_equals_brute_force_however_the_text_is_cut(pieces: list[str], stop: list[str]) -> None:
+def test_matches_equal_brute_force_for_any_tokenization(pieces: list[str], stop: list[str]) -> None:
     text = "".join(pieces)
     expected = first_match(text, stop)
     for include_stop in (False, True):
@@ -115,7 +115,7 @@ def test_equals_brute_force_however_the_text_is_cut(pieces: list[str], stop: lis
 
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
-def test_nothing_is_held_that_cannot_become_a_stop(text: str, stop: list[str]) -> None:
+def test_only_text_that_may_become_a_stop_string_is_held_back(text: str, stop: list[str]) -> None:
     shown, matched, count = run_pieces(list(text), stop)
     for position in range(1, count + 1 if matched is None else count):
         tails = [text[k:position] for k in range(position + 1)]
@@ -123,15 +123,15 @@ def test_nothing_is_held_that_cannot_become_a_stop(text: str, stop: list[str]) -
         assert "".join(shown[:position]) == text[: position - held]
 
 
-def test_characters_that_mean_something_in_a_pattern_mean_themselves() -> None:
+def test_special_characters_of_patterns_are_literal() -> None:
     stop = ["^a", "]b", "-c", "\\d", "[e", ".", "a-z"]
     for string in stop:
         shown, matched, _ = run_pieces(["x5b ", *string, "tail"], stop)
         assert ("".join(shown), matched) == ("x5b ", string)
 
 
-def test_a_text_that_nearly_is_a_stop_string_without_end() -> None:
-    """Each token finds as much held back as there can be, and lets one character go."""
+def test_an_endless_near_match_of_a_stop_string_is_fast() -> None:
+    """Each token finds as much text held back as possible, and releases one character."""
     text = OutputText(PieceDecoder(["a"]), ["a" * 3000 + "b"], frozenset())
     shown = [text.push(0) for _ in range(20_000)]
     assert shown == [""] * 3000 + ["a"] * 17_000
@@ -143,7 +143,7 @@ def test_a_text_that_nearly_is_a_stop_string_without_end() -> None:
     stop=st.lists(st.text(alphabet="ab<", min_size=1, max_size=3), min_size=1, max_size=2, unique=True),
     least=st.integers(0, 13),
 )
-def test_stop_strings_in_the_text_of_the_first_tokens_end_nothing(
+def test_stop_strings_within_min_new_tokens_do_not_end_the_output(
     pieces: list[str], stop: list[str], least: int
 ) -> None:
     text = OutputText(PieceDecoder(pieces), stop, frozenset(), unsearched=least)
@@ -176,10 +176,10 @@ def test_stop_strings_in_the_text_of_the_first_tokens_end_nothing(
         ([0xE2, 257, 98], ["<257>"], "", "<257>"),
     ],
 )
-def test_special_tokens_that_stop_strings_name(
+def test_stop_strings_may_name_special_tokens(
     tokens: list[int], stop: list[str], text: str, matched: str | None, skip: bool
 ) -> None:
-    """They were left out of the text before a stop string was looked for in it."""
+    """Regression: they were left out of the text before a stop string was searched in it."""
     hidden = SpecialNames(ByteTokenizer.special_tokens).hidden_in(stop)
     text = "".join(
         part if number % 2 == 0 else "" if skip else f"<{part}>"
@@ -197,7 +197,7 @@ def test_special_tokens_that_stop_strings_name(
         else:
             shown += output.flush()
         if token == EOS and not skip and not include:
-            continue  # an end of sequence is no part of the text
+            continue  # an end-of-sequence token is not part of the text
         assert (shown, output.matched) == (text + (matched or "" if include else ""), matched)
 
 

@@ -64,7 +64,7 @@ def many(outputs: GenerateOutput | list[GenerateOutput]) -> list[GenerateOutput]
         ("hi", {"temperature": 0}, TypeError, r"give sampling_params=SamplingParams\(temperature=\.\.\.\)"),
     ],
 )
-def test_arguments_that_there_are_not(
+def test_unknown_arguments_are_refused(
     engine: Engine, prompt: Any, request_fields: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -140,7 +140,7 @@ def test_stream(engine: Engine) -> None:
     assert outputs[-1].finish is not None
 
 
-def test_stream_of_a_list_tells_whose_each_output_is(engine: Engine) -> None:
+def test_a_stream_over_a_list_names_the_prompt_of_each_output(engine: Engine) -> None:
     texts = ["one", "twotwo", "threethreethree"]
     pieces = [""] * 3
     for output in engine.generate(texts, stream=True):
@@ -176,7 +176,7 @@ def test_number_in_flight_is_bounded(options: dict[str, int], bound: int) -> Non
     steps.allow(1000)
 
     async def launch_patient(config: EngineConfig) -> AsyncEngineClient:
-        """No step before `bound` requests are in flight: a quick core may end some before others come."""
+        """No step before `bound` requests are in flight: a fast core may end some before others arrive."""
         load = load_stepped(steps, expected=bound)
         return await launch_core(config, in_process=True, load=load, load_tokenizer=load_tokenizer)
 
@@ -185,7 +185,7 @@ def test_number_in_flight_is_bounded(options: dict[str, int], bound: int) -> Non
         assert engine.state()["peak"] == bound
 
 
-async def test_beside_a_running_event_loop(engine: Engine) -> None:
+async def test_inside_a_running_event_loop(engine: Engine) -> None:
     assert one(engine.generate("abc")).text == "abc"
     assert one(await engine.async_generate("héllo")).text == "héllo"
     both = await asyncio.gather(engine.async_generate("one"), engine.async_generate(["two", "three"]))

@@ -1,4 +1,4 @@
-"""The client and `Engine` over the real scheduler and the runner that hashes what a row sees."""
+"""The client and `Engine` over the real scheduler, with a runner that hashes the tokens that a row sees."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def expected(prompt: str, sampling: SamplingParams, index: int = 0) -> list[int]
 
 
 async def assert_nothing_is_held(client: AsyncEngineClient) -> None:
-    """At once, but for the step that is in flight."""
+    """At once, except for the step in flight."""
     held = None
     for _ in range(200):
         state = (await client.states())[0]
@@ -100,7 +100,7 @@ async def test_stop_string_ends_the_request_and_frees_its_row(client: AsyncEngin
     await assert_nothing_is_held(client)
 
 
-async def test_completions_that_end_at_different_times_come_once_each(client: AsyncEngineClient) -> None:
+async def test_completions_that_end_at_different_times_arrive_once_each(client: AsyncEngineClient) -> None:
     sampling = SamplingParams(n=6, seed=3, max_new_tokens=60, stop=["never there"], stop_token_ids=range(8))
     outputs = await collect(client, GenerateInput(prompt="six", sampling=sampling))
     wanted = [expected("six", sampling, index) for index in range(6)]
@@ -110,7 +110,7 @@ async def test_completions_that_end_at_different_times_come_once_each(client: As
     assert all(output.finish is not None for output in outputs)
 
 
-async def test_prefix_is_found_again(client: AsyncEngineClient) -> None:
+async def test_a_prefix_is_matched_again(client: AsyncEngineClient) -> None:
     request = GenerateInput(prompt="a prompt that is cached", sampling=SamplingParams(max_new_tokens=3))
     (first,) = await collect(client, request)
     (second,) = await collect(client, request)

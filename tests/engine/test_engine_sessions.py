@@ -1,4 +1,4 @@
-"""`Engine.open_session`, and where sessions live among replicas."""
+"""`Engine.open_session`, and which replica a session belongs to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import pytest
 from helpers.engine_fakes import FAKE_EOS, FAKE_VOCAB_SIZE, load_fake_model, load_tokenizer
-from helpers.replica_fakes import ToldReplicas, fake_replicas
+from helpers.replica_fakes import ScriptedReplicas, fake_replicas
 
 from sglang_jax import Engine, SamplingParams
 from sglang_jax.config import EngineConfig, LoadBalanceMethod
@@ -59,7 +59,7 @@ def test_an_engines_sessions_end_with_their_blocks() -> None:
         named.generate("x")
 
 
-def test_what_no_core_can_read_is_refused_before_it_reaches_one() -> None:
+def test_options_that_no_core_can_decode_are_refused_before_they_reach_one() -> None:
     wrong = [{"session_id": name} for name in (5, b"x", "", "\ud800")]
     wrong += [{"timeout": seconds} for seconds in ("1", True, 0, -1.0, 10**400, float("inf"), float("nan"))]
     with Engine(CONFIG, launch=launch) as engine:
@@ -69,7 +69,7 @@ def test_what_no_core_can_read_is_refused_before_it_reaches_one() -> None:
         assert engine.generate("a", SAMPLING).output_ids == ORACLE.output([*b"a"], 3, 5, {FAKE_EOS})
 
 
-def test_a_block_ends_well_though_its_session_has_timed_out() -> None:
+def test_a_block_ends_without_an_error_although_its_session_has_timed_out() -> None:
     with Engine(CONFIG, launch=launch) as engine:
         with engine.open_session(timeout=0.01) as session:
             time.sleep(0.1)
@@ -77,7 +77,7 @@ def test_a_block_ends_well_though_its_session_has_timed_out() -> None:
             session.generate("x", SAMPLING)
 
 
-async def test_a_session_lives_with_one_replica_and_its_id_says_with_which() -> None:
+async def test_a_session_stays_with_the_replica_that_its_id_names() -> None:
     client = await fake_replicas(3, LoadBalanceMethod.ROUND_ROBIN, CONFIG)
     sessions = [await client.open_session(SessionOptions()) for _ in range(9)]
     per_replica = [state["num_sessions"] for state in await client.states()]
@@ -96,8 +96,8 @@ async def test_a_session_lives_with_one_replica_and_its_id_says_with_which() -> 
     await client.close()
 
 
-async def test_a_session_is_lost_with_its_replica_and_no_other_is_asked() -> None:
-    two = ToldReplicas(2)
+async def test_a_session_is_lost_with_its_replica_and_no_other_gets_its_turns() -> None:
+    two = ScriptedReplicas(2)
     client = await two.client()
     homes = {session_home(name, 2): name for name in ("a", "b", "c", "d", "e")}
     assert set(homes) == {0, 1}

@@ -1,4 +1,4 @@
-"""Whose work is next, and what becomes of work that nobody waits for any more."""
+"""The order of work of several tenants, and what happens to work whose client has left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_jax.engine.prompt_reader import TOKENIZER_THREADS, PromptReader
 
 
 class Waiting:
-    """Pieces by name, in order of their turns."""
+    """Pieces by name, in the order in which they are served."""
 
     def __init__(self) -> None:
         self.turns = FairOrder()
@@ -42,7 +42,7 @@ def waiting() -> Waiting:
 
 
 def test_a_small_request_does_not_wait_for_a_large_one(waiting: Waiting) -> None:
-    """250 prompts of 32,000 characters kept everybody's texts waiting for seconds."""
+    """Regression: 250 prompts of 32,000 characters delayed the texts of all others for seconds."""
     for _ in range(250):
         waiting.put("large", 32_000, flow="batch")
     assert [waiting.get(), waiting.get()] == ["large"] * 2
@@ -50,15 +50,15 @@ def test_a_small_request_does_not_wait_for_a_large_one(waiting: Waiting) -> None
     assert waiting.all() == ["small"] + ["large"] * 248
 
 
-def test_nor_for_many_of_them(waiting: Waiting) -> None:
+def test_a_small_request_does_not_wait_for_many_large_ones(waiting: Waiting) -> None:
     for number in range(100):
         waiting.put("empty messages", 2000 * 256, flow=f"flood {number}")
     waiting.put("small", 3000, flow="chat")
     assert waiting.get() == "small"
 
 
-def test_no_request_waits_for_ever(waiting: Waiting) -> None:
-    """Small ones come all the time."""
+def test_no_request_waits_forever(waiting: Waiting) -> None:
+    """Small ones arrive all the time."""
     waiting.put("large", 32_000, flow="batch")
     for number in range(100):
         waiting.put("small", 3000, flow=f"chat {number}")
@@ -67,7 +67,7 @@ def test_no_request_waits_for_ever(waiting: Waiting) -> None:
     assert number < 12
 
 
-def test_tenants_have_turns_however_many_requests_they_have(waiting: Waiting) -> None:
+def test_tenants_alternate_for_any_number_of_requests(waiting: Waiting) -> None:
     for number in range(100):
         waiting.put("busy", 1000, tenant="busy", flow=f"{number}")
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_tenants_have_turns_however_many_requests_they_have(waiting: Waiting) ->
     assert waiting.all()[:7].count("other") == 3
 
 
-def test_who_comes_back_has_nothing_saved_up(waiting: Waiting) -> None:
+def test_a_returning_tenant_has_saved_up_no_share(waiting: Waiting) -> None:
     waiting.put("b", 1000, tenant="b")
     assert waiting.get() == "b"
     for _ in range(20):
@@ -90,8 +90,8 @@ PIECES = st.tuples(st.integers(1, 9), st.sampled_from("ab"), st.sampled_from("xy
 
 
 @given(st.lists(st.one_of(PIECES, st.just("get"), st.integers(0, 50)), max_size=60))
-def test_each_piece_has_one_turn_and_those_of_a_flow_in_order(steps: list[tuple[int, str, str] | str | int]) -> None:
-    """Against a list of each flow's; an integer has one that waits leave."""
+def test_each_piece_is_served_once_and_those_of_a_flow_in_order(steps: list[tuple[int, str, str] | str | int]) -> None:
+    """Compared with one list per flow; an integer makes a waiting piece leave."""
     turns, waiting = FairOrder(), list[Piece]()
     flows: dict[tuple[str, str], list[Piece]] = defaultdict(list)
     turn = asyncio.Future[None](loop=asyncio.new_event_loop())
@@ -102,7 +102,7 @@ def test_each_piece_has_one_turn_and_those_of_a_flow_in_order(steps: list[tuple[
         if piece is not None:
             waiting.remove(piece)
             assert flows[piece.tenant, piece.flow].pop(0) is piece
-            turns.leave(piece)  # says nothing any more
+            turns.leave(piece)  # has no effect any more
         return piece is not None
 
     for step in [*steps]:
@@ -122,7 +122,7 @@ def test_each_piece_has_one_turn_and_those_of_a_flow_in_order(steps: list[tuple[
 
 
 class Gate:
-    """Work that waits until it may go on, and notes what began."""
+    """Work that waits until it may continue, and records what has started."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -134,23 +134,23 @@ class Gate:
         return name
 
 
-async def until_begun(gate: Gate, count: int) -> None:
+async def until_started(gate: Gate, count: int) -> None:
     while len(gate.begun) < count:
         await asyncio.sleep(0.001)
 
 
-async def test_work_that_nobody_waits_for_is_not_begun() -> None:
+async def test_work_without_a_waiter_is_not_started() -> None:
     gate, threads = Gate(), FairThreads(1, "test")
 
     def run(name: str) -> asyncio.Task[str]:
         return asyncio.create_task(threads.run(lambda: gate.work(name), size=1))
 
     first = run("first")
-    await until_begun(gate, 1)
+    await until_started(gate, 1)
     left, last = run("left"), run("last")
     await asyncio.sleep(0)
     left.cancel()
-    first.cancel()  # its thread goes on: nobody else's work begins meanwhile
+    first.cancel()  # its thread continues, and no other work starts meanwhile
     await asyncio.wait({left, first})
     assert gate.begun == ["first"]
     await asyncio.sleep(0)
@@ -161,9 +161,9 @@ async def test_work_that_nobody_waits_for_is_not_begun() -> None:
     threads.close()
 
 
-async def test_who_leaves_as_its_turn_comes_passes_it_on() -> None:
+async def test_a_piece_that_leaves_when_it_is_next_lets_the_following_one_run() -> None:
     threads = FairThreads(1, "test")
-    threads._free = 0  # its thread is at work
+    threads._free = 0  # its thread is busy
     leaving = asyncio.create_task(threads.run(lambda: "never", size=1))
     await asyncio.sleep(0)
     threads._end()
@@ -174,7 +174,7 @@ async def test_who_leaves_as_its_turn_comes_passes_it_on() -> None:
     threads.close()
 
 
-async def test_whose_turn_comes_as_it_leaves_keeps_nobody_waiting() -> None:
+async def test_a_piece_chosen_while_it_leaves_delays_no_other() -> None:
     threads = FairThreads(1, "test")
     threads._free = 0
     leaving = asyncio.create_task(threads.run(lambda: "never", size=1))
@@ -186,7 +186,7 @@ async def test_whose_turn_comes_as_it_leaves_keeps_nobody_waiting() -> None:
     threads.close()
 
 
-async def test_what_work_raises_is_raised_and_frees_its_thread() -> None:
+async def test_an_error_of_work_is_raised_and_frees_its_thread() -> None:
     threads = FairThreads(1, "test")
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
@@ -195,7 +195,7 @@ async def test_what_work_raises_is_raised_and_frees_its_thread() -> None:
 
 
 @pytest.mark.parametrize("length", [2000, 10_000, 70_000])
-async def test_texts_are_tokenized_in_turns_of_requests(length: int) -> None:
+async def test_texts_of_several_requests_are_tokenized_alternately(length: int) -> None:
     gate = Gate()
 
     class GatedTokenizer(ByteTokenizer):
@@ -210,7 +210,7 @@ async def test_texts_are_tokenized_in_turns_of_requests(length: int) -> None:
 
     at_once = TOKENIZER_THREADS if length <= 65_536 else 1
     batch = [read("b", "batch") for _ in range(50)]
-    await until_begun(gate, at_once)
+    await until_started(gate, at_once)
     chat = read("c", "chat")
     await asyncio.sleep(0)
     for task in batch[10:]:
@@ -224,8 +224,8 @@ async def test_texts_are_tokenized_in_turns_of_requests(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [9000, 70_000])
-async def test_a_short_text_waits_for_no_longer_one_that_is_being_tokenized(length: int) -> None:
-    """Two of 32,000 characters kept it waiting for ten milliseconds."""
+async def test_a_short_text_does_not_wait_for_a_long_one_being_tokenized(length: int) -> None:
+    """Regression: two of 32,000 characters delayed it by ten milliseconds."""
     gate = Gate()
 
     class GatedTokenizer(ByteTokenizer):
@@ -236,7 +236,7 @@ async def test_a_short_text_waits_for_no_longer_one_that_is_being_tokenized(leng
 
     reader = PromptReader(GatedTokenizer())
     long = [asyncio.create_task(reader.encode("l" * length, most_tokens=10**6)) for _ in range(10)]
-    await until_begun(gate, 1)
+    await until_started(gate, 1)
     assert await asyncio.wait_for(reader.encode("s" * 3000, most_tokens=10**6), 10) == [1]
     gate.open.set()
     await asyncio.gather(*long)

@@ -1,4 +1,4 @@
-"""`Engine.batch`: prompts without end, an outcome for each, and little held at a time."""
+"""`Engine.batch`: endless prompts, one outcome for each, and few items in memory at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASKED: list[bytes] = []
 
 
 class NotingCore(EchoCore):
-    """Notes the prompts in the order in which they come."""
+    """Records the prompts in the order in which they arrive."""
 
     def _admit(self, message: Any) -> None:
         ASKED.append(bytes(np.frombuffer(message.token_ids, "<i4").astype(np.uint8)))
@@ -53,7 +53,7 @@ def texts(results: list[BatchResult]) -> dict[int, list[str]]:
     return {result.index: [output.text for output in result.outputs] for result in results}
 
 
-def test_items_may_be_prompts_or_say_more(engine: Engine) -> None:
+def test_items_may_be_prompts_or_have_further_fields(engine: Engine) -> None:
     items = [
         "text",
         [104, 105],
@@ -82,12 +82,12 @@ def test_items_may_be_prompts_or_say_more(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("shared", [{"max_new_tokens": 2}, SamplingParams(max_new_tokens=2)], ids=["dict", "params"])
-def test_sampling_is_shared_but_for_what_an_item_says(engine: Engine, shared: Any) -> None:
+def test_sampling_is_shared_except_for_fields_that_an_item_sets(engine: Engine, shared: Any) -> None:
     results = engine.batch(["abcd", {"prompt": "abcd"}, {"prompt": "abcd", "max_new_tokens": 3}], shared, ordered=True)
     assert [result.text for result in results] == ["ab", "ab", "abc"]
 
 
-def test_the_models_defaults_hold_where_nobody_says_anything(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_defaults_apply_where_no_value_is_given(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     info = engine.model_info
     monkeypatch.setattr(type(info), "generation_defaults", GenerationDefaults(temperature=0.25), raising=False)
     seen: list[SamplingParams] = []
@@ -103,7 +103,7 @@ def test_the_models_defaults_hold_where_nobody_says_anything(engine: Engine, mon
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_what_an_item_has_wrong_is_its_own_error(engine: Engine, ordered: bool) -> None:
+def test_an_error_in_an_item_is_the_outcome_of_that_item(engine: Engine, ordered: bool) -> None:
     wrong: list[tuple[Any, type[Exception], str]] = [
         (7, ParameterError, "int"),
         (b"bytes", ParameterError, "bytes"),
@@ -148,7 +148,7 @@ def test_arguments_that_no_item_can_have_are_refused_at_once(engine: Engine) -> 
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_an_iterable_without_end_is_read_a_bounded_way_ahead(engine: Engine, ordered: bool) -> None:
+def test_an_endless_iterable_is_read_a_bounded_number_of_items_ahead(engine: Engine, ordered: bool) -> None:
     read = 0
 
     def items() -> Iterator[dict[str, object]]:
@@ -170,14 +170,14 @@ def test_an_iterable_without_end_is_read_a_bounded_way_ahead(engine: Engine, ord
 
 
 class Prompt(str):
-    """Text that knows whether somebody holds it."""
+    """Text that can be checked for references."""
 
     alive: ClassVar[weakref.WeakSet[Prompt]] = weakref.WeakSet()
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_no_more_items_and_results_are_held_than_may_be_in_flight(engine: Engine, ordered: bool) -> None:
-    """With the garbage collector off: what has been answered is let go of at once."""
+def test_only_as_many_items_and_results_are_in_memory_as_may_be_in_flight(engine: Engine, ordered: bool) -> None:
+    """With the garbage collector off: a result is released as soon as it is yielded."""
 
     def items() -> Iterator[dict[str, object]]:
         for number in range(3000):
@@ -199,7 +199,7 @@ class Broken(Exception):
     pass
 
 
-def test_what_the_iterable_raises_is_raised_and_the_rest_aborted() -> None:
+def test_an_error_of_the_iterable_is_raised_and_the_rest_aborted() -> None:
     def items() -> Iterator[str]:
         yield "one"
         yield "two"
@@ -244,8 +244,8 @@ def test_a_shut_down_engine_ends_the_iteration() -> None:
         engine.batch(["a"])
 
 
-def test_prompts_that_begin_alike_are_asked_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    # All are read before the first is asked, however busy the machine is.
+def test_prompts_that_share_a_prefix_are_sent_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All are read before the first is sent, however busy the machine is.
     monkeypatch.setattr("sglang_jax.engine.item_stream.GATHER_SECONDS", 60.0)
     prompts = [f"group {group} item {item}" for group in range(8) for item in range(8)]
     random.Random(1).shuffle(prompts)
@@ -258,7 +258,7 @@ def test_prompts_that_begin_alike_are_asked_together(engine: Engine, monkeypatch
 
 
 def test_a_slow_iterable_is_not_waited_for() -> None:
-    """Each item is answered before the next one is there."""
+    """Each item is answered before the next one is available."""
     with Engine(model_path="echo", launch=launch) as engine:
         answered: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The window gives neighbours one after the other, to one taker or several, and loses nothing."""
+"""The window yields items with a common key one after the other, to one taker or several, and loses none."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_runs_are_twice_as_long_as_the_window() -> None:
     assert 190 < len(arrivals) / (falls + 1) < 210
 
 
-def test_bytes_bound_the_window_and_a_large_item_comes_in_alone() -> None:
+def test_bytes_bound_the_window_and_a_large_item_enters_by_itself() -> None:
     window: Lookahead[str] = Lookahead(100, 10)
     assert not window.full
     window.push("large", key=b"", number=0, size=50)
@@ -65,7 +65,7 @@ def test_bytes_bound_the_window_and_a_large_item_comes_in_alone() -> None:
 
 
 def splits(taken: list[tuple[int, int]], arrivals: list[bytes]) -> int:
-    """How often a taker began with a group: each time it computes the group's prefix."""
+    """How often a taker started a group: each time it computes the group's prefix."""
     begun = 0
     for taker in {taker for taker, _ in taken}:
         groups = [arrivals[number][:5] for one, number in taken if one == taker]
@@ -79,7 +79,7 @@ def test_a_group_goes_to_one_taker(takers: int) -> None:
     arrivals = [b"%05d %05d" % (group, choice.randrange(10**5)) for group in range(100) for _ in range(20)]
     choice.shuffle(arrivals)
     taken = drain(Lookahead(10_000, 10**7), arrivals, takers)
-    # At the end takers share groups, as they have nothing else left to do. Side by side each would begin all of them.
+    # At the end takers share groups, as nothing else is left to do. In parallel each would start all of them.
     assert splits(taken, arrivals) <= 100 + 5 * (takers - 1)
     shares = [sum(taker == one for one, _ in taken) for taker in range(takers)]
     assert max(shares) - min(shares) <= 1
@@ -91,7 +91,7 @@ def test_takers_that_share_one_group_are_all_served() -> None:
     assert len(taken) == 100
 
 
-def test_what_belonged_to_one_that_is_gone_is_anybodys() -> None:
+def test_groups_of_a_lost_taker_are_free_for_the_others() -> None:
     window: Lookahead[int] = Lookahead(100, 10**6)
     for number, key in enumerate([b"aa1", b"aa2", b"aa3", b"bb1", b"bb2"]):
         window.push(number, key=key, number=number, size=1)

@@ -1,4 +1,4 @@
-"""Scripts that start an engine in a process of its own, with and without the guard that multiprocessing needs."""
+"""Scripts that start an engine in its own process, with and without the guard that multiprocessing needs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_file(folder: Path, body: str, *options: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("body", ["generate()", "generate(1)", "asyncio.run(serve())"])
-def test_a_script_without_the_guard_is_told_so_once(body: str, tmp_path: Path) -> None:
+def test_a_script_without_the_guard_gets_one_error_about_it(body: str, tmp_path: Path) -> None:
     done = run_file(tmp_path, body)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("Traceback") == 1, done.stderr
@@ -65,8 +65,8 @@ def test_a_script_without_the_guard_is_told_so_once(body: str, tmp_path: Path) -
     assert 'if __name__ == "__main__":\n' in last
 
 
-def test_a_process_that_the_script_itself_spawned_is_told_so_too(tmp_path: Path) -> None:
-    """It runs the script once more for its own sake; nobody is there to speak for it."""
+def test_a_process_that_the_script_itself_spawned_gets_the_error_too(tmp_path: Path) -> None:
+    """It runs the script once more by itself, and no other process reports the error."""
     lines = run_file(tmp_path, 'if __name__ != "__main__":\n    attempt()\n' + OWN_CHILD).stdout.splitlines()
     assert lines[0].startswith("ConfigError this script needs a guard: ")
 
@@ -80,12 +80,12 @@ def test_a_script_with_the_guard_generates(options: list[str], tmp_path: Path) -
     assert (done.returncode, done.stdout.splitlines()[:1]) == (0, ["abc"]), done.stderr
 
 
-def test_a_spawned_process_may_have_an_engine_once_it_is_set_up(tmp_path: Path) -> None:
+def test_a_spawned_process_may_start_an_engine_after_its_imports(tmp_path: Path) -> None:
     done = run_file(tmp_path, OWN_CHILD.replace("target=print", "target=generate"))
     assert (done.returncode, done.stdout) == (0, "abc\n"), done.stderr
 
 
-def test_a_script_from_standard_input_cannot_be_run_once_more() -> None:
+def test_a_script_from_standard_input_cannot_start_an_engine_process() -> None:
     done = run(["-"], HEAD + "generate()")
     assert done.stderr.splitlines()[-1].endswith(
         "and this one has no file (<stdin>): write it to a file, or use one engine in this process"
@@ -93,6 +93,6 @@ def test_a_script_from_standard_input_cannot_be_run_once_more() -> None:
 
 
 def test_a_command_line_needs_no_guard() -> None:
-    """Nothing of it is run once more."""
+    """Nothing of it is run again."""
     done = run(["-c", HEAD + "generate()"])
     assert (done.returncode, done.stdout) == (0, "abc\n"), done.stderr

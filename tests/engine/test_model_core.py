@@ -31,7 +31,7 @@ from sglang_jax.runner.protocol import Runner
 
 
 class WarmRunner(FakeRunner):
-    """Counts what is asked of it at the start and at the end."""
+    """Counts its calls at the start and at the end."""
 
     warm_ups = 0
     closed = 0
@@ -74,7 +74,7 @@ def test_engine_over_a_checkpoint(folder: Path) -> None:
     assert (WarmRunner.warm_ups, WarmRunner.closed) == (1, 1)
 
 
-def test_the_warm_up_has_a_bar_on_a_terminal(
+def test_the_warm_up_shows_a_progress_bar_on_a_terminal(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
@@ -83,7 +83,7 @@ def test_the_warm_up_has_a_bar_on_a_terminal(
     assert "3/3" in capsys.readouterr().err
 
 
-def test_the_warm_up_has_lines_of_the_log_elsewhere(
+def test_the_warm_up_writes_log_lines_elsewhere(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -116,7 +116,7 @@ def test_the_warm_up_has_lines_of_the_log_elsewhere(
     assert capsys.readouterr().err.count("\r") == 0
 
 
-def test_a_long_load_says_that_it_goes_on(
+def test_a_long_load_logs_that_it_continues(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -193,22 +193,22 @@ def test_sampling_defaults_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogC
 
 def test_sampling_defaults_may_be_turned_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    folder = make_recommending_checkpoint(tmp_path, temperature=-1.0)  # and are then not even looked at
+    folder = make_recommending_checkpoint(tmp_path, temperature=-1.0)  # and are then not even read
     with recorded_sampling() as seen, Engine(model_path=str(folder), sampling_defaults="openai") as engine:
         engine.generate("hello")
     assert values_of(seen[0]) == NEUTRAL
     assert not [line for line in caplog.messages if line.startswith("Sampling defaults")]
 
 
-def test_a_default_that_no_request_could_have_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_sampling_default_is_refused(tmp_path: Path) -> None:
     folder = make_recommending_checkpoint(tmp_path, top_p=1.5)
     with recorded_sampling(), pytest.raises(CheckpointError, match=r"top_p must be in \(0, 1\], got 1\.5; --sampling"):
         Engine(model_path=str(folder))
 
 
 @pytest.mark.parametrize("within", ["", "snapshots"], ids=["empty", "a level too high"])
-def test_a_folder_without_a_checkpoint_is_called_that(folder: Path, within: str) -> None:
-    """And not one without a tokenizer, which is looked for first."""
+def test_the_error_for_a_folder_without_a_checkpoint_says_so(folder: Path, within: str) -> None:
+    """And does not complain about the tokenizer, which is searched first."""
     wrong = folder / "models"
     (wrong / within).mkdir(parents=True)
     with pytest.raises(CheckpointError, match=f"^the folder {wrong} holds no checkpoint: neither config.json"):
@@ -217,7 +217,7 @@ def test_a_folder_without_a_checkpoint_is_called_that(folder: Path, within: str)
         Engine(model_path=str(wrong))
 
 
-def test_a_tokenizer_of_its_own_needs_no_checkpoint(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_separate_tokenizer_needs_no_checkpoint(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     alone = tmp_path_factory.mktemp("alone")
     with pytest.raises(CheckpointError, match=f"^the folder {alone} has no tokenizer.json"):
         model_core.load_text_tokenizer(EngineConfig(model_path=str(folder), tokenizer_path=str(alone)))

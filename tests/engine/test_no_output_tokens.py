@@ -1,4 +1,4 @@
-"""Requests for no output tokens: the prompt is computed, its logprobs are told, and that is all."""
+"""Requests for no output tokens: the prompt is computed and its logprobs are published, and nothing else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LENGTH = FinishReason(FinishKind.LENGTH)
 FAKE_CONTEXT = 128
 
 
-def test_none_is_a_number_of_tokens() -> None:
+def test_zero_is_a_valid_number_of_tokens() -> None:
     assert SamplingParams(max_new_tokens=0, min_new_tokens=0).max_new_tokens == 0
     with pytest.raises(ParameterError, match=r"max_new_tokens must be an integer in \[0, 2147483647\], got -1"):
         SamplingParams(max_new_tokens=-1)
@@ -44,7 +44,7 @@ def test_none_is_a_number_of_tokens() -> None:
         SamplingParams(max_new_tokens=0, min_new_tokens=1)
 
 
-def test_a_prompt_alone_may_fill_the_context() -> None:
+def test_a_prompt_without_output_may_fill_the_context() -> None:
     alone = GenerateInput(prompt="a", sampling=NONE)
     validation.check_length(alone, CONTEXT_LENGTH, CONTEXT_LENGTH)
     with pytest.raises(PromptTooLongError, match=f"{CONTEXT_LENGTH + 1} tokens; the limit is {CONTEXT_LENGTH},"):
@@ -56,7 +56,7 @@ def test_a_prompt_alone_may_fill_the_context() -> None:
 
 
 @pytest.mark.parametrize("room", [0, 10])
-def test_none_stays_none_whatever_room_there_is(room: int) -> None:
+def test_zero_tokens_stay_zero_for_any_room(room: int) -> None:
     each = validation.expand(SamplingParams(max_new_tokens=0, n=2), room)
     assert [one.max_new_tokens for one in each] == [0, 0]
 
@@ -94,7 +94,7 @@ def check_empty(output: GenerateOutput, prompt_tokens: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stop", [(), ("x",)])
-async def test_one_output_that_is_empty(echo: EngineClient, stream: bool, stop: tuple[str, ...]) -> None:
+async def test_there_is_one_empty_output(echo: EngineClient, stream: bool, stop: tuple[str, ...]) -> None:
     sampling = SamplingParams(max_new_tokens=0, stop=stop)
     request = GenerateInput(prompt="ABC", sampling=sampling, stream=stream, return_logprob=True, logprob_start_len=1)
     [output] = await collect(echo, request)
@@ -139,7 +139,7 @@ def test_engine_in_a_script() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_over_the_scheduler(replicas: int, stream: bool) -> None:
-    """Prompts of up to the whole context, beside others that are continued, and again once they are cached."""
+    """Prompts of up to the whole context, together with requests that generate, and again once they are cached."""
     config = EngineConfig(page_size=4, max_total_tokens=512, chunked_prefill_size=16)
     client = await fake_replicas(replicas, LoadBalanceMethod.ROUND_ROBIN, config)
     oracle = Oracle(FAKE_VOCAB_SIZE)

@@ -40,7 +40,7 @@ def logprob(token_id: int) -> WireLogprob:
     return WireLogprob(token_id, -float(token_id), [], [])
 
 
-def test_what_was_sampled_after_a_stop_string_is_dropped() -> None:
+def test_tokens_sampled_after_a_stop_string_are_dropped() -> None:
     """A step may publish the tokens of two."""
     each = completion(stop=("b",))
     for token_id in (97, 98, 99):
@@ -52,8 +52,9 @@ def test_what_was_sampled_after_a_stop_string_is_dropped() -> None:
     assert each.delivered
 
 
-async def test_a_late_reader_of_a_stream_is_given_pieces() -> None:
-    """Thousands of tokens with twenty alternatives each, at once, held the event loop for a quarter of a second."""
+async def test_a_late_reader_of_a_stream_gets_it_in_pieces() -> None:
+    """Regression: thousands of tokens with twenty alternatives each, at once, blocked the event loop for a quarter of a
+    second."""
     request = GenerateInput(prompt=[1, 2, 3], stream=True, return_logprob=True, top_logprobs_num=20)
     outputs = RequestOutputs(request)
     one = Completion(outputs, index=0, prompt_tokens=3, text=OutputText(ByteDecoder(), (), frozenset({0})))
@@ -79,7 +80,7 @@ async def test_a_late_reader_of_a_stream_is_given_pieces() -> None:
     assert one.unread_bytes == 0
 
 
-async def test_others_have_a_turn_between_pieces() -> None:
+async def test_other_tasks_run_between_pieces() -> None:
     request = GenerateInput(prompt=[1], stream=True, return_logprob=True)
     outputs = RequestOutputs(request)
     one = Completion(outputs, index=0, prompt_tokens=1, text=OutputText(ByteDecoder(), (), frozenset({0})))
@@ -103,8 +104,9 @@ async def test_others_have_a_turn_between_pieces() -> None:
     assert seen == ["piece", "other", "piece", "other", "piece"]
 
 
-async def test_streams_that_nobody_reads_have_a_size_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one for which most waits is ended; the others go on. What does not stream waits for its end."""
+async def test_unread_streams_have_a_total_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream with the most unread output is ended; the others continue. Requests that do not stream are not
+    counted."""
     monkeypatch.setattr(core_link, "UNREAD_SECONDS", 0.0)
     core = ScriptedCore()
     client = core.client(max_unread_bytes=100_000)
@@ -147,8 +149,8 @@ async def test_streams_that_nobody_reads_have_a_size_together(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("drafting", [True, False])
-async def test_a_stop_string_ends_an_output_with_what_came_of_its_guesses(drafting: bool) -> None:
-    """The core has no last word on it, in which it says so of others."""
+async def test_an_output_ended_by_a_stop_string_has_its_draft_counts(drafting: bool) -> None:
+    """The core's final message, which usually carries them, is missing here."""
     core = ScriptedCore()
     client = core.client()
     sampling = SamplingParams(max_new_tokens=9, stop=("d",))
@@ -172,8 +174,8 @@ async def test_a_stop_string_ends_an_output_with_what_came_of_its_guesses(drafti
 
 
 @pytest.mark.parametrize("kind", ["abort", "length"])
-async def test_the_core_says_what_ended_an_output_that_was_aborted_and_then_met_a_stop_string(kind: str) -> None:
-    """It has the word on whether a turn of a session counts, and may have ended it before it heard of the abort."""
+async def test_the_core_decides_how_an_aborted_output_with_a_stop_string_ended(kind: str) -> None:
+    """The core decides whether a turn of a session counts, and may have ended it before the abort arrived."""
     core = ScriptedCore()
     client = core.client()
     sampling = SamplingParams(max_new_tokens=3, stop=("b",))
@@ -206,7 +208,7 @@ async def test_the_core_says_what_ended_an_output_that_was_aborted_and_then_met_
     await client.close()
 
 
-def test_no_logprob_is_dropped_or_said_twice_where_some_were_taken_before() -> None:
+def test_no_logprob_is_lost_or_repeated_when_some_were_read_before() -> None:
     each = completion(stop=("c",))
     each.add_logprob(logprob(97))
     each.push(97)
@@ -217,7 +219,7 @@ def test_no_logprob_is_dropped_or_said_twice_where_some_were_taken_before() -> N
     assert [entry.token_id for entry in each.take().logprobs] == [98, 99]
 
 
-def test_deltas_say_everything_once() -> None:
+def test_deltas_hold_everything_once() -> None:
     each = completion()
     each.add_prompt_logprobs([logprob(1)])
     each.push(97)
@@ -231,7 +233,7 @@ def test_deltas_say_everything_once() -> None:
     assert [len(delta.prompt_logprobs or []) for delta in (first, second)] == [1, 0]
 
 
-def test_what_was_taken_is_forgotten() -> None:
+def test_tokens_that_were_read_are_forgotten() -> None:
     each = completion(stop=("never",))
     tracemalloc.start()
     sizes = []
@@ -245,8 +247,8 @@ def test_what_was_taken_is_forgotten() -> None:
     assert sizes[1] - sizes[0] < 2000  # a byte for each token would be too much
 
 
-def test_logprobs_that_wait_for_a_slow_reader_are_small_and_say_all() -> None:
-    """A client may let thousands of tokens wait, with twenty alternatives each."""
+def test_unread_logprobs_are_stored_compactly_and_completely() -> None:
+    """A client may leave thousands of tokens unread, with twenty alternatives each."""
     each = completion()
     alternatives = [(-number / 7 - 0.1, 1000 + number) for number in range(20)]
     tracemalloc.start()
@@ -264,8 +266,8 @@ def test_logprobs_that_wait_for_a_slow_reader_are_small_and_say_all() -> None:
 
 
 @pytest.mark.parametrize("of", ["prompt", "output"])
-def test_logprobs_of_an_answer_in_one_piece_are_small_until_they_are_looked_at(of: str) -> None:
-    """An answer of many prompts has those of all until the last has ended: as tuples each took 2.4 kB."""
+def test_logprobs_of_a_complete_answer_are_stored_compactly_until_they_are_read(of: str) -> None:
+    """An answer for many prompts holds those of all until the last has ended: as tuples each took 2.4 kB."""
     ids, logprobs = list(range(1000, 1020)), [-number / 7 - 0.1 for number in range(20)]
     wire = [WireLogprob(position % 128, -0.3, ids, logprobs) for position in range(2000)]
     tracemalloc.start()
@@ -292,7 +294,7 @@ def test_logprobs_of_an_answer_in_one_piece_are_small_until_they_are_looked_at(o
     assert found != list(found)[1:]
 
 
-def test_outputs_put_together_earlier_stay_as_they_were() -> None:
+def test_outputs_built_earlier_do_not_change() -> None:
     each, outputs = completion(), CumulativeOutputs("r", first_index=5)
     each.push(97)
     first = outputs.add(each.take())
@@ -302,8 +304,8 @@ def test_outputs_put_together_earlier_stay_as_they_were() -> None:
     assert (second.text, second.delta_text, second.output_ids, second.delta_ids) == ("ab", "b", [97, 98], [98])
 
 
-def test_the_end_tells_when_the_first_and_the_last_token_came() -> None:
-    """By the core, or here where a stop string ends the output and the core says no more of it."""
+def test_the_final_output_has_the_times_of_the_first_and_last_token() -> None:
+    """From the core, or from the client where a stop string ends the output and the core sends nothing more."""
     stopped, before = completion(stop=("b",)), time.monotonic()
     stopped.push(97)
     assert stopped.take().sampled is None
@@ -319,7 +321,7 @@ def test_the_end_tells_when_the_first_and_the_last_token_came() -> None:
 
 
 def grown(tokens: int = 6) -> tuple[CumulativeOutputs, list[GenerateOutput]]:
-    """Outputs of a stream, a token each, none of which was read."""
+    """Outputs of a stream, one token each, of which none was read."""
     each, outputs = completion(), CumulativeOutputs("r")
     found = []
     for token in range(tokens):
@@ -330,7 +332,7 @@ def grown(tokens: int = 6) -> tuple[CumulativeOutputs, list[GenerateOutput]]:
 
 
 @pytest.mark.parametrize("order", [range(6), range(5, -1, -1), (2, 5, 0, 4, 1, 3)], ids=["first", "last", "mixed"])
-def test_each_output_of_a_stream_has_its_own_part_whenever_it_is_read(order: Sequence[int]) -> None:
+def test_each_output_of_a_stream_keeps_its_own_part_until_it_is_read(order: Sequence[int]) -> None:
     outputs, found = grown()
     for place in order:
         output, count = found[place], place + 1
@@ -340,7 +342,7 @@ def test_each_output_of_a_stream_has_its_own_part_whenever_it_is_read(order: Seq
     assert outputs.add(OutputDelta(**DELTA)).text == "abcdefx"
 
 
-def test_what_a_caller_does_to_an_outputs_lists_stays_there() -> None:
+def test_changes_of_an_outputs_lists_do_not_affect_others() -> None:
     _, found = grown()
     found[2].output_ids.append(1)
     found[2].logprobs.clear()
@@ -350,14 +352,14 @@ def test_what_a_caller_does_to_an_outputs_lists_stays_there() -> None:
     assert len(found[3].logprobs) == 4
 
 
-def test_an_output_that_nobody_reads_is_not_put_together() -> None:
-    """Copies of all so far for each token: 45 us each at 32k tokens of output."""
+def test_an_unread_output_is_not_built() -> None:
+    """Regression: each token copied all tokens so far: 45 us each at 32k tokens of output."""
     outputs, _ = grown(1)
     tracemalloc.start()
     kept = [outputs.add(OutputDelta(**DELTA)) for _ in range(2000)]
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert size / len(kept) < 500  # all so far would be 8 kB of ids on an average
+    assert size / len(kept) < 500  # copies of all tokens so far would be 8 kB of ids on average
     assert len(kept[-1].output_ids) == 2001
 
 
@@ -398,7 +400,7 @@ def test_an_output_of_a_stream_is_a_dataclass_like_any_other(
         found[2].outputs_ids  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_outputs_are_read_in_one_thread_while_another_adds() -> None:
+def test_outputs_may_be_read_in_one_thread_while_another_adds_tokens() -> None:
     outputs, found = grown(1)
     wrong: list[int] = []
 
@@ -420,7 +422,7 @@ def test_outputs_are_read_in_one_thread_while_another_adds() -> None:
     assert not wrong
 
 
-def test_stop_string_in_what_was_held_back_wins_over_the_length() -> None:
+def test_a_stop_string_in_held_back_text_wins_over_the_length() -> None:
     each = completion(stop=("\N{REPLACEMENT CHARACTER}",))
     tokens = np.frombuffer("a€".encode()[:2], np.uint8).astype("<i4").tobytes()
     each.end(Finished(1, "length", None, 2, tokens, 0))
@@ -441,14 +443,15 @@ def test_stop_string_in_what_was_held_back_wins_over_the_length() -> None:
         RequestError("m"),
     ],
 )
-def test_errors_of_the_scheduler_arrive_as_they_were_raised(error: RequestError) -> None:
+def test_errors_of_the_scheduler_keep_their_type_and_message(error: RequestError) -> None:
     got = request_error(WireError(type(error).__name__, error.message, error.param, error.code))
     assert type(got) is type(error)
     assert (got.message, got.param, got.code, got.status) == (error.message, error.param, error.code, error.status)
 
 
-async def test_an_error_that_ended_a_request_keeps_nothing_of_it() -> None:
-    """It knows from where it was raised: a megabyte of a stream that nobody read stayed until the collector came."""
+async def test_an_error_that_ended_a_request_keeps_no_reference_to_its_output() -> None:
+    """Its traceback refers to the frame that raised it. Regression: a megabyte of an unread stream stayed until the
+    garbage collector ran."""
     gc.disable()
     try:
         outputs = RequestOutputs(GenerateInput(prompt=[1, 2, 3], stream=True))
@@ -482,8 +485,8 @@ def with_prompt_logprobs(n: int) -> tuple[RequestOutputs, list[Completion]]:
     return outputs, each
 
 
-async def test_the_logprobs_of_a_prompt_wait_until_all_completions_have_begun() -> None:
-    """They were not counted as unread, and were kept for as long as the request ran."""
+async def test_the_logprobs_of_a_prompt_are_kept_until_all_completions_have_started() -> None:
+    """Regression: they were not counted as unread, and were kept for as long as the request ran."""
     outputs, each = with_prompt_logprobs(2)
     assert outputs.unread_bytes > 100 * 20 * 12
     for completion in each:
@@ -496,21 +499,21 @@ async def test_the_logprobs_of_a_prompt_wait_until_all_completions_have_begun() 
     del delta
     assert outputs.prompt_logprobs is None
     assert kept() is None
-    each[0].add_prompt_logprobs([logprob(1)])  # of a prompt that was aborted on the way
+    each[0].add_prompt_logprobs([logprob(1)])  # of a prompt that was aborted before its end
     assert outputs.unread_bytes == 0
     each[0].push(98)
     assert [delta.prompt_logprobs for delta in await outputs.take()] == [None]
 
 
-def test_a_stream_that_is_given_up_keeps_no_logprobs_of_its_prompt() -> None:
+def test_an_abandoned_stream_keeps_no_logprobs_of_its_prompt() -> None:
     outputs, _ = with_prompt_logprobs(1)
     outputs.give_up(errors.UnreadError("unread"))
     assert outputs.prompt_logprobs is None
     assert outputs.unread_bytes == 0
 
 
-async def test_a_client_that_is_slow_to_come_back_leaves_nothing_with_the_engine() -> None:
-    """What it was given last was kept until it asked again: megabytes, if it was a prompt's logprobs."""
+async def test_the_engine_keeps_no_output_that_a_slow_client_has_already_got() -> None:
+    """Regression: its last output was kept until it asked for more: megabytes, with a prompt's logprobs."""
     core = ScriptedCore()
     client = core.client()
     request = GenerateInput(prompt=[1, 2], stream=True, return_logprob=True, logprob_start_len=0)
@@ -524,7 +527,7 @@ async def test_a_client_that_is_slow_to_come_back_leaves_nothing_with_the_engine
     core.deliver(StepOutputs(ids=ids, tokens=tokens, prompt_logprobs=prompt, logprobs=[(wire_id, logprob(97))]))
     kept = weakref.ref((await first).prompt_logprobs or [])
     del first
-    await asyncio.sleep(0)  # the task's own turn ends
+    await asyncio.sleep(0)  # the task's step ends
     assert kept() is None
     await stream.aclose()
     await client.close()

@@ -1,4 +1,4 @@
-"""Which devices each replica gets, on machines made of files."""
+"""Which devices each replica gets, on machines simulated by files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_jax.runner import this_machine
 
 
 class Machine:
-    """A machine that has what it is given, and no accelerator before."""
+    """A machine with the devices it is given, and without accelerators at first."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._devices, self._pci, self._cpus = folder / "dev", folder / "pci", folder / "cpu"
@@ -73,7 +73,7 @@ def test_cores_are_divided_evenly_and_completely(machine: Machine) -> None:
 
 
 def test_threads_of_a_core_and_cores_of_a_socket_stay_together(machine: Machine) -> None:
-    # As Linux counts two sockets of two cores of two threads each.
+    # Numbered as Linux does it for two sockets of two cores with two threads each.
     machine.cpus({number: (number // 2 % 2, number % 2) for number in range(8)})
     assert [one.cores for one in places(2)] == [(0, 4, 1, 5), (2, 6, 3, 7)]
     assert [one.cores for one in places(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -98,7 +98,7 @@ def test_replicas_on_a_cpu_share_its_memory(machine: Machine) -> None:
     assert {(one.dp_size, one.device) for one in options} == {(1, Device.CPU)}
 
 
-def test_gpus_go_by_number_and_memory_is_their_own(machine: Machine) -> None:
+def test_gpus_are_assigned_by_number_each_with_its_own_memory(machine: Machine) -> None:
     machine.gpus(4)
     config = EngineConfig(tp_size=2, mem_fraction_static=0.8)
     placements = place_replicas(config, 2)
@@ -124,7 +124,7 @@ def test_more_replicas_than_gpus_are_refused(machine: Machine) -> None:
         places(4, tp_size=2)
 
 
-def test_a_cpu_that_is_asked_for_beside_gpus(machine: Machine) -> None:
+def test_a_cpu_may_be_requested_on_a_machine_with_gpus(machine: Machine) -> None:
     machine.gpus(4)
     machine.cpus({0: (0, 0), 1: (0, 1)})
     assert [one.cores for one in places(2, device="cpu")] == [(0,), (1,)]
@@ -138,7 +138,7 @@ def test_a_cpu_that_is_asked_for_beside_gpus(machine: Machine) -> None:
         (2, 4, ["0,1,2,3", "4,5,6,7"], "2,2,1"),
     ],
 )
-def test_tpu_chips_are_slices_of_their_own(
+def test_tpu_chips_are_separate_slices(
     machine: Machine, count: int, tp_size: int, chips: list[str], bounds: str
 ) -> None:
     machine.chips(8, "0x006f")
@@ -192,7 +192,7 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
-def test_applied_before_a_backend_it_holds_for_all_of_its_threads(backend: str) -> None:
+def test_a_placement_applied_before_a_backend_holds_for_all_of_its_threads(backend: str) -> None:
     core = max(os.sched_getaffinity(0))
     script = SCRIPT.replace("CORE", str(core)).replace("BACKEND", BACKENDS[backend])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

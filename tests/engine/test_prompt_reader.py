@@ -1,4 +1,4 @@
-"""Large texts are counted before they are tokenized, and tokenized one at a time."""
+"""Large texts are estimated before they are tokenized, and tokenized one at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sglang_jax.engine.prompt_reader import CUT_TOKENS, LARGE_TEXT, PromptReader
 from sglang_jax.errors import ParameterError, PromptTooLongError
 
 LIMIT = 3 * LARGE_TEXT
-"""Tokens, which are characters here."""
+"""Limit in tokens, which are characters here."""
 
 
 class NotingTokenizer(ByteTokenizer):
-    """Notes how long the texts were, and how many it had at once."""
+    """Records the lengths of texts, and how many it had at once."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -38,7 +38,7 @@ class NotingTokenizer(ByteTokenizer):
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
-async def test_a_text_that_is_surely_too_long_is_never_tokenized_whole() -> None:
+async def test_a_text_that_is_certainly_too_long_is_never_tokenized_as_a_whole() -> None:
     tokenizer = NotingTokenizer()
     reader = PromptReader(tokenizer)
     text = "a" * (20 * LARGE_TEXT)
@@ -49,8 +49,8 @@ async def test_a_text_that_is_surely_too_long_is_never_tokenized_whole() -> None
     reader.close()
 
 
-async def test_what_may_fit_is_tokenized_whole() -> None:
-    """Its parts may have more tokens than the whole: the caller counts those of the whole."""
+async def test_a_text_that_may_fit_is_tokenized_as_a_whole() -> None:
+    """Its parts may have more tokens than the whole: the caller counts the tokens of the whole."""
     tokenizer = NotingTokenizer()
     reader = PromptReader(tokenizer)
     text = "a" * (LIMIT + 3 * CUT_TOKENS)
@@ -71,7 +71,7 @@ async def test_large_texts_wait_for_each_other_and_others_do_not() -> None:
     reader.close()
 
 
-async def test_what_is_wrong_with_a_text_is_said_of_the_whole() -> None:
+async def test_errors_in_a_text_refer_to_the_whole() -> None:
     reader = PromptReader(NotingTokenizer())
     text = "a" * (2 * LARGE_TEXT) + "\ud800"
     with pytest.raises(ParameterError, match=f"position {2 * LARGE_TEXT}"):

@@ -1,4 +1,4 @@
-"""Replicas: started, lost, started again, drained, given up."""
+"""Replicas: started, lost, restarted, drained, given up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AT_ONCE = Backoff(first=0.0, most=0.0)
 
 
 class ScriptedEngine:
-    """Ends when it is told to."""
+    """Ends when the test says so."""
 
     def __init__(self) -> None:
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -53,7 +53,7 @@ class ScriptedEngine:
 
 
 class Starts:
-    """A `start` that fails as often as it is told to, and keeps what it started."""
+    """A `start` that fails a given number of times, and keeps the engines that it started."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
@@ -98,7 +98,7 @@ async def test_a_lost_engine_is_replaced() -> None:
     assert replica.state is STOPPED
 
 
-async def test_first_start_that_fails_is_told() -> None:
+async def test_a_failed_first_start_is_reported() -> None:
     starts = Starts(CheckpointError("no checkpoint at 'x'"))
     replica, _ = watched(starts)
     with pytest.raises(CheckpointError, match="no checkpoint"):
@@ -140,7 +140,7 @@ async def test_given_up_after_too_many_failed_starts() -> None:
         (0, 0.0, 0, 1),
         (2, 0.0, 0, 3),  # each dies at once
         (2, 0.0, 1, 2),  # a start that fails counts as well
-        (2, 100.0, 0, 6),  # each lasts: there is no end of it
+        (2, 100.0, 0, 6),  # each lasts: restarts never run out
     ],
 )
 async def test_given_up_after_too_many_restarts(max_restarts: int, lived: float, fails: int, engines: int) -> None:
@@ -166,7 +166,7 @@ async def test_given_up_after_too_many_restarts(max_restarts: int, lived: float,
     await replica.close()
 
 
-async def test_drains_are_no_failures() -> None:
+async def test_drains_do_not_count_as_failures() -> None:
     starts = Starts()
     replica, _ = watched(starts, Backoff(first=0.0, most=0.0, max_restarts=1))
     await replica.start()
@@ -180,7 +180,7 @@ async def test_drains_are_no_failures() -> None:
 
 
 class StuckEngine(ScriptedEngine):
-    """Never finishes what it has."""
+    """Never finishes its requests."""
 
     async def close(self, *, drain: bool = False) -> None:
         if drain:
@@ -189,7 +189,7 @@ class StuckEngine(ScriptedEngine):
         await super().close()
 
 
-async def test_a_drain_has_an_end() -> None:
+async def test_a_drain_has_a_time_limit() -> None:
     engines: list[ScriptedEngine] = []
 
     async def start() -> ScriptedEngine:
@@ -204,7 +204,7 @@ async def test_a_drain_has_an_end() -> None:
     await replica.close()
 
 
-async def test_an_error_that_nobody_thought_of_ends_the_replica(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_error_ends_the_replica(caplog: pytest.LogCaptureFixture) -> None:
     starts = Starts()
     replica, _ = watched(starts)
     await replica.start()
@@ -233,7 +233,7 @@ async def test_drain_lets_the_engine_finish_and_starts_another() -> None:
         await replica.drain()
 
 
-async def test_drain_says_that_no_engine_could_be_started() -> None:
+async def test_a_drain_reports_that_no_engine_could_be_started() -> None:
     starts = Starts()
     replica, _ = watched(starts, Backoff(first=0.0, most=0.0, give_up=1))
     await replica.start()
@@ -260,7 +260,7 @@ async def test_closed_while_it_starts_again() -> None:
     assert len(starts.engines) == 1
 
 
-async def test_start_later_waits_for_nobody() -> None:
+async def test_start_later_does_not_wait() -> None:
     starts = Starts(EngineDeadError("connection refused"))
     replica, states = watched(starts, Backoff(first=0.0, most=0.0, give_up=None))
     replica.start_later()
@@ -276,7 +276,7 @@ def test_delays_double_up_to_a_limit() -> None:
 
 
 @pytest.mark.parametrize(("lived", "delays"), [(0.0, [0.0, 1.0, 2.0]), (100.0, [0.0, 0.0, 0.0])])
-async def test_only_engines_that_die_young_are_waited_for(lived: float, delays: list[float]) -> None:
+async def test_only_engines_that_die_early_delay_the_restart(lived: float, delays: list[float]) -> None:
     clock, slept = [0.0], []
 
     async def sleep(seconds: float) -> None:
@@ -331,7 +331,7 @@ async def echoes() -> AsyncIterator[list[Replica[AsyncEngineClient]]]:
     await close_replicas(replicas)
 
 
-async def test_processes_have_cores_of_their_own_and_come_back(echoes: list[Replica[AsyncEngineClient]]) -> None:
+async def test_processes_have_separate_cores_and_are_restarted(echoes: list[Replica[AsyncEngineClient]]) -> None:
     pids = [await pid_of(replica.client) for replica in echoes]
     affinities = [os.sched_getaffinity(pid) for pid in pids]
     assert set().union(*affinities) == os.sched_getaffinity(0)
@@ -349,7 +349,7 @@ async def test_processes_have_cores_of_their_own_and_come_back(echoes: list[Repl
     assert all(replica.restarts == 0 for replica in echoes[1:])
 
 
-async def test_drained_process_finishes_what_it_has(echoes: list[Replica[AsyncEngineClient]]) -> None:
+async def test_a_drained_process_finishes_its_requests(echoes: list[Replica[AsyncEngineClient]]) -> None:
     replica = echoes[0]
     pid = await pid_of(replica.client)
     request = GenerateInput(prompt="a" * 300, sampling=SamplingParams(max_new_tokens=None), stream=True)
@@ -362,7 +362,7 @@ async def test_drained_process_finishes_what_it_has(echoes: list[Replica[AsyncEn
     assert await pid_of(replica.client) != pid
 
 
-async def test_one_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[AsyncEngineClient] = []
 
     async def launch(config: EngineConfig, placement: Placement) -> AsyncEngineClient:

@@ -1,4 +1,4 @@
-"""Replicas that are killed under load: only what they ran fails."""
+"""Replicas that are killed under load: only the requests that they ran fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OUTPUT = 24
 
 @dataclass
 class Tally:
-    """What became of the requests. `failed`: those that failed, by the kill (its number) that came before."""
+    """Outcomes of the requests. `failed`: those that failed, by the number of the last kill before."""
 
     answered: int = 0
     failed: dict[int, int] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Tally:
 
 
 def make_replicas(count: int) -> tuple[EngineConfig, list[Replica[CoreLink]], dict[int, int]]:
-    """Replicas in processes of their own, and the process id of each, which is asked for at every start."""
+    """Replicas in separate processes, and the process id of each, which is looked up at every start."""
     config = EngineConfig(
         model_path="sleep:0.01",
         page_size=4,
@@ -62,7 +62,7 @@ def make_replicas(count: int) -> tuple[EngineConfig, list[Replica[CoreLink]], di
 
 
 async def use(client: AsyncEngineClient, tally: Tally, seed: int, over: asyncio.Event) -> None:
-    """One user: request after request, each answer compared with what must come."""
+    """One user: request after request, each answer compared with the expected one."""
     rng = random.Random(seed)
     oracle = Oracle(FAKE_VOCAB_SIZE)
     while not over.is_set():
@@ -84,7 +84,8 @@ async def use(client: AsyncEngineClient, tally: Tally, seed: int, over: asyncio.
 async def kill_in_turn(
     client: AsyncEngineClient, pids: dict[int, int], tally: Tally, kills: int, seconds: float
 ) -> None:
-    """Kills one replica after the other while requests wait there, `seconds` apart and each user's turn at least."""
+    """Kills the replicas alternately while requests wait there, `seconds` apart and after every user has had at least
+    one answer."""
     for number in range(kills):
         index = number % len(client.loads())
         answered = tally.answered
@@ -114,19 +115,19 @@ async def run(kills: int, seconds: float = 0.0) -> Tally:
     finally:
         await client.close()
     print(tally)
-    # What a replica ran, and no more: its rows.
+    # Only the requests that a replica ran: its rows.
     assert all(number <= ROWS for number in tally.failed.values())
     assert sum(tally.failed.values()) > kills
     return tally
 
 
-async def test_only_what_a_killed_replica_ran_fails() -> None:
+async def test_only_requests_that_a_killed_replica_ran_fail() -> None:
     tally = await run(kills=3)
     assert tally.answered >= 3 * USERS
 
 
-async def test_a_lost_engine_says_what_it_had_begun() -> None:
-    """Also of requests that nothing came back from yet, as they do not stream."""
+async def test_a_lost_engine_reports_which_requests_it_had_started() -> None:
+    """Also of requests without any output yet, as they do not stream."""
     config = EngineConfig(model_path="sleep:0.01", page_size=4, max_running_requests=1)
     client = await launch_sleeping(config, Placement(name="replica 0", device=Device.CPU))
     sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)

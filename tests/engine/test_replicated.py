@@ -1,4 +1,4 @@
-"""Several replicas behind one client: who gets what, and what becomes of it when a replica is lost."""
+"""Several replicas behind one client: which request goes where, and what happens to it when a replica is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 from helpers.engine_fakes import CONTEXT_LENGTH
-from helpers.replica_fakes import ToldLink, ToldReplicas
+from helpers.replica_fakes import ScriptedLink, ScriptedReplicas
 from helpers.whole_outputs import collect
 
 from sglang_jax.config import LoadBalanceMethod
@@ -28,7 +28,7 @@ from sglang_jax.scheduler.messages import ExpertBalance, GroupUsage, SchedulerSt
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Lets other tasks run until something is so."""
+    """Lets other tasks run until the condition holds."""
     for _ in range(10_000):
         if condition():
             return
@@ -41,23 +41,23 @@ def ask(client: AsyncEngineClient, prompt: str = "abc", **fields: object) -> asy
 
 
 @pytest.fixture
-def two() -> ToldReplicas:
-    return ToldReplicas(2)
+def two() -> ScriptedReplicas:
+    return ScriptedReplicas(2)
 
 
 @pytest_asyncio.fixture
-async def client(two: ToldReplicas) -> AsyncIterator[AsyncEngineClient]:
+async def client(two: ScriptedReplicas) -> AsyncIterator[AsyncEngineClient]:
     client = await two.client()
     yield client
     await client.close()
 
 
-def only(engine: ToldLink) -> str:
+def only(engine: ScriptedLink) -> str:
     (name,) = engine.asked
     return name
 
 
-async def test_requests_are_shared_out_and_keep_their_names(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_requests_are_distributed_and_keep_their_names(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     tasks = [ask(client, request_id=f"mine-{number}") for number in range(4)]
     await until(lambda: sum(len(two.engine(index).asked) for index in (0, 1)) == 4)
     assert [load.in_flight for load in client.loads()] == [2, 2]
@@ -69,7 +69,7 @@ async def test_requests_are_shared_out_and_keep_their_names(two: ToldReplicas, c
     assert [load.in_flight for load in client.loads()] == [0, 0]
 
 
-async def test_bad_requests_reach_no_replica(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_bad_requests_reach_no_replica(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     for prompt, error in (("", ParameterError), ([-1], ParameterError), ([1] * CONTEXT_LENGTH, PromptTooLongError)):
         with pytest.raises(error):
             await collect(client, GenerateInput(prompt=prompt))
@@ -82,7 +82,9 @@ async def test_bad_requests_reach_no_replica(two: ToldReplicas, client: AsyncEng
     assert not two.engine(1).asked
 
 
-async def test_what_a_lost_replica_had_not_begun_goes_to_another(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_requests_that_a_lost_replica_had_not_started_go_to_another(
+    two: ScriptedReplicas, client: AsyncEngineClient
+) -> None:
     waiting = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.gates[0].clear()
@@ -92,7 +94,7 @@ async def test_what_a_lost_replica_had_not_begun_goes_to_another(two: ToldReplic
     assert [output.text for output in await waiting] == ["done"]
 
 
-async def test_what_a_lost_replica_ran_fails_cleanly(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_requests_that_a_lost_replica_ran_fail_cleanly(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     running = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).started.add(only(two.engine(0)))
@@ -105,7 +107,7 @@ async def test_what_a_lost_replica_ran_fails_cleanly(two: ToldReplicas, client: 
     assert not two.engine(1).asked
 
 
-async def test_what_has_given_an_output_is_not_begun_again(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_request_with_output_is_not_restarted(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     running = ask(client, sampling=SamplingParams(n=2))
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).answer(only(two.engine(0)), 1)
@@ -115,7 +117,7 @@ async def test_what_has_given_an_output_is_not_begun_again(two: ToldReplicas, cl
         await running
 
 
-async def test_what_kills_replicas_is_given_up(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_request_that_kills_replicas_is_given_up(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     poison = ask(client)
     killed = 0
     while not poison.done():
@@ -130,7 +132,9 @@ async def test_what_kills_replicas_is_given_up(two: ToldReplicas, client: AsyncE
     assert killed == MAX_REROUTES + 1
 
 
-async def test_what_may_have_been_begun_is_tried_once_more(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_request_that_may_have_started_is_tried_once_more(
+    two: ScriptedReplicas, client: AsyncEngineClient
+) -> None:
     unsure = ask(client)
     for index in (0, 1):
         await until(lambda index=index: bool(two.engine(index).asked))
@@ -139,7 +143,7 @@ async def test_what_may_have_been_begun_is_tried_once_more(two: ToldReplicas, cl
         await unsure
 
 
-async def test_requests_wait_while_no_replica_serves(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_requests_wait_while_no_replica_serves(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     for index in (0, 1):
         two.gates[index].clear()
         two.engine(index).die()
@@ -154,7 +158,7 @@ async def test_requests_wait_while_no_replica_serves(two: ToldReplicas, client: 
     assert [output.text for output in await waiting[0]] == ["done"]
 
 
-async def test_few_enough_wait_while_no_replica_serves(two: ToldReplicas) -> None:
+async def test_a_bounded_number_of_requests_wait_while_no_replica_serves(two: ScriptedReplicas) -> None:
     client = await two.client(max_waiting=1)
     for index in (0, 1):
         two.gates[index].clear()
@@ -168,7 +172,7 @@ async def test_few_enough_wait_while_no_replica_serves(two: ToldReplicas) -> Non
         await waiting
 
 
-async def test_no_replica_is_left(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_no_replica_is_left(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     for index in (0, 1):
         two.failures[index] = EngineDeadError("no such device")
         two.engine(index).die()
@@ -177,7 +181,7 @@ async def test_no_replica_is_left(two: ToldReplicas, client: AsyncEngineClient) 
     assert [load.state for load in client.loads()] == [ReplicaState.STOPPED] * 2
 
 
-async def test_a_full_queue_sends_the_request_on(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_full_queue_sends_the_request_on(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     request = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).answer(only(two.engine(0)), error=QueueFullError("8 requests wait"))
@@ -187,7 +191,7 @@ async def test_a_full_queue_sends_the_request_on(two: ToldReplicas, client: Asyn
         await request
 
 
-async def test_other_errors_are_the_requests_own(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_other_errors_end_the_request(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     request = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     two.engine(0).answer(only(two.engine(0)), error=CapacityError("too large"))
@@ -197,7 +201,7 @@ async def test_other_errors_are_the_requests_own(two: ToldReplicas, client: Asyn
     assert not two.engine(1).asked
 
 
-async def test_abort_reaches_the_replica_that_has_the_request(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_abort_reaches_the_replica_that_has_the_request(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     tasks = [ask(client, request_id=name) for name in "ab"]
     await until(lambda: bool(two.engine(0).asked and two.engine(1).asked))
     client.abort("b")
@@ -210,7 +214,9 @@ async def test_abort_reaches_the_replica_that_has_the_request(two: ToldReplicas,
     await asyncio.gather(*tasks)
 
 
-async def test_an_aborted_request_is_not_given_to_another(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_an_aborted_request_is_not_sent_to_another_replica(
+    two: ScriptedReplicas, client: AsyncEngineClient
+) -> None:
     task = ask(client, request_id="a", sampling=SamplingParams(n=2))
     await until(lambda: bool(two.engine(0).asked))
     client.abort("a")
@@ -223,7 +229,7 @@ async def test_an_aborted_request_is_not_given_to_another(two: ToldReplicas, cli
     assert {(output.request_id, output.prompt_tokens) for output in outputs} == {("a", 3)}
 
 
-async def test_leaving_early_ends_the_request_at_its_replica(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_leaving_early_ends_the_request_at_its_replica(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     task = ask(client)
     await until(lambda: bool(two.engine(0).asked))
     task.cancel()
@@ -232,7 +238,9 @@ async def test_leaving_early_ends_the_request_at_its_replica(two: ToldReplicas, 
     assert [load.in_flight for load in client.loads()] == [0, 0]
 
 
-async def test_flush_is_for_all_and_only_when_idle(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_flush_reaches_all_replicas_and_only_when_idle(
+    two: ScriptedReplicas, client: AsyncEngineClient
+) -> None:
     assert await client.flush_cache()
     assert [two.engine(index).flushed for index in (0, 1)] == [1, 1]
     two.engine(1).busy = True
@@ -245,7 +253,7 @@ async def test_flush_is_for_all_and_only_when_idle(two: ToldReplicas, client: As
     await task
 
 
-async def test_states_and_figures_of_all(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_states_and_figures_cover_all_replicas(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     two.gates[1].clear()
     two.engine(1).die("killed")
     await until(lambda: client.loads()[1].state is ReplicaState.STARTING)
@@ -261,7 +269,7 @@ async def test_states_and_figures_of_all(two: ToldReplicas, client: AsyncEngineC
     assert (client.stats.num_running, client.stats.prompt_tokens, client.loads()[1].restarts) == (2, 20, 1)
 
 
-async def test_rolling_drain_refuses_nobody(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_rolling_drain_refuses_no_request(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     running = [ask(client) for _ in range(2)]
     await until(lambda: bool(two.engine(0).asked and two.engine(1).asked))
     drain = asyncio.create_task(client.drain())
@@ -284,8 +292,8 @@ async def test_rolling_drain_refuses_nobody(two: ToldReplicas, client: AsyncEngi
         await client.drain(2)
 
 
-async def test_drain_of_one_replica_that_is_all_there_is() -> None:
-    one = ToldReplicas(1)
+async def test_the_only_replica_can_be_drained() -> None:
+    one = ScriptedReplicas(1)
     client = await one.client()
     one.gates[0].clear()
     drain = asyncio.create_task(client.drain())
@@ -303,7 +311,7 @@ async def test_drain_of_one_replica_that_is_all_there_is() -> None:
     await client.close()
 
 
-async def test_load_decides_and_counts_completions(two: ToldReplicas) -> None:
+async def test_routing_follows_load_which_counts_completions(two: ScriptedReplicas) -> None:
     client = await two.client(LoadBalanceMethod.LEAST_LOADED)
     tasks = [ask(client, sampling=SamplingParams(n=3))]
     await until(lambda: bool(two.engine(0).asked))
@@ -318,7 +326,7 @@ async def test_load_decides_and_counts_completions(two: ToldReplicas) -> None:
     await client.close()
 
 
-async def test_keys_stick_until_their_replica_is_gone(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_keys_stay_with_their_replica_until_it_is_gone(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     async def homes() -> dict[str, int]:
         found = {}
         for key in "abcdefgh":
@@ -362,7 +370,7 @@ def test_loads_of_experts_are_added_up_by_layer() -> None:
     assert found == {1: (400, pytest.approx(0.8)), 3: (20, pytest.approx(0.75))}
 
 
-async def test_all_replicas_record_a_profile_or_none(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_all_replicas_record_a_profile_or_none(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     assert await client.start_profile("a", None) == ["a/replica-0", "a/replica-1"]
     assert await client.stop_profile() == ["a/replica-0", "a/replica-1"]
     two.engine(1).profile_error = ParameterError("a profile is already being recorded", param="output_dir")
@@ -372,7 +380,7 @@ async def test_all_replicas_record_a_profile_or_none(two: ToldReplicas, client: 
     assert [two.engine(index).profiles for index in (0, 1)] == [[], []]
 
 
-async def test_what_some_replicas_recorded_is_told(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_profiles_of_only_some_replicas_are_reported(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     await client.start_profile("a", None)
     two.engine(0).profiles.clear()  # as after a restart
     with pytest.raises(ParameterError, match=r"^replica 0: no profile is being recorded; others wrote a/replica-1$"):
@@ -384,7 +392,7 @@ async def test_what_some_replicas_recorded_is_told(two: ToldReplicas, client: As
     assert two.engine(1).profiles == []
 
 
-async def test_a_profile_needs_a_replica(two: ToldReplicas, client: AsyncEngineClient) -> None:
+async def test_a_profile_needs_a_replica(two: ScriptedReplicas, client: AsyncEngineClient) -> None:
     for index in (0, 1):
         two.engine(index).die()
     for attempt in (client.start_profile("a", None), client.stop_profile()):

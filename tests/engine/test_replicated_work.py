@@ -1,4 +1,4 @@
-"""What replicas give together, on real schedulers over fake devices: the answers of one, in half the steps."""
+"""Several replicas together, on real schedulers over fake devices: the answers of one, in half the steps."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ async def test_outputs_are_those_of_one_replica(sampling: SamplingParams) -> Non
     assert all(answer == answers[0] for answer in answers)
 
 
-async def test_requests_without_a_seed_sample_what_one_engine_would() -> None:
-    """Whichever replica they go to, and though all replicas have the same seed."""
+async def test_requests_without_a_seed_sample_the_same_as_on_one_engine() -> None:
+    """Whichever replica they go to, though all replicas have the same seed."""
     requests = [GenerateInput(prompt=[5, 6, 7], sampling=SamplingParams(max_new_tokens=12)) for _ in range(16)]
     client = await fake_replicas(2, LoadBalanceMethod.ROUND_ROBIN, fake_config())
     outputs = await run_all(client, requests)
@@ -71,8 +71,8 @@ async def test_requests_without_a_seed_sample_what_one_engine_would() -> None:
 
 
 async def most_steps(count: int, method: LoadBalanceMethod) -> int:
-    """Steps of the replica that ran most, for the same work: what it would take on devices. No replica begins before
-    all requests are with one, so that no step waits for the host."""
+    """Steps of the replica that ran most, for the same work: a measure of the time on devices. No replica starts before
+    each request has been routed, so no step waits for the host."""
     all_sent = threading.Event()
 
     class HeldCore(FakeModelCore):
@@ -104,7 +104,7 @@ async def test_two_replicas_take_half_the_steps(method: LoadBalanceMethod) -> No
 
 
 async def hit_rate(method: LoadBalanceMethod, count: int, groups: int, each: int) -> float:
-    """Of a workload of groups that share 64 of 72 tokens, on replicas that each have room for half of the prefixes."""
+    """Hit rate for groups that share 64 of 72 tokens, on replicas that each have room for half of the prefixes."""
     pool = groups * 64 // count * 3 // 2
     client = await fake_replicas(count, method, fake_config(max_total_tokens=pool))
     sampling = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
@@ -117,8 +117,8 @@ async def hit_rate(method: LoadBalanceMethod, count: int, groups: int, each: int
 
 
 @pytest.mark.parametrize("count", [2, 4])
-async def test_cache_aware_routing_hits_half_as_often_again(count: int) -> None:
-    """50 groups of 10 prompts, whose prefixes fit the replicas' pools together, but not each pool."""
+async def test_cache_aware_routing_has_half_as_many_hits_again(count: int) -> None:
+    """50 groups of 10 prompts, whose prefixes fit into the pools of all replicas together, but not into one."""
     aware = await hit_rate(LoadBalanceMethod.CACHE_AWARE, count, 50, 10)
     in_turn = await hit_rate(LoadBalanceMethod.ROUND_ROBIN, count, 50, 10)
     print(f"{count} replicas: cache_aware {aware:.3f}, round_robin {in_turn:.3f}")

@@ -1,4 +1,4 @@
-"""Routing policies, and what they remember of replicas."""
+"""Routing policies, and what they remember about replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_jax.engine.routing import (
 )
 
 PAGE = 2
-# Few tokens, so that prompts share prefixes and split each other's.
+# Few distinct tokens, so that prompts share prefixes and split each other's.
 prompts = st.lists(st.integers(0, 2), max_size=14)
 namespaces = st.sampled_from([None, "a"])
 loads = st.lists(st.integers(0, 300), min_size=1, max_size=6)
@@ -59,7 +59,7 @@ def test_a_map_with_room_knows_every_prefix(
 
 
 @given(st.lists(st.tuples(prompts, namespaces), min_size=1, max_size=30), st.integers(1, 12))
-def test_a_full_map_forgets_but_never_what_came_last(added: list[tuple[list[int], str | None]], capacity: int) -> None:
+def test_a_full_map_never_forgets_the_latest_prompt(added: list[tuple[list[int], str | None]], capacity: int) -> None:
     known, roomy = PrefixMap(PAGE, capacity), PrefixMap(PAGE, 10_000)
     limit = max(capacity // PAGE, 1) * PAGE
     for prompt, where in added:
@@ -71,7 +71,7 @@ def test_a_full_map_forgets_but_never_what_came_last(added: list[tuple[list[int]
         assert known.match(encoded(prompt), where) <= roomy.match(encoded(prompt), where)
 
 
-def test_a_prompt_that_grows_is_one_run_however_often_it_came() -> None:
+def test_a_growing_prompt_stays_one_run() -> None:
     known = PrefixMap(PAGE, 10_000)
     for length in range(PAGE, 40 * PAGE + 1, 3 * PAGE):
         known.add(encoded(list(range(length))), None)
@@ -80,7 +80,7 @@ def test_a_prompt_that_grows_is_one_run_however_often_it_came() -> None:
     assert known.match(encoded(list(range(40 * PAGE))), None) == known.num_tokens == 40 * PAGE
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_is_evicted_first() -> None:
     known = PrefixMap(PAGE, 8)
     first, second, third = [0] * 4, [1] * 4, [2] * 4
     known.add(encoded(first), None)
@@ -90,7 +90,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert [known.match(encoded(one), None) for one in (first, second, third)] == [4, 0, 4]
 
 
-def test_asking_is_not_using() -> None:
+def test_a_lookup_does_not_count_as_use() -> None:
     known = PrefixMap(PAGE, 8)
     first, second, third = [0] * 4, [1] * 4, [2] * 4
     known.add(encoded(first), None)
@@ -145,7 +145,7 @@ def test_least_loaded_takes_the_least_loaded(loads: list[int]) -> None:
     assert loads[route(LeastLoaded(), [], loads)] == min(loads)
 
 
-def test_least_loaded_takes_turns_among_equals() -> None:
+def test_least_loaded_alternates_among_equals() -> None:
     policy = LeastLoaded()
     assert [route(policy, [], [1, 0, 0]) for _ in range(4)] == [1, 2, 1, 2]
 
@@ -172,12 +172,12 @@ def test_cache_aware_follows_the_longest_prefix_or_the_load(
         assert loads[chosen] == min(load for load, match in zip(loads, matches, strict=True) if match == max(matches))
 
 
-def test_a_cold_prompt_goes_where_there_is_most_room() -> None:
+def test_a_cold_prompt_goes_to_the_replica_with_most_room() -> None:
     policy = ready(CacheAware(PAGE, Balance()), 3)
     assert [route(policy, [number] * size, [0, 0, 0]) for number, size in enumerate((8, 4, 4, 4, 4))] == [0, 1, 2, 1, 2]
 
 
-def test_a_replica_that_was_started_again_has_nothing() -> None:
+def test_a_restarted_replica_has_no_prefixes() -> None:
     policy = ready(CacheAware(PAGE, Balance()), 2)
     assert route(policy, [7] * 8, [0, 0]) == 0
     assert route(policy, [7] * 8, [9, 0]) == 0
@@ -193,7 +193,7 @@ def test_prefixes_of_other_namespaces_do_not_count() -> None:
 
 
 @given(st.text(min_size=1), st.sets(st.integers(0, 20), min_size=2))
-def test_a_key_sticks_and_moves_only_when_its_replica_goes(key: str, serving: set[int]) -> None:
+def test_a_key_moves_only_when_its_replica_is_gone(key: str, serving: set[int]) -> None:
     everyone = [Candidate(index, 0) for index in sorted(serving)]
     home = sticky_choice(key, everyone)
     assert sticky_choice(key, [Candidate(one.index, 7) for one in reversed(everyone)]) == home
@@ -210,7 +210,7 @@ def test_keys_are_spread_evenly() -> None:
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
-def test_groups_stay_together_whatever_their_order(seed: int) -> None:
+def test_groups_stay_together_in_any_order(seed: int) -> None:
     rng = np.random.default_rng(seed)
     policy = ready(CacheAware(PAGE, Balance()), 4)
     homes: dict[int, set[int]] = {}

@@ -1,5 +1,5 @@
-"""A core that hangs is noticed, says where it hangs, and is killed; one that is idle, slow to read from or compiling is
-left alone."""
+"""A core that hangs is detected, reports where it hangs, and is killed; one that is idle, slow to read from or
+compiling is left running."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def test_silence_is_counted_while_there_is_work() -> None:
     [
         (beat(5, busy=False), False, 0.0),  # idle
         (beat(5, busy=False), True, 1.0),  # stopped before it saw the message
-        (beat(5, busy=True), False, 1.0),  # whoever asked has left, but the step does not end
+        (beat(5, busy=True), False, 1.0),  # the client has left, but the step does not end
         (beat(5, building=True), True, 0.0),  # compiles
     ],
 )
-def test_who_is_silent(now: Beat, waited_for: bool, silent: float) -> None:
+def test_when_a_core_counts_as_silent(now: Beat, waited_for: bool, silent: float) -> None:
     silence = Silence(between=1.0)
     silence.look(beat(5, busy=now.busy), waited_for=waited_for, passed=1.0)
     assert silence.look(now, waited_for=waited_for, passed=1.0) == silent
 
 
-def test_a_build_is_counted_apart() -> None:
+def test_a_build_is_timed_separately() -> None:
     silence = Silence(between=1.0)
     for passed in (1.0, 2.0, 3.0, 99.0):
         assert silence.look(beat(5, building=True), waited_for=True, passed=passed) == 0.0
@@ -71,8 +71,8 @@ def test_a_build_is_counted_apart() -> None:
     assert silence.building == 0.0
 
 
-async def test_a_build_that_does_not_end_is_noticed() -> None:
-    """Time of builds did not count at all: a compiler that hung was waited for without end."""
+async def test_an_endless_build_is_detected() -> None:
+    """Regression: time of builds did not count at all, so a hanging compiler was waited for without end."""
     pulse, barks = Pulse(), list[str]()
     pulse.note(steps=3, busy=True)
     watchdog = Watchdog(pulse, 0.05, lambda: True, barks.append, build_timeout=0.3)
@@ -86,13 +86,13 @@ async def test_a_build_that_does_not_end_is_noticed() -> None:
     assert re.fullmatch(r"it has built a program for \d+ s while there was work to do", barks[0])
 
 
-def test_time_in_which_nobody_looked_is_not_held_against_the_core() -> None:
+def test_time_without_checks_does_not_count_against_the_core() -> None:
     silence = Silence(between=1.0)
     silence.look(beat(5), waited_for=True, passed=1.0)
     assert silence.look(beat(5), waited_for=True, passed=3600.0) == 2.0
 
 
-def test_a_pulse_tells_of_steps_and_of_changes_alone() -> None:
+def test_a_pulse_reports_only_steps_and_changes() -> None:
     pulse = Pulse()
     seen = [pulse.read().ticks]
     for steps, busy in [(0, True), (1, True), (1, True), (2, True), (2, False), (2, False), (2, True)]:
@@ -121,22 +121,22 @@ async def test_the_watchdog_barks_once_and_after_the_timeout() -> None:
     await some_of(barks)
     await asyncio.sleep(0.3)
     ((when, what),) = barks
-    assert when - last >= 0.15  # from the look after the last step on
+    assert when - last >= 0.15  # counted from the first look after the last step
     said = r"it has made no step for \d+ s while there was work to do \(step 29 was launched \d+ s ago\)"
     assert re.fullmatch(said, what)
     watchdog.stop()
 
 
 async def some_of(found: list[Any]) -> None:
-    """Waits until there is something, however busy the machine is."""
+    """Waits until the list has an entry, however busy the machine is."""
     for _ in range(3000):
         if found:
             return
         await asyncio.sleep(0.01)
 
 
-async def test_what_is_known_of_the_ranks_is_said() -> None:
-    """The one that is behind, or is silent, is the one that hangs."""
+async def test_the_report_names_the_state_of_each_rank() -> None:
+    """The rank that lags behind, or is silent, is the one that hangs."""
     pulse, barks = Pulse(), []
     for rank, steps in [(2, 28), (1, 29), (0, 5), (MOST_RANKS, 1), (MOST_RANKS + 1, 1), (10**9, 1)]:
         pulse.note_rank(rank, steps)
@@ -169,7 +169,7 @@ def pid_of(client: AsyncEngineClient) -> int:
 
 
 async def gone(pid: int) -> bool:
-    """The process has ended, and has been reaped, within some seconds."""
+    """The process ends, and is reaped, within some seconds."""
     for _ in range(500):
         if not Path(f"/proc/{pid}").exists():
             return True
@@ -177,14 +177,14 @@ async def gone(pid: int) -> bool:
     return False
 
 
-async def test_a_core_that_hangs_is_killed_and_says_where(
+async def test_a_hanging_core_is_killed_and_reports_where(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_jax.engine.core_link.DUMP_SECONDS", 0.3)
     async with running("hang:0.001") as client:
         unread = client.generate(GenerateInput(prompt=[1, 2, 3], sampling=LONG, stream=True))
         await anext(unread)
-        await asyncio.sleep(2 * TIMEOUT)  # idle: the output has long ended, and nobody takes it
+        await asyncio.sleep(2 * TIMEOUT)  # idle: the output has long ended, and no client reads it
         assert client.alive
         assert [delta async for delta in unread][-1].finish is not None
         begin = time.monotonic()
@@ -199,10 +199,10 @@ async def test_a_core_that_hangs_is_killed_and_says_where(
         assert "in hang_in_python" in capfd.readouterr().err
 
 
-async def test_a_core_that_hangs_in_native_code_says_where(
+async def test_a_core_that_hangs_in_native_code_reports_where(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No other thread of its interpreter runs: it could send nothing, and could not end itself with its parent."""
+    """No other thread of its interpreter runs, so it can send nothing, and cannot end itself with its parent."""
     monkeypatch.setattr("sglang_jax.engine.core_link.DUMP_SECONDS", 0.3)
     async with running("native:0.001") as client:
         with pytest.raises(EngineDeadError, match="hangs"):
@@ -211,10 +211,10 @@ async def test_a_core_that_hangs_in_native_code_says_where(
         assert "in hang_in_native_code" in capfd.readouterr().err
 
 
-async def test_a_stopped_core_is_killed_and_says_where(
+async def test_a_stopped_core_is_killed_and_reports_where(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Idle, so that it says itself that it has nothing to do."""
+    """It is idle, and its own report says so."""
     async with running("sleep:0.001") as client:
         os.kill(pid_of(client), signal.SIGSTOP)
         asking = asyncio.create_task(client.states())
@@ -223,8 +223,9 @@ async def test_a_stopped_core_is_killed_and_says_where(
                 await asyncio.wait_for(attempt, 20)
         assert await gone(pid_of(client))
         assert "T (stopped)" in caplog.text
-        # Wherever in it: the core goes on for a moment while it writes its stacks, and takes up what came meanwhile.
-        # Any thread may write them; a thread that is between two calls is seen without its callers.
+        # Anywhere in it: the core continues for a moment while it writes its stacks, and handles messages that arrived
+        # meanwhile.
+        # Any thread may write them; a thread between two calls appears without its callers.
         assert re.search(r"scheduler/loop\.py|engine/channel\.py", capfd.readouterr().err)
 
 

@@ -1,4 +1,4 @@
-"""Whose grammar is compiled next, and whose there is room for."""
+"""Which grammar is compiled next, and which ones there is room for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def of(text: str) -> Compilation:
 
 
 def get(queue: CompileQueue, seconds: float = 1.0) -> str:
-    """The next one's text, once it has taken so long."""
+    """The next grammar's text; compiling it takes `seconds`."""
     got = queue.get()
     assert got is not None
     queue.done(got[1], seconds)
@@ -30,7 +30,7 @@ def get(queue: CompileQueue, seconds: float = 1.0) -> str:
 
 
 class Room:
-    """Compiled grammars, as their requests keep them."""
+    """Compiled grammars, as requests keep them."""
 
     def __init__(self) -> None:
         self.held = GrammarRoom()
@@ -47,7 +47,7 @@ class Room:
         return True
 
     def fill(self, tenant: str, size: int) -> int:
-        """The characters of as many as there is room for."""
+        """The number of characters in as many grammars as there is room for."""
         count = 0
         while self.add(tenant, size):
             count += 1
@@ -58,8 +58,8 @@ class Room:
             compilation.grammar = None
 
 
-def test_one_key_leaves_room_for_those_of_the_others() -> None:
-    """32 of its requests, with outputs of minutes, kept every grammar of all others out."""
+def test_one_key_leaves_room_for_grammars_of_the_others() -> None:
+    """Regression: 32 of its requests, with outputs of minutes, kept every grammar of other keys out."""
     room = Room()
     assert room.fill("first", 10) == 750
     assert room.fill("second", 10) == 190
@@ -76,7 +76,7 @@ def test_one_key_leaves_room_for_those_of_the_others() -> None:
     assert room.held._characters == {"fifth": 1}
 
 
-def test_what_is_compiled_takes_its_room_and_gives_it_back_if_it_fails() -> None:
+def test_a_grammar_takes_room_while_it_compiles_and_returns_it_if_it_fails() -> None:
     held, first, second = GrammarRoom(), of("x" * 600), of("x" * 600)
     assert held.admit(first, "one", MOST)
     assert not held.admit(second, "one", MOST)
@@ -86,8 +86,8 @@ def test_what_is_compiled_takes_its_room_and_gives_it_back_if_it_fails() -> None
     assert held.admit(second, "one", MOST)
 
 
-def test_one_that_there_is_no_room_for_is_passed_over() -> None:
-    """Both threads waited for room for a minute, and all other grammars behind them."""
+def test_a_grammar_without_room_is_overtaken() -> None:
+    """Regression: both threads waited for room for a minute, and all other grammars behind them."""
     queue = CompileQueue(lambda compilation, tenant: len(compilation.source.text) < 10)
     queue.put(of("x" * 20), ("one", "large"))
     queue.put(of("behind"), ("one", "large"))
@@ -97,7 +97,7 @@ def test_one_that_there_is_no_room_for_is_passed_over() -> None:
     assert queue._next() is None
 
 
-def test_a_grammar_for_which_somebody_else_waits_is_shared() -> None:
+def test_a_grammar_that_another_request_waits_for_is_shared() -> None:
     backend: Any = Backend()
     compiler = GrammarCompiler(backend, trier=Sandbox, threads=0)
     first = compiler.start(of("a").source, ("one", "1"))
@@ -105,8 +105,9 @@ def test_a_grammar_for_which_somebody_else_waits_is_shared() -> None:
     assert first.queued_in == {"one": "1", "two": "1"}
 
 
-def test_who_was_idle_has_nothing_saved_up() -> None:
-    """One that came back had all turns until its had taken as long as what others had needed meanwhile."""
+def test_an_idle_key_saves_up_no_share() -> None:
+    """Regression: a returning key was always served first until its compile time had caught up with that of the
+    others."""
     queue = CompileQueue()
     queue.put(of("b0"), ("b", "0"))
     for number in range(30):
@@ -121,7 +122,7 @@ def test_who_was_idle_has_nothing_saved_up() -> None:
     assert sorted(names) == ["a", "a", "b", "b", "c", "c"]
 
 
-def test_what_two_wait_for_is_compiled_when_it_is_the_turn_of_either() -> None:
+def test_a_grammar_of_two_keys_is_compiled_when_either_is_next() -> None:
     queue, shared = CompileQueue(), of("shared")
     for number in range(5):
         queue.put(of(f"slow {number}"), ("flood", "1"))
@@ -136,7 +137,7 @@ def test_what_two_wait_for_is_compiled_when_it_is_the_turn_of_either() -> None:
     assert not queue._waiting
 
 
-def test_nothing_is_left_of_whatever_happened() -> None:
+def test_no_entry_is_left_after_any_sequence_of_events() -> None:
     draw, queue = (
         random.Random(0),
         CompileQueue(lambda compilation, tenant: not compilation.source.text.startswith("no")),
@@ -172,7 +173,7 @@ def test_nothing_is_left_of_whatever_happened() -> None:
 
 
 class Sandbox:
-    """Lets everything pass at once."""
+    """Accepts every grammar at once."""
 
     def prepare(self) -> None: ...
 

@@ -1,4 +1,5 @@
-"""Grammars over a vocabulary of bytes and a few words: what outputs may be, what is refused, and how it is said."""
+"""Grammars over a vocabulary of bytes and a few words: which outputs are possible, which grammars are refused, and the
+errors."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ EOS = 256 + len(WORDS)
 CALL = EOS + 1
 TABLE = TokenTable((*(bytes([byte]) for byte in range(256)), *WORDS, b"<eos>", b"<|call|>"), frozenset({EOS, CALL}))
 VOCAB = len(TABLE.tokens) + 5
-"""The model has a few tokens more than have a text."""
+"""The model has a few more tokens than have a text."""
 
 PERSON = {
     "type": "object",
@@ -110,7 +111,7 @@ def test_an_empty_grammar_is_refused_by_its_name(kind: GrammarKind, text: str) -
         Grammar(kind, text, "guided")
 
 
-def test_choices_end_where_they_are_whole(backend: LlguidanceBackend, trial: Trial) -> None:
+def test_choices_end_where_they_are_complete(backend: LlguidanceBackend, trial: Trial) -> None:
     texts = ["yes", "no", 'a "quoted"\nline', "名"]
     found = {output.decode() for output, finished in outputs(backend, trial, choice_grammar(texts)) if finished}
     assert found == set(texts)
@@ -123,7 +124,7 @@ def test_lark_and_gbnf(backend: LlguidanceBackend, trial: Trial) -> None:
             assert re.fullmatch(rb"a[0-9]{2}", output)
 
 
-def test_tags_begin_with_their_triggers_and_hold_what_they_say(backend: LlguidanceBackend, trial: Trial) -> None:
+def test_tags_start_with_their_triggers_and_follow_their_schema(backend: LlguidanceBackend, trial: Trial) -> None:
     old = {
         "type": "structural_tag",
         "structures": [{"begin": "<f=go>", "schema": {"enum": [1, 2]}, "end": "</f>"}],
@@ -202,7 +203,7 @@ REFUSED: list[tuple[GrammarKind, Any, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "text", "message"), REFUSED)
-def test_what_is_wrong_is_named_with_its_place(trial: Trial, kind: GrammarKind, text: Any, message: str) -> None:
+def test_errors_name_the_place_in_the_schema(trial: Trial, kind: GrammarKind, text: Any, message: str) -> None:
     text = text if isinstance(text, str) else json.dumps(text)
     with pytest.raises(GrammarError, match=re.escape(message)) as caught:
         trial.lark(Grammar(kind, text, "field"))
@@ -226,20 +227,20 @@ DOUBLE = {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.797
         },
     ],
 )
-def test_the_limits_of_numbers_of_64_bits_are_no_fault(
+def test_the_limits_of_64_bit_numbers_are_accepted(
     backend: LlguidanceBackend, trial: Trial, schema_of: Callable[[Any], Any], limits: dict[str, Any]
 ) -> None:
-    """Code generators write them, and the library of grammars has no patterns for ranges so wide."""
+    """Code generators write them, and the grammar library has no patterns for such wide ranges."""
     schema = schema_of(limits)
     written = json.dumps(schema)
     assert [json.loads(output) for output, finished in outputs(backend, trial, json_grammar(schema), 3) if finished]
     assert json.dumps(schema) == written
-    # Integers have their limits exactly, numbers the nearest that the library has.
+    # Integers have exact limits, numbers the nearest that the library has.
     assert ("-9223372036854774784" in trial.lark(json_grammar(schema))) == (limits is DOUBLE)
 
 
 @pytest.mark.parametrize("number", [2**63 - 1, 2**62, 2**53, -(2**53), -(10**18), -(10**25), 10**25, -9.3e18, -1, 0])
-def test_a_constant_number_is_spelt_as_it_is(backend: LlguidanceBackend, trial: Trial, number: float) -> None:
+def test_a_constant_number_keeps_its_spelling(backend: LlguidanceBackend, trial: Trial, number: float) -> None:
     for schema in ({"const": number}, {"enum": [number]}):
         ((output, finished),) = outputs(backend, trial, json_grammar(schema), 1)
         assert finished
@@ -254,7 +255,7 @@ def test_a_constant_number_is_spelt_as_it_is(backend: LlguidanceBackend, trial: 
         ({"not": False, "patternProperties": {}, "propertyNames": {}}, {"type": "object", "maxProperties": 3}),
     ],
 )
-def test_keywords_that_demand_nothing_are_left_out(
+def test_keywords_without_effect_are_left_out(
     backend: LlguidanceBackend, trial: Trial, keywords: dict[str, Any], schema: dict[str, Any]
 ) -> None:
     assert json_rule({**schema, **keywords}) == json_rule(schema)
@@ -265,11 +266,11 @@ def test_keywords_that_demand_nothing_are_left_out(
 
 
 @pytest.mark.parametrize("keywords", [{"uniqueItems": True}, {"propertyNames": {"maxLength": 3}}, {"not": {}}])
-def test_keywords_that_demand_something_stay(keywords: dict[str, Any]) -> None:
+def test_keywords_with_an_effect_stay(keywords: dict[str, Any]) -> None:
     assert json_rule(keywords) != json_rule({})
 
 
-def test_a_constant_is_no_limit() -> None:
+def test_a_constant_is_not_treated_as_a_limit() -> None:
     assert str(-(2**63)) in json_rule({"const": {"minimum": -(2**63)}})
 
 
@@ -279,7 +280,7 @@ EITHER = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}, 
 
 
 @pytest.mark.parametrize("schema", [RECURSIVE, ENDLESS, EITHER])
-def test_schemas_that_refer_to_themselves_are_no_fault(trial: Trial, schema: dict[str, Any]) -> None:
+def test_recursive_schemas_are_accepted(trial: Trial, schema: dict[str, Any]) -> None:
     assert "start" in trial.lark(json_grammar(schema))
 
 
@@ -312,8 +313,8 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_grammar_that_waits_for_the_processor_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is stopped takes no processor time, as on a machine that does other things."""
+def test_time_without_the_processor_does_not_count_against_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process uses no processor time, as on a busy machine."""
     monkeypatch.setattr("sglang_jax.grammar.sandbox.PATIENCE_SECONDS", 0.3)
     sandbox = Sandbox({}, seconds=0.1)
     sandbox.prepare()
@@ -326,27 +327,27 @@ def test_a_grammar_that_waits_for_the_processor_is_not_to_blame(monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_what_a_process_takes_to_start_is_not_a_grammars() -> None:
-    """On a busy machine that was more than a grammar may take, and the first one was refused."""
+def test_the_start_of_a_process_does_not_count_against_a_grammar() -> None:
+    """Regression: on a busy machine it took longer than a grammar may, and the first one was refused."""
     sandbox = Sandbox({}, seconds=0.1)
     assert "start:" in sandbox.try_out(choice_grammar(["a", "b"]))
     sandbox.close()
 
 
 class Quick:
-    """A sandbox that lets everything pass, and counts."""
+    """A sandbox that accepts every grammar, and counts."""
 
     tried = 0
 
     def prepare(self) -> None:
-        """Nothing is to start."""
+        """Nothing to start."""
 
     def try_out(self, grammar: Grammar) -> str:
         Quick.tried += 1
         return f'start: "{grammar.text}"'
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 def settle(compiler: GrammarCompiler, compilation: Compilation) -> None:
@@ -373,7 +374,7 @@ def test_the_same_text_is_compiled_once(backend: LlguidanceBackend, monkeypatch:
 
 @dataclass(eq=False)
 class Stub:
-    """A backend whose grammars are empty, and that knows which there are."""
+    """A backend whose grammars are empty, and that knows which exist."""
 
     alive: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     specials: dict[str, int] = field(default_factory=dict)
@@ -385,7 +386,7 @@ class Stub:
 
 
 def compile_all(compiler: GrammarCompiler, texts: Iterable[str]) -> list[CompiledGrammar | None]:
-    """Grammars by their texts, one after the other."""
+    """Compiles the grammars of these texts, one after the other."""
     built = []
     for text in texts:
         compilation = compiler.start(Grammar(GrammarKind.REGEX, text, "regex"))
@@ -395,12 +396,12 @@ def compile_all(compiler: GrammarCompiler, texts: Iterable[str]) -> list[Compile
 
 
 def test_compiled_grammars_are_kept_up_to_a_number_and_those_in_use() -> None:
-    """One takes up to 60 MB once its outputs have been long, and 128 were kept."""
+    """A grammar takes up to 60 MB after long outputs, and 128 were kept."""
     stub: Any = Stub()
     compiler = GrammarCompiler(stub, trier=Quick)
     used = compile_all(compiler, ["used"])
     compile_all(compiler, (str(number) for number in range(MAX_BUILT + 40)))
-    assert len(stub.alive) <= MAX_BUILT + 2  # the last one is looked at with the next
+    assert len(stub.alive) <= MAX_BUILT + 2  # the last one is checked with the next
     assert used[0] in stub.alive
     tried = Quick.tried
     compile_all(compiler, [str(MAX_BUILT + 39)])
@@ -411,8 +412,8 @@ def test_compiled_grammars_are_kept_up_to_a_number_and_those_in_use() -> None:
     compiler.close()
 
 
-def test_no_grammar_is_compiled_while_those_of_requests_take_all_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of queued requests: 4,096 of them with grammars of 24 MB took it all."""
+def test_no_grammar_is_compiled_while_grammars_of_requests_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of queued requests: 4,096 of them with grammars of 24 MB filled it."""
     monkeypatch.setattr("sglang_jax.grammar.compiler.MAX_HELD_CHARACTERS", 10)
     monkeypatch.setattr("sglang_jax.grammar.compiler.MAX_CACHED_CHARACTERS", 5)
     now = [0.0]
@@ -441,7 +442,7 @@ COUNTED = Grammar(GrammarKind.REGEX, "(a|b)*a(a|b){40}x7", "regex")
 
 
 def follow(backend: LlguidanceBackend, matchers: Sequence[Matcher], texts: Sequence[str]) -> list[list[Any]]:
-    """The tokens that each output may go on with before each letter of its text; None where it is over."""
+    """The tokens allowed before each letter of each text; None once the output is over."""
     found: list[list[Any]] = []
     words = np.zeros((len(matchers), mask_words(VOCAB)), np.int32)
     for letters in zip(*texts, strict=True):
@@ -453,10 +454,11 @@ def follow(backend: LlguidanceBackend, matchers: Sequence[Matcher], texts: Seque
     return found
 
 
-def test_an_output_does_not_fail_by_what_others_of_its_grammar_have_met(
+def test_an_output_does_not_fail_because_of_states_that_others_of_its_grammar_met(
     backend: LlguidanceBackend, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two outputs of 10,000 characters made every later request with the same schema fail at once, for good."""
+    """Regression: two outputs of 10,000 characters made every later request with the same schema fail at once,
+    permanently."""
     draw = random.Random(0)
     texts = ["".join(draw.choices("ab", k=60)) for _ in range(6)]
     lark = trial.lark(COUNTED)
@@ -474,20 +476,20 @@ def test_an_output_does_not_fail_by_what_others_of_its_grammar_have_met(
     (second,) = compile_all(compiler, [COUNTED.text])
     assert second is not first
     (whole,) = zip(*follow(backend, [first.matcher()], ["".join(texts)]), strict=True)
-    assert whole[-1] is None  # alone it takes more than there is
+    assert whole[-1] is None  # by itself it takes more than the limit
     monkeypatch.setattr("sglang_jax.grammar.llguidance_backend.MAX_DETACHED", 2)
     gc.collect()
-    for _ in range(2):  # those that have ended count no more
+    for _ in range(2):  # ended outputs no longer count
         last = follow(backend, [second.matcher() for _ in texts], texts)[-1]
         assert sum(one is not None for one in last) == 2, "each of them took 60 MB, however many they were"
     compiler.close()
 
 
 class Panic(BaseException):
-    """What a library in Rust raises where it has a fault."""
+    """Raised by a Rust library where it has a bug."""
 
 
-def test_a_fault_of_the_library_costs_one_request_and_no_thread(
+def test_a_panic_of_the_library_fails_one_request_and_ends_no_thread(
     backend: LlguidanceBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Faulty(Quick):
@@ -508,11 +510,11 @@ def test_a_fault_of_the_library_costs_one_request_and_no_thread(
     assert bad.error.message == "regex could not be compiled; for the reason see the engine's log"
     assert good.grammar is not None
     assert "index out of bounds" in caplog.text
-    assert len(closed) == 1  # its process may have an answer left that nobody is to take for the next one
+    assert len(closed) == 1  # its process may still hold an answer, which must not reach the next grammar
     compiler.close()
 
 
-def test_what_says_nothing_of_a_grammar_is_not_remembered(backend: LlguidanceBackend) -> None:
+def test_failures_unrelated_to_the_grammar_are_not_remembered(backend: LlguidanceBackend) -> None:
     class NotYet(Quick):
         starts = 0
 
@@ -534,7 +536,7 @@ def test_what_says_nothing_of_a_grammar_is_not_remembered(backend: LlguidanceBac
 
 
 class Held(Quick):
-    """A sandbox that begins when it is told to."""
+    """A sandbox that starts when the test says so."""
 
     def __init__(self, tried: list[str]) -> None:
         self.begin = threading.Semaphore(0)
@@ -549,7 +551,7 @@ class Held(Quick):
 @pytest.mark.parametrize(
     ("many", "few"), [(("many", "1"), ("few", "1")), (("", "many"), ("", "few"))], ids=["tenants", "requests"]
 )
-def test_who_brings_many_slow_grammars_keeps_nobody_else_from_theirs(
+def test_many_slow_grammars_of_one_key_do_not_block_other_keys(
     backend: LlguidanceBackend, many: tuple[str, str], few: tuple[str, str]
 ) -> None:
     tried: list[str] = []
@@ -559,7 +561,7 @@ def test_who_brings_many_slow_grammars_keeps_nobody_else_from_theirs(
     while slow[0].started is None:
         time.sleep(0.001)
     quick = [compiler.start(Grammar(GrammarKind.REGEX, f"quick{number}", "regex"), few) for number in range(2)]
-    now[0] = 10.0  # for so long the first one has taken up the thread
+    now[0] = 10.0  # the time that the first one has used the thread
     held.begin.release(6)
     for compilation in (*slow, *quick):
         settle(compiler, compilation)
@@ -567,8 +569,8 @@ def test_who_brings_many_slow_grammars_keeps_nobody_else_from_theirs(
     compiler.close()
 
 
-def test_turns_of_requests_that_have_ended_are_forgotten() -> None:
-    """There are ever new ones."""
+def test_queue_entries_of_ended_requests_are_forgotten() -> None:
+    """New requests arrive all the time."""
     queue = CompileQueue()
     waiting = [Compilation(Grammar(GrammarKind.REGEX, str(number))) for number in range(40)]
     for number, compilation in enumerate(waiting):
@@ -590,8 +592,9 @@ def test_turns_of_requests_that_have_ended_are_forgotten() -> None:
     assert not queue._seconds
 
 
-def test_what_nobody_waits_for_is_not_compiled(backend: LlguidanceBackend) -> None:
-    """Clients that left had their grammars compiled all the same, for ten seconds each, before those of others."""
+def test_a_grammar_without_a_waiting_request_is_not_compiled(backend: LlguidanceBackend) -> None:
+    """Regression: grammars of clients that had left were compiled anyway, for ten seconds each, before those of
+    others."""
     tried: list[str] = []
     held = Held(tried)
     compiler = GrammarCompiler(backend, trier=lambda: held, threads=1)
@@ -613,13 +616,13 @@ def test_what_nobody_waits_for_is_not_compiled(backend: LlguidanceBackend) -> No
     compiler.close()
 
 
-def test_what_never_ends_is_given_up(backend: LlguidanceBackend) -> None:
+def test_an_endless_compilation_is_given_up(backend: LlguidanceBackend) -> None:
     now = [0.0]
     compiler = GrammarCompiler(backend, trier=Quick, clock=lambda: now[0], seconds=5.0)
     stuck = Compilation(Grammar(GrammarKind.REGEX, "x", "regex"), started=0.0)
     assert not compiler.settled(stuck)
     now[0] = 120.5
     assert compiler.settled(stuck)
-    assert stuck.failed  # by the clock of a machine that may be busy: nothing to remember
+    assert stuck.failed  # timed by the wall clock of a machine that may be busy, so nothing is remembered
     assert stuck.error is not None
     assert stuck.error.message == "regex was not compiled within 120 s"

@@ -1,4 +1,4 @@
-"""Bounds of integers beyond 2^53: what is allowed is compared with the integers themselves."""
+"""Bounds of integers beyond 2^53: allowed outputs are compared with the integers themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Checker:
         self._trial = Trial(self._backend.specials)
 
     def takes(self, grammar: Grammar, text: str) -> bool:
-        """Whether a whole output may be this text."""
+        """Whether this text is allowed as a whole output."""
         matcher = self._backend.build(grammar, self._trial.lark(grammar)).matcher()
         words = np.zeros((1, mask_words(EOS + 1)), np.int32)
         data = text.encode()
@@ -92,7 +92,7 @@ def exclusive(least: int | None, most: int | None) -> dict[str, Any]:
 def test_bounds_are_exact(
     checker: Checker, schema_of: Callable[[int | None, int | None], dict[str, Any]], least: int | None, most: int | None
 ) -> None:
-    """They were rounded to floating-point numbers."""
+    """Regression: they were rounded to floating-point numbers."""
     grammar = json_grammar(schema_of(least, most))
     for number in around(least, most):
         fits = (least is None or least <= number) and (most is None or number <= most)
@@ -129,7 +129,7 @@ PLACES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize(("schema_of", "output"), PLACES.values(), ids=PLACES)
-def test_bounds_are_exact_wherever_they_stand(checker: Checker, schema_of: Callable[[Any], Any], output: str) -> None:
+def test_bounds_are_exact_anywhere_in_a_schema(checker: Checker, schema_of: Callable[[Any], Any], output: str) -> None:
     grammar = json_grammar(schema_of({"type": "integer", "minimum": -7, "maximum": EXACT + 3}))
     for number in (-8, -7, 0, EXACT + 2, EXACT + 3, EXACT + 4):
         assert checker.takes(grammar, output % number) == (-7 <= number <= EXACT + 3), number
@@ -169,12 +169,12 @@ ID = f'"id": {EXACT + 1}'
         (f'{{{ID}, "a": "b"}}', False),
     ],
 )
-def test_objects_around_them_are_whole(checker: Checker, text: str, fits: bool) -> None:
-    """Properties come in the order of their schema, then others, whose names are none of these."""
+def test_objects_around_them_keep_all_properties(checker: Checker, text: str, fits: bool) -> None:
+    """Properties come in the order of their schema, then others with different names."""
     assert checker.takes(json_grammar(OBJECT), text) == fits
 
 
-def test_white_space_is_as_the_schema_says(checker: Checker) -> None:
+def test_white_space_follows_the_schema(checker: Checker) -> None:
     schema = {"type": "array", "items": {"type": "integer", "minimum": EXACT + 1}}
     for options, fits in (({}, True), ({"whitespace_flexible": False}, False), ({"whitespace_pattern": "_"}, False)):
         grammar = json_grammar({**schema, "x-guidance": options})
@@ -190,7 +190,7 @@ def test_white_space_is_as_the_schema_says(checker: Checker) -> None:
         ({"type": "integer", "exclusiveMaximum": 2**60, "enum": [1]}, "/exclusiveMaximum"),
     ],
 )
-def test_what_cannot_be_exact_is_refused_by_its_place(checker: Checker, schema: Any, place: str) -> None:
+def test_bounds_that_cannot_be_exact_are_refused_with_their_place(checker: Checker, schema: Any, place: str) -> None:
     message = checker.refusal(schema)
     assert message.startswith(f"grammar at {place}: the bound ")
     assert re.search(r"the bound -?\d+ cannot be enforced exactly.*bounds beyond 9007199254740992", message)
@@ -206,19 +206,19 @@ def test_what_cannot_be_exact_is_refused_by_its_place(checker: Checker, schema: 
         ({"minimum": EXACT + 1, "maximum": 5}, "/maximum"),
     ],
 )
-def test_bounds_that_no_integer_keeps_are_refused(checker: Checker, bounds: dict[str, int], place: str) -> None:
+def test_bounds_that_no_integer_meets_are_refused(checker: Checker, bounds: dict[str, int], place: str) -> None:
     message = checker.refusal({"type": "array", "items": {"type": "integer", **bounds}})
     assert re.fullmatch(rf"grammar at /items{place}: no integer is at least \d+ and at most \d+", message)
 
 
 def test_numbers_are_never_beyond_their_bounds(checker: Checker) -> None:
-    """A floating-point number at or within the bound stands for it."""
+    """A floating-point number at or within the bound is used instead."""
     assert not checker.takes(json_grammar({"type": "number", "minimum": EXACT + 1}), str(EXACT))
     assert checker.takes(json_grammar({"type": "number", "minimum": EXACT + 1}), str(EXACT + 2))
     assert not checker.takes(json_grammar({"type": "number", "maximum": -EXACT - 1}), str(-EXACT))
 
 
-def test_a_schema_that_refers_to_itself_is_no_fault(checker: Checker) -> None:
+def test_a_recursive_schema_is_accepted(checker: Checker) -> None:
     node = {
         "type": "object",
         "properties": {"next": {"$ref": "#/$defs/N"}, "id": {"type": "integer", "maximum": 2**63}},

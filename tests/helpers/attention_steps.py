@@ -1,4 +1,4 @@
-"""Steps of paged attention with answers from plain numpy: ragged lengths, shuffled pages, NaN where no token is."""
+"""Steps of paged attention with answers from plain numpy: ragged lengths, shuffled pages, NaN in every unused slot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_jax.layers.batch import ForwardBatch
 class Case:
     """A step: `query_lens` of `kv_lens`, the first `num_decode` of them decode rows, padded to (tokens, rows).
 
-    Cases that differ in lengths alone run in one compiled program.
+    Cases that differ only in lengths run in one compiled program.
     """
 
     kv_lens: tuple[int, ...]
@@ -79,8 +79,8 @@ def softmax_attention(
 
 
 def make_step(case: Case, seed: int = 0) -> Step:
-    """Every slot starts as NaN; the keys and values of each sequence are then written to pages in random order, but for
-    pages that lie before every query's window: these may be anybody's."""
+    """Every slot starts as NaN. The keys and values of each sequence are then written to pages in random order, except
+    for pages that lie before every query's window: these may belong to other sequences."""
     rng = np.random.default_rng(seed)
     num_pages = 1 + case.rows * case.columns
     unused = list(1 + rng.permutation(num_pages - 1))
@@ -142,7 +142,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
 
 
 def _tile(plain: np.ndarray) -> np.ndarray:
-    """Plain pages in the tiled form: what pads a written slot is 0, what pads another NaN."""
+    """Plain pages in the tiled form: the padding of a written slot is 0, that of another NaN."""
     num_pages, kv_heads, sides, page_size, head_dim = plain.shape
     shape = page_shape(num_pages, kv_heads, page_size, head_dim, tiled=True, shared=sides == 1)
     each = shape[2] * shape[4] // sides

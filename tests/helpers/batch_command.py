@@ -1,7 +1,7 @@
 """The command line's `batch` over an echo engine, for tests that kill it.
 
-As a script it imports everything once, then runs each command that comes as a line of JSON on its standard input in a
-fork of itself, and answers with the fork's process id: a command starts at once, and may be killed at any moment.
+As a script it imports everything once, then runs each command (a line of JSON on its standard input) in a fork of
+itself, and answers with the fork's process id: a command starts at once, and may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUICK = Backoff(first=0.01, most=0.02)
 
 
 class AuditedEchoCore(EchoCore):
-    """Notes every prompt that it is asked in the file `AUDIT`, before anything else is done with it."""
+    """Records every prompt that it gets in the file `AUDIT`, before anything else is done with it."""
 
     def _admit(self, message: NewRequest) -> None:
         descriptor = os.open(os.environ["AUDIT"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -87,7 +87,7 @@ def run_with(
 
 
 class CommandForks:
-    """Starts commands by a process that has imported everything already."""
+    """Starts commands by a process that has already imported everything."""
 
     def __init__(self, audit: Path) -> None:
         self._process = subprocess.Popen(
@@ -99,11 +99,11 @@ class CommandForks:
         )
 
     def start(self, arguments: Sequence[str], log: Path) -> int:
-        """Process id of a new command, which writes what it says to `log`."""
+        """The process id of a new command, which writes its output to `log`."""
         return int(self._ask({"run": list(arguments), "log": str(log)}))
 
     def wait(self, pid: int) -> int:
-        """Exit status of a command once it has ended: negative for a signal."""
+        """The exit status of a command once it has ended: negative for a signal."""
         return int(self._ask({"wait": pid}))
 
     def _ask(self, request: object) -> str:

@@ -1,4 +1,4 @@
-"""A batch driver over an application that answers as it is told, without an engine."""
+"""A batch driver over an application with scripted answers, without an engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOST = json.dumps({"error": {"message": "the engine is lost", "code": "engine_de
 def answering(
     status: int = 200, body: bytes = BODY, before: Callable[[bytes], Awaitable[None]] | None = None
 ) -> ASGIApp:
-    """An application that answers every request alike, once `before` has seen it."""
+    """An application that gives every request the same answer, once `before` has seen it."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         asked = (await receive())["body"]
@@ -45,7 +45,7 @@ def answering(
 
 
 class FakeReplica:
-    """Serves one engine after the other; once there is none left it is given up. `losses` engines die at a request."""
+    """Serves one engine after the other; once none is left it is given up. `losses` engines die at a request."""
 
     def __init__(self, index: int = 0, *, rows: int = 2, engines: int = 1) -> None:
         self.index = index
@@ -62,12 +62,12 @@ class FakeReplica:
         return self._engine
 
     def lose(self) -> None:
-        """The engine of the moment is gone."""
+        """The current engine is lost."""
         self._engine.alive = False
 
 
 class Watched:
-    """A `Watcher` that keeps what it is told, if it is to."""
+    """A `Watcher` that keeps its answers, if `keep` is set."""
 
     def __init__(self, *, keep: bool = True) -> None:
         self.answers: list[Answer] = []
@@ -93,7 +93,7 @@ def make_driver(
     max_retries: int = 3,
     max_ahead: int = 10**9,
 ) -> Driver:
-    """A driver of the command's own parts."""
+    """A driver made of the command's own parts."""
     window: Lookahead[Line] = Lookahead(lookahead, 2**26, reorder=reorder)
     return Driver(
         records,

@@ -1,6 +1,7 @@
-"""A bucket on this machine: what Google Cloud Storage's JSON API says of objects and sends of them, over HTTP.
+"""A bucket on this machine: Google Cloud Storage's JSON API for metadata and contents of objects, over HTTP.
 
-`STORAGE_EMULATOR_HOST` leads gcsfs to it, `TENSORSTORE_GCS_HTTP_URL` leads TensorStore, by which Orbax reads arrays.
+`STORAGE_EMULATOR_HOST` directs gcsfs to it, `TENSORSTORE_GCS_HTTP_URL` directs TensorStore, with which Orbax reads
+arrays.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Bucket:
     """Objects are the files below `root`.
 
     - `sent`: name, first byte and number of bytes of each part of an object that was sent.
-    - `failures`: statuses that the next requests for bytes get instead. `cut`: bytes that each answer lacks at its end.
-    - `sizes`: what is said of objects' sizes, where that is not true. `extra`: names of objects that no file has.
-    - `generation`: of all objects; a request for another one gets 404, as where an object was replaced.
+    - `failures`: statuses that the next requests for bytes get instead. `cut`: bytes missing at the end of each answer.
+    - `sizes`: wrong sizes to report for objects. `extra`: names of objects without a file.
+    - `generation`: of all objects; a request for another one gets 404, as if an object had been replaced.
     """
 
     root: Path
@@ -43,7 +44,7 @@ class Bucket:
     generation: int = 1
 
     def bytes_of(self, suffix: str) -> int:
-        """Bytes that were sent of objects whose names end so."""
+        """Bytes that were sent of objects whose names end with `suffix`."""
         return sum(count for name, _, count in self.sent if name.endswith(suffix))
 
     def names(self) -> list[str]:
@@ -72,7 +73,7 @@ class Bucket:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # head and body go together: otherwise the second waits for the first one's acknowledgement
+    wbufsize = 1 << 16  # head and body are sent together, without waiting for an acknowledgement in between
     bucket: Bucket
 
     def do_GET(self) -> None:
@@ -131,8 +132,8 @@ def serve_bucket(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket
     bucket.url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket.url)
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", bucket.url)
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it asks what kind of bucket this is, by gRPC
-    monkeypatch.setenv("NO_GCE_CHECK", "true")  # no credentials are looked for in the network
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # gcsfs would query the kind of the bucket by gRPC
+    monkeypatch.setenv("NO_GCE_CHECK", "true")  # no search for credentials in the network
     try:
         yield bucket
     finally:

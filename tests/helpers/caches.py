@@ -24,14 +24,14 @@ PREVIOUS_OWNER = request_owner(0)
 
 
 def int32_bytes(tokens: Iterable[int]) -> bytes:
-    """Tokens as the tree takes them."""
+    """Tokens in the form that the tree takes."""
     return np.array(list(tokens), np.int32).tobytes()
 
 
 @dataclass
 class SmallTree:
-    """A tree whose components hold full-attention pages: one of a pool of `pages`, without the pad page, and one for
-    each of `siblings`, pools of their own."""
+    """A tree whose components hold full-attention pages: one with a pool of `pages`, without the pad page, and one with
+    a separate pool for each of `siblings`."""
 
     page_size: int = 4
     pages: int = 64
@@ -58,7 +58,7 @@ class SmallTree:
         return self.tree.evict(self.full, shortfall)
 
     def insert(self, tokens: Iterable[int], namespace: Namespace = None) -> Node:
-        """Inserts whole pages of tokens from the root on; what was there already is freed again."""
+        """Inserts whole pages of tokens from the root on; duplicates are freed again."""
         run = int32_bytes(tokens)
         pages = self.pool.alloc(len(run) // 4 // self.page_size, PREVIOUS_OWNER)
         assert pages is not None, "the test's pool is too small"
@@ -67,7 +67,7 @@ class SmallTree:
         return added.node
 
     def add(self, below: Node, run: bytes, *pages: Pages) -> Insertion:
-        """Inserts a run below a node, as a request does that depends on it and then goes."""
+        """Inserts a run below a node, as a request does that depends on it and then ends."""
         self.tree.lock(below)
         added = self.tree.insert(below, run, pages, PREVIOUS_OWNER)
         self.tree.unlock(added.node)
@@ -77,7 +77,7 @@ class SmallTree:
         return self.tree.probe(int32_bytes(tokens), namespace).length
 
     def touch(self, tokens: Iterable[int]) -> Node:
-        """A match, as of a request that comes by."""
+        """A match, as by a passing request."""
         return self.match(int32_bytes(tokens), None)[0]
 
     def collect(self, node: Node, full: FullKV | None = None) -> NDArray[np.int32]:
@@ -86,7 +86,7 @@ class SmallTree:
         return (full or self.full).collect(node, count)
 
     def match(self, tokens: bytes, namespace: Namespace) -> tuple[Node, int]:
-        """Where the longest cached prefix ends, split if need be, and its length in tokens."""
+        """Where the longest cached prefix ends (splitting a node if needed), and its length in tokens."""
         probe = self.tree.probe(tokens, namespace)
         return self.tree.claim(probe), probe.length
 
@@ -104,7 +104,7 @@ def states_of(cache: KVCache) -> StateGroup | None:
 
 
 def compute(cache: KVCache, record: RowKV, tokens: list[int], step: int | None = None) -> None:
-    """What a prefill of all of `tokens` does to a row: allocate, commit, share."""
+    """Does what a prefill of all of `tokens` does to a row: allocate, commit, share."""
     assert cache.extend_row(record, len(tokens))
     cache.lengths.kv_committed[record.row] = len(tokens)
     cache.cache_prefix(record, int32_bytes(tokens), len(tokens), step)

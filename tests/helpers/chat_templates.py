@@ -1,4 +1,4 @@
-"""Chat templates of the kinds that models come with, each cut down to what it does with roles."""
+"""Chat templates like those of common models, each reduced to its treatment of roles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from sglang_jax.checkpoint.tokenizer import Tokenizer
 
 PRINTS_ANY = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
-"""As ChatML: whoever speaks is printed."""
+"""As ChatML: prints the role of any speaker."""
 
 LLAMA = (
     "{% if messages[0]['role'] == 'system' %}{{ '<system>' + messages[0]['content'] }}"
@@ -22,7 +22,7 @@ LLAMA = (
     "{% else %}{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}"
     "{% endfor %}"
 )
-"""Prints any as well, and has a name of its own for what a tool says."""
+"""Prints any role as well, and has a separate name for tool messages."""
 
 GEMMA = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -33,7 +33,7 @@ GEMMA = (
     "{{ '<' + role + '>' + m['content'] | trim }}"
     "{% endfor %}"
 )
-"""Refuses a system, demands that roles alternate, and prints whoever stands in the assistant's place."""
+"""Refuses a system message, requires that roles alternate, and prints any other role in the assistant's place."""
 
 MISTRAL = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}"
@@ -54,13 +54,13 @@ MISTRAL = (
     "{% else %}{{ raise_exception('Only user and assistant roles are supported') }}{% endif %}"
     "{% endfor %}"
 )
-"""Shows the system's words beside the last question of the user alone."""
+"""Shows the system message only with the last question of the user."""
 
 DROPS_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'U:' + m.content }}"
     "{% elif m.role == 'assistant' %}{{ 'A:' + m.content }}{% endif %}{% endfor %}"
 )
-"""Leaves out, without a word, whatever else there is."""
+"""Leaves out all other roles silently."""
 
 AFTER_CALL = (
     "{% for m in messages %}"
@@ -72,7 +72,7 @@ AFTER_CALL = (
     "{{ '<' + m.role + '>' + m.content }}"
     "{% endif %}{% endfor %}"
 )
-"""Takes a tool's words behind a call alone, whose arguments are text; and has a developer beside the system."""
+"""Takes a tool message only after a call, whose arguments are text; accepts a developer next to the system."""
 
 AFTER_OBJECT_CALL = AFTER_CALL.replace(
     "{{ '<call>' + call.function.arguments }}",
@@ -84,47 +84,47 @@ SPELLED = (
     "{% for m in messages %}{% if m.role|lower == 'chatbot' or m['role'] not in [\"user\", 'narrator'] %}"
     "{{ m.content }}{% else %}{{ m.content + '...' }}{% endif %}{% endfor %}"
 )
-"""Has roles of its own, named behind a filter and in a list."""
+"""Has its own roles, named behind a filter and in a list."""
 
 SYSTEM_FIRST = (
     "{% if messages[0].role != 'system' %}{{ raise_exception('First message must be system') }}{% endif %}"
     "{% if messages|length < 2 or messages[1].role != 'user' %}{{ raise_exception('second must be user') }}{% endif %}"
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
 )
-"""Demands a system and then a user."""
+"""Requires a system message and then a user message."""
 
 ANSWERED = (
     "{% if messages | map(attribute='role') | join != 'systemuserassistant' %}{{ raise_exception('no') }}{% endif %}"
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
 )
-"""Takes one conversation alone: a system, a user, an answer."""
+"""Takes only one conversation: a system, a user, an answer."""
 
 RECURSES = (
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}"
     "{% for m in messages %}{% if m.role == 'tool' or m.content == 'loop' %}{{ f(1) }}"
     "{% else %}{{ '<' + m.role + '>' + m.content }}{% endif %}{% endfor %}"
 )
-"""Does not end where a tool speaks, or where somebody says `loop`."""
+"""Never ends for a tool message, or for a message `loop`."""
 
 TOKEN_OF_ROLE = (
     "{{ '<|im_start|>' }}"
     "{% for m in messages %}{{ '<|' + m.role + '|>' + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
 )
-"""Prints whoever speaks as a token, as GLM-4 and Phi-3, between tokens of other purposes."""
+"""Prints the role as a token, as GLM-4 and Phi-3 do, between tokens for other purposes."""
 
 TOKEN_BEFORE_ROLE = (
     "{{ '<|endoftext|>' }}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
 )
-"""ChatML behind the token that begins a sequence."""
+"""ChatML behind the BOS token."""
 
 PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
 """Shows nothing of contents that are text."""
 
 
 def byte_tokenizer(folder: Path, template: str | dict[str, str], special_tokens: tuple[str, ...] = ()) -> Tokenizer:
-    """A token for each byte, few enough that the engine which echoes knows them, with this chat template, and further
-    special tokens that it does not know."""
+    """A token for each byte, few enough for the engine that echoes, with this chat template, and further special tokens
+    that the engine does not know."""
     hugging_face: PreTrainedTokenizerFast = make_tiny_tokenizer(folder, VOCAB_SIZE - 1)
     hugging_face.chat_template = template
     hugging_face.add_tokens(list(special_tokens), special_tokens=True)

@@ -1,8 +1,8 @@
-"""A pytest plugin that counts the processor time of tests: `make test ARGS="--costs=costs.json"`.
+"""A pytest plugin that measures the processor time of tests: `make test ARGS="--costs=costs.json"`.
 
-Each test's setup, call and teardown is measured with the processes that it started and waited for, and apart from it
-the seconds that JAX spent compiling. `python tests/helpers/costs.py costs.json` prints the table of the docs, and with
-`--slow tests/PACKAGE ...` the lines of tests/slow_tests.txt: functions of these packages that have a case which takes
+Each test's setup, call and teardown is measured with the processes that it started and waited for; the seconds that JAX
+spent compiling are counted separately. `python tests/helpers/costs.py costs.json` prints the table of the docs, and
+with `--slow tests/PACKAGE ...` the lines of tests/slow_tests.txt: functions of these packages with a case that takes
 `SLOW_SECONDS`. They are marked `slow`, so that `make test-fast` leaves them out.
 """
 
@@ -23,7 +23,7 @@ import pytest
 COST = "cost"
 COMPILING = "/jax/core/compile/"
 SLOW_SECONDS = 0.5
-"""Of a processor; a test that only waits counts by half of its time."""
+"""Seconds of a processor; a test that only waits counts by half of its time."""
 
 SLOW_TESTS = Path(__file__).parents[1] / "slow_tests.txt"
 
@@ -42,7 +42,7 @@ class Compiling:
     _listens: bool = False
 
     def listen(self) -> None:
-        """Counts from now on, once something has imported JAX."""
+        """Counts from now on, once JAX has been imported."""
         if self._listens or "jax" not in sys.modules:
             return
         from jax import monitoring
@@ -112,7 +112,7 @@ class Costs:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self) -> Generator[None, None, None]:
-        output = getattr(self.config, "workeroutput", None)  # xdist's way from a worker to the main process
+        output = getattr(self.config, "workeroutput", None)  # how xdist sends data from a worker to the main process
         if output is not None:
             output["processor seconds"] = processor_seconds()
             output["fixtures"] = dict(self.fixtures)
@@ -140,7 +140,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that were found to be slow, before those are chosen by their marks."""
+    """Marks the known slow tests, before tests are selected by their marks."""
     slow = frozenset(SLOW_TESTS.read_text().split())
     for item in items:
         if _function(item.nodeid) in slow:
@@ -156,7 +156,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def table(path: Path, rows: int = 40) -> str:
-    """Markdown: what each file costs in seconds of processor time, the most expensive first."""
+    """Markdown: the seconds of processor time of each file, the most expensive first."""
     found = json.loads(path.read_text())
     files: dict[str, list[float]] = {}
     for test, phases in found["tests"].items():

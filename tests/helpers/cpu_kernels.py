@@ -18,7 +18,7 @@ from torch_backend.cpu_kernels.operations import CpuOperations
 
 @functools.cache
 def cpu_attention(dtype: torch.dtype, *forms: HeadForm, prompts: bool = False) -> CpuAttention:
-    """`prompts`: a kernel computes these too."""
+    """`prompts`: a kernel computes prompts too."""
     return CpuAttention(_compiler(), dtype, forms, CpuPrompts(_compiler(), forms) if prompts else None)
 
 

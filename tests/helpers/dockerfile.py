@@ -1,4 +1,4 @@
-"""The Dockerfile's stages, and its steps in a virtual environment: as much of a build as needs no container."""
+"""The Dockerfile's stages, and its steps in a virtual environment: the part of a build that needs no container."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 Step = dict[str, str]
 
 OF_ROOT = re.compile(r"useradd |apt-get ")
-"""What only a container's root can do: accounts, packages of the system."""
+"""Steps that only a container's root can do: accounts, system packages."""
 
 
 def read_stages() -> dict[str, list[Step]]:
@@ -39,8 +39,8 @@ def values(steps: list[Step], instruction: str) -> list[str]:
 
 
 class BuiltImage:
-    """A target's COPY and RUN steps, done in `folder` with its environment, where a virtual environment of `python` is
-    what the image's Python is. Raises `CalledProcessError` for a step that fails."""
+    """A target's COPY and RUN steps, run in `folder` with its environment and a virtual environment of `python` instead
+    of the image's Python. Raises `CalledProcessError` for a step that fails."""
 
     def __init__(self, target: str, python: str, folder: Path) -> None:
         steps = read_stages()[target]
@@ -72,7 +72,7 @@ class BuiltImage:
                 shutil.copy(source, copy)
 
     def command(self, words: list[str], *arguments: str) -> list[str]:
-        """A command of the image, as this machine runs it: its Python by its path."""
+        """A command of the image in the form for this machine: its Python by its path."""
         program = shutil.which(words[0], path=self.environment["PATH"])
         assert program is not None, words
         return [program, *words[1:], *arguments]

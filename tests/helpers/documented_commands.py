@@ -19,7 +19,7 @@ OURS = re.compile(r"(sglang-jax|make|docker run|python benchmarks/\S+|python -m 
 @dataclass(frozen=True)
 class Command:
     """A program and its arguments, as a page has them. `whole` is false within a sentence, where a command may leave
-    out what it requires."""
+    out required arguments."""
 
     page: str
     words: tuple[str, ...]
@@ -31,7 +31,7 @@ class Command:
 
 
 def statements(text: str) -> Iterator[list[str]]:
-    """The words of each shell command, also of commands within a quoted word of several lines."""
+    """The words of each shell command, also of commands within a quoted string of several lines."""
     unfinished = ""
     for line in re.sub(r"\\\n *", " ", text).splitlines():
         unfinished += line + "\n"
@@ -50,7 +50,8 @@ def statements(text: str) -> Iterator[list[str]]:
 
 
 def program_of(words: list[str]) -> tuple[str, ...]:
-    """The words from the program on, without variables in front and its folder. Empty if it is not one of ours."""
+    """The words from the program on, without its folder and variables before it. Empty for a program of another
+    project."""
     while words and re.fullmatch(r"\w+=.*", words[0]):
         words = words[1:]
     if not words:

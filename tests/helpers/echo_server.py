@@ -1,4 +1,4 @@
-"""The HTTP server over an engine that echoes prompts (or over another), on a socket of its own, in a thread."""
+"""The HTTP server over an engine that echoes prompts (or over another), on a separate socket, in a thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang_jax.server.serve import Launch, bind, http_config
 Result = TypeVar("Result")
 
 LOADING_SECONDS = 250
-"""How long an engine may take to start: a real model, on a machine that does other things as well."""
+"""How long an engine may take to start: a real model, on a machine with other work."""
 
 
 @dataclass
@@ -53,12 +53,12 @@ class EchoServer:
         return json.loads(str(self.state()["seen"]))
 
     def state(self) -> dict[str, Any]:
-        """The figures of the engine's core, which is one."""
+        """The figures of the engine's only core."""
         (state,) = self.await_(self.engine.states())
         return state
 
     def aborted(self) -> list[int]:
-        """Ids of the requests that the core was told to abort."""
+        """Ids of the requests that the core has aborted."""
         return json.loads(str(self.state()["aborted"]))
 
     def running(self) -> int:
@@ -80,7 +80,7 @@ class EchoServer:
         return connection
 
     def tasks(self) -> list[str]:
-        """What the server's event loop is at, but for this call: the coroutine of each task."""
+        """The tasks of the server's event loop, except this call: the coroutine of each."""
 
         async def others() -> list[str]:
             return sorted(str(task.get_coro()) for task in asyncio.all_tasks() - {asyncio.current_task()})
@@ -89,7 +89,7 @@ class EchoServer:
 
 
 def post_bytes(path: str, body: dict[str, Any]) -> bytes:
-    """A POST of JSON as it goes over the wire."""
+    """A POST of JSON as bytes on the wire."""
     payload = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
@@ -140,12 +140,12 @@ def serve_echo(
 
 
 async def launch_echo(config: ServerConfig) -> AsyncEngineClient:
-    """What `sglang_jax.server.serve.run` is told to launch, in a process of its own."""
+    """The launch function for `sglang_jax.server.serve.run` in a separate process."""
     return await launch_core(config, in_process=False, load=load_echo, load_tokenizer=load_tokenizer)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Fails unless the condition comes true in time."""
+    """Fails unless the condition becomes true in time."""
     pause = threading.Event()
     for _ in range(int(seconds / 0.01)):
         if condition():

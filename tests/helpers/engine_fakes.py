@@ -1,4 +1,4 @@
-"""A tokenizer of bytes and an engine core that echoes prompts, for tests of all that lies around the model."""
+"""A tokenizer of bytes and an engine core that echoes prompts, for tests of everything around the model."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ByteTokenizer:
     """One token for each byte of UTF-8."""
 
     longest_token = 16
-    """More than a byte has, so that tests reach the limits that count tokens."""
+    """More than a byte has, so that tests reach the limits on numbers of tokens."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -125,7 +125,7 @@ class ByteTokenizer:
         tools: Sequence[Mapping[str, object]] = (),
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """A line for each message, behind the variables. Tools are not shown: what is echoed stays readable."""
+        """A line for each message, after the variables. Tools are not shown, so that the echo stays readable."""
         self.check_roles([message.get("role") for message in messages])
         given = "".join(f"{name}={value}\n" for name, value in (variables or {}).items())
         return given + "".join(f"{message['role']}: {message['content']}\n" for message in messages)
@@ -151,19 +151,19 @@ class EchoRequest:
 
 
 def logprob_entry(token: int, num_top: int) -> WireLogprob:
-    """What the echo core claims: -token/10, and the tokens that follow as alternatives."""
+    """The echo core's logprobs: -token/10, with the following tokens as alternatives."""
     return WireLogprob(
         token, -token / 10, [token + i for i in range(num_top)], [-(token + i) / 10 for i in range(num_top)]
     )
 
 
 class EchoCore:
-    """Speaks the scheduler's messages. Each request gets its prompt back, one token a step, then EOS over and over; one
-    that wants no token ends in its first step.
+    """Handles the scheduler's messages. Each request gets its prompt back, one token a step, then EOS repeatedly; a
+    request for no tokens ends in its first step.
 
-    `config.model_path` is `echo`, or `echo:SECONDS` for a pause between steps, or `states` for a model that keeps some.
-    A prompt that starts with the token 257
-    makes the core fail, 258 ends the process on the spot, 259 is refused with a `CapacityError`.
+    `config.model_path` is `echo`, or `echo:SECONDS` for a pause between steps, or `states` for a model with states. A
+    prompt that starts with the token 257 makes the core fail, 258 ends the process at once, 259 is refused with a
+    `CapacityError`.
     """
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
@@ -296,7 +296,7 @@ class EchoCore:
         return Finished(wire_id, kind, matched, len(request.output), tokens, CACHED_TOKENS)
 
 
-def _start_for_ever() -> None:
+def _start_forever() -> None:
     time.sleep(3600)
 
 
@@ -314,19 +314,19 @@ def load_echo(config: EngineConfig, channel: CoreChannel) -> EchoCore:
         case "slow":
             time.sleep(1.0)
         case "never":
-            _start_for_ever()
+            _start_forever()
     return EchoCore(config, channel)
 
 
 FAKE_VOCAB_SIZE = 128
 FAKE_EOS = 0
 FAKE_INVALID = 127
-"""With `model_path` numerical, a row that samples after this token has logits that are not finite."""
+"""With `model_path` numerical, a row that samples after this token has non-finite logits."""
 
 
 class FakeModelCore:
     """The scheduler's loop over `FakeRunner`. `max_total_tokens` is the pool, `max_running_requests` the rows. With
-    `model_path` grammars it follows those of requests."""
+    `model_path` grammars it follows the grammars of requests."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
         pool = PoolSpec(
@@ -355,7 +355,7 @@ class FakeModelCore:
 
 
 def fake_grammars(config: EngineConfig) -> GrammarCompiler:
-    """Of a vocabulary of bytes."""
+    """Over a vocabulary of bytes."""
     table = TokenTable(tuple(bytes([byte]) for byte in range(FAKE_VOCAB_SIZE)), frozenset({FAKE_EOS}))
     backend = LlguidanceBackend(table, FAKE_VOCAB_SIZE, (FAKE_EOS,))
     return GrammarCompiler(backend, seconds=config.grammar_timeout)

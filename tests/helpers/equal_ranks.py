@@ -1,4 +1,4 @@
-"""Ranks that all have the same, in one process."""
+"""Ranks with equal data, in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class EqualRanks:
-    """One of `size` ranks; the others have what it has."""
+    """One of `size` ranks, whose data the others have too."""
 
     size: int = 2
     rank: int = 0

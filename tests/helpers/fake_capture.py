@@ -1,7 +1,7 @@
-"""CUDA-graph capture without CUDA: what a function does is traced once, and a replay does exactly that again.
+"""CUDA-graph capture without CUDA: a function's operations are traced once, and a replay repeats exactly these.
 
-As in a CUDA graph, tensors that the function reads from outside stay the same memory, whose contents a replay sees, and
-every number that the host knew while capturing is baked in.
+As in a CUDA graph, tensors that the function reads from outside stay the same memory, whose current contents a replay
+reads, and every number that the host knew while capturing is a constant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FakeCapture:
         self.replays = 0
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Replay:
-        # The trace runs the operations as well, as a CUDA capture does with its first run.
+        # The trace runs the operations as well, as the first run of a CUDA capture does.
         graph = make_fx(function, tracing_mode="real")()
 
         def replay() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Grammars without a library: what may come next is a hash of the grammar and of all that came before.
+"""Grammars without a library: the allowed tokens are a hash of the grammar and of all tokens before.
 
 So a mask that is late by a token, of another row, or of an output that was not kept, changes an output.
 """
@@ -21,7 +21,7 @@ REFUSED = 13
 """The key of a grammar that cannot be compiled."""
 
 FAILING = 7
-"""Keys that it divides are of grammars that fail after some tokens."""
+"""Keys that are multiples of it belong to grammars that fail after some tokens."""
 
 
 def grammar(key: int) -> Grammar:
@@ -41,7 +41,7 @@ def _state(key: int, output: Sequence[int]) -> int:
 
 
 def complete(key: int, output: Sequence[int]) -> bool:
-    """Nothing can follow."""
+    """Whether nothing can follow."""
     return len(output) > 2 and _state(key, output) % 8 == 0
 
 
@@ -50,7 +50,7 @@ def fails(key: int, output: Sequence[int]) -> bool:
 
 
 def allowed(key: int, output: Sequence[int], vocab: int, eos: int) -> list[int]:
-    """Tokens that the grammar allows; the end at some places."""
+    """Tokens that the grammar allows; at some places the end."""
     state = _state(key, output)
     tokens = [token for token in range(vocab) if token != eos and _mix(state, token) % 3 == 0]
     if state % 5 == 0:
@@ -61,7 +61,7 @@ def allowed(key: int, output: Sequence[int], vocab: int, eos: int) -> list[int]:
 
 
 def choice(sampling: SamplingParams, output: Sequence[int], vocab: int, eos: int) -> list[int]:
-    """Tokens that a request may sample behind its output: none where it is over."""
+    """Tokens that a request may sample after its output: none where it has ended."""
     assert sampling.grammar is not None
     key = int(sampling.grammar.text)
     if complete(key, output) or fails(key, output) or key == REFUSED:
@@ -92,7 +92,7 @@ class FakeGrammar:
 
 
 class FakeGrammars:
-    """`GrammarBackend`. That the output is over is noticed when it is, or not before the next mask."""
+    """`GrammarBackend`. The end of an output is detected when it occurs, or not before the next mask."""
 
     specials: dict[str, int] = {}  # noqa: RUF012
 
@@ -126,7 +126,7 @@ class FakeGrammars:
 
 
 class FakeCompiler:
-    """In the place of `GrammarCompiler`: a grammar is compiled after so many looks at it as its key says."""
+    """Replaces `GrammarCompiler`: the key of a grammar determines after how many checks it is compiled."""
 
     def __init__(self, backend: FakeGrammars) -> None:
         self.backend = backend
@@ -148,9 +148,9 @@ class FakeCompiler:
         return True
 
     def leave(self, compilation: Compilation) -> None:
-        """Only who still waits may leave, and once."""
+        """Only a request that still waits may leave, and only once."""
         assert not compilation.done, "who has been told leaves no more"
         del self._looks[id(compilation)]
 
     def wait(self, seconds: float) -> None:
-        """Every look is a step."""
+        """Every check is a step."""

@@ -1,5 +1,5 @@
-"""Tiny models of the families whose layers differ from Llama's, for both backends: what each must get right shows in
-the logits, as every window is shorter than the sequences."""
+"""Tiny models of the families whose layers differ from Llama's, for both backends: their logits show each difference,
+as every window is shorter than the sequences."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ _MOST = 40
 
 
 class Paged(Protocol):
-    """Either backend's paged model."""
+    """The paged model of either backend."""
 
     def run(
         self, sequences: Sequence[Any], steps: Sequence[dict[int, int]], cached: Sequence[int] | None = None
@@ -272,10 +272,11 @@ class Paged(Protocol):
 def check_family(
     case: FamilyCase, folder: Path, load: Callable[[Path, int, int], Paged], page_sizes: Sequence[int] = ()
 ) -> None:
-    """Logits of whole prompts, chunks and decode rows are transformers'; and those of a request whose first tokens lie
-    in pages already are the same, wherever these end. In pages of the case's size, or of each of `page_sizes`.
+    """Checks that logits of whole prompts, chunks and decode rows equal transformers'; and that those of a request
+    whose first tokens are already in pages are the same, for any number of these. In pages of the case's size, or of
+    each of `page_sizes`.
 
-    `load` takes a checkpoint, the size of pages, and pages of a row.
+    `load` takes a checkpoint, the page size, and the pages of a row.
     """
     checkpoint = make_tiny_checkpoint(folder, case.architecture, **case.changes)
     reference = make_tiny_model(case.architecture, **case.changes)
@@ -297,8 +298,8 @@ def _check_logits(model: Paged, sequences: list[np.ndarray], expected: list[np.n
 
 
 def check_hybrid(case: FamilyCase, folder: Path, load: Callable[[Path, int, int], Paged]) -> None:
-    """Logits of whole prompts, chunks and decode rows are transformers'; and so are those of a request that goes on
-    from the pages and the state of another, however these came about.
+    """Checks that logits of whole prompts, chunks and decode rows equal transformers'; and those of a request that
+    resumes from the pages and the state of another, however these were computed.
 
     `load` as for `check_family`.
     """
@@ -327,8 +328,9 @@ def check_alignments(
     page_sizes: Sequence[int] = PAGE_SIZES,
     every: int = 1,
 ) -> None:
-    """Logits are transformers' wherever a prompt is parted into chunks, and equal to these for a request that finds the
-    prompt in pages already up to any page's end; in pages of each size. `every`: of so many places one.
+    """Checks that logits equal transformers' wherever a prompt is divided into chunks, and that they are the same for a
+    request that matches the prompt up to the end of any page; for each page size. `every`: one of this many places is
+    checked.
 
     `load` as for `check_family`.
     """

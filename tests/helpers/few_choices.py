@@ -1,6 +1,6 @@
-"""`benchmarks/tpu_tune.py` with a few sizes of blocks instead of all: `python -m helpers.few_choices`.
+"""`benchmarks/tpu_tune.py` with a few block sizes instead of all: `python -m helpers.few_choices`.
 
-Everything else is the command: the process that compiles is started by it, and reads the schedules that libtpu writes.
+Everything else is the command: it starts the process that compiles, and reads the schedules that libtpu writes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def _prepare_for_few(folder: Path) -> Path:
 def estimate_few(
     folder: Path, send: Callable[[Comparison], None], generation: Generation, every: tuple[Heads, ...]
 ) -> None:
-    """What the process that compiles does in the place of `tuning_process.estimate_kernels`."""
+    """Replaces `tuning_process.estimate_kernels` in the process that compiles."""
     tpu.worker.prepare_compiler = _prepare_for_few
     _estimate(folder, send, generation, every)
 
 
 if __name__ == "__main__":
-    from helpers import few_choices  # by this name the process that compiles finds the function
+    from helpers import few_choices  # the process that compiles finds the function by this name
 
     tuning_process.estimate_kernels = few_choices.estimate_few
     sys.exit(run(tune, "benchmarks/tpu_tune.py"))

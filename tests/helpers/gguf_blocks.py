@@ -22,7 +22,7 @@ KINDS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationT
 
 
 def stored(kind: GGMLQuantizationType, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Random levels with ordinary scales: uint8 `[rows, bytes of a row]`."""
+    """Random quantised values with ordinary scales: uint8 `[rows, bytes of a row]`."""
     random = np.random.default_rng(seed)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     data = random.integers(0, 256, (rows, columns // block, block_bytes), dtype=np.uint8)

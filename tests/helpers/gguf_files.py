@@ -76,7 +76,7 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def model_tensors(model: PreTrainedModel, kind: GGMLQuantizationType) -> dict[str, tuple[np.ndarray, Any]]:
-    """A transformers model's tensors as a GGUF file holds them: matrices as `kind`, vectors as F32."""
+    """A transformers model's tensors as a GGUF file stores them: matrices as `kind`, vectors as F32."""
     config = model.config
     tensors = {}
     for name, parameter in model.state_dict().items():
@@ -93,7 +93,7 @@ def model_tensors(model: PreTrainedModel, kind: GGMLQuantizationType) -> dict[st
 
 
 def _rope_of_most(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Those of layers that see all, where layers with a window have their own."""
+    """The parameters of layers with full attention, where layers with a window have separate ones."""
     whole: dict[str, Any] = parameters.get("full_attention", parameters)
     return whole
 

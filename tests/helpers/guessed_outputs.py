@@ -1,4 +1,4 @@
-"""Outputs with drafted tokens and without, of a runner that drafts: they must be the same."""
+"""Outputs of a runner with drafts and without: they must be the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STYLES = (
     SamplingParams(temperature=0.9, seed=3, stop=("q", "de")),
     SamplingParams(temperature=0.7, seed=13, grammar=fake_grammars.grammar(5)),
 )
-"""Stop strings are looked for in texts of a letter for each token. Rows under a grammar run beside the others."""
+"""Stop strings are searched in texts of one letter per token. Rows with a grammar run together with the others."""
 
 EOS = 2
 
@@ -42,14 +42,14 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def stopped_at(tokens: Sequence[int], stop: Sequence[str]) -> int | None:
-    """Tokens up to the end of the stop string that is complete first; None while none is."""
+    """Tokens up to the end of the stop string that is complete first; None while none is complete."""
     text = text_of(tokens)
     return min((text.find(one) + len(one) for one in stop if one in text), default=None)
 
 
 def requests(count: int, words: int | None = None) -> list[tuple[list[int], SamplingParams, int]]:
-    """Prompts that repeat themselves, some of which begin alike; ways to sample; logprobs or none. `words`: outputs are
-    of so many tokens alone, so that drafts are right at random, whatever a model likes to say."""
+    """Prompts that repeat themselves, some of which share a prefix; ways to sample; with or without logprobs. `words`:
+    outputs contain only this many distinct tokens, so that drafts are accepted at random with any model."""
     rng = np.random.default_rng(count)
     made = []
     shared = np.tile(rng.integers(10, TINY_VOCAB_SIZE, 6), 5).tolist()
@@ -66,7 +66,7 @@ def requests(count: int, words: int | None = None) -> list[tuple[list[int], Samp
 
 @dataclass(frozen=True)
 class Outputs:
-    """Of each request its tokens and logprobs, and what came of drafts."""
+    """For each request its tokens and logprobs, and its draft counts."""
 
     tokens: dict[int, list[int]]
     logprobs: dict[int, list[float | None]]
@@ -76,10 +76,11 @@ class Outputs:
 def outputs(
     config: EngineConfig, runner: Runner, asked: list[tuple[list[int], SamplingParams, int]], at_once: int
 ) -> Outputs:
-    """At most `at_once` requests are in flight. Who sees a stop string has the request stopped, as a client does."""
+    """At most `at_once` requests are in flight. A request is stopped when a stop string appears, as a client
+    does it."""
     channel = RecordingChannel()
     grammars: Any = FakeCompiler(FakeGrammars(runner.spec.vocab_size, EOS))
-    clock = itertools.count()  # every step takes as long, so that what pays does not depend on the machine
+    clock = itertools.count()  # every step takes the same time, so that drafts do not depend on the machine
     scheduler = Scheduler(runner, (EOS,), config, channel, lambda: next(clock) * 1e-3, grammars)
     waiting = [
         NewRequest(
@@ -123,8 +124,8 @@ def check_same_outputs(
     atol: float = 1e-3,
     adaptive: bool = False,
 ) -> int:
-    """Compares outputs with drafts and without, and logprobs up to `atol`; how many drafts were right. `adaptive`: with
-    as many drafts as pay, and not as fit."""
+    """Compares outputs with drafts and without, and logprobs up to `atol`; returns how many drafts were accepted.
+    `adaptive`: with as many drafts as pay off, instead of as many as fit."""
     config = config.model_copy(update={"disable_radix_cache": not reuse})
     plain = config.model_copy(update={"speculative_algorithm": SpeculativeAlgorithm.NONE})
     one_by_one = Narrowed(runner, replace(runner.spec, max_samples=1), lambda result: None)

@@ -1,4 +1,4 @@
-"""Files that somebody has spoilt, by accident or on purpose: mutations of good ones."""
+"""Damaged files, by accident or on purpose: mutations of good ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NASTY: tuple[Any, ...] = (
     {},
     {"a": {"b": []}},
 )
-"""Values that a field is not made for."""
+"""Unexpected values for a field."""
 
 
 def spoil_bytes(good: bytes, numbers: random.Random) -> bytes:
@@ -42,7 +42,7 @@ def spoil_bytes(good: bytes, numbers: random.Random) -> bytes:
     for _ in range(numbers.randint(1, 4)):
         if not data:
             break
-        # Early bytes say how the rest is read: they are changed as often as all others.
+        # The first bytes determine how the rest is read: they are changed as often as all others.
         place = numbers.randrange(min(len(data), numbers.choice((16, 64, 512, len(data)))))
         length = numbers.choice((1, 1, 4, 8, 64))
         match numbers.randrange(6):
@@ -62,7 +62,7 @@ def spoil_bytes(good: bytes, numbers: random.Random) -> bytes:
 
 
 def spoil_json(good: Any, numbers: random.Random) -> bytes:
-    """Up to three changes of the document; now and then of its bytes."""
+    """Up to three changes of the document; sometimes of its bytes."""
     document = json.loads(json.dumps(good))
     for _ in range(numbers.randint(1, 3)):
         document = _spoil_value(document, numbers)

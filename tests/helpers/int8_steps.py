@@ -1,4 +1,5 @@
-"""Steps over pages in int8, and what numpy computes in float64: from what was stored, from what was to be stored."""
+"""Steps over int8 pages, and numpy's results in float64: from the stored values, and from the values before
+rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Int8Step:
-    """`step.expected` is what int8 queries and keys give, without any other rounding; `exact` what they stand for."""
+    """`step.expected` is computed from int8 queries and keys without any other rounding; `exact` from the original
+    values."""
 
     step: Step
     exact: Array
@@ -26,8 +28,8 @@ class Int8Step:
 def int8_step(
     case: Case, *, values: torch.dtype | None = None, bias: float = 0.0, mean_error: float = 0.1, seed: int = 0
 ) -> Int8Step:
-    """`make_step` in int8; `values` that are not int8 are of the queries' type. Keys have channels of up to `bias`
-    everywhere, which the stored mean knows but for `mean_error`. What is not used is NaN by its scale."""
+    """`make_step` in int8; `values` that are not int8 have the queries' type. Keys have channels of up to `bias`
+    everywhere, which the stored mean knows up to `mean_error`. Unused slots are NaN by their scale."""
     base = make_step(case, seed)
     rng = np.random.default_rng(seed + 1)
     heads, _, head_dim = base.kv.keys.shape[1:]
@@ -45,7 +47,7 @@ def int8_step(
     kv = KVPages(torch.from_numpy(levels), stored_values, token_scales=token_scales)
     read_keys = levels.astype(np.float64) * scales[..., None]
     queries = base.queries.double().numpy().reshape(len(base.queries), heads, -1, head_dim)
-    # In float32, as all implementations round them: in float64 one in some hundred thousand would go the other way.
+    # In float32, as all implementations round them: in float64 one in some hundred thousand would round the other way.
     narrow = queries.astype(np.float32)
     steps = np.abs(narrow).max(-1, keepdims=True) / np.float32(127)
     rounded = np.round(narrow / np.where(steps == 0, np.float32(1), steps)).astype(np.float64) * steps
@@ -73,7 +75,8 @@ def int8_step(
 
 
 def quantised(data: Array, rng: np.random.Generator) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Levels `[..., d]` and a scale for each vector `[...]`; of a vector with NaN any levels, and NaN."""
+    """Quantised values `[..., d]` and a scale for each vector `[...]`; a vector with NaN gets any values, and the scale
+    NaN."""
     scales = (np.abs(data).max(-1) / 127).astype(np.float32)
     anything = rng.integers(-127, 128, data.shape)
     with np.errstate(invalid="ignore"):
@@ -87,7 +90,7 @@ def _gather(pages: Array, table: NDArray[np.int32]) -> Array:
 
 
 def _attend(queries: Array, common: Array, keys: Array, values: Array, length: int, options: AttentionOptions) -> Array:
-    """Of one sequence: `common` `[q, kv_heads, group]` is added to the products of its queries. Keys before all that
+    """For one sequence: `common` `[q, kv_heads, group]` is added to the products of its queries. Keys before all that
     these see may be NaN."""
     oldest = 0 if options.window is None else max(length - len(queries) - options.window + 1, 0)
     seen = (np.arange(length) >= oldest)[:, None, None]

@@ -1,4 +1,4 @@
-"""Checkpoints that bring scales of keys and values, and transformers with keys and values rounded as a cache does."""
+"""Checkpoints with scales of keys and values, and transformers with keys and values rounded as by a cache."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from sglang_jax.checkpoint import Checkpoint
 LAYERS, KV_HEADS, HEAD_DIM, GROUP = 2, 4, 8, 2
 KEY_SIZES = np.array([1.0, 100.0, 0.1, 10.0])
 VALUE_SIZES = np.array([10.0, 0.1, 100.0, 1.0])
-"""What the keys and values of each kv head are made larger by; of the second layer, those of its last head first."""
+"""Factors by which the keys and values of each kv head are enlarged; in the second layer, in reverse order of heads."""
 
 LARGEST_STORED = {"fp8_e4m3": 448.0, "int8": 127.0}
 
 Round = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Keys or values `[1, kv_heads, T, head_dim]` and their scales `[kv_heads, 1, 1]` to what a cache gives back."""
+"""Maps keys or values `[1, kv_heads, T, head_dim]` and their scales `[kv_heads, 1, 1]` to the values that a cache
+returns."""
 
 
 def make_uneven_checkpoint(folder: Path) -> Path:
     """A tiny llama whose kv heads differ by factors of up to 1000; queries and the output's columns undo that, so that
-    every head matters as much."""
+    every head has the same weight."""
     make_tiny_checkpoint(folder, "llama", num_attention_heads=KV_HEADS * GROUP, num_key_value_heads=KV_HEADS)
 
     def scaled(tensor: NDArray[np.float32], sizes: NDArray[np.float64], axis: int) -> NDArray[np.float32]:
@@ -50,9 +51,9 @@ def make_uneven_checkpoint(folder: Path) -> Path:
 
 
 def add_tensors(folder: Path, added: dict[str, NDArray[Any]], *, scheme: dict[str, Any] | None = None) -> Path:
-    """Puts tensors into a checkpoint, and a compressed-tensors `kv_cache_scheme` into its config."""
+    """Adds tensors to a checkpoint, and a compressed-tensors `kv_cache_scheme` to its config."""
     file = folder / "model.safetensors"
-    # Safetensors writes memory as it lies.
+    # Safetensors writes memory without regard to strides.
     in_order = {name: np.array(value, order="C") for name, value in added.items()}
     save_file(load_file(file) | in_order, file, metadata={"format": "pt"})
     if scheme is not None:
@@ -70,7 +71,8 @@ def add_tensors(folder: Path, added: dict[str, NDArray[Any]], *, scheme: dict[st
 def scale_tensors(
     scales: NDArray[np.float32], keys: str = "self_attn.k_scale", values: str = "self_attn.v_scale"
 ) -> dict[str, NDArray[np.float32]]:
-    """`[layers, kv_heads, 2]` as tensors of each layer and side, `[kv_heads, 1, 1]` as compressed-tensors has them."""
+    """`[layers, kv_heads, 2]` as tensors of each layer and side, `[kv_heads, 1, 1]` in the form of
+    compressed-tensors."""
     return {
         f"model.layers.{layer}.{name}": scales[layer, :, side, None, None]
         for layer in range(len(scales))
@@ -79,7 +81,7 @@ def scale_tensors(
 
 
 def kv_scales_of(checkpoint: Checkpoint) -> NDArray[np.float32]:
-    """What a checkpoint brings as it is stored, or its defaults: `[layers, kv_heads, 2]`."""
+    """The scales stored in a checkpoint, or the defaults: `[layers, kv_heads, 2]`."""
     reader = checkpoint.kv_parameters()
     sides = (Part.KEY, Part.VALUE)
     found = [
@@ -106,7 +108,7 @@ def fitting_scales(folder: Path, tokens: Sequence[int], dtype: str) -> NDArray[n
 def logits_with(
     folder: Path, tokens: Sequence[int], scales: NDArray[np.float32], change: Round | None = None
 ) -> NDArray[np.float64]:
-    """Logprobs `[T, vocab]` of transformers, whose attention sees what `change` makes of rotated keys and of values."""
+    """Logprobs `[T, vocab]` of transformers, whose attention sees rotated keys and values mapped by `change`."""
 
     class Changed(DynamicCache):
         def update(
@@ -127,23 +129,24 @@ def logits_with(
 
 
 def round_to_float8(states: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What a cache in float8 e4m3 gives back."""
+    """The values that a cache in float8 e4m3 returns."""
     return (states / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
 
 
 def round_to_int8(states: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What a cache in int8 gives back."""
+    """The values that a cache in int8 returns."""
     return (states / scales).round().clamp(-128, 127) * scales
 
 
 def worst_float8(states: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """As far off as rounding to float8 ever is, to either side: half of the last of 3 bits, below 2^-6 half of 2^-9."""
+    """Off by the largest error of float8 rounding, in either direction: half of the last of 3 bits, below 2^-6 half of
+    2^-9."""
     step = torch.maximum(states.abs() * 2**-4, scales * 2**-10)
     return states + step * _signs(states)
 
 
 def worst_int8(states: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """As far off as rounding to int8 ever is, to either side: half a step."""
+    """Off by the largest error of int8 rounding, in either direction: half a step."""
     return states + scales / 2 * _signs(states)
 
 

@@ -1,5 +1,5 @@
-"""Steps over shuffled pages of latent vectors, NaN in every unused slot, with the attention that plain numpy computes
-in float64 from the keys and values of heads."""
+"""Steps over shuffled pages of latent vectors, NaN in every unused slot, with attention computed by plain numpy in
+float64 from the keys and values of heads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LATENTS = LatentAttentionConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class LatentStep:
-    """A step: the last `query_lens` tokens of `kv_lens`. What it computes from, rounded as asked for:
+    """A step: the last `query_lens` tokens of `kv_lens`. Its inputs, rounded by `rounded`:
 
     - `plain` `[T, heads, key_dim]`, `rotated` `[T, heads, rotary_dim]`: queries.
     - `pages` `[num_pages, page_size, latent + rotary_dim]`, with the step's own vectors; `cached`: these `[T, ...]`.
@@ -60,7 +60,7 @@ def make_latent_step(
     page_size: int = 16,
     rounded: Callable[[Numbers], Numbers] = lambda numbers: numbers.astype(np.float32).astype(np.float64),
 ) -> LatentStep:
-    """The numbers of a row depend on its length, its queries, and how many such rows are before it."""
+    """The numbers of a row depend on its length, its queries, and how many equal rows come before it."""
     width, columns = config.latent + config.rotary_dim, -(-max(kv_lens) // page_size) + 1
     heads = config.num_heads
     order = np.random.default_rng(1)

@@ -1,6 +1,6 @@
-"""The table of docs/models.md: what goes with which family, from what the code refuses.
+"""The table of docs/models.md: which options each family supports, from the errors of the code.
 
-python tests/helpers/model_table.py     writes it anew
+python tests/helpers/model_table.py     writes it again
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def table_of(page: str) -> str:
 
 
 def model_table() -> str:
-    """The table as the code has it."""
+    """The table according to the code."""
     families = sorted(known_families(), key=lambda family: family.class_name.lower())
     return HEAD + "".join(f"| {' | '.join(row(family))} |\n" for family in families)
 
@@ -80,7 +80,7 @@ def kinds_of_cache(model: ModelConfig) -> list[str]:
 
 
 def model_of(family: Family) -> ModelConfig:
-    """The tiny model of the family that tests compare with transformers, with windows if it may have any."""
+    """The tiny model of the family that tests compare with transformers, with windows if the family can have any."""
     cases = [(case.architecture, case.changes) for case in (*FAMILIES.values(), *HYBRIDS.values(), *LATENT.values())]
     cases += ARCHITECTURES.values()
     changes = next(changes for architecture, changes in cases if architecture == family.name)

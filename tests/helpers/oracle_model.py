@@ -50,8 +50,8 @@ def assert_greedy(
 ) -> None:
     """`output` is what the oracle decodes greedily after `prompt`.
 
-    One pass over both tells: each output token must be the likeliest after all before it, or within `tolerance` of
-    the likeliest logit (then the oracle's own choice hangs on rounding).
+    Checked in one pass: each output token must be the most likely one after all before it, or within `tolerance` of the
+    largest logit (then the oracle's own choice depends on rounding).
     """
     ids = torch.tensor([[*prompt, *output]])
     logits = model(ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
@@ -72,9 +72,9 @@ def assert_equal_but_for_ties(
     other: Sequence[int],
     tolerance: float = 1e-3,
 ) -> None:
-    """Two outputs after `prompt` are equal, or part where the oracle's logits of both tokens are within `tolerance`.
+    """Two outputs after `prompt` are equal, or diverge where the oracle's logits of both tokens are within `tolerance`.
 
-    After that they need not be alike.
+    After that they may differ.
     """
     assert len(one) == len(other)
     place = next((place for place, pair in enumerate(zip(one, other, strict=True)) if len({*pair}) > 1), None)

@@ -31,19 +31,19 @@ MIXED_TOKENS = 48
 
 
 def pages_of_rows(groups: int, rows: int, columns: int) -> np.ndarray:
-    """Numbers of pages `[groups, rows, columns]`, in no order, and other ones in each group."""
+    """Numbers of pages `[groups, rows, columns]`, in random order, and different in each group."""
     numbers = [1 + np.random.default_rng(1 + group).permutation(rows * columns) for group in range(max(groups, 1))]
     return np.stack(numbers).reshape(-1, rows, columns).astype(np.int32)
 
 
 def slots_of_rows(rows: int) -> np.ndarray:
-    """A slot for each row, in no order, between others that nobody uses."""
+    """A slot for each row, in random order, with unused ones between them."""
     return 1 + 2 * np.random.default_rng(2).permutation(rows).astype(np.int32)
 
 
 class PagedModel:
     """A loaded checkpoint and its caches; two programs: decode (4 rows) and mixed (48 tokens, 4 rows).
-    `block_products`: kernels for its matrices in blocks. `quantization`: of its weights while they are loaded."""
+    `block_products`: kernels for its blocked matrices. `quantization`: of its weights while they are loaded."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class PagedModel:
         steps: Sequence[Mapping[int, int]],
         cached: Sequence[int] | None = None,
     ) -> list[np.ndarray]:
-        """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every token computed,
-        of each row that has any.
+        """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every computed token,
+        for each row that has any.
 
-        The first `cached[row]` tokens of a row are in its pages already.
-        A step of single tokens alone is a decode step. In others, rows given first with one token are decode rows.
+        The first `cached[row]` tokens of a row are already in its pages. A step that only has single tokens is a decode
+        step. In others, rows that come first with one token are decode rows.
         """
         done = list(cached or [0] * len(sequences))
         logits: list[list[np.ndarray]] = [[] for _ in sequences]
@@ -122,11 +122,11 @@ class PagedModel:
         return [np.concatenate(parts) for parts in logits if parts]
 
     def temporary_bytes(self) -> int:
-        """Of the decode program."""
+        """Temporary bytes of the decode program."""
         return self.program({0: 1}).compile().memory_analysis().temp_size_in_bytes
 
     def program(self, step: Mapping[int, int]) -> jax.stages.Lowered:
-        """Of a step, see `run`."""
+        """The program of a step, see `run`."""
         batch = self.batch([[5] * max(step.values())] * ROWS, [0] * ROWS, step)
         return self._step.lower(self.state, self.kv_caches, batch)
 
@@ -178,7 +178,7 @@ class PagedModel:
         return replace(batch, states=states)
 
     def share(self, row: int, other: int) -> None:
-        """Row `other` goes on from what `row` has now: with the same pages, and from its state, which stays as it is if
-        `row` computes no more."""
+        """Row `other` resumes from the current content of `row`: with the same pages, and from its state, which does
+        not change if `row` computes no more."""
         self.all_pages[:, other] = self.all_pages[:, row]
         self.begin[other] = int(self.slots[row])

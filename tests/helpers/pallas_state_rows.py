@@ -1,4 +1,5 @@
-"""For tests of the TPU kernels of states: rows of a step in whose order nothing is right by chance, and faults."""
+"""For tests of the TPU kernels of states: rows of a step in an order in which no result is right by chance, and
+faults."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from sglang_jax.kernels.state_rows import StateRows
 
 
 def pallas_rows(rows: int, slots: int, counts: list[int], num_decode: int, *, decode_only: bool) -> StateRows:
-    """Most sequences begin in another slot than their own, every third with nothing; slots are in no order."""
+    """Most sequences start from another slot than their own, every third with an empty state; slots are in random
+    order."""
     padding = rows - len(counts)
     order = np.random.default_rng(1).permutation(np.arange(1, slots))
     own = np.concatenate((order[: len(counts)], np.zeros(padding, np.int64)))
@@ -40,7 +42,7 @@ def pallas_rows(rows: int, slots: int, counts: list[int], num_decode: int, *, de
 def faulty_module(
     monkeypatch: pytest.MonkeyPatch, folder: Path, module: ModuleType, right: str, wrong: str
 ) -> ModuleType:
-    """The module with some other text in the place of some of its own, written to `folder`."""
+    """The module with one of its texts replaced by another, written to `folder`."""
     assert module.__file__ is not None
     text = Path(module.__file__).read_text()
     assert right in text

@@ -1,4 +1,4 @@
-"""Models, steps and logits that both backends are held against: what transformers computes."""
+"""Models, steps and logits for comparing both backends with transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ STEPS = (
     {3: 1, 0: 1},
     {3: 3, 1: 8},
 )
-"""Whole prompts, chunks, and decode rows, alone and beside chunks; rows change their place from step to step."""
+"""Whole prompts, chunks, and decode rows, by themselves and with chunks; rows change their position from step
+to step."""
 
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -72,7 +73,7 @@ VARIANTS = {name: ("llama", {"rope_parameters": rope}) for name, rope in ROPES.i
 MODELS = ARCHITECTURES | VARIANTS
 
 DYNAMIC: dict[str, Any] = {"max_position_embeddings": 16, "rope_parameters": ROPES["dynamic"]}
-"""A llama whose sequences soon leave the original context."""
+"""A llama whose sequences soon exceed the original context."""
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Drives a runner by hand: what a scheduler would do, with every choice left to the test."""
+"""Drives a runner by hand: the work of a scheduler, with every choice left to the test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sglang_jax.runner.protocol import Runner, StepHandle
 from sglang_jax.sampling.params import SamplingParams
 
 DECODE = 0
-"""In place of a number of prompt tokens: the sequence decodes."""
+"""Used instead of a number of prompt tokens: the sequence decodes."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Driven:
 
 @dataclass
 class LaunchedStep:
-    """A step on its way; `finish` hands its tokens to their requests."""
+    """A step in flight; `finish` passes its tokens to their requests."""
 
     handle: StepHandle
     requests: Sequence[Driven]
@@ -71,7 +71,7 @@ class LaunchedStep:
 
 
 def masks_of(allowed: Sequence[Collection[int]], vocab: int) -> TokenMasks:
-    """Masks that allow some tokens each."""
+    """Masks that allow the given tokens."""
     words = np.zeros((len(allowed), mask_words(vocab)), np.uint32)
     for line, tokens in zip(words, allowed, strict=True):
         for token in tokens:
@@ -80,7 +80,7 @@ def masks_of(allowed: Sequence[Collection[int]], vocab: int) -> TokenMasks:
 
 
 class PlanDriver:
-    """Admits, steps, retracts and finishes requests on a runner, handing out pages in a scattered order."""
+    """Admits, steps, retracts and finishes requests on a runner, allocating pages in a scattered order."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -104,7 +104,7 @@ class PlanDriver:
         return request
 
     def readmit(self, request: Driven) -> None:
-        """Gives a row to a request that was retracted: all its tokens are to be computed again."""
+        """Gives a row to a retracted request: all its tokens must be computed again."""
         request.row = self.free_rows.pop(0)
         history = np.array(request.tokens, np.int32) if request.sampling.counts_tokens else None
         stop_ids = np.array(request.stop_ids, np.int32)
@@ -112,7 +112,7 @@ class PlanDriver:
         self._updates.append(update)
 
     def release(self, request: Driven) -> None:
-        """Takes row and pages back, to be the first that are handed out again."""
+        """Takes back row and pages, which are the first to be allocated again."""
         self.free_pages.extend(request.pages)
         self.free_rows.insert(0, request.row)
         request.pages, request.pages_on_device, request.row, request.committed = [], 0, -1, 0
@@ -133,7 +133,7 @@ class PlanDriver:
     ) -> LaunchedStep:
         """Launches a step of (request, number of tokens, or `DECODE`); decode sequences come first.
 
-        `masked`: those that sample under a mask, which the step's handle waits for.
+        `masked`: the requests that sample under a mask, which the step's handle waits for.
         """
         num_decode = sum(count == DECODE for _, count in parts)
         assert all((count == DECODE) == (index < num_decode) for index, (_, count) in enumerate(parts))
@@ -168,7 +168,7 @@ class PlanDriver:
         return self.launch(parts, **wanted).finish()  # type: ignore[arg-type]
 
     def generate(self, request: Driven, count: int, chunk: int = 1000) -> list[int]:
-        """Runs one request alone: prefill in chunks, then decode until it has `count` outputs."""
+        """Runs a single request: prefill in chunks, then decode until it has `count` outputs."""
         if not request.output or request.committed < len(request.tokens) - 1:
             goal = len(request.tokens)
             while request.committed < goal:

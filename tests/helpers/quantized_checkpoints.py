@@ -1,4 +1,4 @@
-"""Tiny checkpoints whose weights are stored in 8 bits: by compressed-tensors itself, or as ModelOpt writes them."""
+"""Tiny checkpoints whose weights are stored in 8 bits: by compressed-tensors itself, or in the form of ModelOpt."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 IGNORED = ("lm_head", r"re:.*mlp\.gate$", r"re:.*block_sparse_moe\.gate$")
-"""Heads and routers, which quantisers leave as they are."""
+"""Heads and routers, which quantisers leave unchanged."""
 
 Weights = dict[str, NDArray[np.float32]]
-"""Every tensor of a checkpoint without scales, by name, as its tool makes plain numbers of it."""
+"""Every tensor of a checkpoint without scales, by name, as its tool dequantises it."""
 
 
 Tensors = dict[str, torch.Tensor]
-"""What lies in a file: safetensors gives float8 to torch, and not to numpy."""
+"""The tensors of a file: safetensors gives float8 to torch, and not to numpy."""
 
 
 class Quantised(Enum):
-    """What weights of 8 bits are to be: values, scales, and how their inputs are quantised."""
+    """Kinds of 8-bit weights: values, scales, and how their inputs are quantised."""
 
     FP8_CHANNEL = "fp8, a scale for each row, inputs by token"
     FP8_TENSOR = "fp8, one scale, inputs by one stored scale"
@@ -55,7 +55,7 @@ def scheme_of(kind: Quantised, *targets: str) -> QuantizationScheme:
     }.get(kind, by_token)
     weights = QuantizationArgs(num_bits=8, type=values, strategy=strategy)
     scheme = QuantizationScheme(targets=list(targets) or ["Linear"], weights=weights, input_activations=inputs)
-    # Unless told otherwise, the tool packs int8 weights whose inputs are plain.
+    # By default the tool packs int8 weights whose inputs are plain.
     scheme.format = f"{values}-quantized" if inputs else "pack-quantized"
     if kind is Quantised.INT8_W8A16:
         scheme.format = "naive-quantized"
@@ -65,7 +65,7 @@ def scheme_of(kind: Quantised, *targets: str) -> QuantizationScheme:
 def make_quantised_checkpoint(
     folder: Path, architecture: str = "qwen3", kind: Quantised = Quantised.FP8_CHANNEL, **changes: Any
 ) -> Weights:
-    """A tiny checkpoint (see `make_tiny_checkpoint`) with all linear layers quantised, but head and routers."""
+    """A tiny checkpoint (see `make_tiny_checkpoint`) with all linear layers quantised, except head and routers."""
     make_tiny_checkpoint(folder, architecture, **changes)
     if kind is Quantised.MODELOPT:
         return quantise_as_modelopt(folder)
@@ -73,7 +73,7 @@ def make_quantised_checkpoint(
 
 
 def quantise(folder: Path, schemes: Sequence[QuantizationScheme], ignored: Sequence[str] = ()) -> Weights:
-    """Quantises the weights of a checkpoint of one file in its place, as compressed-tensors does a model whose experts
+    """Quantises the weights of a checkpoint of one file in place, as compressed-tensors does for a model whose experts
     are linear layers."""
     random = np.random.default_rng(0)
     by_target = {target: scheme for scheme in schemes for target in scheme.targets}
@@ -103,7 +103,7 @@ def quantise(folder: Path, schemes: Sequence[QuantizationScheme], ignored: Seque
 
 
 def quantise_as_modelopt(folder: Path, excluded: Sequence[str] = ("lm_head", "*.mlp.gate")) -> Weights:
-    """The same as ModelOpt writes its FP8, with the config that it writes for others to read, too."""
+    """The same in the form of ModelOpt's FP8, with the config that it also writes for other readers."""
     random = np.random.default_rng(0)
     written: Tensors = {}
     plain: Weights = {}
@@ -132,12 +132,12 @@ def quantise_as_modelopt(folder: Path, excluded: Sequence[str] = ("lm_head", "*.
 
 
 def tensors_of(folder: Path) -> Tensors:
-    """Those of a checkpoint of one file."""
+    """The tensors of a checkpoint of one file."""
     return load_file(folder / "model.safetensors")
 
 
 def write_tensors(folder: Path, tensors: Tensors) -> None:
-    """Puts them in the place of those of a checkpoint of one file."""
+    """Replaces the tensors of a checkpoint of one file."""
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
 
 
@@ -150,7 +150,7 @@ def write_plain_twin(quantised: Path, weights: Weights, folder: Path) -> Path:
 
 
 def set_quantization(folder: Path, values: dict[str, Any] | None) -> None:
-    """Puts a `quantization_config` into a folder's config.json, or takes it away."""
+    """Puts a `quantization_config` into a folder's config.json, or removes it."""
     file = folder / "config.json"
     fields = json.loads(file.read_text())
     fields.pop("quantization_config", None)
@@ -162,7 +162,8 @@ def set_quantization(folder: Path, values: dict[str, Any] | None) -> None:
 def _compressed(
     weight: torch.Tensor, scheme: QuantizationScheme, random: np.random.Generator
 ) -> tuple[Tensors, NDArray[np.float32]]:
-    """What lies in the file, by the end of its name, and the plain numbers that compressed-tensors makes of it."""
+    """The tensors in the file, by the end of their names, and the numbers to which compressed-tensors
+    dequantises them."""
     assert scheme.weights is not None
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
     per_row = scheme.weights.strategy == "channel"

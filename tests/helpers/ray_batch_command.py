@@ -1,4 +1,4 @@
-"""The command line's `batch`, with engines on Ray that echo: FOLDER ARGUMENT ... Each start is noted in the folder."""
+"""The command line's `batch`, with echo engines on Ray: FOLDER ARGUMENT ... Each start is recorded in the folder."""
 
 from __future__ import annotations
 

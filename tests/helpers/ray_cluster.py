@@ -28,10 +28,10 @@ from sglang_jax.engine.launch import launch_core
 from sglang_jax.engine.types import GenerateInput, OutputDelta
 
 FATAL = "kill the actor"
-"""A prompt that begins so ends the process which asks it, engine and all."""
+"""A prompt with this prefix ends the process that runs it, with its engine."""
 
 PATIENT = "for two engines: "
-"""A prompt that begins so is asked once two engines were started."""
+"""A prompt with this prefix is sent once two engines were started."""
 
 QUICK_TO_NOTICE = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5}
 STORE_BYTES = 80 * 2**20
@@ -40,7 +40,7 @@ SECONDS_OF_PATIENCE = 120.0
 
 
 class Nodes:
-    """Nodes, each with a loopback address of its own; the head has no CPU for engines to run on."""
+    """Nodes, each with its own loopback address; the head has no CPU for engines."""
 
     def __init__(self) -> None:
         self._addresses = (f"127.0.0.{last}" for last in itertools.count(2))
@@ -72,18 +72,18 @@ class Nodes:
         return str(node.node_id)
 
     def kill(self, node_id: str) -> None:
-        """Without a word, as when a machine loses its power."""
+        """Kills it abruptly, as when a machine loses its power."""
         self._cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
 
     def clear(self) -> None:
-        """Removes all but the head, and waits until the cluster knows."""
+        """Removes all but the head, and waits until the cluster has noticed."""
         for node_id in list(self._nodes):
             self.kill(node_id)
         while sum(node["Alive"] for node in ray.nodes()) > 1:
             time.sleep(0.1)
 
     def groups_come_and_gone(self) -> bool:
-        """Waits a while until every placement group was given back. False if one was not."""
+        """Waits a while until every placement group has been released. False if one was not."""
         deadline = time.monotonic() + SECONDS_TO_GIVE_BACK
         while any(group["state"] != "REMOVED" for group in placement_group_table().values()):
             if time.monotonic() > deadline:
@@ -106,7 +106,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def meanwhile(condition: Callable[[], bool], act: Callable[[], object]) -> Iterator[None]:
-    """Acts in a thread as soon as the condition holds, however long what is inside takes until then. Fails if that
+    """Acts in a thread as soon as the condition holds, however long the block takes until then. Fails if the block
     ended before."""
     over, acted = threading.Event(), threading.Event()
 
@@ -138,7 +138,7 @@ def cluster_of_nodes() -> Iterator[Nodes]:
 
 @dataclass(frozen=True)
 class Start:
-    """An engine's start, as it was noted where it happened."""
+    """An engine's start, recorded on its node."""
 
     node_id: str
     pid: int
@@ -151,7 +151,7 @@ def starts(folder: Path) -> list[Start]:
 
 
 def launcher(folder: Path) -> Launch:
-    """Starts engines that echo prompts, their cores in processes of their own, and notes each start in a folder."""
+    """Starts engines that echo prompts, with cores in separate processes, and records each start in a folder."""
     return functools.partial(_launch, folder)
 
 
@@ -165,13 +165,13 @@ async def _launch(folder: Path, config: ServerConfig) -> AsyncEngineClient:
 
 
 async def launch_and_die(config: ServerConfig) -> AsyncEngineClient:
-    """Ends the process that starts an engine, as when it takes more memory than there is."""
+    """Ends the process that starts an engine, as when it runs out of memory."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
 class _Client:
-    """A client, but for `FATAL` and `PATIENT` prompts."""
+    """A client that handles `FATAL` and `PATIENT` prompts specially."""
 
     def __init__(self, client: AsyncEngineClient, folder: Path) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""`batch --engine ray` over engines that echo, as a process to be killed: ADDRESS INPUT OUTPUT STARTED."""
+"""`batch --engine ray` over echo engines, as a process that tests kill: ADDRESS INPUT OUTPUT STARTED."""
 
 from __future__ import annotations
 

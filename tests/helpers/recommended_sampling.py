@@ -1,4 +1,4 @@
-"""A checkpoint that recommends sampling values, on a backend that notes what its requests are sampled with."""
+"""A checkpoint that recommends sampling values, on a backend that records the sampling values of its requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_recommending_checkpoint(folder: Path, **recommended: float) -> Path:
 
 
 class Recorder(FakeRunner):
-    """Puts the parameters of every request that gets a row into a list."""
+    """Appends the parameters of every request that gets a row to a list."""
 
     def __init__(self, spec: RunnerSpec, seen: list[SamplingParams]) -> None:
         super().__init__(spec)
@@ -43,7 +43,7 @@ class Recorder(FakeRunner):
 
 @contextmanager
 def recorded_sampling() -> Iterator[list[SamplingParams]]:
-    """Checkpoints opened in this block run on a `Recorder`; gives its list."""
+    """Checkpoints opened in this block run on a `Recorder`; returns its list."""
     seen: list[SamplingParams] = []
 
     def create_runner(config: EngineConfig, checkpoint: Checkpoint) -> Recorder:

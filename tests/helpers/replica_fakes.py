@@ -1,4 +1,4 @@
-"""Replicas whose engines do what a test tells them, and replicas of real schedulers over `FakeRunner`."""
+"""Replicas with scripted engines, and replicas of real schedulers over `FakeRunner`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ AT_ONCE = Backoff(first=0.0, most=0.0)
 _names = itertools.count()
 
 
-class ToldLink:
-    """A `Link` whose requests wait until they are answered, or until it dies.
+class ScriptedLink:
+    """A `Link` whose requests wait until the test answers them, or until it dies.
 
-    - `asked`: requests that it has, by a name that it gave them; `started`: names of those that it began;
-      `closed`, `flushed`: what it was told.
-    - `profiles`: folders that it records to; `profile_error`: what it raises when it is told to record.
+    - `asked`: its requests, by the names that it gave them; `started`: names of those that it started; `closed`,
+      `flushed`: the calls it got.
+    - `profiles`: folders that it records to; `profile_error`: raised when a profile is requested.
     """
 
     model_info: ModelInfo = MODEL_INFO
@@ -67,7 +67,7 @@ class ToldLink:
         self.asked[name], self._outputs[name] = outputs.request, outputs
 
     def answer(self, name: str, index: int = 0, *, error: RequestError | None = None) -> None:
-        """One finished output; with `error` one that ended in it."""
+        """Sends one finished output; with `error` one that ended with it."""
         request = self.asked[name]
         reason = FinishReason(FinishKind.STOP) if error is None else FinishReason(FinishKind.ERROR, error=error)
         self._outputs[name].completions[index].add(
@@ -88,7 +88,7 @@ class ToldLink:
                 self.answer(name, index)
 
     def fail(self, name: str, error: RequestError) -> None:
-        """A request ends in an error."""
+        """Ends a request with an error."""
         self._outputs[name].fail(error)
 
     def die(self, reason: str = "killed") -> None:
@@ -141,11 +141,11 @@ class ToldLink:
             self.die("shut down")
 
 
-class ToldReplicas:
-    """Replicas of `ToldLink`, and the front end over them. `gates[i]` holds back the next start of replica i."""
+class ScriptedReplicas:
+    """Replicas of `ScriptedLink`, and the front end over them. `gates[i]` holds back the next start of replica i."""
 
     def __init__(self, count: int) -> None:
-        self.engines: list[list[ToldLink]] = [[] for _ in range(count)]
+        self.engines: list[list[ScriptedLink]] = [[] for _ in range(count)]
         self.gates = [asyncio.Event() for _ in range(count)]
         for gate in self.gates:
             gate.set()
@@ -155,18 +155,18 @@ class ToldReplicas:
             for index in range(count)
         ]
 
-    def _start(self, index: int) -> Callable[[], Awaitable[ToldLink]]:
-        async def start() -> ToldLink:
+    def _start(self, index: int) -> Callable[[], Awaitable[ScriptedLink]]:
+        async def start() -> ScriptedLink:
             await self.gates[index].wait()
             failure = self.failures[index]
             if failure is not None:
                 raise failure
-            self.engines[index].append(ToldLink())
+            self.engines[index].append(ScriptedLink())
             return self.engines[index][-1]
 
         return start
 
-    def engine(self, index: int) -> ToldLink:
+    def engine(self, index: int) -> ScriptedLink:
         return self.engines[index][-1]
 
     async def client(

@@ -1,4 +1,4 @@
-"""The samplers of all backends behind one interface, and what each of them must sample."""
+"""The samplers of all backends behind one interface, and the tokens that each of them must sample."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch_backend.triton_sampler import TritonSampler
 assert helpers.triton_interpreter
 
 ROWS = 6
-"""Rows of a sampler that requests may have."""
+"""Rows of a sampler that requests may use."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Case:
         return SamplingUpdate(row, self.sampling, self.seed, len(self.prompt), stop_ids, history)
 
     def reference(self) -> ReferenceSample:
-        """What it must sample."""
+        """The reference sampler's result."""
         return reference_sample(
             self.logits,
             self.sampling,
@@ -87,11 +87,11 @@ class Sampler(Protocol):
         ...
 
     def count(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Counts a sampled token in each row; none where it is negative."""
+        """Counts a sampled token in each row; a negative token is not counted."""
         ...
 
     def parameter(self, name: str) -> np.ndarray:
-        """What all rows hold of a field of the sampling state."""
+        """The values of a field of the sampling state in all rows."""
         ...
 
 
@@ -103,7 +103,7 @@ class Kind:
     slow: bool = False
 
     def few(self, count: int) -> int:
-        """So many, or few where the sampler is slow."""
+        """`count`, or fewer where the sampler is slow."""
         return max(1, count // 25) if self.slow else count
 
     def sample(self, cases: Sequence[Case], rows: Sequence[int] | None = None) -> list[int]:
@@ -131,7 +131,7 @@ _jit_set_occurrences = jax.jit(jax_state.set_occurrences)
 
 
 class JaxSampler:
-    """The JAX backend's. Batches are padded to multiples of eight lines, as buckets are."""
+    """The JAX backend's. Batches are padded to multiples of eight lines, like buckets."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
@@ -163,7 +163,7 @@ class JaxSampler:
 
 
 class TorchSampler:
-    """The Torch backend's, which looks up on the host what the rows of a batch ask for."""
+    """The Torch backend's, which looks up the options of a batch's rows on the host."""
 
     def __init__(self, sampler: TokenSampler, vocab: int) -> None:
         self._sampler = sampler

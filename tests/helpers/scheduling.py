@@ -1,4 +1,4 @@
-"""A scheduler over `FakeRunner`, a channel that remembers, and requests by the handful."""
+"""A scheduler over `FakeRunner`, a channel that records messages, and shorthands for requests."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from sglang_jax.scheduler.messages import (
 from sglang_jax.scheduler.scheduler import Scheduler
 
 Sees = int | None | CacheKind
-"""What a group of layers sees: the last tokens, all of them (None), or all by a state (`CacheKind.STATE`)."""
+"""What a group of layers sees: a number of last tokens, all of them (None), or all by a state (`CacheKind.STATE`)."""
 
 VOCAB = 40
 EOS = 0
 
 
 class RecordingChannel:
-    """Keeps what was published; hands in what was queued."""
+    """Records published messages, and delivers queued ones."""
 
     def __init__(self) -> None:
         self.inbox: list[Inbound] = []
@@ -96,7 +96,7 @@ class RecordingChannel:
 
 
 class Subject(Protocol):
-    """A runner in the place of `FakeRunner`, and what it must sample."""
+    """A runner used instead of `FakeRunner`, and the tokens that it must sample."""
 
     def runner(self, spec: RunnerSpec) -> Runner: ...
 
@@ -114,10 +114,10 @@ class Subject(Protocol):
 
 @dataclass
 class Bench:
-    """A scheduler to play with, over `FakeRunner` unless a subject is given. `pages` does not count the pad page.
+    """A scheduler under test, over `FakeRunner` unless a subject is given. `pages` does not count the pad page.
 
-    `window`: what the first group of layers sees; `more`: the same and pages (slots) of further groups; `max_samples`:
-    most tokens that a row samples in a step, above 1 with drafts; `max_drafts`: of a step; `least_gain`,
+    `window`: what the first group of layers sees; `more`: the same, with pages (slots), for further groups;
+    `max_samples`: maximum tokens of a row in a step, above 1 with drafts; `max_drafts`: of a step; `least_gain`,
     `gain_over_loss`: of snapshots.
     """
 
@@ -177,7 +177,7 @@ class Bench:
 
     def add(self, prompt: list[int], max_new_tokens: int = 8, *, seed: int = 5, **fields: object) -> int:
         """Queues a request; its expected output is in `wanted`. `sent`: the part of the prompt that is sent, where the
-        rest is a session's."""
+        rest belongs to a session."""
         request_id = self._next_id
         sampling = fields.pop("sampling", None) or SamplingParams(max_new_tokens=max_new_tokens, seed=seed)
         assert isinstance(sampling, SamplingParams)
@@ -208,7 +208,7 @@ class Bench:
         return self.subject.output(prompt, sampling, limit, stops, allowed)
 
     def run(self, most_steps: int = 2000) -> None:
-        """Steps until idle, once at least: even an idle scheduler may have something to publish."""
+        """Steps until idle, at least once: even an idle scheduler may have something to publish."""
         for _ in range(most_steps):
             self.scheduler.step()
             if self.scheduler.idle:
@@ -216,14 +216,14 @@ class Bench:
         raise AssertionError(f"not idle after {most_steps} steps")
 
     def check_outputs(self) -> None:
-        """Every request that ended by itself gave what the oracle says."""
+        """Every request that ended by itself has the oracle's output."""
         for request_id, finished in self.channel.finished.items():
             if finished.kind in ("stop", "length"):
                 assert self.channel.output(request_id) == self.wanted[request_id], f"request {request_id}"
 
 
 def pools_of(groups: Sequence[tuple[Sees, int]], page_size: int) -> tuple[PoolSpec, ...]:
-    """Pools of so many pages, pad pages included, with the names that a model's would have."""
+    """Pools with the given numbers of pages, pad pages included, and the names that a model's pools would have."""
 
     def lifetime(sees: Sees) -> tuple[CacheKind, int | None]:
         if isinstance(sees, CacheKind):
@@ -236,7 +236,7 @@ def pools_of(groups: Sequence[tuple[Sees, int]], page_size: int) -> tuple[PoolSp
 
 
 def scribble_on_free(scheduler: Scheduler, runner: FakeRunner) -> None:
-    """From now on a page's content is destroyed the moment it is free."""
+    """From now on a page's content is destroyed as soon as it is free."""
     for index, group in enumerate(scheduler.cache.groups):
         _scribble_on_free(group.pool, runner, index)
 

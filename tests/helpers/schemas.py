@@ -1,4 +1,4 @@
-"""Random JSON schemas and regular expressions, and what an output is worth under them, without any grammar library."""
+"""Random JSON schemas and regular expressions, and a check of outputs against them without any grammar library."""
 
 from __future__ import annotations
 

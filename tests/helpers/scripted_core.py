@@ -1,5 +1,4 @@
-"""An engine core that is the test itself: it sees what a front end sends, and says what comes back, message by
-message."""
+"""An engine core driven by the test, which sees what a front end sends and delivers the answers, message by message."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ READY = Ready(model_info=MODEL_INFO, max_running_requests=MAX_RUNNING, max_total
 
 
 class ScriptedCore:
-    """Both the client's end of the wire and the core behind it. `new`, `stopped`, `aborted`: what was sent."""
+    """Both the client's end of the wire and the core behind it. `new`, `stopped`, `aborted`: the messages that were
+    sent."""
 
     def __init__(self) -> None:
         self.new: list[NewRequest] = []

@@ -1,4 +1,4 @@
-"""A server as a process of its own, over engines that are none."""
+"""A server in a separate process, over fake engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ sys.exit(run(ServerConfig(**{options!r}), {launch}))
 class Server:
     """A server process. `http` is a client of it once it is ready, `start_seconds` after its start.
 
-    **Arguments:** `launch`: what starts its engines, MODULE.FUNCTION of these helpers.
+    **Arguments:** `launch`: starts its engines, as MODULE.FUNCTION of these helpers.
     """
 
     def __init__(self, launch: str = "echo_server.launch_echo", **options: Any) -> None:
@@ -44,7 +44,7 @@ class Server:
         self._started = time.perf_counter()
 
     def wait_ready(self) -> str:
-        """What it says when it is."""
+        """Its output up to its line that it is ready."""
         assert self.process.stdout is not None
         said = self.process.stdout.readline() + self.process.stdout.readline()
         address = re.search(r"http://[\d.]+:\d+", said)

@@ -1,7 +1,7 @@
-"""The simulator with conversations that go on where a state was kept.
+"""The simulator with conversations that resume where a state was kept.
 
-A machine of its own: hypothesis seeds a machine's schedules by its source, and those that find the faults planted
-elsewhere are to stay what they are.
+A separate machine: hypothesis seeds a machine's schedules by its source, and those that find the faults planted
+elsewhere must not change.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 MOST_STEPS = 24
-"""That an answer may take before nobody waits for it any longer."""
+"""Maximum number of steps to wait for an answer."""
 
 
 class ConversationSimulation(Simulation):
-    """See `Simulation`. A second turn comes as soon as the first has ended, before what it left behind is gone."""
+    """See `Simulation`. A second turn comes as soon as the first has ended, before its cached tokens are evicted."""
 
     @rule(
         family=st.sampled_from(FAMILIES),

@@ -1,7 +1,8 @@
-"""The simulator with KV that stays in doubt: a spoilt step writes it, and whoever wrote it goes before it samples.
+"""The simulator with KV that stays unvalidated: a bad step writes it, and the request that wrote it ends before it
+samples.
 
-A machine of its own: hypothesis seeds a machine's schedules by its source, and those that find the faults planted
-elsewhere are to stay what they are.
+A separate machine: hypothesis seeds a machine's schedules by its source, and those that find the faults planted
+elsewhere must not change.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from sglang_jax.mem_cache.group import FullGroup, WindowGroup
 
 
 class DoubtSimulation(Simulation):
-    """See `Simulation`. Requests that want all logprobs of their prompt compute it anew, whatever is cached, and wait
-    for nobody."""
+    """See `Simulation`. Requests for all logprobs of their prompt recompute it, whatever is cached, and do not wait for
+    a prefix."""
 
     @rule(family=st.sampled_from(FAMILIES), length=st.integers(2, 40), more=st.integers(1, 3))
     def score_what_is_in_doubt(self, family: tuple[int, ...], length: int, more: int) -> None:
-        """Who is pointed at the copy in doubt at the launch of its last chunk has read its own: its first sample proves
-        nothing."""
+        """A request that is switched to the unvalidated copy at the launch of its last chunk has read its own copy: its
+        first sample validates nothing."""
         prompt = [*family[:length]][: self.bench.context - 6]
         self._leave_in_doubt(prompt)
         self._score([*prompt, *[7] * more])
@@ -30,8 +31,8 @@ class DoubtSimulation(Simulation):
 
     @rule(family=st.sampled_from(FAMILIES), length=st.integers(2, 40), short=st.integers(1, 24))
     def begin_within_what_is_in_doubt(self, family: tuple[int, ...], length: int, short: int) -> None:
-        """A node is proven, loses the head of its windows, and is given another by a spoilt step. It is proven again at
-        its end, and then divided where one more starts, within what is in doubt."""
+        """A node is validated, loses the head of its windows, and gets a new one from a bad step. It is validated again
+        at its end, and then split where another request starts, within the unvalidated part."""
         prompt = [*family[:length]][: self.bench.context - 3]
         self._leave_the_head_in_doubt(prompt, min(short, len(prompt)))
         self._add_one([*prompt[:short], 10])
@@ -57,11 +58,11 @@ class DoubtSimulation(Simulation):
 
 
 class ShortenedSimulation(DoubtSimulation):
-    """See `DoubtSimulation`. What is in doubt may come to be the end of a leaf."""
+    """See `DoubtSimulation`. The unvalidated part may become the end of a leaf."""
 
     @rule(family=st.sampled_from(FAMILIES), length=st.integers(12, 40), short=st.integers(4, 24))
     def begin_where_a_leaf_was_shortened(self, family: tuple[int, ...], length: int, short: int) -> None:
-        """The node whose head is in doubt loses its end, which was proven, as when others need its pages."""
+        """The node whose head is unvalidated loses its validated end, as when others need its pages."""
         scheduler, prompt = self.bench.scheduler, [*family[:length]][: self.bench.context - 3]
         for _ in range(24):
             if scheduler.idle:

@@ -1,7 +1,7 @@
 """The simulator with requests under grammars.
 
-A machine of its own: hypothesis seeds a machine's schedules by its source, and those that find the faults planted
-elsewhere are to stay what they are.
+A separate machine: hypothesis seeds a machine's schedules by its source, and those that find the faults planted
+elsewhere must not change.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GrammarSimulation(Simulation):
         grammars: list[int],
         least: int,
     ) -> None:
-        """One prompt, once under each of some grammars."""
+        """Adds one prompt, once under each of some grammars."""
         for key in grammars:
             sampling = SamplingParams(
                 max_new_tokens=new_tokens,
@@ -74,7 +74,8 @@ class GrammarSimulation(Simulation):
         return error is not None and error.name == "GrammarError"
 
     def _check_the_rest(self) -> None:
-        """Who is refused, or ends as its grammar fails, does so where the oracle does; the others as ever."""
+        """A request that is refused, or that ends as its grammar fails, does so where the oracle does; the others end
+        as usual."""
         channel = self.bench.channel
         for request in [one for one in channel.finished if self._ended_by_its_grammar(one)]:
             assert channel.output(request) == self.bench.wanted[request]

@@ -1,10 +1,10 @@
-"""The simulator with sessions: turns that send what is new, aborts, stops, closes and timeouts amid them.
+"""The simulator with sessions: turns that send new tokens, with aborts, stops, closes and timeouts in the middle.
 
-What a turn gives is what the oracle says of the whole conversation. Its pin is where the last finished turn ends, to
-the page, unless it was let go; and the next turn starts there.
+A turn's output is the oracle's for the whole conversation. Its pin is where the last finished turn ends, to the page,
+unless it was released; and the next turn starts there.
 
-A machine of its own: hypothesis seeds a machine's schedules by its source, and those that find the faults planted
-elsewhere are to stay what they are.
+A separate machine: hypothesis seeds a machine's schedules by its source, and those that find the faults planted
+elsewhere must not change.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ ROOM_FOR_TURNS: dict[str, Strategy] = {
     "context": st.just(60),
     "reuse": st.just(True),
 }
-"""Most turns fit, and many find what the one before them left."""
+"""Most turns fit, and many match the cached tokens of the one before."""
 
 
 @dataclass
 class Talk:
     """A session as its client knows it.
 
-    - `history`: of its finished turns; `last`: the newest of them; `running`: a turn that it has not seen end.
+    - `history`: of its finished turns; `last`: the newest of them; `running`: a turn whose end it has not seen.
     - `stopped`: how many output tokens of the running turn the client wanted, once it has stopped it.
-    - `kept`: tokens that must be cached for the next turn; 0 where that cannot be told. `pinned`: those that its
-      session's pin kept when it was last idle, or waited.
+    - `kept`: tokens that must be cached for the next turn; 0 where that is unknown. `pinned`: those that its session's
+      pin held when it was last idle, or waited.
     """
 
     streaming: bool
@@ -97,7 +97,7 @@ class SessionSimulation(Simulation):
             move(kept, record)
 
         def relieve_and_look(short: Sequence[Group], own: Pin | None = None) -> bool:
-            """Nobody loses a pin in vain: memory that was short is there then, or only other sessions keep it."""
+            """No session loses its pin without need: afterwards there is room, or only other sessions' pins take it."""
             before = [group.available for group in short]
             held = {pin: pin.node for pin in pins.held}
             relieved = relieve(short, own)
@@ -147,7 +147,7 @@ class SessionSimulation(Simulation):
     def turn(
         self, name: str, tail: list[int], new_tokens: int, seed: int, stop: tuple[int, ...], says: str = "last"
     ) -> None:
-        """The next turn: refused if there is no such session, if a turn runs, or if it does not follow the last."""
+        """The next turn: refused if the session does not exist, if a turn runs, or if it does not follow the last."""
         self._learn()
         self._expire()
         name = self._one_of_them(name) if says != "unknown" else name
@@ -182,7 +182,7 @@ class SessionSimulation(Simulation):
             self._refused(number, "QueueFullError", accepted)
 
     def _one_of_them(self, name: str) -> str:
-        """A session that is open, whichever is meant."""
+        """An open session, chosen by `name`."""
         if not self.talks:
             self.open_session(name, True, 50.0, None)
         return name if name in self.talks else list(self.talks)[NAMES.index(name) % len(self.talks)]
@@ -197,8 +197,8 @@ class SessionSimulation(Simulation):
 
     @rule(name=st.sampled_from(NAMES), tail=st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=5))
     def converse(self, name: str, tail: list[int]) -> None:
-        """Some turns one after the other, each as soon as the one before it has ended: mostly by a token before its
-        length, so that a step under way still has its row."""
+        """Some turns one after the other, each as soon as the one before has ended: mostly by a token before its
+        length, so that a step in flight still has its row."""
         name = self._one_of_them(name)
         for number in range(4):
             if name not in self.talks:
@@ -211,7 +211,7 @@ class SessionSimulation(Simulation):
 
     @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([4.0, 60.0]))
     def turn_that_takes_long(self, name: str, seconds: float) -> None:
-        """Longer than a session may be without one."""
+        """Longer than a session may be without a turn."""
         name = self._one_of_them(name)
         self.turn(name, [5], 6, 1, (), "last")
         self.watch.step()
@@ -225,7 +225,7 @@ class SessionSimulation(Simulation):
     @rule(name=st.sampled_from(NAMES), seen=st.integers(1, 4), steps=st.integers(0, 2))
     def stop_a_turn(self, name: str, seen: int, steps: int) -> None:
         """The client found a stop string, and the core may be a few tokens further, or at the end. Where no turn runs,
-        one is begun for it."""
+        one is started for it."""
         if all(talk.running is None for talk in self.talks.values()):
             self.turn(self._one_of_them(name), [5], 6, 2, (), "last")
         if all(talk.running is None for talk in self.talks.values()):
@@ -234,7 +234,7 @@ class SessionSimulation(Simulation):
         number = talk.running
         assert number is not None
         if number in self.aborted:
-            return  # whoever aborts a turn reads no more of it
+            return  # a client that aborts a turn reads no more of it
         for _ in range(8):
             if self.bench.channel.streams.get(number):
                 break
@@ -243,7 +243,7 @@ class SessionSimulation(Simulation):
         seen = min(seen, len(self.bench.channel.streams.get(number, [])))
         if not seen or talk.running != number:
             return
-        talk.stopped = seen  # from now on it is over for the client, whatever the core still does
+        talk.stopped = seen  # from now on the turn has ended for the client, whatever the core still does
         for _ in range(steps):
             self.watch.step()
         if number in self.bench.scheduler.requests:
@@ -288,21 +288,21 @@ class SessionSimulation(Simulation):
         self.now += seconds
 
     def _expire(self) -> None:
-        """Sessions without a turn for their timeout are closed the next time that anybody looks."""
+        """Sessions without a turn for their timeout are closed at the next check."""
         for name, talk in list(self.talks.items()):
             if talk.running is None and self.now >= talk.used_at + talk.timeout:
                 del self.talks[name]
                 self.met["timed out"] += 1
 
     def _learn(self) -> None:
-        """What has ended between steps is published by the next."""
+        """Requests that ended between steps are published by the next."""
         running = [talk.running for talk in self.talks.values() if talk.running is not None]
         if any(one not in self.bench.scheduler.requests for one in running):
             self.watch.step()
         self._look()
 
     def _look(self) -> None:
-        """What the clients learn of their turns; and where each pin is by now."""
+        """Updates what the clients know of their turns, and checks the pins."""
         for name, talk in self.talks.items():
             if talk.running is not None and talk.running not in self.bench.scheduler.requests:
                 self._note_end(talk, talk.running)
@@ -319,7 +319,7 @@ class SessionSimulation(Simulation):
         finished = self.bench.channel.finished.get(number)
         stopped = number in self.stopped or talk.stopped is not None
         if finished is None and not stopped:
-            return  # it is published by the end of the step
+            return  # it is published at the end of the step
         talk.running, talk.used_at, talk.kept = None, self.now, 0
         if finished is not None and finished.kind in ("error", "abort"):
             talk.stopped = None
@@ -338,7 +338,8 @@ class SessionSimulation(Simulation):
 
     @property
     def _pins_are_exact(self) -> bool:
-        """Pins end at the last page where nothing was cut off, and no state is wanted that there may be no slot for."""
+        """Pins end at the last page, where nothing was cut off and no state is needed for which there may be no
+        slot."""
         return self._pins_serve and states_of(self.bench.scheduler.cache) is None
 
     @property
@@ -361,7 +362,7 @@ class SessionSimulation(Simulation):
             assert pin.pages * self.bench.page_size == talk.kept
 
     def _check_start(self, talk: Talk, number: int, session: Session) -> None:
-        """A turn that has started found all that its session keeps."""
+        """A turn that has started has matched all that its session pins."""
         if number not in self.bench.channel.cached or not (talk.kept or talk.pinned):
             return
         cached = self.bench.channel.cached[number]

@@ -1,9 +1,9 @@
 """The simulator: scheduler and runner under arbitrary arrivals, aborts, stops, retractions, flushes and sizes.
 
-What every request gets equals an oracle that knows only its tokens; pages are conserved after every step, and nobody
-waits for nothing or is overtaken without end (`Watch`); at idle nothing is left. With `FakeRunner`, pages are destroyed
-the moment they are free, steps run as late as a device may run them, and some are spoilt by a fault of the device; a
-backend's runner computes the stand-in model, whose oracle is dense.
+Every output equals that of an oracle that knows only the request's tokens; pages are conserved after every step, and no
+request waits needlessly or is overtaken without bound (`Watch`); at idle nothing is left. With `FakeRunner`, pages are
+destroyed as soon as they are free, steps run as late as a device may run them, and some fail by a fault of the device;
+a backend's runner computes the stand-in model, whose oracle is dense.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.non_finite_check import MAX_RESTARTS
 
 FAMILIES = tuple(tuple(1 + (7 * k + position * position) % (VOCAB - 2) for position in range(48)) for k in range(3))
-"""Prompts start with a prefix of one of these, so that the tree has something to share."""
+"""Prompts start with a prefix of one of these, so that the tree has shared prefixes."""
 
 
 STATE = CacheKind.STATE
@@ -57,7 +57,7 @@ PAGED = (
     (7, 7),
     (None, 1, 9),
 )
-"""Windows of the groups of layers, in tokens, None where they see all: smaller and larger than a page."""
+"""Windows of the groups of layers, in tokens, None for full attention: smaller and larger than a page."""
 
 WITH_STATES = ((None, STATE), (STATE,), (STATE, None), (5, STATE), (17, STATE), (STATE, 5), (None, STATE, 5))
 """The same with a group that keeps states."""
@@ -87,7 +87,7 @@ SIZES: dict[str, Strategy] = {
     "gain_over_loss": st.sampled_from([0, 0, 1, 8]),
     "track": st.sampled_from([0, 1, 8]),
 }
-"""What a schedule chooses before it begins: arguments of `Simulation.start`."""
+"""The choices of a schedule before it starts: arguments of `Simulation.start`."""
 
 
 class Simulation(RuleBasedStateMachine):
@@ -473,9 +473,9 @@ class Simulation(RuleBasedStateMachine):
 
 @contextmanager
 def _no_constants_of_the_code() -> Iterator[None]:
-    """Hypothesis draws constants now and then that stand in the code which the process has imported. So schedules that
-    are to be the same in each run would change with the tests before, and with every line of code. These names are its
-    own: where a release has others, schedules change again, and nothing else."""
+    """Hypothesis sometimes draws constants from the code that the process has imported. Schedules that should be the
+    same in each run would then change with the tests before, and with every line of code. These names are private to
+    Hypothesis: with a release that renames them schedules change again, and nothing else."""
     if not hasattr(providers, "_get_local_constants") or not hasattr(providers, "CONSTANTS_CACHE"):
         yield
         return
@@ -495,11 +495,11 @@ def simulate(
     sizes: Mapping[str, Strategy] = MappingProxyType({}),
     kind: type[Simulation] = Simulation,
 ) -> Counter[str]:
-    """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`; tells how often
-    it met what it is about.
+    """Runs the machine on this many generated schedules, over `FakeRunner` or the runners of `subject`; returns how
+    often each situation occurred.
 
-    `kind`: the machine. `sizes`: where some sizes are chosen from, in the place of `SIZES`. With `known_fault` the
-    schedules are always the same and a failure is not shrunk: its cause is known.
+    `kind`: the machine. `sizes`: choices of some sizes that replace those of `SIZES`. With `known_fault` the schedules
+    are always the same and a failure is not shrunk: its cause is known.
     """
     options = {"derandomize": True, "database": None, "phases": (Phase.generate,)} if known_fault else {}
     start = initialize(**SIZES | dict(sizes))(kind.start)

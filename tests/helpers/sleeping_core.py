@@ -1,4 +1,4 @@
-"""A scheduler over `FakeRunner` whose steps take time as a device's do: without the host's CPU."""
+"""A scheduler over `FakeRunner` whose steps take time without using the host's CPU, like those of a device."""
 
 from __future__ import annotations
 
@@ -88,18 +88,18 @@ def hang_in_python() -> None:
 
 
 def hang_in_native_code() -> None:
-    """Lets no other thread of the interpreter run: the regular expression takes 2^60 steps."""
+    """Blocks all other threads of the interpreter: the regular expression takes 2^60 steps."""
     re.match("(a+)+$", "a" * 60 + "b")
 
 
 TRAP = 126
-"""A prompt with this token makes a core hang that has a trap."""
+"""A prompt with this token makes a core with a trap hang."""
 
 TRAPS = {"sleep": None, "hang": hang_in_python, "native": hang_in_native_code}
 
 
 class SleepingCore:
-    """`model_path` is `sleep:SECONDS` of a step, or `hang:SECONDS` and `native:SECONDS` for one with a trap; pool and
+    """`model_path` is `sleep:SECONDS` per step, or `hang:SECONDS` and `native:SECONDS` for a core with a trap; pool and
     rows as in the options. The model's architecture is the id of the core's process."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel) -> None:
@@ -124,7 +124,7 @@ class SleepingCore:
         self._loop.run()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to close."""
 
 
 def load_sleeping(config: EngineConfig, channel: CoreChannel) -> SleepingCore:
@@ -132,7 +132,7 @@ def load_sleeping(config: EngineConfig, channel: CoreChannel) -> SleepingCore:
 
 
 async def launch_sleeping(config: EngineConfig, placement: Placement) -> AsyncEngineClient:
-    """In a process of its own, anywhere on the machine: its steps take no CPU."""
+    """In a separate process, anywhere on the machine: its steps take no CPU."""
     return await launch_core(
         config,
         in_process=False,
@@ -143,7 +143,7 @@ async def launch_sleeping(config: EngineConfig, placement: Placement) -> AsyncEn
 
 
 async def launch_sleeping_engines(config: EngineConfig) -> AsyncEngineClient:
-    """As a server launches its engines."""
+    """Launches its engines as a server does."""
 
     async def launch(options: EngineConfig, placement: Placement | None) -> CoreLink:
         return await launch_link(options, in_process=False, load=load_sleeping)
@@ -152,7 +152,7 @@ async def launch_sleeping_engines(config: EngineConfig) -> AsyncEngineClient:
 
 
 async def launch_sleeping_link(config: EngineConfig, placement: Placement) -> CoreLink:
-    """As `launch_sleeping`, for a front end that is there already."""
+    """As `launch_sleeping`, for an existing front end."""
     return await launch_link(
         config, in_process=False, load=load_sleeping, placement=dataclasses.replace(placement, cores=())
     )

@@ -1,4 +1,4 @@
-"""Configs of models that need no checkpoint; here, apart from `tiny_models`, as that imports torch."""
+"""Configs of models that need no checkpoint; separate from `tiny_models`, which imports torch."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ _SMALL: dict[str, Any] = {
 
 
 def small_config(**changes: Any) -> ModelConfig:
-    """Llama of two layers, 32 wide, with tied embeddings and no biases, but for `changes` (see `dense_decoder`)."""
+    """Llama of two layers, 32 wide, with tied embeddings and no biases, except for `changes` (see `dense_decoder`)."""
     return dense_decoder(**_SMALL | changes)

@@ -65,8 +65,8 @@ def stand_in_runner(
     draft: Sequence[np.ndarray] | None = None,
     window: int | None = None,
 ) -> JaxRunner:
-    """A runner of the stand-in, whose unused pages hold NaN: reading one shows. `draft`: the weights of another one
-    that drafts; `window`: see `windows_of_layers`."""
+    """A runner of the stand-in, whose unused pages hold NaN, so that reading one shows. `draft`: the weights of another
+    stand-in used as draft model; `window`: see `windows_of_layers`."""
     models = 1 if draft is None else 2
     names = ("full", "draft full")[:models]
     pools = tuple(PoolSpec(name, CacheKind.FULL, num_pages, page_size, draft=name != "full") for name in names)

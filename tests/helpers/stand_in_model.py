@@ -1,6 +1,7 @@
-"""A transformer of two layers for tests of runners: its weights, and what it says, dense in numpy.
+"""A transformer of two layers for tests of runners: its weights, and its logits, dense in numpy.
 
-`stand_in_jax` and `stand_in_torch` compute it over pages."""
+`stand_in_jax` and `stand_in_torch` compute it over pages.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def random_weights(seed: int = 0, vocab: int = VOCAB) -> list[np.ndarray]:
 
 
 def windows_of_layers(window: int | None) -> tuple[int | None, ...]:
-    """What each layer sees: all, but for the last one, which sees the last `window` tokens if that is given."""
+    """What each layer sees: all tokens, except for the last one, which sees the last `window` tokens if that is
+    given."""
     return (*(None,) * (LAYERS - 1), window)
 
 

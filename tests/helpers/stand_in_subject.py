@@ -1,4 +1,5 @@
-"""The stand-in model on a real runner, for a scheduler's bench: narrowed to its sizes, with what it must sample."""
+"""The stand-in model on a real runner, for a scheduler's bench: reduced to the bench's sizes, with the tokens that it
+must sample."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ _ROUNDING = 1e-4
 
 
 class Undecided(Exception):
-    """A sample is within rounding of ending otherwise, so that nobody can say what comes after it."""
+    """The result of a sample depends on rounding, so the tokens after it are unknown."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A step whose result somebody else sees too."""
+    """A step whose result is also recorded."""
 
     inner: StepHandle
     finished: Callable[[StepResult], None]
@@ -73,11 +74,11 @@ class Narrowed:
         return self.inner.expert_load()
 
     def close(self) -> None:
-        """The inner one stays."""
+        """The inner runner stays open."""
 
 
 def _only(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
-    """Logits under which nothing else is sampled; finite, so that those that are not are still told."""
+    """Logits under which only these tokens are sampled; finite, so that non-finite ones are still detected."""
     masked = np.full_like(logits, -1e30)
     masked[list(tokens)] = logits[list(tokens)]
     return masked
@@ -87,7 +88,7 @@ class StandInSubject:
     """`Subject` of a bench: runners of `make_runner`, one for each page size, built once, which sample up to
     `max_samples` tokens of a row in a step. `window`: see `windows_of_layers`; layers with one are a second group.
 
-    The last token of the vocabulary has an embedding of NaN: what sees it has logits that are not finite.
+    The last token of the vocabulary has an embedding of NaN: a query that sees it has non-finite logits.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class StandInSubject:
         self.accepted = 0
         self._weights = random_weights(seed=4, vocab=vocab)
         self._weights[0][vocab - 1] = np.nan
-        if max_samples > 1:  # what is sampled among few tokens is what was sampled before, more often
+        if max_samples > 1:  # with few distinct tokens, samples repeat earlier ones more often
             self._weights[-1][:, 4:7] *= 24.0
         self._runners = {
             page_size: make_runner(
@@ -150,13 +151,13 @@ class StandInSubject:
         stop_ids: Collection[int],
         allowed: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> list[int]:
-        """Output tokens of a request; those before the first whose logits are not finite. `allowed`: which tokens may
-        come behind an output, none where it is over; without it all may.
+        """Output tokens of a request; those before the first with non-finite logits. `allowed`: the tokens that may
+        follow an output, none where it has ended; without it all may.
 
         **Raises:** `Undecided`.
         """
         tokens: list[int] = []
-        if allowed is not None:  # which knows when an output may end
+        if allowed is not None:  # `allowed` knows when an output may end
             sampling = replace(sampling, grammar=None, min_new_tokens=0)
         while len(tokens) < most and not stop_ids & {*tokens[-1:]}:
             logits = dense_logits(self._weights, [*prompt, *tokens], self._window)[-1]
@@ -180,8 +181,8 @@ class StandInSubject:
         return tokens
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logprob of each token but the first, after those before it: float32 `[tokens - 1]`; NaN after the last token
-        of the vocabulary."""
+        """Logprob of each token except the first, after those before it: float32 `[tokens - 1]`; NaN after the last
+        token of the vocabulary."""
         poison = len(self._weights[0]) - 1
         healthy = tokens.index(poison) if poison in tokens else len(tokens)
         logits = np.full((len(tokens), poison + 1), np.nan, np.float32)

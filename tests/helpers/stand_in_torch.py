@@ -18,7 +18,8 @@ CPU = torch.device("cpu")
 
 
 class StandIn:
-    """The stand-in over pages `[pages, page_size, 2, hidden]`, whose unused slots hold NaN: reading one shows."""
+    """The stand-in over pages `[pages, page_size, 2, hidden]`, whose unused slots hold NaN, so that reading one
+    shows."""
 
     def __init__(
         self, weights: Sequence[np.ndarray], num_pages: int, page_size: int, window: int | None = None
@@ -67,8 +68,8 @@ def stand_in_runner(
     draft: Sequence[np.ndarray] | None = None,
     window: int | None = None,
 ) -> TorchRunner:
-    """A runner of the stand-in on the CPU. One that drafts captures no steps with prompts. `draft`: the weights of
-    another one that drafts; `window`: see `windows_of_layers`."""
+    """A runner of the stand-in on the CPU. With drafts it captures no steps with prompts. `draft`: the weights of
+    another stand-in used as draft model; `window`: see `windows_of_layers`."""
     names = ("full",) if draft is None else ("full", "draft full")
     pools = tuple(PoolSpec(name, CacheKind.FULL, num_pages, page_size, draft=name != "full") for name in names)
     if window is not None:

@@ -1,4 +1,5 @@
-"""Steps of one sequence beside itself: how often it is computed, in which chunks, and in which slots its states are."""
+"""Steps that compute one sequence several times side by side: how often, in which chunks, and in which slots its states
+are."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ SPLITS = (
     [3, BLOCK - 3, BLOCK + 1],
     [1, 2, 2 * BLOCK - 3],
 )
-"""Chunks of single tokens, of a block and of one more or less; what is left of the sequence is a last chunk."""
+"""Chunks of single tokens, of a block and of one more or less; the rest of the sequence is a last chunk."""
 
 
 @dataclass
 class StateStep:
-    """Some sequences of a step, decode rows first: which tokens of the sequence each computes, and its slots."""
+    """Some copies of the sequence in a step, decode rows first: the tokens that each computes, and its slots."""
 
     counts: list[int] = field(default_factory=list)
     begin: list[int] = field(default_factory=list)
@@ -31,12 +32,12 @@ class StateStep:
 
     @property
     def num_decode(self) -> int:
-        """Sequences of one token at the beginning."""
+        """Number of leading sequences with one token."""
         return next((number for number, count in enumerate(self.counts) if count > 1), len(self.counts))
 
     @property
     def tokens(self) -> np.ndarray:
-        """Of the sequence, in the order of the step."""
+        """Tokens of the sequence, in the order of the step."""
         return np.array(self.places)
 
     def add(self, first: int, count: int, begin: int, own: int) -> None:
@@ -48,8 +49,8 @@ class StateStep:
 
 
 def splits(length: int) -> Iterator[tuple[list[StateStep], int]]:
-    """Each split of a sequence of so many tokens, in one row or together with the one before it, and the slot in which
-    the last state lies then. A row changes its slot with each chunk, so that what it began with stays."""
+    """Each split of a sequence of `length` tokens, in one row or together with the previous split, and the slot in
+    which the last state is then. A row changes its slot with each chunk, so that the state it started from stays."""
     for number, split in enumerate(SPLITS):
         steps, slot, done = [], 0, 0
         beside = SPLITS[number - 1]
@@ -81,15 +82,15 @@ def random_scan(delta: bool) -> tuple[np.ndarray | None, ...]:
 
 @dataclass(frozen=True)
 class DraftedStep:
-    """A decode step of rows with some drafts each: of its sequences which slots they begin with and leave their states
-    in, and which of its row's drafts each stands for. The second row begins with another slot than its own."""
+    """A decode step of rows with some drafts each: for its sequences the slots that they start from and leave their
+    states in, and the draft of its row that each stands for. The second row starts from another slot than its own."""
 
     begin: list[int]
     own: list[int]
     drafts: list[int]
 
     def source(self, sequence: int) -> int:
-        """The slot that a sequence begins with, if all before it in its row have run."""
+        """The slot from which a sequence starts, if all before it in its row have run."""
         return self.own[sequence - 1] if self.drafts[sequence] else self.begin[sequence]
 
 

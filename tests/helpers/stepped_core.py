@@ -1,4 +1,4 @@
-"""An echo whose steps a test allows: on a busy machine as well, it says what the test expects."""
+"""An echo core whose steps a test allows one by one, so that its outputs do not depend on the machine's load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_jax.engine.channel import CoreChannel
 
 
 class Steps:
-    """How many steps a core may take: one, and those that were allowed since."""
+    """How many steps a core may take: one, and those allowed since."""
 
     def __init__(self) -> None:
         self.permits = threading.Semaphore(1)
@@ -22,7 +22,7 @@ class Steps:
 
 
 class SteppedCore(EchoCore):
-    """Takes no step before `expected` requests are there at the same time, and then those that it may."""
+    """Takes no step before `expected` requests are there at the same time, and then the allowed number."""
 
     def __init__(self, config: EngineConfig, channel: CoreChannel, steps: Steps, expected: int) -> None:
         super().__init__(config, channel)

@@ -21,10 +21,10 @@ VOCAB_SIZE = 500
 
 @dataclass
 class FakeServer:
-    """What the server was asked, and how it is to answer.
+    """The requests that the server got, and how it answers.
 
-    `first_delay` and `step_delay` are seconds; `tokens_per_chunk` tokens come at once. With `fail_after`, requests
-    beyond so many get status 503.
+    `first_delay` and `step_delay` are seconds; `tokens_per_chunk` tokens are sent at once. With `fail_after`, requests
+    beyond this number get status 503.
     """
 
     first_delay: float = 0.0
@@ -100,7 +100,7 @@ def native_events(path: str, body: dict[str, Any], step: int) -> Iterator[dict[s
 
 
 def openai_events(path: str, body: dict[str, Any], step: int) -> Iterator[dict[str, Any]]:
-    """Deltas, a finish without text, and usage in a chunk of its own."""
+    """Deltas, a finish without text, and usage in a separate chunk."""
 
     def choice(text: str, finish: str | None) -> dict[str, Any]:
         said = {"delta": {"content": text}} if "chat" in path else {"text": text}
@@ -117,7 +117,7 @@ def openai_events(path: str, body: dict[str, Any], step: int) -> Iterator[dict[s
 @contextmanager
 def serve_in_thread(fake: FakeServer) -> Iterator[FakeServer]:
     """Runs the server on a free port for as long as the block lasts."""
-    # uvicorn's own log config would close the handlers that other libraries hold, and with them pytest's capture.
+    # uvicorn's own log config would close the handlers of other libraries, and with them pytest's capture.
     server = uvicorn.Server(uvicorn.Config(fake.application(), port=0, log_config=None, access_log=False))
     thread = threading.Thread(target=server.run)
     thread.start()

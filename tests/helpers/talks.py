@@ -32,7 +32,7 @@ class Talk:
         stop: tuple[str, ...] = (),
         **asked: int,
     ) -> int:
-        """Sends a turn; its number. `stop`: strings that its client looks for; `asked`: fields of the request."""
+        """Sends a turn; its number. `stop`: strings that its client searches for; `asked`: fields of the request."""
         turn = SessionTurn(self.name, owner, str(self.bench._next_id), after)
         sampling = SamplingParams(max_new_tokens=new_tokens, seed=5, ignore_eos=True, stop=stop)
         return self.bench.add([*self.history, *tail], sampling=sampling, sent=tail, session=turn, **asked)
@@ -46,8 +46,8 @@ class Talk:
         return number
 
     def stopped_turn(self, tail: list[int], seen: int, lag: int, new_tokens: int = 120) -> None:
-        """A turn whose client finds a stop string that ends with the `seen`-th token, and says so `lag` tokens later;
-        the core may have ended it by then."""
+        """A turn whose client finds a stop string that ends with the `seen`-th token, and reports it `lag` tokens
+        later; the core may have ended the turn by then."""
         number = self.send(tail, new_tokens, stop=("a stop string",))
         while len(self.bench.channel.streams.get(number, [])) < min(seen + lag, new_tokens):
             self.bench.scheduler.step()

@@ -1,7 +1,7 @@
 """Small checkpoints with random weights, written by transformers' own classes.
 
-Every parameter is sampled anew (norms and biases too, which transformers starts at 1 and 0), so that a forgotten
-bias, a swapped norm or a transposed matrix changes the logits.
+Every parameter is random (norms and biases too, which transformers starts at 1 and 0), so that a forgotten bias, a
+swapped norm or a transposed matrix changes the logits.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def make_tiny_tokenizer(folder: Path, vocab_size: int = TINY_VOCAB_SIZE) -> PreT
 
 
 def tiny_fields(architecture: str, **overrides: Any) -> dict[str, Any]:
-    """Fields of the config of a tiny model, of which `overrides` win."""
+    """Fields of the config of a tiny model; `overrides` take precedence."""
     return _SMALL_CONFIG | _ARCHITECTURE_CONFIG.get(architecture, {}) | overrides
 
 
@@ -242,7 +242,7 @@ def make_tiny_checkpoint(
 
 
 def _scaled(name: str, noise: np.ndarray, architecture: str = "") -> np.ndarray:
-    """Unit noise to a parameter of the scale that its role asks for, keeping activations near 1."""
+    """Scales unit noise as the parameter's role requires, keeping activations near 1."""
     if name.endswith(("norm.weight", "norm_f.weight", "layer_scalar", "mixer.D", "mamba.D")):
         return 1.0 + 0.2 * noise
     if name.endswith(("sinks", "dt_bias", "A_log")):

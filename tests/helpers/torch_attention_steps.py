@@ -1,4 +1,4 @@
-"""Steps over shuffled pages full of NaN, with the attention that plain numpy computes in float64 before any paging."""
+"""Steps over shuffled pages full of NaN, with attention computed by plain numpy in float64 before any paging."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_backend.kv_pages import KVPages
 class Case:
     """A step: the last `query_lens` tokens of `kv_lens`, the first `num_decode` of them decode rows.
 
-    `padding` adds sequences of one token and no key, which decode steps alone may have.
+    `padding` adds sequences of one token and no key, which only decode steps may have.
     """
 
     kv_lens: tuple[int, ...]
@@ -76,8 +76,8 @@ def softmax_attention(
 
 
 def make_step(case: Case, seed: int = 0) -> Step:
-    """Every slot starts as NaN; the keys and values of each sequence are then written to pages in random order, but for
-    pages that lie before every query's window: these may be anybody's."""
+    """Every slot starts as NaN. The keys and values of each sequence are then written to pages in random order, except
+    for pages that lie before every query's window: these may belong to other sequences."""
     rng = np.random.default_rng(seed)
     columns = case.columns or max(-(-length // case.page_size) for length in case.kv_lens) + 1
     num_pages = 1 + case.rows * columns
@@ -119,7 +119,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
 
 
 def error(implementation: AttentionImplementation, step: Step) -> float:
-    """The largest difference from what is expected; checks shape, type, layout and zeros of padding on the way."""
+    """The largest difference from the expected output; also checks shape, type, layout and zeros of padding."""
     with torch.inference_mode():
         output = implementation.prepare(step.batch)(step.queries, step.kv, step.options)
     assert output.shape == step.queries.shape

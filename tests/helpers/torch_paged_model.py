@@ -37,9 +37,9 @@ ROWS = 4
 class TorchPagedModel:
     """A loaded checkpoint, or a rank's part of it, and its pages: page 0 and `columns` pages for each of 4 rows.
 
-    `numba`: attention and fused operations are CPU kernels. `traced`: the model is that of transformers, rewritten.
-    Without `load` the model has no weights yet. `quantization`: of its weights while they are loaded.
-    `block_matrices`: what keeps its matrices in blocks, too.
+    `numba`: attention and fused operations are CPU kernels. `traced`: the model is transformers', rewritten. Without
+    `load` the model has no weights yet. `quantization`: of its weights while they are loaded. `block_matrices`: the
+    modules that keep their matrices in blocks, too.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class TorchPagedModel:
         steps: Sequence[Mapping[int, int]],
         cached: Sequence[int] | None = None,
     ) -> list[np.ndarray]:
-        """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every token computed,
-        of each row that has any.
+        """Computes `steps[i][row]` further tokens of each row in step i; returns the logits of every computed token,
+        for each row that has any.
 
-        The first `cached[row]` tokens of a row are in its pages already.
-        Rows given first with one token are decode rows. Steps of these alone are padded to 4 rows.
+        The first `cached[row]` tokens of a row are already in its pages. Rows that come first with one token are decode
+        rows. Steps with only such rows are padded to 4 rows.
         """
         done = list(cached or [0] * len(sequences))
         logits: list[list[np.ndarray]] = [[] for _ in sequences]
@@ -190,7 +190,7 @@ class TorchPagedModel:
         )
 
     def share(self, row: int, other: int) -> None:
-        """Row `other` goes on from what `row` has now: with the same pages, and from its state, which stays as it is if
-        `row` computes no more."""
+        """Row `other` resumes from the current content of `row`: with the same pages, and from its state, which does
+        not change if `row` computes no more."""
         self.all_pages[:, other] = self.all_pages[:, row]
         self.begin[other] = int(self.slots[row])

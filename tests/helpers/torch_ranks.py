@@ -1,4 +1,4 @@
-"""A model of the torch backend spread over processes that speak gloo, or over threads of one process."""
+"""A model of the torch backend sharded over processes that communicate by gloo, or over threads of one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass
 class ThreadRank:
-    """One of several threads that sum as ranks do: in their order, into what they are given."""
+    """One of several threads that sum as ranks do: in rank order, into the given tensors."""
 
     rank: int
     size: int
@@ -53,13 +53,13 @@ class ThreadRank:
 
 
 def thread_ranks(size: int) -> list[ThreadRank]:
-    """Ranks that know each other."""
+    """Ranks that communicate with each other."""
     barrier, given = threading.Barrier(size), [None] * size
     return [ThreadRank(rank, size, barrier, given) for rank in range(size)]
 
 
 def on_threads(actions: Sequence[Callable[[], T]]) -> list[T]:
-    """What each of them returns, all at the same time."""
+    """The result of each action, all run at the same time."""
     with ThreadPoolExecutor(len(actions)) as pool:
         return [each.result() for each in [pool.submit(action) for action in actions]]
 

@@ -1,6 +1,6 @@
-"""Compiles kernels for real TPUs, with libtpu and no TPU, in a process of its own.
+"""Compiles kernels for real TPUs, with libtpu and no TPU, in a separate process.
 
-libtpu reads its environment once, when it is loaded, and keeps what it loaded: the tests' own process is left alone.
+libtpu reads its environment once, when it is loaded, and stays loaded, so the tests' own process does not load it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _ENVIRONMENT = {
 class Kernel:
     """Attention over pages of this form, for a decode step (as many tokens as rows) or a mixed one, after a write.
 
-    `blocks` are pages of each block of keys and queries of each program, in place of the chosen ones. `shared`: values
-    are the keys too, as of latent attention.
+    `blocks`: pages of each block of keys, and queries of each program, instead of the chosen ones. `shared`: values are
+    also the keys, as in latent attention.
     """
 
     heads: int = 32
@@ -112,7 +112,8 @@ _KINDS = {kind.__name__: kind for kind in (Kernel, StateKernel, ConvolutionKerne
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the compiler said: an error or nothing, bytes that it updates in place, and bytes of temporary memory."""
+    """The compiler's result: an error or None, the bytes that it updates in place, and the bytes of temporary
+    memory."""
 
     error: str | None
     in_place: int = 0
@@ -123,7 +124,7 @@ def compile_kernels(chip: str, kernels: Sequence[AnyKernel], dumps: Path | None 
     """One outcome for each kernel. `dumps`: a folder for the compiler's schedules."""
     request = json.dumps([(type(kernel).__name__, asdict(kernel)) for kernel in kernels])
     root = Path(__file__).parents[2]
-    # `make test` keeps libtpu in a folder of its own: wherever JAX can import it, it looks for a TPU.
+    # `make test` keeps libtpu in a separate folder: wherever JAX can import it, JAX searches for a TPU.
     folders = [str(root), str(root / "tests"), str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the detector's answer is nowhere public
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the race detector's result has no public name
 from jax.experimental.pallas import tpu as pltpu
 
 
 class CopyMode(StrEnum):
-    """When the interpreter carries out a copy: as late as it may, or at once.
+    """When the interpreter performs a copy: as late as possible, or at once.
 
-    Late, what is read without a wait is what was there before, NaN at first; at once, it is a race.
+    Late, a read without a wait gets the old contents, NaN at first; at once, it is a race.
     """
 
     ON_WAIT = "on_wait"
@@ -25,7 +25,7 @@ class CopyMode(StrEnum):
 
 @contextmanager
 def interpreter(mode: CopyMode, cores: int = 1) -> Iterator[None]:
-    """Kernels that are traced within run in the interpreter, on a device of so many cores."""
+    """Kernels that are traced within run in the interpreter, on a device with `cores` cores."""
     params = pltpu.InterpretParams(
         detect_races=True, dma_execution_mode=mode.value, uninitialized_memory="nan", num_cores_or_threads=cores
     )
@@ -37,7 +37,7 @@ class Interpreted:
     """A function with its first and static arguments, in the interpreter: compiled once for each mode and shape.
     `cores`: of the device.
 
-    The machine's code is not optimised: such a program is some thousand callbacks, and takes longer to compile than to
+    The machine code is not optimised: such a program is some thousand callbacks, and takes longer to compile than to
     run.
     """
 

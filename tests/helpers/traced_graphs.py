@@ -1,4 +1,4 @@
-"""Functions of tensors as the graphs that passes rewrite, without a model."""
+"""Functions of tensors as graphs for the passes that rewrite them, without a model."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def program_of(
 
 
 def called(program: Program) -> list[str]:
-    """Names of what the body calls, in order."""
+    """Names of the functions that the body calls, in order."""
     return [node.target.__name__ for node in program.body.nodes if node.op == "call_function"]

@@ -1,12 +1,12 @@
-"""Compiles Triton kernels for GPUs that are not here: the launchers run unchanged, on tensors without memory.
+"""Compiles Triton kernels for GPUs that this machine lacks: the launchers run unchanged, on tensors without memory.
 
-A stub takes the place of the CUDA driver and every launch ends after its compilation, so that Triton specialises the
-arguments as it would on the device. This needs a process that compiles kernels instead of interpreting them:
-`compile_shipped` starts one. As a program,
+A stub replaces the CUDA driver and every launch ends after its compilation, so that Triton specialises the arguments as
+it would on the device. This needs a process that compiles kernels instead of interpreting them: `compile_shipped`
+starts one. As a program,
 
     PYTHONPATH=.:tests python -m helpers.triton_ahead_of_time [--targets 80 ...] [--only WORDS ...] [--write TABLE]
 
-prints the figures of the kernels that ship, and writes the table that a test compares with.
+prints the figures of the shipped kernels, and writes the table that a test compares with.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ COMPILED_WHOLE = 90
 """The chip for which every kernel is compiled."""
 
 COMPILED_BUT_FOR_DECODE = (80, 100)
-"""Chips for which all kernels are but those of decode attention, and those of prompts on pages of another size than 16:
-page sizes change how keys are found, on all chips alike. Of what is left, and for chips that are not named here, the
-representative ones are."""
+"""Chips for which all kernels are compiled except those of decode attention, and those of prompts with a page size
+other than 16: page sizes change how keys are found, in the same way on all chips. Of the rest, and for chips that are
+not named here, only the representative kernels are compiled."""
 
 SECONDS_PER_KERNEL = 120
 
@@ -53,12 +53,12 @@ _INSTRUCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one kernel takes of a multiprocessor, and which of the chip's special instructions it has.
+    """The resources of a multiprocessor that one kernel needs, and which of the chip's special instructions it has.
 
     - `stack_bytes`: of each thread, 0 when no register is spilled.
     - `shared_bytes`: of a program.
-    - `loops`: machine instructions of each innermost loop that multiplies matrices, as one warp goes through it once.
-      Not in the table: a test compares what matters of them with a bound.
+    - `loops`: machine instructions of each innermost loop that multiplies matrices, for one iteration of one warp. Not
+      in the table: a test compares them with a bound.
     """
 
     registers: int
@@ -71,7 +71,7 @@ class Figures:
 
 
 class StubDriver:
-    """As much of Triton's CUDA driver as a compilation asks for. Each capability is a device of its own."""
+    """The part of Triton's CUDA driver that a compilation uses. Each capability is a separate device."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -95,7 +95,7 @@ class StubDriver:
 
 
 def compile_launch(launch: Callable[[], object], capability: int) -> dict[str, Figures]:
-    """Calls `launch` and gives the figures of every kernel that it would have launched, by the kernel's name."""
+    """Calls `launch` and returns the figures of every kernel that it would have launched, by the kernel's name."""
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -154,8 +154,8 @@ _PRODUCTS = ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCQ
 
 
 def loops_with_products(sass: str) -> tuple[int, ...]:
-    """Of what cuobjdump prints of a kernel: the instructions from the target of each backward branch to that branch,
-    where matrices are multiplied in between and no other loop lies; in the order of the program."""
+    """From cuobjdump's output for a kernel: the instructions from the target of each backward branch to that branch,
+    where matrices are multiplied in between and no other loop is inside; in the order of the program."""
     lines = [(int(found[1], 16), found[2], found[3]) for found in map(_LINE.match, sass.splitlines()) if found]
     loops: list[tuple[int, int]] = []
     for at, operation, operands in lines:
@@ -195,7 +195,7 @@ class Table:
 
 
 def _plain(figures: Figures) -> dict[str, Any]:
-    """Without loops where there are none."""
+    """The figures without loops where there are none."""
     return {key: value for key, value in asdict(figures).items() if key != "loops" or value}
 
 
@@ -223,18 +223,18 @@ def row_prefix(capability: int, operation: str, configuration: str) -> str:
 def compile_shipped(
     capabilities: Sequence[int], only: Iterable[str] = (), seconds_per_kernel: float = SECONDS_PER_KERNEL
 ) -> Table:
-    """Compiles kernels that ship, in a process of its own.
+    """Compiles shipped kernels in a separate process.
 
-    **Arguments:** `only`: row prefixes; none stands for every kernel.
+    **Arguments:** `only`: row prefixes; an empty one stands for every kernel.
 
-    **Raises:** `RuntimeError` with the compiler's words if a kernel fails or takes too long; it names the kernel.
+    **Raises:** `RuntimeError` with the compiler's output if a kernel fails or takes too long; it names the kernel.
     """
     command = [sys.executable, "-m", "helpers.triton_ahead_of_time", "--json", "--seconds", str(seconds_per_kernel)]
     return Table.loads(run_compiling([*command, "--targets", *map(str, capabilities), "--only", *only]))
 
 
 def run_compiling(command: Sequence[str]) -> str:
-    """What `command` prints in a process where Triton compiles; `RuntimeError` with its complaints if it fails."""
+    """The output of `command` in a process where Triton compiles; `RuntimeError` with its error output if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Triton attention in the interpreter, held against what numpy computes in float64."""
+"""Triton attention in the interpreter, compared with numpy's results in float64."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from helpers.torch_attention_steps import Case, Step, make_step
 from torch_backend.attention.triton import TritonAttention
 from torch_backend.kernels.chip import Chip
 
-assert helpers.triton_interpreter  # imported for what it changes
+assert helpers.triton_interpreter  # imported for its side effects
 
 HOPPER, AMPERE = Chip(capability=90, processors=3), Chip(capability=80, processors=2)
 """Few processors, so that programs have more than one split each."""
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""Share of a token's largest output. Narrow types round weights and outputs, to half of 2^-7 or 2^-10 at worst."""
+"""Fraction of a token's largest output. Narrow types round weights and outputs, by half of 2^-7 or 2^-10 at worst."""
 
 
 def attend(step: Step, chip: Chip = HOPPER) -> torch.Tensor:
@@ -23,7 +23,7 @@ def attend(step: Step, chip: Chip = HOPPER) -> torch.Tensor:
 
 
 def check(case: Case, chip: Chip = HOPPER, seed: int = 0) -> None:
-    """Every token's output, by its own measure: one key too many or too few of some hundreds shows."""
+    """Checks every token's output relative to its own size: one key too many or too few among some hundreds shows."""
     step = make_step(case, seed)
     output = attend(step, chip)
     assert output.shape == step.queries.shape

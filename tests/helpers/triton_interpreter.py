@@ -1,12 +1,12 @@
-"""Triton's CPU interpreter, made right and strict: importing this module changes it for the whole process.
+"""Triton's CPU interpreter, made correct and strict: importing this module changes it for the whole process.
 
 A process either interprets kernels or compiles them: `tests/conftest.py` sets `TRITON_INTERPRET=1` before anything
-imports Triton, so tests interpret, and compile in a process of their own (`helpers.triton_ahead_of_time`).
+imports Triton, so tests interpret, and compile in a separate process (`helpers.triton_ahead_of_time`).
 
-Right: bfloat16 arithmetic (the interpreter works on the bit patterns as integers), float8 rounding, minima and maxima
-of NaN, the type of loop variables, and a matrix product that rounds the same at every place of a tile, whatever the
-tile's shape and the CPU. Strict: a load, store or atomic outside the tensors of its launch is an error; a
-masked load without `other` gives NaN, or absurd integers; programs can be run in any order (`shuffled_programs`).
+Correct: bfloat16 arithmetic (the interpreter works on the bit patterns as integers), float8 rounding, minima and maxima
+of NaN, the type of loop variables, and a matrix product that rounds the same at every place of a tile, for any tile
+shape and CPU. Strict: a load, store or atomic outside the tensors of its launch is an error; a masked load without
+`other` gives NaN, or absurd integers; programs can be run in any order (`shuffled_programs`).
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def counted_loads() -> Iterator[Loads]:
 
 @dataclass
 class Waits:
-    """Of kernels that start while the one before them ends: how many programs have waited for it.
+    """For kernels that start while the one before them ends: how many programs have waited for it.
 
-    - `free`: bytes that may be read before, first and past-the-last of each tensor.
+    - `free`: bytes that may be read before the wait, first and past-the-last of each tensor.
     - `plain`: kernels that are launched when the one before them has ended.
     """
 
@@ -73,7 +73,7 @@ class Waits:
     waited: bool = False
 
     def wait(self) -> None:
-        """Stands for `griddepcontrol.wait`."""
+        """Replaces `griddepcontrol.wait`."""
         self.waited = True
         self.programs += 1
 
@@ -88,7 +88,7 @@ class Waits:
 @contextmanager
 def dependent_launches(*free: torch.Tensor, plain: Sequence[str] = ()) -> Iterator[Waits]:
     """Interprets kernels that start while the one before them ends: an access before a program has waited is an error,
-    but for reading what `free` holds, and for kernels of the names `plain`, which are launched after it."""
+    except for reads of `free`, and for kernels of the names `plain`, which are launched after it."""
     waits = Waits(list(_extents(list(free))), plain)
     _memory.waits = waits
     try:
@@ -162,8 +162,8 @@ def _install_arithmetic() -> None:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    """Sums the products of an element one after the other, as no BLAS does: it rounds an element by where in the matrix
-    it lies, by the matrix's shape and by the CPU, and tests that ask a kernel for equal bits would ask BLAS."""
+    """Sums the products of an element one after the other, as no BLAS does: BLAS rounds an element by its place in the
+    matrix, by the matrix's shape and by the CPU, and tests that compare bits of kernels would test BLAS instead."""
     dtype = d.data.dtype
     columns = np.moveaxis(a.data, -1, 0).astype(dtype, order="C")
     rows = np.moveaxis(b.data, -2, 0).astype(dtype, order="C")
@@ -214,7 +214,7 @@ def _visit_for(self: ast.NodeTransformer, node: ast.For) -> ast.For:
 
 
 def _poison(dtype: Any, shape: tuple[int, ...]) -> Any:
-    """What a masked lane holds when the kernel does not say: NaN, or an integer far outside of any tensor."""
+    """The content of a masked lane when the kernel gives no value: NaN, or an integer far outside of any tensor."""
     if dtype.is_ptr():
         return Handle(np.full(shape, 8, np.uint64), dtype)
     if dtype in _TORCH_FLOATS:
@@ -230,7 +230,8 @@ def _poison(dtype: Any, shape: tuple[int, ...]) -> Any:
 
 @dataclass
 class _Memory:
-    """First and past-the-last byte of every tensor of the running launch, what has been loaded, and who has waited."""
+    """First and past-the-last byte of every tensor of the running launch, the loaded elements, and the programs that
+    have waited."""
 
     first: np.ndarray
     last: np.ndarray

@@ -1,8 +1,9 @@
-"""Every Triton kernel that ships, in every configuration it is meant for: what is compiled ahead of time and checked.
+"""Every shipped Triton kernel, in every configuration it is meant for: the list that is compiled ahead of time and
+checked.
 
-Sizes are those of the models served most: hidden sizes 576 (SmolLM2) to 8192 (Llama 70B), head sizes 64 to 256.
-Attention has head sizes, types and page sizes in all combinations, its options on the side. Whoever imports this module
-decides first whether kernels are interpreted or compiled (`helpers.triton_interpreter`).
+Sizes are those of the most common models: hidden sizes 576 (SmolLM2) to 8192 (Llama 70B), head sizes 64 to 256.
+Attention has head sizes, types and page sizes in all combinations, and its options separately. A module that imports
+this one must first decide whether kernels are interpreted or compiled (`helpers.triton_interpreter`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PAGE_SIZES = (1, 16, 64)
 _TOKENS = 48
 _ROWS = 48
 _PROMPT_TOKENS = 4096
-_SHORT_CHUNK = 16  # of one sequence: so few blocks that programs share their keys out
+_SHORT_CHUNK = 16  # of one sequence: so few blocks that programs split their keys
 _LONGEST = 32_768
 _META = torch.device("meta")
 _INTEGERS = (KVForm(torch.int8, torch.bfloat16), KVForm(torch.int8, torch.int8))
@@ -45,7 +46,7 @@ _INTEGERS = (KVForm(torch.int8, torch.bfloat16), KVForm(torch.int8, torch.int8))
 
 @dataclass(frozen=True, slots=True)
 class ShippedKernel:
-    """One launcher with one combination of what kernels are compiled for: types, widths, head sizes, page sizes.
+    """One launcher with one combination of values that kernels are compiled for: types, widths, head sizes, page sizes.
 
     - `operation`: the launcher's name, as in `rms_norm`.
     - `configuration`: the combination in words, as in `bfloat16, hidden 4096`; with `operation` it is unique.
@@ -86,7 +87,7 @@ REPRESENTATIVE = (
 
 
 def shipped_kernels() -> list[ShippedKernel]:
-    """All of them, each with a name of its own."""
+    """All of them, each with a unique name."""
     activations = [_activation(name, dtype) for name in ("silu_mul", "gelu_mul") for dtype in _TYPES]
     # Vocabularies whose rows are aligned to 16 bytes, and not.
     samples = [*_samples(128_256), *_samples(50_257)]
@@ -135,7 +136,7 @@ def _norms_of(dtype: torch.dtype, hidden: int) -> Iterator[ShippedKernel]:
 
 
 def _wide_weights() -> Iterator[ShippedKernel]:
-    """Weights in float32 beside bfloat16 activations, as Gemma's norms have them."""
+    """Weights in float32 with bfloat16 activations, as in Gemma's norms."""
     hidden, dtype = 2304, torch.bfloat16
     x, weight = _empty(dtype, _TOKENS, hidden), _empty(torch.float32, hidden)
     configuration = f"{_name(dtype)}, hidden {hidden}, float32 weight"
@@ -202,7 +203,7 @@ def _samples(vocab: int) -> Iterator[ShippedKernel]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What attention's kernels are compiled for."""
+    """The parameters that attention's kernels are compiled for."""
 
     head_dim: int = 128
     group: int = 4
@@ -244,7 +245,7 @@ def _attention() -> list[ShippedKernel]:
             ("extend_attention", partial(_extend, _PROMPT_TOKENS)),
             ("extend_attention of short chunks", partial(_extend, _SHORT_CHUNK)),
         )
-        # Page sizes change how keys are found, in all kernels alike.
+        # Page sizes change how keys are found, in the same way in all kernels.
         if shape.page_size == 16 or operation != "extend_attention of short chunks"
     ]
 
@@ -292,7 +293,7 @@ def _extend(tokens: int, shape: _Shape, chip: Chip) -> None:
 
 
 def _state_rows() -> StateRows:
-    """Of a step with chunks beside decode rows, whose sizes do not matter."""
+    """Rows of a step with chunks and decode rows, whose sizes do not matter."""
     numbers = _empty(torch.int64, _ROWS)
     return StateRows(
         begin=numbers,
@@ -306,7 +307,7 @@ def _state_rows() -> StateRows:
 
 
 def _convolutions() -> Iterator[ShippedKernel]:
-    """Inputs are a part of what a layer's first product gives. LFM2's have width 3 and no part of its own."""
+    """Inputs are a part of the output of a layer's first product. LFM2's have width 3 and no separate part."""
     for dtype in _TYPES:
         for width in (3, 4) if dtype == torch.bfloat16 else (4,):
             for bias in (False, True) if dtype == torch.bfloat16 and width == 4 else (False,):
@@ -343,7 +344,7 @@ def _scan(key_dim: int, value_dim: int, delta: bool, states: torch.dtype, _: Chi
 
 
 def _scaled_products() -> Iterator[ShippedKernel]:
-    """Each number of rows has a tile of its own, or another number of splits; many outputs have none."""
+    """Each number of rows has its own tile, or another number of splits; many outputs have no split."""
     for values in (torch.int8, torch.float8_e4m3fn):
         for rows in (16, 32, 64, 96, 1024):
             yield _scaled_product(torch.bfloat16, values, rows, 4096, False)
@@ -365,7 +366,7 @@ def _scaled_product(dtype: torch.dtype, values: torch.dtype, rows: int, outputs:
 
 
 def _integer_products() -> Iterator[ShippedKernel]:
-    """Of 1024 rows, what is around torch's product: one kernel rounds, another one scales."""
+    """With 1024 rows, the kernels around torch's product: one rounds, another one scales."""
     for dtype in (torch.bfloat16, torch.float16):
         for rows in (16, 32, 64, 1024) if dtype == torch.bfloat16 else (16,):
             yield _integer_product(dtype, rows, 4096, False)

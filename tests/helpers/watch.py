@@ -1,4 +1,5 @@
-"""What a scheduler owes those who wait, worked out anew from its queue, its rows and its pages around each step."""
+"""The guarantees of a scheduler to waiting requests, computed independently from its queue, its rows and its pages
+around each step."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from sglang_jax.scheduler.reserve import CLIP
 
 @dataclass(slots=True)
 class Wait:
-    """One stay in the queue: stays of older requests that it overlaps; rows given meanwhile to younger ones, and `late`
-    of them while it was the oldest and had let others pass for as many steps as it has to."""
+    """One stay in the queue: stays of older requests that it overlaps; rows given meanwhile to younger requests, and
+    `late`: those given while it was the oldest and had already let others overtake it for the maximum number of steps.
+    """
 
     request: Request
     older: int = 0
@@ -33,14 +35,14 @@ class Wait:
 class Watch:
     """Steps a bench's scheduler, and checks at each step:
 
-    - pages, as `check_everything` does, and that nothing stays retired whose step has finished;
-    - **nobody is kept waiting for nothing**: who fits beside all that runs, and shares nothing that is being computed,
+    - pages, as `check_everything` does, and that no page stays retired after its step has finished;
+    - **no needless waiting**: a request that fits next to all running ones, and shares nothing that is being computed,
       has a row after the next step, or `RETRY_STEPS` later where nothing has changed since it was refused;
-    - **bounded overtaking**: while a request waits, rows given to younger ones are at most
-      `aged_turn - 1 + backfill_seats` for each stay of an older one beside it, and for its own; and at most
-      `aged_turn - 1` once `backfill_steps` have gone by since it, then the oldest, was found not to fit.
+    - **bounded overtaking**: while a request waits, younger ones get at most `aged_turn - 1 + backfill_seats` rows for
+      each stay of an older one that it overlaps, and for its own; and at most `aged_turn - 1` once `backfill_steps`
+      have passed since it, then the oldest, was found not to fit.
 
-    `met` counts what happened, so that a test can tell whether it met what it is about.
+    `met` counts events, so that a test can tell whether it covered its subject.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -62,7 +64,7 @@ class Watch:
         cache.cache_prefix = self._around(cache.cache_prefix, after=self._note_change)
 
     def step(self) -> None:
-        """One step, watched."""
+        """Runs one step with all checks."""
         scheduler = self._scheduler
         owed, changed, seats = self._owes_a_row(), self._changed, self._seats
         retractions = scheduler.log.counts.retractions
@@ -83,7 +85,7 @@ class Watch:
         self.met["computed anew"] += any(one.restarts for one in scheduler.requests.values())
 
     def _check_bookmarks(self) -> None:
-        """Those that are next find, from where they looked last, what they would find from the root."""
+        """The bookmarks of the next requests lead to the same match as a walk from the root."""
         cache = self._scheduler.cache
         for request in self._scheduler.queue.front(4):
             place = request.tokens, request.match_limit, request.namespace
@@ -94,7 +96,7 @@ class Watch:
             assert not bookmark.holds(request.match_limit) or bookmark.length == wanted.length
 
     def _check_windows(self) -> None:
-        """No row holds more of a window than two steps of it take."""
+        """No row holds more of a window than two steps of it need."""
         cache = self._scheduler.cache
         for group in cache.groups:
             if isinstance(group, WindowGroup):
@@ -104,7 +106,7 @@ class Watch:
                     assert held <= bound, f"row {record.row} holds {held} pages of a window, and needs {bound} at most"
 
     def _check_states(self) -> None:
-        """No state stays pinned for a step that is over, or for a row that has begun, and a row has two slots at most;
+        """No state stays pinned for a finished step, or for a row that has started, and a row has at most two slots;
         with reuse switched off, one, and the tree none."""
         cache = self._scheduler.cache
         if (states := states_of(cache)) is None:
@@ -158,7 +160,7 @@ class Watch:
             if request.sequence < wait.request.sequence:
                 continue
             wait.younger += 1
-            wait.late += wait.request.sequence == oldest and self._let_others_pass(wait.request)
+            wait.late += wait.request.sequence == oldest and self._was_overtaken_long_enough(wait.request)
             self.met[f"overtaken under {self._policy}"] += 1
             stays = wait.older + 1
             assert wait.younger <= (turns + passing) * stays, (
@@ -166,8 +168,8 @@ class Watch:
             )
             assert wait.late <= turns * stays, f"{wait} was overtaken too late, {turns} each"
 
-    def _let_others_pass(self, request: Request) -> bool:
-        """Whether it has for long enough, so that room is to be kept for it."""
+    def _was_overtaken_long_enough(self, request: Request) -> bool:
+        """Whether it has let others overtake it for the maximum number of steps, so that room must be kept for it."""
         since, now = request.waiting.refused_at, self._scheduler.cache.launched_step + 1
         return since is not None and now - since >= self._scheduler._admission.backfill_steps
 
@@ -179,8 +181,8 @@ class Watch:
         return [one for one in self._scheduler.rows.prefilling if one.state is RequestState.PREFILL]
 
     def _owes_a_row(self) -> bool:
-        """Whether the first by policy, the oldest, and those whose turn it may be, would all fit into what the next
-        step finds, on a cautious count, and none has a reason to wait."""
+        """Whether the first by policy, the oldest, and those that may be next in the fair order, would all fit into the
+        memory available to the next step, on a cautious count, and none has a reason to wait."""
         scheduler = self._scheduler
         cache, under_way = scheduler.cache, self._under_way()
         if not scheduler.queue or not cache.num_free_rows or scheduler.rows.num_leaving:
@@ -212,13 +214,13 @@ class Watch:
         cached = cache.peek(request.tokens, request.match_limit, request.namespace) // cache.page_size
         paged = [group for group in cache.groups if not isinstance(group, StateGroup)]
         if any(group.pool.num_free < decode_pages + pages for group in paged):
-            cached = 0  # what rows that run take first may be evicted from this very prefix
+            cached = 0  # pages taken first for running rows may be evicted from this very prefix
         return all(self._fits_into(group, request, cached, decode_pages, pages) for group in cache.groups)
 
     def _fits_into(self, group: Group, request: Request, cached: int, decode_pages: int, pages: int) -> bool:
-        """Of a group with a window, what prompts under way would take of a group without one; of the request's own
-        prompt at most a window and two steps' tokens; and of an output at most the window and the page that is written,
-        less what the row has. `cached`: pages of the request's prefix."""
+        """For a group with a window: prompts in progress count as for a group without one; the request's own prompt
+        counts at most a window and two steps' tokens; and an output at most the window and the page being written, less
+        the pages of the row. `cached`: pages of the request's prefix."""
         if isinstance(group, StateGroup):
             return group.available >= 1
         scheduler = self._scheduler
@@ -244,7 +246,7 @@ class Watch:
         return needed <= available
 
     def _shares(self, request: Request, other: Request) -> bool:
-        """Whether they begin alike for at least a page more than what is cached."""
+        """Whether they share a prefix that is at least a page longer than the cached one."""
         cache = self._scheduler.cache
         cached = cache.peek(request.tokens, request.match_limit, request.namespace)
         more = (cached + cache.page_size) * 4

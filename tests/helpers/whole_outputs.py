@@ -1,4 +1,4 @@
-"""Deltas of a client put together, as tests like to look at them."""
+"""Joins the deltas of a client into whole outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_jax.engine.types import EngineClient, GenerateInput, GenerateOutput
 
 
 async def outputs_of(client: EngineClient, request: GenerateInput) -> AsyncGenerator[GenerateOutput, None]:
-    """The outputs as they stand after each delta, those that failed included."""
+    """The outputs after each delta, including those that failed."""
     outputs = CumulativeOutputs(request.request_id or "")
     async with aclosing(client.generate(request)) as deltas:
         async for delta in deltas:
@@ -18,5 +18,5 @@ async def outputs_of(client: EngineClient, request: GenerateInput) -> AsyncGener
 
 
 async def collect(client: EngineClient, request: GenerateInput) -> list[GenerateOutput]:
-    """All of them."""
+    """All final outputs."""
     return [output async for output in outputs_of(client, request)]

@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 
 
 class Wire(asyncio.Transport):
-    """A client's end that keeps what it is sent, and knows whether the server reads."""
+    """A client's end that keeps the bytes it receives, and knows whether the server reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Wire(asyncio.Transport):
 
 
 def connect(protocol: type[H11Protocol], app: ASGIApp, state: ServerState | None = None) -> tuple[H11Protocol, Wire]:
-    """`state`: of the server, one of its own if there is none."""
+    """`state`: of the server, a new one if it is not given."""
     config = uvicorn.Config(cast(Any, app), http=protocol, ws="none", lifespan="off", log_config=None)
     config.load()
     connection, wire = protocol(config, state or ServerState(), {}), Wire()

@@ -1,4 +1,4 @@
-"""Products with matrices in blocks within programs of XLA's CPU backend: their numbers, and who may have them."""
+"""Products with blocked matrices in programs of XLA's CPU backend: their numbers, and where they are available."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Product = Callable[[np.ndarray], np.ndarray]
 
 
 def product_with(blocks: Stored) -> Product:
-    """By a program of its own for each number of rows, as in a runner."""
+    """A separate program for each number of rows, as in a runner."""
     kernel, packed = block_product(blocks.encoding, EngineConfig().cache_folder()), pack(blocks)
     assert kernel is not None
     run = jax.jit(kernel.multiply)
@@ -51,8 +51,8 @@ def rows_of(count: int, inputs: int) -> np.ndarray:
 @needs_units
 @every_kind
 def test_products(kind: GGMLQuantizationType, tmp_path: Path) -> None:
-    """Against float64: sums in float32 of weights that are those of the widened matrix in bfloat16. With one thread,
-    and shared by several."""
+    """Against float64: sums in float32 of the weights of the matrix widened to bfloat16. With one thread, and shared by
+    several."""
     for outputs in (104, 2048):
         blocks, weight = gguf_blocks.blocks_of(kind, outputs, 160, tmp_path)
         multiply = product_with(blocks)
@@ -66,9 +66,9 @@ def test_products(kind: GGMLQuantizationType, tmp_path: Path) -> None:
 
 @needs_units
 @every_kind
-def test_a_product_is_batch_invariant_and_torch_s(kind: GGMLQuantizationType, tmp_path: Path) -> None:
-    """Bit for bit: by itself, among few that are multiplied directly, among many whose weights are widened first. The
-    Torch backend's is the same, rounded."""
+def test_a_product_is_batch_invariant_and_equals_torch_s(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    """Bit for bit: by itself, among few rows that are multiplied directly, among many whose weights are widened first.
+    The Torch backend's is the same, rounded."""
     blocks, _ = gguf_blocks.blocks_of(kind, 2048, 160, tmp_path)
     multiply = product_with(blocks)
     x = rows_of(MOST_ROWS, 160)
@@ -80,7 +80,7 @@ def test_a_product_is_batch_invariant_and_torch_s(kind: GGMLQuantizationType, tm
 
 
 @needs_units
-def test_nan_and_infinity_are_told() -> None:
+def test_nan_and_infinity_are_preserved() -> None:
     multiply = product_with(random_blocks(Q4, 8, 64))
     x = np.ones((6, 64), jnp.bfloat16)
     x[1, 3], x[4, 60] = np.nan, np.inf
@@ -91,8 +91,8 @@ def test_nan_and_infinity_are_told() -> None:
 
 
 @needs_units
-def test_products_side_by_side_do_not_disturb_each_other() -> None:
-    """Programs that run at once, each with products that XLA may compute at once, on threads that all share."""
+def test_concurrent_products_do_not_disturb_each_other() -> None:
+    """Concurrent programs, each with products that XLA may compute at the same time, on threads that all share."""
     kernel = block_product(Q8, EngineConfig().cache_folder())
     assert kernel is not None
     packed = pack(random_blocks(Q8, 1024, 128))
@@ -113,9 +113,9 @@ def test_products_side_by_side_do_not_disturb_each_other() -> None:
             np.testing.assert_array_equal(np.asarray(found).reshape(32, -1), wanted)
 
 
-def test_xla_s_threads_share_the_work_and_are_waited_for() -> None:
-    """A kernel that writes who did an item. The first thread waits until a second has an item too, and that one is
-    slow."""
+def test_xla_s_threads_share_the_work_and_all_finish() -> None:
+    """The kernel writes which thread did an item. The first thread waits until a second one has an item too, and that
+    one is slow."""
 
     def write_slots(work):
         slot = take(work, SLOT_COUNTER)
@@ -137,15 +137,15 @@ def test_xla_s_threads_share_the_work_and_are_waited_for() -> None:
     packed = pack(random_blocks(Q8, 1024, 64))
     x, levels, scales = jnp.zeros((1, 64), jnp.bfloat16), jnp.asarray(packed.levels), jnp.asarray(packed.scales)
     run = jax.jit(kernel.multiply)
-    kept = []  # so that no result has the memory of one before
+    kept = []  # so that no result reuses the memory of one before
     for _ in range(6):  # either thread may be the first
         kept.append(run(x, levels, scales))
-        found = set(np.array(kept[-1]).flat)  # a copy at once: what is written later is missing
+        found = set(np.array(kept[-1]).flat)  # copied at once, so that later writes are missing
         assert found in ([{1, 2}] if len(cpu_cores()) > 1 else [{1}, {1, 2}])
 
 
 @pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def unloaded_kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As in a process that has no kernels yet."""
     monkeypatch.setattr(compiling, "version_of_kernels", lambda: f"test{id(monkeypatch)}")
     return monkeypatch
@@ -153,7 +153,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @needs_units
 @pytest.mark.parametrize("wrong", [1.02, float("nan")], ids=["value", "NaN"])
-def test_kernels_that_multiply_wrongly_are_not_believed(
+def test_kernels_with_wrong_products_are_not_used(
     wrong: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = BlockProduct.multiply
@@ -165,11 +165,11 @@ def test_kernels_that_multiply_wrongly_are_not_believed(
 
 
 @needs_units
-def test_a_jaxlib_with_other_offsets_takes_no_kernel(
-    anew: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_kernels_are_not_used_with_a_jaxlib_with_other_offsets(
+    unloaded_kernels: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """XLA asks for the version of the header before it calls."""
-    anew.setattr(xla_call, "VERSION", (xla_call.VERSION[0] + 1, 0))
+    """XLA requests the version of the header before it calls."""
+    unloaded_kernels.setattr(xla_call, "VERSION", (xla_call.VERSION[0] + 1, 0))
     with caplog.at_level(logging.WARNING, logger="sglang_jax"):
         assert block_product.__wrapped__(Q4, None) is None
     (message,) = caplog.messages
@@ -177,7 +177,7 @@ def test_a_jaxlib_with_other_offsets_takes_no_kernel(
     assert "version" in message
 
 
-def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_uses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = jax.devices("cpu")[0]
     bfloat16, float32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Models that keep matrices in the blocks of a GGUF file: which ones, and that a runner serves what others serve."""
+"""Models that keep matrices in the blocks of a GGUF file: which matrices, and that a runner gives the same outputs."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def products(encoding: Encoding, most_rows: int = 4) -> BlockProduct | None:
 @pytest.mark.parametrize(
     ("architecture", "kind", "tied", "most_rows"),
     [
-        ("llama", GGMLQuantizationType.Q4_0, True, 4),  # decode steps alone
+        ("llama", GGMLQuantizationType.Q4_0, True, 4),  # only decode steps
         ("qwen2", GGMLQuantizationType.Q4_1, False, 48),  # with biases; prompts too
     ],
 )
-def test_a_model_with_blocks_has_the_widened_one_s_logits(
+def test_a_model_with_blocks_has_the_same_logits_as_a_widened_one(
     architecture: str, kind: GGMLQuantizationType, tied: bool, most_rows: int, tmp_path: Path
 ) -> None:
-    """Of every row, whichever form serves it; both forms have the same weights, and sums in float32."""
+    """For every row, whichever form serves it; both forms have the same weights, and sums in float32."""
     file = tiny_gguf(tmp_path, kind, architecture, tie_word_embeddings=tied)
     tokens = np.random.default_rng(0).integers(0, 300, (4, 12)).astype(np.int32)
     steps = [{0: 8, 1: 3}, {0: 1, 1: 1, 2: 1, 3: 1}, {0: 1, 1: 1}]
@@ -59,7 +59,7 @@ def test_a_model_with_blocks_has_the_widened_one_s_logits(
     found = model.run(tokens, steps)
     errors = [np.abs(logits - wanted) for logits, wanted in zip(found, expected, strict=True)]
     assert max(each.max() for each in errors) < 0.03 * max(np.abs(wanted).max() for wanted in expected)
-    # Of each of both layers queries with keys and values, output, gate with up, down; and the head.
+    # In both layers: queries with keys and values, output, gate with up, down; and the head.
     assert model.program({0: 1}).as_text().count("custom_call @block_product_") == 2 * 4 + 1
     assert model.program({0: 8}).as_text().count("custom_call @block_product_") == (9 if most_rows == 48 else 0)
 
@@ -72,8 +72,8 @@ def test_no_blocks_are_kept_where_they_do_not_fit(caplog: pytest.LogCaptureFixtu
 
 
 @needs_units
-def test_a_scale_that_float16_cannot_hold_is_told(tmp_path: Path) -> None:
-    """Q4_0's least weight is eight times its scale."""
+def test_a_scale_that_float16_cannot_hold_is_an_error(tmp_path: Path) -> None:
+    """Q4_0's minimum weight is eight times its scale."""
     model = make_tiny_model("llama", hidden_size=128, intermediate_size=256)
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = 16e4
     file = make_tiny_gguf(tmp_path / "x.gguf", model, make_tiny_tokenizer(tmp_path), kind=GGMLQuantizationType.Q4_0)
@@ -118,7 +118,9 @@ def test_a_runner_with_blocks(tmp_path: Path) -> None:
     assert bytes_held == plain + Q8.nbytes(weights // 32, 32)
 
 
-def test_what_a_checkpoint_or_machine_cannot_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_refused_for_checkpoints_and_machines_without_support(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tiny_gguf(tmp_path, GGMLQuantizationType.Q8_0)
     with pytest.raises(ConfigError, match="keep_gguf_blocks needs --dtype bfloat16, got float32"):
         load_rank(options(file, dtype=Dtype.FLOAT32), open_checkpoint(str(file)))

@@ -1,4 +1,4 @@
-"""Weights of a bucket on the JAX backend: what is loaded, and which bytes are fetched for it."""
+"""Weights of a bucket on the JAX backend: the loaded values, and which bytes are fetched for them."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ WHOLE = slice(None)
 @pytest.mark.parametrize(
     ("indices", "runs"),
     [
-        # [8, 12] on all devices, on two of four, on two that are no neighbours, by columns, in one axis
+        # [8, 12] on all devices, on two of four, on two that are not neighbours, by columns, in one axis
         ([(WHOLE, WHOLE)] * 4, [((0, 8), (0, 12))]),
         ([(slice(4, 6), WHOLE), (slice(2, 4), WHOLE)], [((2, 6), (0, 12))]),
         ([(slice(0, 2), WHOLE), (slice(6, 8), WHOLE)], [((0, 2), (0, 12)), ((6, 8), (0, 12))]),
         ([(WHOLE, slice(3, 6)), (WHOLE, slice(6, 9)), (WHOLE, slice(9, None))], [((0, 8), (3, 12))]),
     ],
 )
-def test_neighbours_parts_are_read_at_once(
+def test_parts_of_neighbouring_devices_are_read_together(
     indices: list[tuple[slice, ...]], runs: list[tuple[tuple[int, int], ...]]
 ) -> None:
     found = _runs(indices, (8, 12))

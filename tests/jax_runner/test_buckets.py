@@ -32,7 +32,7 @@ def test_every_step_within_the_spec_fits(max_rows: int, token_budget: int, data:
     assert num_tokens <= bucket.tokens
     assert num_rows <= bucket.rows
     assert bucket.decode_only == (num_decode > 0)
-    # No smaller one would have done.
+    # No smaller one would be enough.
     for other in buckets:
         if other.decode_only == bucket.decode_only and other.tokens < bucket.tokens:
             assert num_tokens > other.tokens or num_rows > other.rows
@@ -46,7 +46,7 @@ def test_small_work_uses_small_buckets() -> None:
     assert buckets.pick(5, 5, 0).tokens == 16
 
 
-def test_beyond_the_largest_is_an_error_that_names_both() -> None:
+def test_a_step_beyond_the_largest_bucket_is_an_error_that_names_both_sizes() -> None:
     buckets = Buckets.ladder(max_rows=4, token_budget=100, page_size=4)
     with pytest.raises(ValueError, match=r"129 tokens in 1 rows .* \(128 tokens, 4 rows\)"):
         buckets.pick(129, 1, 0)

@@ -1,4 +1,4 @@
-"""Which steps are compiled with a remedy, and that the page of them is true."""
+"""Which steps are compiled with a workaround, and that their documentation is complete."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NO_OFFLOAD = {"xla_tpu_offload_gather_to_sparsecore": "false"}
 @pytest.mark.parametrize(
     ("jax", "libtpu"), [((0, 11, 1), None), ((0, 12, 0), None), ((0, 10, 2), (0, 0, 46)), ((0, 11, 1), (0, 0, 51))]
 )
-def test_decode_steps_of_a_tpu7x_send_no_gathers_away(jax: Version, libtpu: Version | None) -> None:
-    """libtpu decides where it is known."""
+def test_decode_steps_of_a_tpu7x_offload_no_gathers(jax: Version, libtpu: Version | None) -> None:
+    """libtpu reports where the option is known."""
     assert options_of_step("tpu", "TPU7x", DECODE, Installed(jax, libtpu)) == NO_OFFLOAD
 
 
@@ -33,19 +33,19 @@ def test_decode_steps_of_a_tpu7x_send_no_gathers_away(jax: Version, libtpu: Vers
         ("TPU v6 lite", DECODE, (0, 11, 1), (0, 0, 51)),
     ],
 )
-def test_others_are_compiled_as_the_compiler_likes(
+def test_other_steps_are_compiled_with_default_options(
     kind: str, decode_only: bool, jax: Version, libtpu: Version | None
 ) -> None:
     assert options_of_step("tpu", kind, decode_only, Installed(jax, libtpu)) == {}
 
 
-def test_releases_end_where_a_fault_is_mended() -> None:
+def test_a_workaround_ends_with_the_release_that_fixes_the_fault() -> None:
     releases = Releases((0, 0, 46), (0, 0, 50, 1))
     found = {version: releases.have(version) for version in ((0, 0, 45, 9), (0, 0, 46), (0, 0, 50), (0, 0, 50, 1))}
     assert list(found.values()) == [False, True, True, False]
 
 
-def test_what_is_installed_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.48.1.dev20260901")
     assert Installed.here().libtpu == (0, 0, 48, 1)
 
@@ -56,16 +56,16 @@ def test_what_is_installed_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Installed.here().libtpu is None
 
 
-def test_the_option_is_for_tpus_alone() -> None:
+def test_the_option_is_only_for_tpus() -> None:
     assert options_of_step("cpu", "cpu", DECODE) == {}
 
 
-def test_a_chip_that_nobody_knows_has_no_remedies() -> None:
+def test_an_unknown_chip_has_no_workarounds() -> None:
     """With --attention-backend xla such a device serves: other kernels refuse it."""
     assert options_of_step("tpu", "TPU v99", DECODE, Installed((0, 11, 1), (0, 0, 51))) == {}
 
 
-def test_the_page_has_every_remedy() -> None:
+def test_the_page_lists_every_workaround() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tpu.md").read_text()
     for remedy in REMEDIES:
         for name, value in remedy.options.items():

@@ -17,11 +17,11 @@ from sglang_jax.jax_runner.devices import available_memory, select_device, selec
 
 
 @pytest.mark.parametrize("wanted", [Device.CPU, Device.AUTO])
-def test_the_cpu_is_there(wanted: Device) -> None:
+def test_the_cpu_is_found(wanted: Device) -> None:
     assert select_device(wanted).platform == "cpu"
 
 
-def test_a_missing_device_is_an_error_that_names_what_is_there() -> None:
+def test_a_missing_device_is_an_error_that_names_the_available_ones() -> None:
     with pytest.raises(ConfigError, match="device tpu was given, but JAX sees only: cpu"):
         select_device(Device.TPU)
 
@@ -46,7 +46,7 @@ def test_auto_is_bfloat16_where_the_cpu_multiplies_it(
     assert select_dtype(Dtype.AUTO, jax.devices("cpu")[0]).name == dtype
 
 
-def test_available_memory_is_below_what_the_machine_has() -> None:
+def test_available_memory_is_below_that_of_the_machine() -> None:
     assert 2**26 < available_memory(jax.devices("cpu")[0]) < 2**45
 
 
@@ -82,10 +82,10 @@ def test_programs_are_kept_between_processes(tmp_path: Path) -> None:
     assert hits[1] >= 1
 
 
-def test_where_nothing_can_be_kept_nothing_is(
+def test_without_a_writable_folder_nothing_is_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """As for a user without a home, or in a container whose files cannot be written."""
+    """For example for a user without a home directory, or in a read-only container."""
     set_to: dict[str, object] = {}
     monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
     (tmp_path / "file").touch()
@@ -97,7 +97,7 @@ def test_where_nothing_can_be_kept_nothing_is(
 
 
 def test_a_bucket_keeps_its_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A path would make one slash of two."""
+    """As a path it would lose one of its two slashes."""
     monkeypatch.chdir(tmp_path)
     set_to: dict[str, object] = {}
     monkeypatch.setattr(jax.config, "update", set_to.__setitem__)

@@ -1,5 +1,5 @@
-"""What a draft model has missed is computed in programs of a few sizes: every token once, the oldest first, and nothing
-is written to pages that are the row's no more."""
+"""Tokens that a draft model has missed are computed in programs of a few sizes: every token once, the oldest first, and
+nothing is written to pages that the row no longer has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES, DUMP_ROW = (16, 128), 400
         [1],
         [16],
         [300],
-        [5] * 19 + [50],  # once the others are through, the rest fits the smallest program, which has 16 places
+        [5] * 19 + [50],  # once the others are done, the rest fits the smallest program, which has 16 places
         [1] * 17,
         [1] * 129 + [40],
         list(range(1, 200, 3)),
@@ -52,7 +52,7 @@ def test_each_missed_token_is_computed_once_the_oldest_first(counts: list[int]) 
 
 
 def test_nothing_is_written_behind_windows() -> None:
-    """Those pages were given back, and the table on the device still names them: they may be somebody else's."""
+    """Those pages were freed, and the table on the device still names them: they may belong to another row."""
 
     def forward(weights: object, batch: object, kv: object) -> tuple[object, list[object]]:
         return None, [batch.write_slots, batch.further[0].write_slots]  # type: ignore[attr-defined]
@@ -77,9 +77,9 @@ def test_nothing_is_written_behind_windows() -> None:
 
 
 def test_rows_keep_states_in_the_slot_that_their_column_names() -> None:
-    """The column of slots may be before that of a draft model's pages."""
+    """The column of slots may come before that of a draft model's pages."""
     table = jnp.array([[9, 1, 7], [8, 2, 6], [0, 0, 0]], jnp.int32)
     right = jnp.array([2, 0, 0], jnp.int32)
-    packed = jnp.array([[0, 1, 2], [3, 5, 0]], jnp.int32)  # the second row had one draft, which was wrong
+    packed = jnp.array([[0, 1, 2], [3, 5, 0]], jnp.int32)  # the second row had one draft, which was rejected
     ((pool,),) = make_settle(2, 1)([(jnp.arange(6.0),)], table, right, packed)
     assert pool.tolist() == [0, 4, 2, 3, 4, 5]

@@ -68,7 +68,7 @@ class Replaced(PlainReader):
 def calibrated(
     folder: Path, devices: int = 1, *, page_size: int = 16, dtype: str = "float32", change: Sequence[Any] = ()
 ) -> NDArray[np.float32]:
-    """Scales `[layers, kv_heads, 2]` of the model's kv heads; `change`: what `Replaced` takes."""
+    """Scales `[layers, kv_heads, 2]` of the model's kv heads; `change`: arguments of `Replaced`."""
     checkpoint = open_checkpoint(str(folder))
     reader = Replaced(checkpoint, *change) if change else checkpoint.reader
     assert reader is not None
@@ -88,7 +88,7 @@ def calibrated(
 
 @torch.inference_mode()
 def largest_in_transformers(folder: Path) -> NDArray[np.float32]:
-    """`[layers, kv_heads, 2]`: the longest pair of a key, before it is rotated, and the largest value."""
+    """`[layers, kv_heads, 2]`: the longest pair of a key, before its rotation, and the largest value."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     projected: dict[str, torch.Tensor] = {}
     for layer in range(LAYERS):
@@ -107,10 +107,10 @@ def largest_in_transformers(folder: Path) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize(("family", "rotated"), [("falcon_h1", 16), ("qwen3_5_text", 8)])
-def test_beside_states_scales_are_those_of_the_keys_and_values_that_transformers_caches(
+def test_scales_of_a_model_with_states_fit_the_keys_and_values_that_transformers_caches(
     family: str, rotated: int, tmp_path: Path
 ) -> None:
-    """Of heads that rotate in part the rest counts by itself."""
+    """For heads with a partial rotation the rest counts by itself."""
     folder = make_tiny_checkpoint(tmp_path, family)
     tokens = torch.from_numpy(calibration_batch(VOCABULARY, LENGTH, 16, 1).tokens.reshape(ROWS, LENGTH)).long()
     with torch.inference_mode():
@@ -128,17 +128,17 @@ def test_beside_states_scales_are_those_of_the_keys_and_values_that_transformers
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128])
-def test_scales_are_those_of_the_largest_keys_and_values(folder: Path, page_size: int) -> None:
-    """Keys are compared before their rotation: after it, their pairs must be as long."""
+def test_scales_fit_the_largest_keys_and_values(folder: Path, page_size: int) -> None:
+    """Keys are compared before their rotation, which keeps the length of each pair."""
     expected = largest_in_transformers(folder) * (MARGIN / 127)
     np.testing.assert_allclose(calibrated(folder, page_size=page_size), expected, rtol=1e-5)
 
 
-def test_bfloat16_comes_to_nearly_the_same(folder: Path) -> None:
+def test_bfloat16_gives_nearly_the_same_scales(folder: Path) -> None:
     np.testing.assert_allclose(calibrated(folder, dtype="bfloat16"), calibrated(folder), rtol=0.05)
 
 
-def test_a_head_of_zeros_has_a_scale_that_divides(folder: Path) -> None:
+def test_a_head_of_zeros_has_a_scale_other_than_zero(folder: Path) -> None:
     zeros = ("model.layers.1.self_attn.v_proj.weight", slice(8, 16), 0.0)
     found, before = calibrated(folder, change=zeros), calibrated(folder)
     assert found[1, 1, 1] == 1.0
@@ -179,7 +179,7 @@ for devices in (2, 8):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_and_eight_devices_say_what_one_does(folder: Path, tmp_path: Path) -> None:
+def test_two_and_eight_devices_give_the_same_as_one(folder: Path, tmp_path: Path) -> None:
     """With calibrated scales, and with a checkpoint's of another type; of eight devices two have each kv head."""
     scaled = tmp_path / "scaled"
     shutil.copytree(folder, scaled)

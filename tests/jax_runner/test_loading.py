@@ -53,7 +53,7 @@ def make_runner(config: EngineConfig) -> Runner:
 
 
 @pytest.mark.parametrize("attention", [AttentionBackend.AUTO, AttentionBackend.REFERENCE])
-def test_text_and_logprobs_are_those_of_transformers(folder: Path, attention: AttentionBackend) -> None:
+def test_text_and_logprobs_equal_those_of_transformers(folder: Path, attention: AttentionBackend) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         text = oracle.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=-1)
@@ -89,7 +89,7 @@ def test_an_orbax_checkpoint_serves_the_same_weights(folder: Path, tmp_path: Pat
     assert tokens[0] == tokens[1]
 
 
-def test_spec_and_report_say_what_was_asked_for(folder: Path) -> None:
+def test_spec_and_report_hold_the_requested_values(folder: Path) -> None:
     runner = make_runner(
         options(folder, dtype=Dtype.BFLOAT16, page_size=8, random_seed=3, load_format=LoadFormat.DUMMY)
     )
@@ -108,8 +108,8 @@ def test_spec_and_report_say_what_was_asked_for(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "name"), [(KVCacheDtype.FLOAT8_E4M3, "float8_e4m3fn"), (KVCacheDtype.INT8, "int8")]
 )
-def test_keys_and_values_of_8_bits_take_a_byte_each(folder: Path, kv_cache_dtype: KVCacheDtype, name: str) -> None:
-    """And the logprobs are nearly those of exact ones."""
+def test_8_bit_keys_and_values_take_a_byte_each(folder: Path, kv_cache_dtype: KVCacheDtype, name: str) -> None:
+    """And the logprobs are close to those without rounding."""
     found = []
     for kind in (KVCacheDtype.AUTO, kv_cache_dtype):
         runner = make_runner(options(folder, kv_cache_dtype=kind))
@@ -137,7 +137,7 @@ def test_options_that_cannot_be_met_are_refused_before_weights_are_read(folder: 
 
 @dataclass(frozen=True)
 class TpuDevice:
-    """What the choice of attention looks at."""
+    """The attributes that the choice of attention reads."""
 
     device_kind: str
     platform: str = "tpu"

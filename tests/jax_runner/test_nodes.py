@@ -30,7 +30,7 @@ PROMPT = [100, 3, 77, 200, 13, 14, 15, 16, 18, 40, 41]
 LOST_WITHIN_SECONDS = 30.0
 BEFORE: dict[str, object] = {"attention_backend": "pallas"}
 AFTER: dict[str, object] = {"max_total_tokens": 10**10}
-"""What a node cannot load, noticed before and after the nodes agree on sizes."""
+"""Errors in loading on one node, before and after the nodes agree on sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def options(folder: Path, cache: Path) -> dict[str, object]:
 
 @dataclass
 class Nodes:
-    """The server's command on each of several nodes. `changes`: a node's options that are not those of the others."""
+    """The server's command on each of several nodes. `changes`: options of a node that differ from the others'."""
 
     folder: Path
     cache: Path
@@ -105,7 +105,7 @@ class Nodes:
         return output
 
     def kill(self, rank: int) -> None:
-        """As if the machine were gone: its engine process as well."""
+        """As if the machine were gone: its engine process too."""
         process = psutil.Process(self.processes[rank].pid)
         for victim in (*process.children(recursive=True), process):
             victim.kill()
@@ -116,7 +116,7 @@ class Nodes:
         return [self.processes[rank].wait(max(deadline - time.monotonic(), 0.01)) for rank in ranks]
 
     def wait_for(self, rank: int, *words: str) -> None:
-        """Until a node says all of it in a line."""
+        """Waits until a node logs a line with all of these texts."""
         stdout = self.processes[rank].stdout
         assert stdout is not None
         assert any(all(word in line for word in words) for line in stdout), (
@@ -159,7 +159,7 @@ def nodes(folder: Path, cache: Path, request: pytest.FixtureRequest) -> Iterator
         pytest.param(4, {}, marks=pytest.mark.soak, id="four"),
     ],
 )
-def test_nodes_together_say_what_one_says_and_end_together(
+def test_several_nodes_give_the_same_text_as_one_and_end_together(
     folder: Path, cache: Path, count: int, change: dict[str, object]
 ) -> None:
     with Engine(config=EngineConfig(**options(folder, cache) | change)) as engine:
@@ -196,7 +196,7 @@ def test_a_lost_node_ends_every_other(nodes: Nodes, lost: int) -> None:
         pytest.param(0, AFTER, " 10000000000 needs", marks=pytest.mark.soak, id="the leader, after that"),
     ],
 )
-def test_a_node_that_cannot_load_tells_every_other(
+def test_a_node_that_cannot_load_ends_every_other(
     folder: Path, cache: Path, failing: int, change: dict[str, object], reason: str
 ) -> None:
     """In the first case the others wait for it in a collective; in the second they have loaded, and wait for orders."""

@@ -1,4 +1,4 @@
-"""Compiled programs: state is changed in place, and launching does not wait."""
+"""Compiled programs: state is changed in place, and a launch does not wait."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def test_all_parts_of_steps_are_compiled_with_the_options_for_the_chip(monkeypat
     runner.close()
 
 
-def test_builds_are_announced_and_nothing_else() -> None:
-    """Whoever waits for a step is patient meanwhile."""
+def test_only_builds_are_announced() -> None:
+    """A waiting client allows more time meanwhile."""
     runner = stand_in_runner(random_weights(), max_rows=2, token_budget=16)
     during: list[int] = []
 
@@ -147,7 +147,7 @@ def test_launching_does_not_wait_for_the_device() -> None:
 
 
 def small_programs(model: ModelFunctions = STAND_IN) -> Programs:
-    """Of shapes alone."""
+    """Of shapes only."""
     weights = jax.eval_shape(lambda: [jnp.array(array) for array in random_weights()])
     state = DeviceState(
         kv=[jnp.zeros((50, 4, 2, HIDDEN)) for _ in range(LAYERS)],
@@ -159,7 +159,7 @@ def small_programs(model: ModelFunctions = STAND_IN) -> Programs:
     return Programs(model, weights, shapes, Buckets.ladder(ROWS, 16, 4), page_size=4)
 
 
-def test_a_program_that_is_being_built_is_waited_for_and_not_built_again() -> None:
+def test_a_step_waits_for_a_program_that_is_being_built() -> None:
     traced = threading.Barrier(2)
     built: list[str] = []
 
@@ -184,7 +184,7 @@ def test_a_program_that_is_being_built_is_waited_for_and_not_built_again() -> No
     assert len(programs) == 1
 
 
-def test_a_build_that_fails_says_so_where_it_is_needed_and_is_tried_again() -> None:
+def test_a_failed_build_raises_where_it_is_needed_and_is_tried_again() -> None:
     tries: list[int] = []
 
     def forward(weights: Weights, batch: ForwardBatch, kv: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
@@ -229,7 +229,8 @@ class Held:
         monkeypatch.setattr(self.runner._programs, "step", step)
 
     def programs_of(self, rows: int) -> tuple[list[str], list[list[int]]]:
-        """What steps of a prompt each, and of a token each, run for so many rows; and their outputs."""
+        """Programs that run for `rows` rows, in a step with a prompt each and in a step with a token each; and the
+        outputs."""
         driver = PlanDriver(self.runner)
         requests = [driver.admit([1 + row, 2, 3]) for row in range(rows)]
         self.ran.clear()
@@ -238,7 +239,7 @@ class Held:
         return list(self.ran), [request.output for request in requests]
 
 
-def test_a_draft_model_guesses_for_more_rows_until_programs_for_fewer_are_built(
+def test_a_draft_model_runs_for_more_rows_until_programs_for_fewer_are_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held = Held(monkeypatch, 4, draft=True)
@@ -272,7 +273,7 @@ def test_larger_programs_run_until_others_are_built(monkeypatch: pytest.MonkeyPa
     held.runner.close()
 
 
-def test_a_program_that_cannot_be_built_in_the_background_is_told_and_done_without(
+def test_a_failed_background_build_is_logged_and_larger_programs_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     build = Programs._build_step
@@ -317,9 +318,7 @@ def test_a_step_with_masks_runs_where_both_of_its_parts_are_built(monkeypatch: p
     runner.close()
 
 
-def test_a_runner_that_is_closed_builds_no_more(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_closed_runner_builds_no_more(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     held = Held(monkeypatch, 4)
     held.runner.warm_up(lambda done, total, what: None, first_only=True)
     held.runner.close()
@@ -344,8 +343,8 @@ def test_a_priority_that_cannot_be_set_stops_no_build(
     assert "a priority that is refused" in caplog.text
 
 
-def test_builds_that_fail_at_once_say_why() -> None:
-    """It was `KeyError`, where one had failed before all were asked for."""
+def test_builds_that_fail_at_once_raise_their_error() -> None:
+    """Regression: it was `KeyError` where one had failed before all were requested."""
 
     def fail() -> Executable:
         raise RuntimeError("out of memory")
@@ -355,7 +354,7 @@ def test_builds_that_fail_at_once_say_why() -> None:
             Builds().build({str(number): fail for number in range(16)}, lambda done, total, what: None)
 
 
-def test_what_is_being_built_is_built_once() -> None:
+def test_a_program_is_built_once_at_a_time() -> None:
     release, built = threading.Event(), []
 
     def build() -> Executable:
@@ -382,7 +381,7 @@ def wait_until(done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_abandoned_is_not_built() -> None:
+def test_an_abandoned_program_is_not_built() -> None:
     release = threading.Event()
     begun = threading.Event()
 
@@ -404,7 +403,7 @@ def test_what_is_abandoned_is_not_built() -> None:
 
 
 def test_a_short_answer_needs_no_other_programs() -> None:
-    """Whoever asks one question waits for nothing else."""
+    """A single question waits for nothing else."""
     runner = stand_in_runner(random_weights(), max_rows=1, token_budget=256, max_context=128, num_pages=100)
     programs = runner._programs
     names = programs.of_short_answers()

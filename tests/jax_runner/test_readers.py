@@ -1,4 +1,4 @@
-"""Logits that are spread over devices by the vocabulary give the tokens and logprobs of whole ones."""
+"""Logits sharded over devices by the vocabulary give the same tokens and logprobs as whole ones."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ for given in (greedy, mixed):
         found = read(make_mesh(jax.devices()[:size]), given)
         for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
             np.testing.assert_array_equal(one, other)
-assert expected[0][6] == 388  # what is biased
-assert expected[0][9] == int(np.argsort(logits[9, :VOCAB])[-2])  # the likeliest may not end the output yet
+assert expected[0][6] == 388  # the biased token
+assert expected[0][9] == int(np.argsort(logits[9, :VOCAB])[-2])  # the most likely may not end the output yet
 """
 
 
 @pytest.mark.slow
-def test_spread_logits_are_read_as_whole_ones() -> None:
+def test_sharded_logits_give_the_same_results_as_whole_ones() -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=8"),

@@ -1,4 +1,4 @@
-"""What the JAX runner tells of itself, and when it builds its programs. `tests/runner` holds it to the seam."""
+"""The JAX runner's report, and when it builds its programs. `tests/runner` tests its interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WEIGHTS = random_weights()
 RNG = np.random.default_rng(11)
 
 
-def test_the_report_tells_what_the_runner_holds() -> None:
+def test_the_report_describes_the_runner() -> None:
     runner = stand_in_runner(WEIGHTS)
     runner.warm_up(lambda done, total, what: None)
     report = runner.report()
@@ -31,7 +31,7 @@ def test_programs_are_built_at_first_use_without_warm_up_and_never_twice() -> No
     built = runner.report().compiled_programs
     assert 0 < built < 7
     assert runner.report().compiles_after_warm_up > 0
-    # Seven rows find 200 pages each in the cache: more than one run of the delta program takes.
+    # Seven rows match 200 pages each in the cache: more than one run of the delta program takes.
     sharers = [driver.admit(owner.prompt) for _ in range(7)]
     for sharer in sharers:
         driver.share_prefix(owner, sharer, 200)

@@ -1,4 +1,4 @@
-"""The JAX sampler's noise, and what it does besides the contract that `tests/runner/test_samplers.py` holds it to."""
+"""The JAX sampler's noise, and its properties beyond the contract that `tests/runner/test_samplers.py` tests."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_noise_is_gumbel_and_differs_by_seed_word_and_position() -> None:
     assert np.abs(correlations).max() < 0.03
 
 
-def test_a_logit_of_minus_infinity_spoils_its_row() -> None:
+def test_a_logit_of_minus_infinity_is_an_error_of_its_row() -> None:
     logits = np.zeros(37, np.float32)
     logits[3] = -np.inf
     assert SAMPLERS["jax"].sample([Case(logits, SamplingParams())]) == [INVALID_TOKEN]
 
 
 @pytest.mark.parametrize("vocab_size", [37, 80, 7 * 256, 49_152])  # without blocks, and with blocks of 16 and 256
-def test_first_argmax_takes_the_lowest_of_equals(vocab_size: int) -> None:
+def test_first_argmax_takes_the_first_of_equals(vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     values = np.stack(
         [
@@ -59,18 +59,18 @@ def test_first_argmax_takes_the_lowest_of_equals(vocab_size: int) -> None:
 
 @pytest.mark.parametrize("vocab_size", [37, 7 * 256])
 @pytest.mark.parametrize("place", [0, 20, -1])
-def test_first_argmax_of_a_row_with_a_nan_is_no_token(vocab_size: int, place: int) -> None:
+def test_first_argmax_of_a_row_with_a_nan_is_not_a_token(vocab_size: int, place: int) -> None:
     values = np.arange(vocab_size, dtype=np.float32)[None]
     values[0, place] = np.nan
     assert first_argmax(values)[0] >= vocab_size
 
 
 LARGE = 32_773
-"""No block divides it."""
+"""A size that no block divides."""
 
 
 def large_case(rng: np.random.Generator, spread: float, grain: float) -> Case:
-    """Logits of which few or many are near the largest, many of them equal where the grain is coarse."""
+    """Logits of which few or many are close to the largest, with many ties where the grain is coarse."""
     logits = np.round(rng.normal(0, spread, LARGE) / grain).astype(np.float32) * np.float32(grain)
     sampling = SamplingParams(
         temperature=float(rng.choice([0.0, 0.7, 1.3], p=[0.1, 0.5, 0.4])),
@@ -81,8 +81,9 @@ def large_case(rng: np.random.Generator, spread: float, grain: float) -> Case:
     return Case(logits, sampling, seed=int(rng.integers(2**63)))
 
 
-def test_what_is_near_is_told_as_in_all_of_a_large_vocabulary() -> None:
-    """Whether a line's filters end among its nearest tokens, and what the lines beside it ask for, changes nothing."""
+def test_nearest_tokens_give_the_same_as_the_whole_of_a_large_vocabulary() -> None:
+    """It makes no difference whether a line's filters end among its nearest tokens, and which options other
+    lines have."""
     rng = np.random.default_rng(3)
     shapes = [(4.0, 1e-6), (4.0, 0.5), (0.3, 1e-6), (0.8, 2.0)]
     cases = [large_case(rng, *shapes[number % len(shapes)]) for number in range(24)]
@@ -97,10 +98,10 @@ def test_what_is_near_is_told_as_in_all_of_a_large_vocabulary() -> None:
         assert token == token_of(reference) or not sure[place]
 
 
-def test_the_nearest_tokens_say_what_all_would() -> None:
+def test_filters_over_the_nearest_tokens_equal_those_over_all() -> None:
     rng = np.random.default_rng(4)
     values = np.concatenate([np.abs(rng.normal(0, 8, (5, LARGE))), rng.integers(0, 9, (2, LARGE))]).astype(np.float32)
-    values[6, 200:] = np.inf  # under a mask: fewer than are looked at
+    values[6, 200:] = np.inf  # under a mask: fewer than the number of nearest tokens
     values -= values.min(axis=1, keepdims=True)
     near = jax.jit(Near.of)(values)
     kept_of = jax.jit(largest_kept)
@@ -120,7 +121,7 @@ def test_the_nearest_tokens_say_what_all_would() -> None:
 
 
 def check_kept(distances: np.ndarray, kept: float, top_k: int, top_p: float, min_p: float) -> None:
-    """By sorting, in float64. Between two tokens whose mass is within rounding of what is asked either is right."""
+    """By sorting, in float64. Between two tokens whose mass is within rounding of the limit either is correct."""
     ranked = np.sort(distances)
     ranked = ranked[ranked <= ranked[min(top_k, len(ranked)) - 1]]
     mass = np.exp(-ranked.astype(np.float64)).cumsum()

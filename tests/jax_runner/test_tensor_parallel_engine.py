@@ -1,4 +1,4 @@
-"""An engine over forced host devices: the text of one device, whatever the number."""
+"""An engine over forced host devices: the same text for any number of devices."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ assert run(2) == run(1)
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_devices_with_states_say_what_one_says(tmp_path: Path) -> None:
-    """Prompts that begin with the states of others, and turns of a session."""
+def test_two_devices_with_states_give_the_same_as_one(tmp_path: Path) -> None:
+    """Prompts that start with states of others, and turns of a session."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
@@ -197,7 +197,7 @@ def test_two_devices_count_the_tokens_of_experts_once(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("draft", ["draft", "model"])
-def test_two_devices_with_a_draft_model_say_what_one_says_without(tmp_path: Path, draft: str) -> None:
+def test_two_devices_with_a_draft_model_give_the_same_as_one_without(tmp_path: Path, draft: str) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=2"),
@@ -212,7 +212,7 @@ def test_two_devices_with_a_draft_model_say_what_one_says_without(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_one_two_four_and_eight_devices_say_the_same(tmp_path: Path) -> None:
+def test_one_two_four_and_eight_devices_give_the_same(tmp_path: Path) -> None:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=8"),
@@ -273,6 +273,6 @@ def test_a_vocabulary_is_padded_to_the_devices(vocab: int, size: int, padded: in
         (config(8, 8, intermediate=36), 8, "the intermediate size 36 cannot be spread over 8 devices"),
     ],
 )
-def test_what_does_not_divide_is_an_error(model: ModelConfig, size: int, message: str) -> None:
+def test_sizes_that_do_not_divide_are_an_error(model: ModelConfig, size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TensorParallel.of(model, size)

@@ -1,4 +1,4 @@
-"""What compiles in the background goes after what serves."""
+"""Background compilation has a lower priority than serving."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sglang_jax.jax_runner.builds import Builds, Executable
 from sglang_jax.jax_runner.thread_priority import compiler_threads, lower_priority, ticks_of_threads
 
 
-def test_the_compilers_threads_go_after_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two threads that are not Python's and one that is, the one that worked while programs were built."""
+def test_the_compilers_threads_have_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that are not Python's and one that is, the one that was busy while programs were built."""
     counts = iter(({1: 5, 2: 100}, {1: 905, 2: 250, 3: 4, threading.get_native_id(): 2000}))
     monkeypatch.setattr("sglang_jax.jax_runner.builds.ticks_of_threads", lambda: next(counts))
     lowered: list[int] = []
@@ -34,11 +34,11 @@ def test_the_compilers_threads_go_after_all_others(monkeypatch: pytest.MonkeyPat
     assert lowered == ([*own, 1] if sys.platform == "linux" else [])
 
 
-def test_few_ticks_tell_no_compiler() -> None:
+def test_few_ticks_identify_no_compiler_thread() -> None:
     assert compiler_threads({1: 5}, {1: 304}) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have separate priorities only on Linux")
 def test_a_thread_has_a_lower_priority_than_before() -> None:
     found: list[int] = []
 

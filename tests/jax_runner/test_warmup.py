@@ -1,4 +1,4 @@
-"""The steps of a warm-up: each program once, nothing kept."""
+"""The steps of a warm-up: each program runs once, and nothing is kept."""
 
 from __future__ import annotations
 

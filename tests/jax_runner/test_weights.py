@@ -1,4 +1,4 @@
-"""How weights come from a checkpoint: several at a time, within a limit, and copied in order."""
+"""How weights are read from a checkpoint: several at a time, within a limit, and copied in order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CountingReader(PlainReader):
             self.most = max(self.most, self._reading)
         if waits:
             self._together.wait(60)
-        time.sleep(0.002)  # so that reads that go on side by side are seen to
+        time.sleep(0.002)  # so that concurrent reads are observed
         with self._lock:
             self._reading -= 1
         if name == self._broken:
@@ -77,7 +77,9 @@ def values(model: Transformer) -> list[np.ndarray]:
     return [np.asarray(each.value.get_value()) for each in parameters_of(model)]
 
 
-def test_several_are_read_at_a_time(opened: tuple[ModelConfig, TensorReader], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_tensors_are_read_at_a_time(
+    opened: tuple[ModelConfig, TensorReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, reader = opened
     found = []
     for limit, cores, most in ((1, 6, 1), (2**30, 6, 3), (2**30, 2, 1)):
@@ -109,7 +111,7 @@ def test_a_copy_is_in_order(order: tuple[int, ...], shape: tuple[int, ...]) -> N
     np.testing.assert_array_equal(copy.view(np.uint16), np.array(turned, order="C").view(np.uint16))
 
 
-def test_values_are_those_of_the_file_in_the_models_type(opened: tuple[ModelConfig, TensorReader]) -> None:
+def test_values_equal_those_of_the_file_in_the_models_type(opened: tuple[ModelConfig, TensorReader]) -> None:
     config, reader = opened
     down = next(
         np.asarray(each.value.get_value())

@@ -1,4 +1,4 @@
-"""A bookmark finds what a look from the root finds, whatever became of the tree since."""
+"""A bookmark finds the same match as a walk from the root, after any changes of the tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sglang_jax.sampling.params import SamplingParams
 
 
 def run_prompts(seed: int, **sizes: object) -> int:
-    """Prompts that branch, run and are evicted, and some that only look. Returns how often what was kept still held."""
+    """Prompts that branch, run and are evicted, and some that only look up. Returns how often a kept bookmark was still
+    valid."""
     choice = random.Random(seed)
     bench = Bench(**{"pages": 40, "page_size": 2, "rows": 3, "chunk": 8, "budget": 16, "context": 60, **sizes})
     cache, held = bench.scheduler.cache, 0
@@ -47,7 +48,7 @@ def run_prompts(seed: int, **sizes: object) -> int:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("sizes", [{}, {"window": 6}], ids=["full", "window"])
-def test_it_finds_what_a_look_from_the_root_finds(seed: int, sizes: dict[str, object]) -> None:
+def test_a_bookmark_finds_the_same_match_as_a_walk_from_the_root(seed: int, sizes: dict[str, object]) -> None:
     held = run_prompts(seed, **sizes)
     assert (held > 100) == (not sizes)
 
@@ -71,7 +72,7 @@ def forget_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node may be cut short, and another page follow where it ends now."""
+    """The node may be shortened, and another page follow where it ends now."""
     holds = Bookmark.holds
 
     def holds_at_any_end(self: Bookmark, limit: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which pages go when pages are short, and what finding them costs."""
+"""Which pages are evicted when pages are short, and the cost of choosing them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sglang_jax.mem_cache.full_kv import FullKV
 from sglang_jax.mem_cache.radix_tree import Node
 
 A, B, C, D = ([10 * k + i for i in range(4)] for k in range(1, 5))
-"""Pages of four tokens."""
+"""A tree with pages of four tokens."""
 
 
 def cached(small: SmallTree, *names: str) -> str:
-    """Which of the prefixes are cached whole, of `names` such as "AB" for the tokens of A and B."""
+    """Those of `names` that are cached as a whole: "AB" stands for the tokens of A and B."""
     pages = {"A": A, "B": B, "C": C, "D": D}
     return " ".join(
         name for name in names if small.peek([t for letter in name for t in pages[letter]]) == 4 * len(name)
@@ -23,7 +23,7 @@ def cached(small: SmallTree, *names: str) -> str:
 
 
 def test_only_the_shortfall_is_evicted_and_from_the_tail() -> None:
-    """Evicting whole leaves for one page throws away prefixes that would be asked for again."""
+    """Evicting a whole leaf for one page would drop prefixes that are still useful."""
     small = SmallTree()
     small.insert(A + B + C + D)
     assert small.evict(1) == 1
@@ -42,7 +42,7 @@ def test_a_trimmed_leaf_can_grow_again() -> None:
     assert small.full.evictable == 3
 
 
-def test_more_than_there_is_gives_all_there_is() -> None:
+def test_a_shortfall_beyond_the_cache_evicts_all_of_it() -> None:
     small = SmallTree()
     small.insert(A + B)
     small.insert(C)
@@ -51,7 +51,7 @@ def test_more_than_there_is_gives_all_there_is() -> None:
     assert small.pool.num_free == small.pool.total
 
 
-def test_least_recently_used_goes_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     small = SmallTree(policy=EvictionPolicy.LRU)
     for prefix in (A, B, C):
         small.insert(prefix)
@@ -63,7 +63,7 @@ def test_least_recently_used_goes_first() -> None:
     assert cached(small, "A", "C") == "C"
 
 
-def test_a_peek_is_no_use() -> None:
+def test_a_peek_does_not_count_as_use() -> None:
     small = SmallTree(policy=EvictionPolicy.LRU)
     small.insert(A)
     small.insert(B)
@@ -72,7 +72,7 @@ def test_a_peek_is_no_use() -> None:
     assert cached(small, "A", "B") == "B"
 
 
-def test_least_frequently_used_goes_first_and_the_older_use_among_equals() -> None:
+def test_least_frequently_used_is_evicted_first_and_the_older_use_among_equals() -> None:
     small = SmallTree(policy=EvictionPolicy.LFU)
     for prefix in (A, B, C):
         small.insert(prefix)
@@ -84,7 +84,7 @@ def test_least_frequently_used_goes_first_and_the_older_use_among_equals() -> No
     assert cached(small, "A", "C") == "A"
 
 
-def test_first_in_goes_first_however_often_it_is_used() -> None:
+def test_first_in_is_evicted_first_for_any_use() -> None:
     small = SmallTree(policy=EvictionPolicy.FIFO)
     for prefix in (A, B, C):
         small.insert(prefix)
@@ -96,7 +96,7 @@ def test_first_in_goes_first_however_often_it_is_used() -> None:
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
 def test_both_halves_of_a_split_node_keep_its_age_and_use(policy: EvictionPolicy) -> None:
-    """A new node above old ones would look young, or unused, for no reason but the split."""
+    """A new node above old ones would look young, or unused, only because of the split."""
     small = SmallTree(policy=policy)
     lower = small.insert(A + B)
     lower.hits = 7
@@ -111,7 +111,7 @@ def test_both_halves_of_a_split_node_keep_its_age_and_use(policy: EvictionPolicy
 
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
-def test_a_parent_follows_its_last_child(policy: EvictionPolicy) -> None:
+def test_a_parent_becomes_evictable_after_its_last_child(policy: EvictionPolicy) -> None:
     small = SmallTree(policy=policy)
     small.insert(A + B)
     small.insert(A + C)
@@ -123,7 +123,7 @@ def test_a_parent_follows_its_last_child(policy: EvictionPolicy) -> None:
 
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
-def test_what_is_locked_is_never_evicted(policy: EvictionPolicy) -> None:
+def test_locked_nodes_are_never_evicted(policy: EvictionPolicy) -> None:
     small = SmallTree(policy=policy)
     small.insert(A)
     small.insert(B)
@@ -136,7 +136,7 @@ def test_what_is_locked_is_never_evicted(policy: EvictionPolicy) -> None:
     assert small.evict(3) == 2
 
 
-def test_a_lock_given_back_is_no_use() -> None:
+def test_an_unlock_does_not_count_as_use() -> None:
     """Unlocked leaves return to the order by their last use, not by the end of the lock."""
     small = SmallTree()
     oldest = small.insert(A)
@@ -147,8 +147,9 @@ def test_a_lock_given_back_is_no_use() -> None:
     assert cached(small, "A", "B") == "B"
 
 
-def test_the_heap_stays_as_small_as_what_it_orders() -> None:
-    """Who is taken out and added again leaves an entry; without sweeping, a busy prefix would fill the memory."""
+def test_the_heap_does_not_outgrow_the_nodes_that_it_orders() -> None:
+    """A node that is removed and added again leaves a stale entry; without sweeping, a busy prefix would fill the
+    memory."""
     small = SmallTree()
     small.insert(A)
     small.insert(B)
@@ -161,7 +162,7 @@ def test_the_heap_stays_as_small_as_what_it_orders() -> None:
     assert len(small.full.order) == 2
 
 
-def test_an_order_forgets_what_is_discarded() -> None:
+def test_the_order_forgets_discarded_nodes() -> None:
     order = EvictionOrder(EvictionPolicy.LRU)
     nodes = [Node(k, b"", None, None, now=k) for k in range(1, 5)]
     for node in nodes:
@@ -179,7 +180,7 @@ def test_an_order_forgets_what_is_discarded() -> None:
 
 @pytest.mark.parametrize("leaves", [10, 3000])
 def test_evicting_a_page_does_not_walk_the_tree(leaves: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collecting all leaves for each shortfall made eviction as slow as the tree was large."""
+    """Regression: collecting all leaves for each shortfall made eviction slower with the size of the tree."""
     small = SmallTree(page_size=1, pages=4 * leaves)
     for k in range(leaves):
         small.insert([k, 0, 1, 2])

@@ -1,4 +1,4 @@
-"""The checks must fail on every kind of wrong book; a check that cannot fail proves nothing."""
+"""The checks must fail on every kind of wrong accounting; a check that cannot fail proves nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARED = list(range(1, 9))
 
 
 def balanced_cache() -> KVCache:
-    """Row 0 and row 1 share two pages; each has a third of its own and a tail; one more prefix is evictable."""
+    """Rows 0 and 1 share two pages; each has a third page and a tail to itself; one more prefix is evictable."""
     cache = small_cache()
     gone = cache.open_row(cache.probe(int32_bytes([99] * 6), 5, None))
     compute(cache, gone, [99] * 6)
@@ -142,15 +142,15 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("plant", "message"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_a_wrong_book_is_noticed(plant: Callable[[KVCache], None], message: str) -> None:
+def test_wrong_accounting_is_caught(plant: Callable[[KVCache], None], message: str) -> None:
     cache = balanced_cache()
     plant(cache)
     with pytest.raises(InvariantError, match=message):
         check_everything(cache)
 
 
-def test_a_lost_page_is_noticed_by_the_cheap_check_too() -> None:
-    """One page is enough: a tolerance hides leaks."""
+def test_a_lost_page_is_caught_by_the_cheap_check_too() -> None:
+    """A single page is enough: a tolerance hides leaks."""
     cache = balanced_cache()
     check_conservation(cache)
     cache.groups[0].pool.num_free -= 1
@@ -160,7 +160,7 @@ def test_a_lost_page_is_noticed_by_the_cheap_check_too() -> None:
         check_conservation(cache)
 
 
-def test_the_balance_by_hand() -> None:
+def test_the_page_balance_of_a_worked_example() -> None:
     cache = balanced_cache()
     balance = page_balance(cache, cache.groups[0])
     assert balance.balanced

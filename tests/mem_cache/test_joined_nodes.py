@@ -1,4 +1,5 @@
-"""Nodes of the tree that become one, and those that must not yet: pages of four tokens, worked by hand."""
+"""Nodes of the tree that are joined into one, and those that must not be yet: worked by hand with pages of four
+tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def cached(cache: KVCache, tokens: list[int]) -> int:
     return cache.peek(int32_bytes(tokens), len(tokens), None)
 
 
-def test_turns_become_one_node_and_part_again_where_another_goes_on_otherwise() -> None:
+def test_turns_become_one_node_and_split_again_where_another_diverges() -> None:
     cache = small_cache()
     for end in (8, 16, 24):
         turn(cache, PROMPT[:end])
@@ -44,8 +45,8 @@ def test_turns_become_one_node_and_part_again_where_another_goes_on_otherwise() 
     assert [cached(cache, PROMPT[:end]) for end in (4, 12, 23, 24)] == [4, 12, 20, 24]
 
 
-def test_what_is_not_proven_is_not_joined_to_what_is() -> None:
-    """Who samples what is not finite takes the part in doubt out of the cache, and no more."""
+def test_unvalidated_nodes_are_not_joined_to_validated_ones() -> None:
+    """A request with a non-finite sample removes only the unvalidated part from the cache."""
     cache = small_cache()
     turn(cache, PROMPT[:8])
     turn(cache, PROMPT[:16], proven=False)
@@ -60,8 +61,8 @@ def test_what_is_not_proven_is_not_joined_to_what_is() -> None:
     check_everything(cache)
 
 
-def test_what_a_row_wrote_that_still_runs_is_not_joined() -> None:
-    """Its next sample may not be finite: then what it wrote goes, and not what others wrote before."""
+def test_nodes_written_by_a_running_row_are_not_joined() -> None:
+    """Its next sample may not be finite: then its own pages go, and those that others wrote before stay."""
     cache = small_cache()
     turn(cache, PROMPT[:8])
     writer, other = (open_row(cache, PROMPT[:16]) for _ in range(2))
@@ -77,7 +78,7 @@ def test_what_a_row_wrote_that_still_runs_is_not_joined() -> None:
     assert cache.tree.writing == set()
 
 
-def test_where_somebody_depends_on_the_place_between_nothing_is_joined() -> None:
+def test_nodes_are_not_joined_where_a_lock_ends_between_them() -> None:
     cache = small_cache()
     turn(cache, PROMPT[:8])
     other = open_row(cache, PROMPT[:8])
@@ -91,7 +92,7 @@ def test_where_somebody_depends_on_the_place_between_nothing_is_joined() -> None
     check_everything(cache)
 
 
-def test_however_many_chunks_a_turn_had_they_and_what_they_follow_become_one() -> None:
+def test_all_chunks_of_a_turn_are_joined_with_the_node_above() -> None:
     cache = small_cache()
     turn(cache, PROMPT[:4])
     record = open_row(cache, PROMPT[:28])
@@ -105,7 +106,8 @@ def test_however_many_chunks_a_turn_had_they_and_what_they_follow_become_one() -
 
 
 def test_a_window_is_not_joined_over_a_gap() -> None:
-    """A long turn has given up what lies before its window: what the node above has would end up in the wrong place."""
+    """A long turn has freed the pages before its window: the pages of the node above would end up in the wrong
+    place."""
     cache = KVCache((PoolSpec("swa", CacheKind.WINDOW, 25, 4, 9),), 4, 64, step_tokens=16, debug=True)
     record, tokens = open_row(cache, PROMPT), int32_bytes(PROMPT)
     compute(cache, record, PROMPT[:8])
@@ -125,8 +127,8 @@ def test_a_window_is_not_joined_over_a_gap() -> None:
 
 
 @pytest.mark.parametrize("what", ["locks", "proven"])
-def test_nodes_that_differ_and_are_joined_all_the_same_are_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks above are worth something: joined in spite of one difference, they fail."""
+def test_joining_nodes_that_differ_is_caught(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows that the checks above can fail: nodes are joined in spite of one difference."""
     join = RadixTree._join
 
     def join_anyway(self: RadixTree, upper: object) -> bool:
@@ -136,8 +138,8 @@ def test_nodes_that_differ_and_are_joined_all_the_same_are_noticed(what: str, mo
 
     monkeypatch.setattr(RadixTree, "_join", join_anyway)
     test = {
-        "locks": test_where_somebody_depends_on_the_place_between_nothing_is_joined,
-        "proven": test_what_is_not_proven_is_not_joined_to_what_is,
+        "locks": test_nodes_are_not_joined_where_a_lock_ends_between_them,
+        "proven": test_unvalidated_nodes_are_not_joined_to_validated_ones,
     }[what]
     with pytest.raises((AssertionError, AttributeError, KeyError)):
         test()

@@ -19,7 +19,7 @@ def open_row(cache: KVCache, tokens: list[int], limit: int | None = None, namesp
 
 
 def seed_tree(cache: KVCache, tokens: list[int]) -> list[int]:
-    """Leaves whole pages of tokens in the tree, as a finished request does; their page ids."""
+    """Leaves whole pages of tokens in the tree, as a finished request does; returns their page ids."""
     record = open_row(cache, tokens)
     compute(cache, record, tokens)
     cache.release_kv_cache(record, int32_bytes(tokens), insert=True)
@@ -53,7 +53,7 @@ class TestLifeCycle:
         check_everything(cache)
 
     def test_the_unaligned_tail_belongs_to_the_request(self) -> None:
-        """Taking the length of what the row holds for what the tree owns leaked the tail's page."""
+        """Regression: taking the length held by the row for the length owned by the tree leaked the tail's page."""
         cache = small_cache()
         record = open_row(cache, PROMPT[:10])
         compute(cache, record, PROMPT[:6])
@@ -68,7 +68,7 @@ class TestLifeCycle:
         assert page_balance(cache, cache.groups[0]).evictable == 1
 
     def test_at_finish_the_last_tokens_kv_is_not_committed(self) -> None:
-        """The last sampled token was never run: a page that counts it is cached with a hole."""
+        """The last sampled token was never run: a page that includes it would be cached with a hole."""
         cache = small_cache()
         record = open_row(cache, PROMPT[:4])
         compute(cache, record, PROMPT[:4])
@@ -81,7 +81,7 @@ class TestLifeCycle:
         check_everything(cache)
 
     def test_over_allocation_of_the_step_in_flight_is_freed_once(self) -> None:
-        """A request that ends has one step too many in flight, maybe with a page of its own."""
+        """A request that ends has one step too many in flight, perhaps with its own page."""
         cache = small_cache(pages=3)
         record = open_row(cache, PROMPT[:8])
         compute(cache, record, PROMPT[:8])
@@ -91,8 +91,8 @@ class TestLifeCycle:
         assert (cache.groups[0].pool.num_free, cache.groups[0].component.evictable) == (1, 2)
         check_everything(cache)
 
-    def test_release_without_insert_keeps_what_the_tree_owns_and_no_more(self) -> None:
-        """Retract and abort touch nothing of `[0, protected)`."""
+    def test_release_without_insert_keeps_only_pages_of_the_tree(self) -> None:
+        """Retract and abort do not touch `[0, protected)`."""
         cache = small_cache()
         record = open_row(cache, PROMPT)
         compute(cache, record, PROMPT[:9])
@@ -105,8 +105,8 @@ class TestLifeCycle:
         check_everything(cache)
 
     def test_release_goes_in_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Insert, by which the lock goes on to the new node, free what is the request's own, unlock, free the row: at
-        no time could an eviction take what the request depends on."""
+        """Insert (which moves the lock to the new node), free the request's own pages, unlock, free the row: at no time
+        could an eviction take pages that the request depends on."""
         cache = small_cache()
         record = open_row(cache, PROMPT[:10])
         compute(cache, record, PROMPT[:10])
@@ -136,7 +136,7 @@ class TestLifeCycle:
         assert lengths(again) == (0, 0, 0)
         assert not cache.groups[0].table.pages.any()
 
-    def test_nothing_is_left_at_idle_to_the_page(self) -> None:
+    def test_no_page_is_left_at_idle(self) -> None:
         """ "A few tokens within tolerance" is a leak."""
         cache = small_cache()
         for first in range(5):
@@ -153,8 +153,8 @@ class TestMatch:
         ("prompt_len", "matched"),
         [(13, 12), (12, 8), (9, 8), (8, 4), (5, 4), (4, 0), (1, 0)],
     )
-    def test_one_token_is_left_to_run_and_pages_are_whole(self, prompt_len: int, matched: int) -> None:
-        """A prompt that is wholly cached has no logits, and a query of length zero hangs a kernel."""
+    def test_a_match_leaves_one_token_to_run_and_has_whole_pages(self, prompt_len: int, matched: int) -> None:
+        """A fully cached prompt has no logits, and a query of length zero hangs a kernel."""
         cache = small_cache()
         seed_tree(cache, PROMPT[:16])
         record = open_row(cache, PROMPT[:prompt_len])
@@ -162,12 +162,12 @@ class TestMatch:
         assert cache.peek(int32_bytes(PROMPT[:prompt_len]), prompt_len - 1, None) == matched
 
     @pytest.mark.parametrize(("limit", "matched"), [(0, 0), (3, 0), (4, 4), (11, 8), (-1, 0)])
-    def test_the_limit_of_wanted_prompt_logprobs_is_kept(self, limit: int, matched: int) -> None:
+    def test_a_match_stops_at_the_first_requested_prompt_logprob(self, limit: int, matched: int) -> None:
         cache = small_cache()
         seed_tree(cache, PROMPT[:16])
         assert lengths(open_row(cache, PROMPT, limit)) == (matched,) * 3
 
-    def test_the_row_points_at_the_trees_pages_and_the_runner_is_told(self) -> None:
+    def test_the_row_points_at_the_trees_pages_and_the_runner_gets_the_change(self) -> None:
         cache = small_cache()
         pages = seed_tree(cache, PROMPT[:12])
         cache.take_deltas()
@@ -191,8 +191,8 @@ class TestMatch:
         cache.release_kv_cache(record, b"", insert=False)
         assert cache.available_pages == 4
 
-    def test_a_refused_admission_gives_everything_back(self) -> None:
-        """A lock of a request that was matched and then not admitted held its prefix for ever."""
+    def test_a_refused_admission_releases_everything(self) -> None:
+        """Regression: the lock of a request that was matched and then not admitted kept its prefix forever."""
         cache = small_cache()
         seed_tree(cache, PROMPT[:12])
         cache.take_deltas()
@@ -217,7 +217,7 @@ class TestGrowth:
         assert taken == [1, 1, 2, 2, 5]
 
     def test_a_row_that_cannot_grow_takes_nothing(self) -> None:
-        """All or nothing, and nothing evicted for it either."""
+        """All or nothing, and nothing is evicted for it either."""
         cache = small_cache(pages=4)
         seed_tree(cache, PROMPT[:4])
         record = open_row(cache, PROMPT, namespace="other")
@@ -260,8 +260,8 @@ class TestDuplicates:
         compute(cache, first, PROMPT[:10])
         return first, second
 
-    def test_a_row_is_re_pointed_at_the_trees_copy_and_its_own_is_freed_once(self) -> None:
-        """Both the request and the tree freed the duplicate, or neither did."""
+    def test_a_row_is_switched_to_the_trees_copy_and_its_own_is_freed_once(self) -> None:
+        """Regression: both the request and the tree freed the duplicate, or neither did."""
         cache = small_cache()
         first, second = self.two_rows_with_the_same_prompt(cache)
         assert cache.extend_row(second, 10)
@@ -283,7 +283,7 @@ class TestDuplicates:
         assert page_balance(cache, cache.groups[0]).free == 30
 
     def test_duplicates_wait_for_the_step_in_flight(self) -> None:
-        """A page freed while a launched step still writes it belongs to two requests."""
+        """A page freed while a launched step still writes it would belong to two requests."""
         cache = small_cache()
         _, second = self.two_rows_with_the_same_prompt(cache)
         assert cache.extend_row(second, 10)
@@ -301,7 +301,7 @@ class TestDuplicates:
         cache.settle(8)
         check_everything(cache)
 
-    def test_a_partly_shared_chunk_frees_only_what_was_there(self) -> None:
+    def test_a_partly_shared_chunk_frees_only_its_duplicates(self) -> None:
         cache = small_cache()
         first, second = open_row(cache, PROMPT), open_row(cache, PROMPT)
         compute(cache, first, PROMPT[:8])
@@ -314,7 +314,7 @@ class TestDuplicates:
         check_everything(cache)
 
     def test_caching_the_same_length_twice_does_nothing(self) -> None:
-        """A parked chunk that was cached twice freed its pages twice."""
+        """Regression: a parked chunk that was cached twice freed its pages twice."""
         cache = small_cache()
         record = open_row(cache, PROMPT)
         compute(cache, record, PROMPT[:10])

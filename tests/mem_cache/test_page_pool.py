@@ -35,14 +35,14 @@ def ids(*pages: int) -> np.ndarray:
 with_and_without_ledger = pytest.mark.parametrize("ledger", [True, False], ids=["ledger", "no-ledger"])
 
 
-def test_a_pool_without_a_page_to_give_is_refused() -> None:
+def test_a_pool_without_usable_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="num_pages=1"):
         PagePool(1, 4)
 
 
 @with_and_without_ledger
 def test_alloc_gives_all_or_nothing(ledger: bool) -> None:
-    """A half-filled allocation has to be rolled back by somebody, and was not."""
+    """A partial allocation would have to be rolled back by the caller, and was not."""
     pool = make_pool(6, ledger)
     assert pool.alloc(6, OWNER) is None
     assert pool.num_free == pool.total == 5
@@ -67,8 +67,9 @@ def test_the_pad_page_is_never_handed_out_and_never_taken_back(ledger: bool) -> 
 
 
 @with_and_without_ledger
-def test_double_free_across_calls_is_noticed(ledger: bool) -> None:
-    """A second release path freed what the first had freed; nothing was said until two requests shared a page."""
+def test_double_free_across_calls_is_an_error(ledger: bool) -> None:
+    """Regression: a second release path freed the same pages again; no error appeared until two requests shared
+    a page."""
     pool = make_pool(9, ledger)
     pages = pool.alloc(3, OWNER)
     assert pages is not None
@@ -79,7 +80,7 @@ def test_double_free_across_calls_is_noticed(ledger: bool) -> None:
 
 
 @with_and_without_ledger
-def test_double_free_within_one_call_is_noticed(ledger: bool) -> None:
+def test_double_free_within_one_call_is_an_error(ledger: bool) -> None:
     """Freeing by token index hid this behind a `unique`."""
     pool = make_pool(9, ledger)
     pages = pool.alloc(3, OWNER)
@@ -102,7 +103,7 @@ def test_a_refused_free_changes_nothing(ledger: bool) -> None:
     assert pool.num_free == pool.total
 
 
-def test_freeing_a_page_of_somebody_else_names_both_owners() -> None:
+def test_freeing_a_page_of_another_owner_names_both() -> None:
     pool = make_pool(9)
     pages = pool.alloc(2, node_owner(7))
     assert pages is not None
@@ -155,8 +156,8 @@ def test_the_ledger_moves_a_page_between_owners_and_counts_them() -> None:
 
 
 @given(st.lists(st.integers(-6, 6), max_size=40), st.booleans())
-def test_any_sequence_of_takes_and_gives_conserves_pages(moves: list[int], ledger: bool) -> None:
-    """n > 0 takes n pages, n < 0 gives the oldest |n| back; a set of page ids is the model."""
+def test_any_sequence_of_allocations_and_frees_conserves_pages(moves: list[int], ledger: bool) -> None:
+    """n > 0 allocates n pages, n < 0 frees the oldest |n|; the model is a set of page ids."""
     pool = make_pool(17, ledger)
     held: list[int] = []
     for move in moves:

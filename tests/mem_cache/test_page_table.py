@@ -1,4 +1,4 @@
-"""The page table, and the changes of it that a plan carries."""
+"""The page table, and its changes that a plan carries."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def take(table: PageTable) -> dict[tuple[int, int], int]:
     return dict(zip(keys, deltas.pages.tolist(), strict=True))
 
 
-def test_nothing_written_is_nothing_to_tell() -> None:
+def test_there_are_no_deltas_without_writes() -> None:
     assert take(PageTable(4, 8)) == {}
 
 
 def test_deltas_are_taken_once() -> None:
-    """Whole tables sent each step cost more than the step."""
+    """Sending whole tables each step costs more than the step."""
     table = PageTable(4, 8)
     table.write_run(2, 3, ids(7, 8, 9))
     assert take(table) == {(2, 3): 7, (2, 4): 8, (2, 5): 9}
@@ -38,7 +38,7 @@ def test_deltas_are_taken_once() -> None:
 
 
 def test_an_entry_written_twice_appears_once_with_its_newest_page() -> None:
-    """An entry re-pointed at the tree's copy must not reach the runner in both versions, in any order."""
+    """An entry that was switched to the tree's copy must not reach the runner in both versions."""
     table = PageTable(4, 8)
     table.write_run(1, 0, ids(4, 5))
     table.write_run(1, 1, ids(6, 7))
@@ -54,7 +54,7 @@ def test_rows_freed_since_are_left_out() -> None:
     assert take(table) == {(2, 0): 6}
 
 
-def test_a_freed_rows_entries_do_not_leak_into_the_next_taker() -> None:
+def test_a_freed_rows_entries_do_not_leak_into_its_next_request() -> None:
     table = PageTable(4, 8)
     table.write_run(1, 0, ids(4, 5, 6))
     table.clear(1, table.pages.shape[1])
@@ -63,7 +63,7 @@ def test_a_freed_rows_entries_do_not_leak_into_the_next_taker() -> None:
 
 
 def test_a_run_is_a_copy() -> None:
-    """What a request is about to free must not change under it when its row is cleared."""
+    """Pages that a request is about to free must not change under it when its row is cleared."""
     table = PageTable(2, 4)
     table.write_run(0, 0, ids(1, 2))
     run = table.run(0, 0, 2)
@@ -86,9 +86,9 @@ writes = st.tuples(st.integers(0, 2), st.integers(0, 3), st.lists(st.integers(1,
 
 
 @given(st.lists(st.one_of(writes, st.integers(0, 2), st.none()), max_size=30))
-def test_a_copy_fed_by_deltas_alone_equals_the_table(actions: list[Write | int | None]) -> None:
-    """A row number clears that row, None sends the deltas. Entries of cleared rows may be stale in the copy: a row
-    that is not in a plan is not read."""
+def test_a_copy_updated_only_by_deltas_equals_the_table(actions: list[Write | int | None]) -> None:
+    """A row number clears that row, None sends the deltas. Entries of cleared rows may be stale in the copy: a row that
+    is not in a plan is not read."""
     table, copy = PageTable(3, 8), np.zeros((3, 8), np.int32)
     for action in [*actions, None]:
         if action is None:

@@ -1,4 +1,4 @@
-"""The prefix tree, against a dictionary of page runs."""
+"""The prefix tree, checked against a dictionary of page runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sglang_jax.config import EvictionPolicy
 from sglang_jax.mem_cache.radix_tree import Namespace, Node, RadixTree
 
 A, B, C, D = ([10 * k + i for i in range(4)] for k in range(1, 5))
-"""Pages of four tokens."""
+"""A tree with pages of four tokens."""
 
 
 def snapshot(tree: RadixTree) -> list[Any]:
-    """All that a read may not change."""
+    """Everything that a read may not change."""
     nodes = sorted(tree.nodes(), key=lambda node: node.id)
     return [
         list(tree.roots),
@@ -38,8 +38,8 @@ class TestByHand:
         assert small.peek(B) == 0
         assert small.peek([]) == 0
 
-    def test_an_insert_tells_how_much_was_there_already(self) -> None:
-        """The caller frees exactly these duplicates: a number off by a page leaks or frees twice."""
+    def test_an_insert_returns_how_much_was_already_cached(self) -> None:
+        """The caller frees exactly these duplicates: a number off by one page leaks or frees twice."""
         small = SmallTree()
         small.insert(A + B + C)
         for run, there in ((A + B + C, 12), (A + B + D, 8), (A + B, 8), (D, 0), (A + B + C + D, 12)):
@@ -52,7 +52,7 @@ class TestByHand:
             assert len(found) == len(run) // 4
             assert found[there // 4 :].tolist() == pages[there // 4 :].tolist()
 
-    def test_an_insert_below_a_matched_node_walks_on_from_there(self) -> None:
+    def test_an_insert_below_a_matched_node_walks_from_there(self) -> None:
         small = SmallTree()
         small.insert(A + B)
         below = small.match(int32_bytes(A), None)[0]
@@ -79,7 +79,7 @@ class TestByHand:
         assert small.tree.num_nodes == 2
 
     def test_a_lock_survives_a_split(self) -> None:
-        """What is locked is a node: after a split it must still cover, and later release, the whole prefix."""
+        """A lock is on a node: after a split it must still cover, and later release, the whole prefix."""
         small = SmallTree()
         locked_node = small.insert(A + B + C)
         small.tree.lock(locked_node)
@@ -102,7 +102,7 @@ class TestByHand:
             small.tree.unlock(node)
 
     def test_namespaces_share_nothing(self) -> None:
-        """KV of another adapter or tenant is wrong, or a leak of who asked what."""
+        """KV of another adapter or tenant gives wrong output, or leaks prompts."""
         small = SmallTree()
         small.insert(A + B, "mine")
         small.insert(A + C, None)
@@ -111,15 +111,15 @@ class TestByHand:
         assert small.peek(A + B, "") == 0
         assert small.peek(A + B, "other") == 0
 
-    def test_looking_leaves_no_empty_root_behind(self) -> None:
-        """Namespaces come from requests: a root for each that ever asked would grow for ever."""
+    def test_a_lookup_leaves_no_empty_root_behind(self) -> None:
+        """Namespaces come from requests: a root for each namespace ever requested would grow without bound."""
         small = SmallTree()
         for k in range(50):
             assert small.peek(A, f"user {k}") == 0
             assert small.match(int32_bytes(A), f"user {k}")[1] == 0
         assert not small.tree.roots
 
-    def test_a_root_goes_with_its_last_child(self) -> None:
+    def test_a_root_is_removed_with_its_last_child(self) -> None:
         small = SmallTree()
         small.insert(A + B, "mine")
         small.insert(A + C, "mine")
@@ -130,7 +130,8 @@ class TestByHand:
         assert small.tree.num_nodes == 0
 
     def test_an_insert_below_a_root_that_was_dropped_is_found(self) -> None:
-        """A request matched nothing, its namespace was emptied meanwhile, and its insert hung below a dead root."""
+        """Regression: a request matched nothing, its namespace was emptied meanwhile, and its insert was attached to a
+        removed root."""
         small = SmallTree()
         small.insert(A, "mine")
         root = small.match(int32_bytes(B), "mine")[0]
@@ -150,7 +151,7 @@ class TreeModel(RuleBasedStateMachine):
     """The model maps (namespace, run of whole pages' tokens) to the pages that hold the run's last page, one for each
     of the tree's groups, whose pools have different sizes.
 
-    A cached prefix of n pages is n entries; a match is as long as entries go on.
+    A cached prefix of n pages is n entries; a match is as long as entries follow one another.
     """
 
     @initialize(
@@ -244,7 +245,7 @@ class TreeModel(RuleBasedStateMachine):
 
     @rule(shortfall=st.integers(0, 12), group=st.integers(0, 2))
     def evict(self, shortfall: int, group: int) -> None:
-        """Pages of one group; those of the others go with them."""
+        """Pages of one group; those of the other groups are evicted with them."""
         full = self.small.fulls[group % len(self.small.fulls)]
         evictable = full.evictable
         free_before = set(full.pool.free_pages().tolist())

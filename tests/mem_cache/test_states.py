@@ -1,4 +1,4 @@
-"""Slots of recurrent state: who owns them, where matches end, what is evicted, what is copied and when."""
+"""Slots of recurrent state: their owners, where matches end, what is evicted, what is copied and when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = list(range(1, 31))
 
 
 def cache_of(slots: int = 8, pages: int = 60, rows: int = 4, track: int = PAGE, reuse: bool = True) -> KVCache:
-    """Full attention, and states in so many slots, each worth what it costs."""
+    """Full attention, and states in `slots` slots; each snapshot is worth its cost."""
     pools = (PoolSpec("full", CacheKind.FULL, pages + 1, PAGE), PoolSpec("mamba", CacheKind.STATE, slots + 1, PAGE))
     cache = KVCache(pools, rows, 200, state_interval=track, reuse=reuse, debug=True)
     states_of(cache).least_gain = 1
@@ -39,7 +39,7 @@ def open_row(cache: KVCache, tokens: list[int]) -> RowKV:
 
 
 def copied(cache: KVCache, record: RowKV, step: int) -> list[tuple[int, int]]:
-    """The copies of a step with this row alone."""
+    """The copies of a step with only this row."""
     copies = cache.take_copies(np.array([record.row], np.int32), step)
     check_everything(cache)
     return [pair for one in copies for pair in zip(one.sources.tolist(), one.targets.tolist(), strict=True)]
@@ -50,7 +50,7 @@ def slot_of(cache: KVCache, record: RowKV) -> int:
 
 
 def compute(cache: KVCache, record: RowKV, tokens: list[int], step: int = 0) -> int:
-    """Prefills a row as the planner would, chunk by chunk, a step each; the next step's number."""
+    """Prefills a row as the planner would, one chunk per step; the next step's number."""
     start = record.kv_committed_len
     while start < len(tokens):
         end = cache.chunk_end(record, start, len(tokens), len(tokens))
@@ -97,8 +97,9 @@ def cached(cache: KVCache, tokens: list[int]) -> int:
     return cache.peek(int32_bytes(tokens), len(tokens), None)
 
 
-def test_a_prompt_leaves_a_state_where_the_same_prompt_may_begin() -> None:
-    """One token must run to give logits: the state is kept before the last one, though the prompt ends on a page."""
+def test_a_prompt_leaves_a_state_where_the_same_prompt_may_resume() -> None:
+    """One token must run to give logits: the state is kept before the last one, even when the prompt ends at a page
+    boundary."""
     for length, kept in ((30, 28), (28, 24), (29, 28), (5, 4), (4, 0)):
         cache = cache_of()
         run(cache, PROMPT[:length])
@@ -120,8 +121,8 @@ def test_a_match_ends_at_a_state_and_leaves_no_split_behind() -> None:
     assert states_of(cache).pool.num_free == 7
 
 
-def test_who_parts_from_a_prefix_leaves_its_state_there() -> None:
-    """A split gives the upper part none; the second sharer hits."""
+def test_a_diverging_request_leaves_its_state_where_it_diverged() -> None:
+    """A split leaves no state in the upper part; the second sharer hits."""
     cache = cache_of()
     run(cache, PROMPT)
     run(cache, [*PROMPT[:14], 99, 98, 97])
@@ -130,7 +131,7 @@ def test_who_parts_from_a_prefix_leaves_its_state_there() -> None:
     assert cached(cache, PROMPT) == 28, "the first one's state is where it was"
 
 
-def test_a_hit_is_a_copy_before_the_first_step_and_its_source_is_pinned_until_that_is_over() -> None:
+def test_a_hit_copies_the_state_before_the_first_step_and_pins_its_source_until_then() -> None:
     cache = cache_of()
     run(cache, PROMPT)
     states = states_of(cache)
@@ -147,7 +148,7 @@ def test_a_hit_is_a_copy_before_the_first_step_and_its_source_is_pinned_until_th
     finish(cache, record, PROMPT)
 
 
-def test_who_goes_before_its_first_step_gives_back_all_that_the_match_took() -> None:
+def test_a_request_that_ends_before_its_first_step_releases_all_that_its_match_took() -> None:
     cache = cache_of()
     run(cache, PROMPT)
     states = states_of(cache)
@@ -158,7 +159,7 @@ def test_who_goes_before_its_first_step_gives_back_all_that_the_match_took() -> 
     assert copied(cache, open_row(cache, [50, 51]), 0) == [], "nothing is copied for who took the row next"
 
 
-def test_many_begin_with_one_state() -> None:
+def test_many_requests_resume_from_one_state() -> None:
     cache = cache_of()
     run(cache, PROMPT)
     records = [open_row(cache, [*PROMPT, 60 + k]) for k in range(4)]
@@ -173,8 +174,8 @@ def test_many_begin_with_one_state() -> None:
         finish(cache, record, PROMPT, insert=False)
 
 
-def test_the_last_slot_of_all_is_taken_over_and_not_copied() -> None:
-    """A request that runs alone must never wait for a slot that only its own prefix holds."""
+def test_the_last_slot_is_taken_over_without_a_copy() -> None:
+    """A single running request must never wait for a slot that only its own prefix uses."""
     cache = cache_of(slots=1)
     record = open_row(cache, PROMPT[:8])
     step = compute(cache, record, PROMPT[:8])
@@ -189,7 +190,7 @@ def test_the_last_slot_of_all_is_taken_over_and_not_copied() -> None:
     finish(cache, again, PROMPT)
 
 
-def test_a_row_goes_on_in_another_slot_once_its_own_is_a_snapshot() -> None:
+def test_a_row_continues_in_another_slot_once_its_own_is_a_snapshot() -> None:
     cache = cache_of()
     record = open_row(cache, PROMPT)
     first = slot_of(cache, record)
@@ -222,7 +223,7 @@ def test_a_state_that_saves_little_is_not_worth_a_slot() -> None:
     assert states_of(cache).pool.num_free == 7
 
 
-def test_eviction_takes_states_and_a_leaf_without_one_goes_with_its_keys() -> None:
+def test_eviction_takes_states_and_a_leaf_without_one_is_evicted_with_its_keys() -> None:
     cache = cache_of()
     run(cache, PROMPT)
     run(cache, [*PROMPT[:14], 99, 98, 97])
@@ -241,7 +242,7 @@ def test_eviction_takes_states_and_a_leaf_without_one_goes_with_its_keys() -> No
     assert full.pool.num_free == 60, "no key is left that no state serves"
 
 
-def test_the_end_of_a_prompt_takes_no_slot_from_what_was_asked_for() -> None:
+def test_the_end_of_a_prompt_takes_no_slot_from_states_that_were_hit() -> None:
     cache = cache_of(slots=3, rows=2, track=0)
     run(cache, PROMPT[:17])
     for tail in (80, 81, 82):
@@ -255,7 +256,7 @@ def test_the_end_of_a_prompt_takes_no_slot_from_what_was_asked_for() -> None:
     assert cached(cache, [60] * 9) == 0
 
 
-def test_a_state_that_was_hit_goes_late_until_who_began_with_it_has_left_another() -> None:
+def test_a_hit_state_is_evicted_late_until_the_request_has_left_another() -> None:
     cache = cache_of()
     states = states_of(cache).component
     run(cache, PROMPT)
@@ -287,8 +288,8 @@ def test_a_node_between_others_keeps_its_keys_without_a_state() -> None:
     assert cached(cache, PROMPT) == 28
 
 
-def test_keys_that_go_take_their_state_with_them() -> None:
-    """A leaf that loses a page has another length than its state."""
+def test_evicted_keys_take_their_state_with_them() -> None:
+    """A leaf that loses a page no longer has the length of its state."""
     cache = cache_of()
     run(cache, PROMPT)
     assert cache.tree.evict(cache.groups[0].component, 1) == 7, "what is left would serve nobody"
@@ -312,7 +313,7 @@ def test_decoding_keeps_the_state_of_the_last_boundary_in_a_second_slot() -> Non
     assert states_of(cache).pool.num_free == 8 - 2
 
 
-def test_a_row_that_ends_on_a_boundary_gives_its_own_slot() -> None:
+def test_a_row_that_ends_on_a_boundary_inserts_its_own_slot() -> None:
     cache = cache_of(track=0)
     tokens = [*PROMPT, *range(40, 60)]
     record = open_row(cache, PROMPT)
@@ -321,8 +322,8 @@ def test_a_row_that_ends_on_a_boundary_gives_its_own_slot() -> None:
     assert cached(cache, tokens) == 32
 
 
-def test_a_step_too_many_is_no_state_of_the_request() -> None:
-    """An overlapped finish has one step more in flight, whose token is dropped."""
+def test_the_state_after_an_extra_step_is_not_kept() -> None:
+    """An overlapped finish has one more step in flight, whose token is dropped."""
     cache = cache_of(track=0)
     tokens = [*PROMPT, *range(40, 60)]
     record = open_row(cache, PROMPT)
@@ -332,7 +333,7 @@ def test_a_step_too_many_is_no_state_of_the_request() -> None:
     assert cached(cache, tokens) == 28
 
 
-def test_without_second_slots_what_ends_between_boundaries_keeps_the_prompt_alone() -> None:
+def test_without_second_slots_an_output_that_ends_between_boundaries_keeps_only_the_prompts_state() -> None:
     cache = cache_of(track=0)
     tokens = [*PROMPT, *range(40, 60)]
     record = open_row(cache, PROMPT)
@@ -356,7 +357,7 @@ def test_second_slots_are_taken_back_for_rows() -> None:
     assert states_of(cache).pool.num_free == 3
 
 
-def test_rows_take_no_second_slot_while_others_want_it() -> None:
+def test_rows_take_no_second_slot_while_others_need_it() -> None:
     cache = cache_of(slots=3, rows=3)
     record = open_row(cache, PROMPT[:3])
     rows = np.array([record.row], np.int32)
@@ -383,7 +384,7 @@ def test_with_reuse_off_a_row_has_one_slot_and_nothing_is_kept() -> None:
 
 
 def test_no_row_without_a_slot() -> None:
-    """Room for keys says nothing about states."""
+    """Free pages for keys do not imply free slots for states."""
     cache = cache_of(slots=2, rows=3)
     records = [open_row(cache, [70 + k] * 9) for k in range(2)]
     probe = cache.probe(int32_bytes([90] * 9), 8, None)
@@ -392,7 +393,7 @@ def test_no_row_without_a_slot() -> None:
         finish(cache, each, PROMPT, insert=False)
 
 
-def test_states_alone_need_no_pages() -> None:
+def test_a_model_with_only_states_needs_no_pages() -> None:
     cache = KVCache((PoolSpec("mamba", CacheKind.STATE, 5, PAGE),), 4, 200, state_interval=PAGE, debug=True)
     states_of(cache).least_gain = 1
     run(cache, PROMPT)
@@ -400,7 +401,7 @@ def test_states_alone_need_no_pages() -> None:
     assert cache.first_growing is None
 
 
-def test_a_second_unpin_and_a_second_owner_are_noticed() -> None:
+def test_a_second_unpin_and_a_second_owner_are_errors() -> None:
     cache = cache_of()
     run(cache, PROMPT)
     states = states_of(cache)
@@ -420,9 +421,9 @@ def test_two_pools_of_states_are_refused_by_name() -> None:
         KVCache(tuple(PoolSpec("mamba", CacheKind.STATE, 9, PAGE) for _ in range(2)), 4, 200)
 
 
-def test_a_state_that_goes_for_a_rows_own_joins_no_nodes_that_it_is_yet_to_cover() -> None:
-    """What a row has computed was cached meanwhile by another; its next slot is that of a state on the way there. The
-    window stands behind the states, so that it would hear of the row's new prefix last."""
+def test_evicting_a_state_for_a_row_joins_no_nodes_of_the_row_itself() -> None:
+    """Another row has cached the same tokens meanwhile, and the row's next slot comes from evicting a state on its own
+    path. The window group comes after the states, so it would learn of the row's new prefix last."""
     pools = (PoolSpec("mamba", CacheKind.STATE, 5 + 1, PAGE), PoolSpec("swa", CacheKind.WINDOW, 60 + 1, PAGE, 5))
     cache = KVCache(pools, 6, 200, state_interval=0, debug=True)
     states_of(cache).least_gain = 1

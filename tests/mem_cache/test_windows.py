@@ -1,4 +1,5 @@
-"""Groups of layers with windows beside others, or alone: what rows hold, what the tree keeps, where matches end."""
+"""Groups of layers with windows, with and without other groups: what rows hold, what the tree keeps, where
+matches end."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ PROMPT = list(range(1, 41))
 
 
 def cache_of(window: int = 9, pages: int = 24, full: int | None = 40, rows: int = 4) -> KVCache:
-    """A group that sees all (but for `full=None`), and one with a window of `window` tokens and `pages` pages."""
+    """A group with full attention (unless `full=None`), and one with a window of `window` tokens and `pages` pages."""
     pools = [] if full is None else [PoolSpec("full", CacheKind.FULL, full + 1, PAGE)]
     pools.append(PoolSpec("swa", CacheKind.WINDOW, pages + 1, PAGE, window))
     return KVCache(tuple(pools), rows, 200, step_tokens=16, debug=True)
@@ -62,7 +63,7 @@ def cached(cache: KVCache, tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("full", [60, None])
-def test_an_endless_output_keeps_its_window_alone(full: int | None) -> None:
+def test_an_endless_output_only_keeps_its_window(full: int | None) -> None:
     cache = cache_of(window=9, pages=6, full=full)
     group, _ = window_of(cache)
     record = open_row(cache, PROMPT[:3])
@@ -75,8 +76,8 @@ def test_an_endless_output_keeps_its_window_alone(full: int | None) -> None:
         assert cache.groups[0].pool.num_free == full - cache.pages_for(153)
 
 
-def test_no_page_goes_that_the_step_in_flight_reads() -> None:
-    """The query at position 16 sees tokens from 8 on; the one of the step in flight, at 15, sees token 7 as well."""
+def test_no_page_is_freed_while_the_step_in_flight_reads_it() -> None:
+    """The query at position 16 sees tokens from 8 on; that of the step in flight, at 15, also sees token 7."""
     cache = cache_of(window=9)
     group, _ = window_of(cache)
     record = open_row(cache, PROMPT[:15])
@@ -104,9 +105,9 @@ def test_growth_is_granted_by_all_groups_or_by_none() -> None:
     check_everything(cache)
 
 
-def test_a_match_ends_where_the_window_before_it_is_whole() -> None:
-    """Two pages of a window of nine tokens hold the eight before a prefix's end; full pages stay, and serve nobody
-    where these are gone."""
+def test_a_match_ends_where_the_window_before_it_is_complete() -> None:
+    """Two pages of a window of nine tokens hold the eight before a prefix's end; pages of full attention stay, and are
+    useless where the window's are gone."""
     cache = cache_of(window=9)
     _, component = window_of(cache)
     finish(cache, PROMPT)
@@ -124,9 +125,9 @@ def test_a_match_ends_where_the_window_before_it_is_whole() -> None:
     assert all(each.pool.num_free == each.pool.total for each in cache.groups)
 
 
-def test_a_leaf_that_loses_its_tail_goes_whole_where_its_own_window_is_no_longer() -> None:
-    """A page of full attention is wanted. Where all pages of the window are there, one of each goes; where those before
-    the last window are gone, no match can end in what is left."""
+def test_a_leaf_without_its_earlier_windows_is_evicted_as_a_whole() -> None:
+    """One page of full attention is needed. Where all window pages are there, one page of each group is evicted; where
+    those before the last window are gone, no match can end in the rest."""
     whole, behind = cache_of(window=9), cache_of(window=9)
     finish(whole, PROMPT)
     finish(behind, PROMPT)
@@ -139,9 +140,10 @@ def test_a_leaf_that_loses_its_tail_goes_whole_where_its_own_window_is_no_longer
         check_everything(cache)
 
 
-def test_a_leaf_below_a_gap_goes_as_others_do() -> None:
-    """What is above it forbids a match in it: nobody looks, but it is the next to go, and leaves nothing behind. Where
-    it is as proven as its parent, which has nothing left of the window, the two become one node, which goes whole."""
+def test_a_leaf_below_a_gap_is_evicted_like_others() -> None:
+    """The gap above forbids a match in it: no request finds it, but it is the next to be evicted, and leaves nothing
+    behind. Where it is as valid as its parent, which has lost all its window pages, the two become one node, which is
+    evicted as a whole."""
     for parent_is_proven, expected in ((True, [1, 1, 1, 7]), (False, [10])):
         cache = cache_of(window=21)
         _, component = window_of(cache)
@@ -159,8 +161,8 @@ def test_a_leaf_below_a_gap_goes_as_others_do() -> None:
         assert all(group.pool.num_free == group.pool.total for group in cache.groups)
 
 
-def test_a_leaf_that_loses_its_window_goes() -> None:
-    """With all that other groups have there: no match can end in it, and nobody would look for it."""
+def test_a_leaf_that_loses_its_window_is_evicted() -> None:
+    """With its pages of all other groups: no match can end in it."""
     cache = cache_of(window=9)
     _, component = window_of(cache)
     finish(cache, PROMPT)
@@ -172,9 +174,9 @@ def test_a_leaf_that_loses_its_window_goes() -> None:
     assert all(group.pool.num_free == group.pool.total for group in cache.groups)
 
 
-def test_a_lost_part_is_filled_and_others_pages_stay() -> None:
-    """A request that runs depends on the keys of full attention; who computes the same prefix again, since its window
-    is gone, gives the tree what that lacks, and nothing else moves."""
+def test_a_lost_window_is_refilled_and_pages_of_others_stay() -> None:
+    """A running request depends on the keys of full attention; another that computes the same prefix again, since its
+    window is gone, gives the tree only the missing pages."""
     cache = cache_of(window=9)
     _, component = window_of(cache)
     runs = open_row(cache, PROMPT)
@@ -193,8 +195,8 @@ def test_a_lost_part_is_filled_and_others_pages_stay() -> None:
     check_everything(cache)
 
 
-def test_what_a_row_gave_up_is_not_inserted() -> None:
-    """An output of many windows leaves behind its last one: before that no match ends."""
+def test_pages_that_a_row_freed_are_not_inserted() -> None:
+    """An output of many windows leaves only its last one behind: no match ends before that."""
     cache = cache_of(window=9)
     group, component = window_of(cache)
     record = open_row(cache, PROMPT[:8])
@@ -211,7 +213,7 @@ def test_what_a_row_gave_up_is_not_inserted() -> None:
     assert cached(cache, tokens[: 4 * given_up]) == 4 * prompts
 
 
-def test_who_computes_a_lost_part_again_gives_it_to_the_node() -> None:
+def test_a_recomputed_window_goes_to_the_node_that_lost_it() -> None:
     cache = cache_of(window=9)
     group, component = window_of(cache)
     finish(cache, PROMPT)
@@ -226,7 +228,7 @@ def test_who_computes_a_lost_part_again_gives_it_to_the_node() -> None:
     check_everything(cache)
 
 
-def test_a_row_covers_less_as_it_goes_on() -> None:
+def test_a_row_depends_on_fewer_pages_as_it_advances() -> None:
     cache = cache_of(window=9)
     _, component = window_of(cache)
     finish(cache, PROMPT[:24])
@@ -242,7 +244,7 @@ def test_a_row_covers_less_as_it_goes_on() -> None:
     check_everything(cache)
 
 
-def test_a_leaf_whose_window_went_while_it_was_locked_goes_with_the_lock() -> None:
+def test_a_leaf_that_lost_its_window_while_locked_is_evicted_with_the_unlock() -> None:
     cache = cache_of(window=9)
     _, component = window_of(cache)
     finish(cache, PROMPT[:24])
@@ -257,8 +259,8 @@ def test_a_leaf_whose_window_went_while_it_was_locked_goes_with_the_lock() -> No
     assert all(each.pool.num_free == each.pool.total for each in cache.groups)
 
 
-def test_what_a_sample_proves_of_a_window_is_what_it_read() -> None:
-    """A later request that starts further back reads pages that no sample has seen. If it fails, they go."""
+def test_a_sample_validates_only_the_window_pages_that_it_read() -> None:
+    """A later request that starts further back reads pages that no sample has seen. If it fails, they are dropped."""
     cache = cache_of(window=9)
     record = open_row(cache, PROMPT)
     compute(cache, record, PROMPT)
@@ -272,7 +274,7 @@ def test_what_a_sample_proves_of_a_window_is_what_it_read() -> None:
     check_everything(cache)
 
 
-def test_who_began_on_trust_is_in_read_bad_kv_until_it_samples() -> None:
+def test_a_request_on_unvalidated_kv_counts_as_reader_until_it_samples() -> None:
     cache = cache_of(window=9)
     finish(cache, PROMPT)
     record = open_row(cache, [*PROMPT[:20], 77, 78])
@@ -282,7 +284,7 @@ def test_who_began_on_trust_is_in_read_bad_kv_until_it_samples() -> None:
     assert not cache.trust.read_bad_kv(record), "what goes wrong from here on is its own"
 
 
-def test_what_was_proven_stays_when_another_fails_behind_it() -> None:
+def test_validated_pages_stay_when_a_later_request_fails_behind_them() -> None:
     cache = cache_of(window=9)
     record = open_row(cache, PROMPT)
     compute(cache, record, PROMPT)
@@ -317,7 +319,7 @@ def test_a_pool_has_the_window_that_its_kind_has(kind: CacheKind, window: int | 
         PoolSpec("one", kind, 9, 4, window)
 
 
-def test_wrong_books_of_a_window_are_noticed() -> None:
+def test_wrong_accounting_of_a_window_is_caught() -> None:
     def faulty() -> tuple[KVCache, WindowKV]:
         cache = cache_of(window=9)
         finish(cache, PROMPT[:24])

@@ -1,4 +1,4 @@
-"""What a layer asks of attention beside its shapes: a window, a soft cap, sinks, scales of stored keys and values."""
+"""Options of a layer's attention: a window, a soft cap, sinks, scales of stored keys and values."""
 
 from __future__ import annotations
 
@@ -106,10 +106,8 @@ def test_options_of_a_layer_reach_its_attention(options: dict[str, Any]) -> None
     ids=["no", "plain", "wide", "layer"],
 )
 @pytest.mark.parametrize("rotated", [True, False])
-def test_norms_and_rotation_of_all_parts_together_are_those_of_each(
-    dtype: str, norm: NormConfig | None, rotated: bool
-) -> None:
-    """As on TPUs. Values stay as they were to the bit; products and sums of the others may be rounded once less."""
+def test_fused_norms_and_rotation_equal_separate_ones(dtype: str, norm: NormConfig | None, rotated: bool) -> None:
+    """As on TPUs. Values are equal bit for bit; products and sums of the others may be rounded once less."""
     layer = layer_with_weights(dtype=dtype, qk_norm=None if norm is None else QKNorm(norm=norm))
     rng = np.random.default_rng(2)
     fused = jnp.asarray(rng.standard_normal((TOKENS, 2, 4, HEAD_DIM)), dtype)
@@ -125,7 +123,7 @@ def test_norms_and_rotation_of_all_parts_together_are_those_of_each(
         assert (wide[0] != wide[1]).mean() < 0.2
 
 
-def test_only_kernels_for_tpu_have_them_together() -> None:
+def test_only_kernels_for_tpu_fuse_them() -> None:
     def of(implementation: AttentionImplementation, **options: Any) -> Attention:
         config = replace(CONFIG.layers[0].mixer, **options)
         dtype = jnp.dtype("float32")
@@ -148,7 +146,7 @@ def test_only_8_bit_pages_have_scales() -> None:
 
 
 class Absorbed(LatentAttentionConfig):
-    """Whatever the length of rows."""
+    """Uses the absorbed form for rows of any length."""
 
     @property
     def expands_from(self) -> None:
@@ -168,7 +166,7 @@ def latent_outputs(
     dtype: str = "float32",
     page_size: int = 16,
 ) -> tuple[Numbers, Numbers]:
-    """What attention gives and what it should, in a program of one shape for each size of pages."""
+    """The output of attention and the expected one, in a program of one shape for each page size."""
 
     def rounded(numbers: Numbers) -> Numbers:
         return np.asarray(jnp.asarray(numbers, dtype).astype(jnp.float32), np.float64)
@@ -213,7 +211,7 @@ LATENT_STEPS = {
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Several tiles and blocks, of which some are partial, also in short sequences."""
+    """Several tiles and blocks, some of them partial, also in short sequences."""
     monkeypatch.setattr(expanded, "_KEYS_PER_TILE", 16)
     monkeypatch.setattr(expanded, "_QUERIES_PER_BLOCK", 5)
     _latents.clear_cache()
@@ -242,7 +240,7 @@ def test_an_expanded_row_does_not_depend_on_other_rows() -> None:
         assert np.array_equal(found[last - 20 : last], alone)
 
 
-def test_rows_take_the_form_for_their_length() -> None:
+def test_rows_use_the_form_for_their_length() -> None:
     counts = LATENT_STEPS["mixed"][1]
     outputs = (latent_outputs(config, *LATENT_STEPS["mixed"])[0] for config in LATENT_FORMS.values())
     parts = (np.split(found, np.cumsum(counts)[:-1]) for found in outputs)
@@ -262,7 +260,7 @@ def test_rounding_of_latent_attention(form: str, dtype: str, unit: float) -> Non
 
 
 def test_latent_pages_are_not_copied() -> None:
-    """Neither form takes memory by the number of pages, beside these."""
+    """Neither form allocates memory in proportion to the number of pages."""
 
     def shape(*sizes: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))

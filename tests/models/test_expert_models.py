@@ -1,4 +1,4 @@
-"""Models with experts on both backends: checkpoints in each form, pages of each size, and types of 16 bits."""
+"""Models with experts on both backends: checkpoints in each form, pages of each size, and 16-bit types."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ LOADERS: dict[str, Callable[[Path, int, int], Paged]] = {
 
 
 @pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
-def test_stacked_experts_load_as_those_of_other_folders(family: str, tmp_path: Path) -> None:
-    """Every array of both backends, of folders with the tensors of the family's own checkpoints and of transformers 5.
-    (That these are what transformers has in memory, tests/checkpoint/test_experts.py shows of each family.)"""
+def test_stacked_experts_load_like_separate_ones(family: str, tmp_path: Path) -> None:
+    """Every array of both backends, from folders with the tensors of the family's own checkpoints and of transformers
+    5. (tests/checkpoint/test_experts.py shows for each family that these equal what transformers has in memory.)"""
     model = make_tiny_model(EXPERTS[family].architecture, **EXPERTS[family].changes)
     folders = tmp_path / "plain", tmp_path / "stacked"
     for folder, plain in zip(folders, (True, False), strict=True):
@@ -51,8 +51,8 @@ def test_chunks_and_hits_in_pages_of_other_sizes(backend: str, page_sizes: tuple
 
 
 def reference(model: PreTrainedModel, tokens: np.ndarray, near: float) -> np.ndarray:
-    """float64 logits up to the first token of which, in any layer, the last expert chosen and the next one are not
-    further apart than `near`: rounding may choose the other."""
+    """float64 logits up to the first token for which, in any layer, the last chosen expert and the next one are within
+    `near`: there rounding may choose the other."""
     with torch.no_grad():
         found = model(torch.tensor(tokens[None], dtype=torch.long), output_router_logits=True)
     chosen = model.config.num_experts_per_tok
@@ -73,17 +73,17 @@ def reference(model: PreTrainedModel, tokens: np.ndarray, near: float) -> np.nda
         ("qwen2_moe", "torch", "float16"),
     ],
 )
-def test_types_of_16_bits_are_within_their_rounding(family: str, backend: str, dtype: str, tmp_path: Path) -> None:
-    """Of logits in float64 of the same weights, as a mean square.
+def test_16_bit_types_are_within_their_rounding(family: str, backend: str, dtype: str, tmp_path: Path) -> None:
+    """Error of the logits against float64 with the same weights, as a mean square.
 
-    About 12 roundings a layer lie on the way to a logit. Each is of at most the type's unit, relative to its number; as
-    a mean square over numbers of all sizes, of 0.42 units. They are independent, so that their squares add up. (JAX
-    keeps more sums in float32. It does not compute in float16.)
+    About 12 roundings a layer lie on the way to a logit. Each is at most the type's unit, relative to its number; as a
+    mean square over numbers of all sizes, 0.42 units. They are independent, so their squares add up. (JAX keeps more
+    sums in float32. It does not compute in float16.)
     """
     case, kept = EXPERTS[family], getattr(torch, dtype)
     folder = make_tiny_checkpoint(tmp_path, case.architecture, dtype=dtype, **case.changes)
     exact = make_tiny_model(case.architecture, **case.changes).to(kept).double()
-    exact.set_experts_implementation("eager")  # the others take no float64
+    exact.set_experts_implementation("eager")  # the others do not take float64
     model = PagedModel(folder, dtype=dtype) if backend == "jax" else TorchPagedModel(folder, dtype=kept)
     unit = torch.finfo(kept).eps / 2
     rng = np.random.default_rng(11)
@@ -101,10 +101,11 @@ def test_types_of_16_bits_are_within_their_rounding(family: str, backend: str, d
 
 
 @pytest.mark.parametrize("family", [*EXPERTS, "deepseek_v2_lite"])
-def test_ranks_together_compute_what_one_does(family: str, tmp_path: Path) -> None:
-    """Each with a part of every expert. A layer has two sums, and one more where norms are over heads of all ranks.
+def test_several_ranks_compute_the_same_as_one(family: str, tmp_path: Path) -> None:
+    """Each has a part of every expert. A layer has two sums, and one more where norms are over heads of all ranks.
 
-    In latent attention each rank has its heads, and all latent vectors."""
+    In latent attention each rank has its own heads, and all latent vectors.
+    """
     case = (EXPERTS | LATENT)[family]
     folder = make_tiny_checkpoint(tmp_path, case.architecture, **case.changes)
     alone, sequences = TorchPagedModel(folder), prompts()

@@ -62,7 +62,7 @@ Layer = Callable[[np.ndarray, int], np.ndarray]
 
 
 def make(name: str) -> tuple[ExpertsConfig, Arrays]:
-    """A config, and numbers for its parameters by their names in the layers."""
+    """A config, and random values for its parameters by their names in the layers."""
     config = ExpertsConfig(**{"num_experts": EXPERTS, "chosen": 3, "size": INNER, **CONFIGS[name]})
     rng = np.random.default_rng(sum(map(ord, name)))
 
@@ -92,7 +92,8 @@ def make(name: str) -> tuple[ExpertsConfig, Arrays]:
 
 
 def in_8_bits(arrays: Arrays, *parts: str) -> Arrays:
-    """The same with values and scales of some matrices beside what these are worth."""
+    """The same arrays with 8-bit values and scales for some matrices, which are replaced by the values they
+    stand for."""
     found, quantization = dict(arrays), Quantization(INT8_ROWS)
     for part in parts:
         values, scales = quantization.arrays(arrays[part], (Role.VALUES, Role.SCALES)).values()
@@ -283,7 +284,7 @@ def build(
 
 @pytest.mark.parametrize("form", JAX_FORMS + TORCH_FORMS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_layer_is_the_sum_of_what_its_experts_say(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_the_weighted_sum_of_its_experts(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, config, arrays = build(form, name, monkeypatch)
     for tokens in (1, 7, 40):
         x = np.random.default_rng(tokens).standard_normal((tokens, HIDDEN)).astype(np.float32)
@@ -292,18 +293,18 @@ def test_a_layer_is_the_sum_of_what_its_experts_say(form: str, name: str, monkey
 
 @pytest.mark.parametrize("form", JAX_FORMS + TORCH_FORMS)
 @pytest.mark.parametrize("parts", [("gate", "up", "down"), ("down",)], ids=["all", "down"])
-def test_matrices_of_8_bits_are_what_their_scales_make_of_them(
+def test_8_bit_matrices_are_multiplied_by_their_scales(
     form: str, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each expert its own, in every product."""
+    """Each expert has its own, in every product."""
     layer, config, arrays = build(form, "softmax of those chosen", monkeypatch, of_8_bits=parts)
     x = np.random.default_rng(0).standard_normal((7, HIDDEN)).astype(np.float32)
     np.testing.assert_allclose(layer(x, 0), expected(config, arrays, x), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("form", JAX_FORMS + TORCH_FORMS[:2])  # on a CPU, torch's own form is plain products
-def test_what_others_choose_and_padding_change_no_bit(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step of one size. Padding may be anything, chooses no expert, and so comes out as 0."""
+def test_other_tokens_and_padding_change_no_bit(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step of a fixed size. Padding may be anything, chooses no expert, and gives 0."""
     layers = [build(form, name, monkeypatch)[0] for name in ("renormalised", "softmax of those chosen")]
 
     @settings(max_examples=25, deadline=None)
@@ -314,7 +315,7 @@ def test_what_others_choose_and_padding_change_no_bit(form: str, monkeypatch: py
         alike=st.sampled_from([None, 0, 1]),
     )
     def check(seed: int, size: int, padding: int, alike: int | None) -> None:
-        """`alike`: of which token all others are copies, so that they choose its experts alone or none of them."""
+        """`alike`: the token of which all others are copies, so that they choose only its experts or none of them."""
         rng = np.random.default_rng(seed)
         x = rng.standard_normal((size, HIDDEN)).astype(np.float32)
         others = rng.standard_normal((size, HIDDEN)).astype(np.float32) * rng.choice([0.01, 1.0, 30.0])
@@ -354,7 +355,7 @@ def test_tokens_of_each_expert_are_counted(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["jax tiles", "torch tiles"])
-def test_equal_scores_go_to_the_lower_numbers(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_among_equal_scores_the_lower_expert_is_chosen(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, arrays = make("softmax")
     arrays["router"][[1, 2, 5, 6]] = arrays["router"][5]
     config = ExpertsConfig(num_experts=EXPERTS, chosen=2, size=INNER)
@@ -392,7 +393,7 @@ def test_a_tpu_reads_all_experts_where_a_step_needs_nearly_all() -> None:
 
 
 def test_all_experts_of_many_rows_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 7 rows three at a time; the last part has two that nobody asked for."""
+    """Three of 7 rows at a time; the last part has two that are not needed."""
     layer, config, arrays = build("jax all experts", "renormalised", monkeypatch, of_8_bits=("down",))
     x = np.random.default_rng(0).standard_normal((7, HIDDEN)).astype(np.float32)
     whole = layer(x, 1)
@@ -401,8 +402,8 @@ def test_all_experts_of_many_rows_are_computed_in_parts(monkeypatch: pytest.Monk
     np.testing.assert_allclose(layer(x, 1), whole, rtol=2e-5, atol=2e-5)
 
 
-def test_grouped_products_read_8_bits_as_if_they_were_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they do for chips that can."""
+def test_grouped_products_of_8_bits_equal_those_of_widened_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for chips that support them."""
     layer, *_ = build("jax ragged", "renormalised", monkeypatch, "bfloat16", of_8_bits=("gate", "up", "down"))
     x = np.random.default_rng(0).standard_normal((7, HIDDEN)).astype(np.float32)
     widened = layer(x, 0)

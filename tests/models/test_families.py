@@ -27,7 +27,8 @@ _DIFFERENT = (
     *("gemma2", "gemma3", "gemma4", "granite_swa", "glm4", "phi3", "olmo2", "smollm3", "cohere2"),
     *("qwen2_moe", "gpt_oss"),
 )
-"""Each has a kind of layer, norm or rotation that none of the others has; the torch backend's tests have all."""
+"""Each has a kind of layer, norm or rotation that none of the others has; the torch backend's tests have all
+families."""
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_layers_with_other_heads_in_pages_of_any_size(page_size: int, tmp_path: 
 
 
 _SLOW = {"mamba2", "granite_hybrid"}
-"""Of layers that other families have as well."""
+"""For layers that other families have as well."""
 
 
 @pytest.mark.parametrize(
@@ -73,5 +74,5 @@ def test_states_at_every_place_in_pages_of_every_size(name: str, tmp_path: Path)
 
 
 def test_chunks_and_hits_at_every_place(tmp_path: Path) -> None:
-    """The quick form of what is above: a family with windows, and pages larger than they are."""
+    """A short version of the test above: a family with windows, and pages larger than them."""
     check_alignments(FAMILIES["gemma3"], tmp_path, _load, (16,), every=5)

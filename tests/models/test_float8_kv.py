@@ -1,4 +1,4 @@
-"""Keys and values in float8: what rounding them costs, and scales that are undone where keys and values are read."""
+"""Keys and values in float8: the cost of rounding, and scales that are undone where keys and values are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = ({0: 10, 1: 20}, {0: 1, 1: 1}, {0: 1})
 
 @pytest.fixture(scope="module", params=["qwen3", "falcon_h1"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Attention alone, and beside a recurrent layer, whose state stays as it is."""
+    """Only attention, and attention with a recurrent layer, whose state is not affected."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), request.param, **heads)
 
@@ -42,7 +42,7 @@ def with_scales(model: PagedModel, scales: np.ndarray) -> PagedModel:
 
 
 @pytest.mark.parametrize("attention", [AttentionImplementation.XLA, AttentionImplementation.REFERENCE])
-def test_rounding_is_all_that_changes(folder: Path, attention: AttentionImplementation) -> None:
+def test_only_rounding_changes_the_logits(folder: Path, attention: AttentionImplementation) -> None:
     exact = run(PagedModel(folder, attention=attention))
     model = PagedModel(folder, attention=attention, kv_dtype="float8_e4m3fn")
     assert all(memory.pages.dtype.itemsize == 1 for memory in model.kv_caches)
@@ -53,7 +53,7 @@ def test_rounding_is_all_that_changes(folder: Path, attention: AttentionImplemen
 
 
 def test_scales_are_undone(folder: Path) -> None:
-    """Powers of two leave float8's rounding as it is, and another for each head and side shows one that is mistaken."""
+    """Powers of two leave float8's rounding unchanged, and a different one for each head and side reveals a mix-up."""
     plain = run(PagedModel(folder, kv_dtype="float8_e4m3fn"))
     scales = 2.0 ** np.array([[1, -1], [-2, 2], [0, 1], [-1, 0]])
     scaled = run(with_scales(PagedModel(folder, kv_dtype="float8_e4m3fn"), scales))

@@ -147,8 +147,8 @@ for config, folder, sizes in models:
 """
 
 
-def test_spread_over_more_devices_than_kv_heads(tmp_path: Path) -> None:
-    """Heads are copied and the vocabulary padded as where the model is loaded from tensors by name."""
+def test_sharded_over_more_devices_than_kv_heads(tmp_path: Path) -> None:
+    """Heads are copied and the vocabulary padded in the same way as when the model is loaded from tensors by name."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags("--xla_force_host_platform_device_count=8"),
@@ -159,7 +159,7 @@ def test_spread_over_more_devices_than_kv_heads(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-def test_files_travel_with_the_weights(tmp_path: Path) -> None:
+def test_other_files_are_copied_with_the_weights(tmp_path: Path) -> None:
     source = tmp_path / "tokenizer.json"
     source.write_text("{}")
     save_orbax(tmp_path / "saved", CONFIG, loaded(CONFIG, "bfloat16"), [source])
@@ -207,7 +207,7 @@ def test_bad_markers(tmp_path: Path, marker: str | None, message: str) -> None:
 
 
 def test_markers_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """They held the model's config as well, which config.json beside them has."""
+    """They also held the model's config, which is in config.json next to them."""
     save_orbax(tmp_path, CONFIG, loaded(CONFIG, "bfloat16"))
     path = tmp_path / "sglang_jax_orbax.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_config": {"architecture": "qwen3"}}))
@@ -215,7 +215,7 @@ def test_markers_of_earlier_versions_are_read(tmp_path: Path) -> None:
 
 
 def test_shapes_are_those_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is built otherwise than its config's manifest says is noticed, and not only where it is loaded."""
+    """A model built differently from its config's manifest is an error, and not only when it is loaded."""
     layer = CONFIG.layers[0]
     wider = replace(layer, feed_forward=replace(layer.feed_forward, size=layer.feed_forward.size + 8))
     build(replace(CONFIG, layers=(wider, *CONFIG.layers[1:])), "float32")

@@ -47,7 +47,7 @@ def load(folder: Path, kernels: str, **options: Any) -> PagedModel | TorchPagedM
 
 
 def cases(first: Iterable[Any], kernels: Iterable[str], in_make_test: Iterable[tuple[Any, str]]) -> list[Any]:
-    """The product of both; what is not listed runs with `make soak`."""
+    """The product of both; cases that are not listed run with `make soak`."""
     chosen = set(in_make_test)
     product = [(one, kernel) for one in first for kernel in kernels]
     assert chosen <= set(product)
@@ -89,7 +89,7 @@ def test_page_sizes(page_size: int, kernels: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernels", ["jax xla", "torch native"])
 class TestDynamicScaling:
-    """Past the original context: each token as in a sequence that ends with it, as transformers decodes."""
+    """Beyond the original context: each token as in a sequence that ends with it, as transformers decodes."""
 
     @pytest.mark.parametrize(
         "steps",
@@ -100,7 +100,7 @@ class TestDynamicScaling:
         ],
         ids=["chunked and decoded", "decoded", "prefilled"],
     )
-    def test_any_way_to_compute_a_sequence(
+    def test_every_way_to_compute_a_sequence_gives_the_same_logits(
         self, steps: tuple[dict[int, int], ...], kernels: str, tmp_path: Path
     ) -> None:
         folder = make_tiny_checkpoint(tmp_path, "llama", **DYNAMIC)
@@ -138,7 +138,7 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(architecture: str, k
     ("name", "kernels"), cases(("llama_biases", "mistral", "qwen2", "qwen3"), TORCH, [("mistral", "torch numba")])
 )
 def test_greedy_tokens_are_those_of_the_jax_model(name: str, kernels: str, tmp_path: Path) -> None:
-    """What the torch model decodes token by token is, after each prefix, the most likely token of the JAX model."""
+    """Each token that the torch model decodes is, after its prefix, the most likely token of the JAX model."""
     architecture, overrides = MODELS[name]
     folder = make_tiny_checkpoint(tmp_path, architecture, **overrides)
     decoding = load(folder, kernels)

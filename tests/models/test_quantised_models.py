@@ -1,4 +1,4 @@
-"""Matrices of 8 bits on both backends: the same model as one whose weights are what the quantiser makes of them."""
+"""8-bit matrices on both backends: the model equals one with the quantiser's dequantised weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from torch_backend import weights as torch_weights
 from torch_backend.loading import load_rank as load_on_torch
 
 ROUNDING = 1e-5
-"""Of float32 products, whose scales come before or after them, in parts of the largest logit."""
+"""Of float32 products, whose scales come before or after them, as a fraction of the largest logit."""
 
 
 def assert_alike(found: list[NDArray[np.float32]], expected: list[NDArray[np.float32]]) -> None:
@@ -59,7 +59,7 @@ def assert_alike(found: list[NDArray[np.float32]], expected: list[NDArray[np.flo
 
 
 def bytes_of_jax(model: PagedModel) -> Mapping[str, int]:
-    """By type."""
+    """Bytes by type."""
     sizes: dict[str, int] = {}
     for array in jax.tree.leaves(model.state):
         sizes[array.dtype.name] = sizes.get(array.dtype.name, 0) + array.nbytes
@@ -67,7 +67,7 @@ def bytes_of_jax(model: PagedModel) -> Mapping[str, int]:
 
 
 def bytes_of_torch(model: TorchPagedModel) -> Mapping[str, int]:
-    """By type."""
+    """Bytes by type."""
     sizes: dict[str, int] = {}
     for parameter in model.model.parameters():
         name = str(parameter.dtype).removeprefix("torch.")
@@ -85,10 +85,10 @@ def bytes_of_torch(model: TorchPagedModel) -> Mapping[str, int]:
         ("deepseek_v3", Quantised.FP8_CHANNEL, (), "kv_b_proj"),  # latent attention
     ],
 )
-def test_products_are_those_of_the_weights_that_the_quantiser_means(
+def test_products_equal_those_of_the_dequantised_weights(
     architecture: str, kind: Quantised, ignored: tuple[str, ...], widened: str, tmp_path: Path
 ) -> None:
-    """And the matrices of layers are kept in 8 bits, each once, but for those that are joined with plain ones."""
+    """And the matrices of layers are kept in 8 bits, each once, except those that are joined with plain ones."""
     if kind is Quantised.MODELOPT:
         weights = make_quantised_checkpoint(tmp_path / "quantised", architecture, kind)
     else:
@@ -116,7 +116,7 @@ def test_products_are_those_of_the_weights_that_the_quantiser_means(
         ("gemma2", {"tie_word_embeddings": True}),
     ],
 )
-def test_both_backends_quantise_alike_while_they_load(
+def test_both_backends_quantise_to_the_same_values_while_loading(
     architecture: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Multipliers of rows, joined products, stacked experts with biases, heads shared with embeddings."""
@@ -139,8 +139,8 @@ def test_projections_of_latent_vectors_stay_plain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", [INT8_ROWS, FLOAT8_ROWS], ids=["int8", "fp8"])
-def test_a_part_of_a_matrix_is_quantised_as_in_the_whole(encoding: Any) -> None:
-    """Each weight within half a step of what it was; a row of zeros, and one of numbers near the least, stay so."""
+def test_a_part_of_a_matrix_is_quantised_as_within_the_whole(encoding: Any) -> None:
+    """Each weight within half a step of its value; so are a row of zeros and one of numbers near the smallest."""
     config = small_config(num_layers=1)
     reader = DummyReader(config, seed=0)
     parameters = ParameterReader(reader, config, Quantization(encoding))
@@ -166,7 +166,7 @@ def test_a_part_of_a_matrix_is_quantised_as_in_the_whole(encoding: Any) -> None:
     assert not widened[:2].any()
 
 
-def test_what_is_quantised_already_is_not_quantised_again(tmp_path: Path) -> None:
+def test_quantised_weights_are_not_quantised_again(tmp_path: Path) -> None:
     make_quantised_checkpoint(tmp_path, "qwen3", Quantised.FP8_CHANNEL)
     config = EngineConfig(model_path=str(tmp_path), quantization=WeightQuantization.INT8)
     with pytest.raises(ConfigError, match=r"quantization int8: .* is quantised already: remove the option"):
@@ -192,7 +192,7 @@ def test_numbers_that_are_not_finite_are_not_quantised(tmp_path: Path) -> None:
         PagedModel(tmp_path, quantization=Quantization(INT8_ROWS))
 
 
-def test_random_weights_are_stored_as_the_folder_s_are(tmp_path: Path) -> None:
+def test_random_weights_are_stored_like_those_of_the_folder(tmp_path: Path) -> None:
     make_quantised_checkpoint(tmp_path, "qwen3_moe", Quantised.FP8_CHANNEL)
     stored, random = (
         open_checkpoint(str(tmp_path), load_format) for load_format in (LoadFormat.AUTO, LoadFormat.DUMMY)
@@ -210,8 +210,8 @@ def test_random_weights_are_stored_as_the_folder_s_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", [PagedModel, TorchPagedModel])
-def test_embeddings_are_widened_and_so_is_the_head_that_they_are(backend: Any, tmp_path: Path) -> None:
-    """Whatever the folder says of a head that it does not have."""
+def test_embeddings_are_widened_and_so_is_a_head_tied_to_them(backend: Any, tmp_path: Path) -> None:
+    """Whatever the folder says about a head that it does not have."""
     make_tiny_checkpoint(tmp_path / "quantised", "qwen3", tie_word_embeddings=True)
     weights = quantise(tmp_path / "quantised", [scheme_of(Quantised.FP8_CHANNEL, "Linear", "Embedding")])
     plain = write_plain_twin(tmp_path / "quantised", weights, tmp_path / "plain")
@@ -219,8 +219,8 @@ def test_embeddings_are_widened_and_so_is_the_head_that_they_are(backend: Any, t
     assert_alike(found, expected)
 
 
-def test_what_is_told_is_what_is_kept(tmp_path: Path) -> None:
-    """Not what is stored: matrices that a layer joins with others of another type are widened."""
+def test_the_reported_type_is_that_of_the_loaded_matrices(tmp_path: Path) -> None:
+    """Not of the stored ones: matrices that a layer joins with others of another type are widened."""
     make_tiny_checkpoint(tmp_path, "qwen3")
     schemes = [scheme_of(Quantised.FP8_CHANNEL, r"re:.*(q|up)_proj$"), scheme_of(Quantised.INT8_W8A8, "Linear")]
     quantise(tmp_path, schemes, ("lm_head",))
@@ -264,10 +264,10 @@ def test_scales_follow_the_layout_of_their_matrices(arrange: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "load"), [("jax", load_on_jax), ("torch", load_on_torch)])
-def test_a_runner_quantises_as_it_is_asked_and_says_so(
+def test_a_runner_quantises_as_requested_and_reports_it(
     backend: str, load: Callable[..., Runner], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its draft model is left as it is stored, in weights and in the type of its keys and values."""
+    """Its draft model stays as it is stored, in weights and in the type of its keys and values."""
     make_tiny_checkpoint(tmp_path, "qwen3")
     checkpoint = open_checkpoint(str(tmp_path))
     common = {
@@ -293,7 +293,7 @@ def test_a_runner_quantises_as_it_is_asked_and_says_so(
     quantization, layers = Quantization(INT8_ROWS), checkpoint.config.kv_attention
     shapes = [spec.shape for spec in manifest_of(checkpoint.config).specs.values() if quantization.takes(spec)]
     saved = sum(3 * rows * columns - 4 * rows for rows, columns in shapes)
-    # JAX has a scale for the keys of each kv head, and for its values; Torch one of each token.
+    # JAX has one scale for the keys of each kv head, and one for its values; Torch has one for each token.
     of_heads = sum(2 * 4 * attention.num_kv_heads for attention in layers) if backend == "jax" else 0
     assert plain.weight_bytes - quantised.weight_bytes == saved - of_heads
     head_dim, of_token = layers[0].head_dim, 4 if backend == "torch" else 0

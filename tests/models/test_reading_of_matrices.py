@@ -1,4 +1,4 @@
-"""How both backends read matrices: each part once, though values and scales are made of it, and in pieces."""
+"""How both backends read matrices: each part once, although values and scales are computed from it, and in pieces."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_each_number_is_read_once_and_pieces_make_the_same_arrays(
 ) -> None:
     checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, architecture)))
     assert checkpoint.reader is not None
-    # Gate and up of gpt-oss lie by turns in one tensor.
+    # Gate and up of gpt-oss alternate in one tensor.
     most = 2 if architecture == "gpt_oss" else 1
     for load, backend in ((loaded_by_jax, jax_weights), (loaded_by_torch, torch_weights)):
         found = []
@@ -100,7 +100,7 @@ def test_each_number_is_read_once_and_pieces_make_the_same_arrays(
             assert_same(others, found[0])
 
 
-def test_devices_together_read_each_number_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_devices_together_read_each_number_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "qwen3_moe")))
     assert checkpoint.reader is not None
     quantization = Quantization(INT8_ROWS)
@@ -122,9 +122,9 @@ class WideningReader(PlainReader):
         return self._inner.read(name, index).astype(np.float32)
 
 
-def test_no_matrix_is_whole_in_memory_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak of numpy's memory, in bytes for each weight of one of the large matrices: it has none of torch's own,
-    and in part what JAX keeps. Of whole ones it would be 13 and more."""
+def test_no_whole_matrix_is_in_memory_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of numpy's memory, in bytes for each weight of one of the large matrices: it does not include torch's,
+    and includes part of what JAX keeps. With whole matrices it would be 13 and more."""
     sizes = {"vocab_size": 512, "num_hidden_layers": 1, "intermediate_size": 8192}
     checkpoint = open_checkpoint(str(make_tiny_checkpoint(tmp_path, "qwen2", **sizes)))
     assert checkpoint.reader is not None

@@ -1,4 +1,4 @@
-"""What XLA makes of a step: caches and weights are used where they are, and never copied."""
+"""The program that XLA makes of a step: caches and weights are used in place, and never copied."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_neither_caches_nor_weights_are_copied(dtype: str, outputs_first: bool, 
     assert memory.temp_size_in_bytes < 3.5 * MIB < min(one_cache, largest_weight)
 
 
-def test_of_layers_that_are_alike_one_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layers of two kinds, which take turns."""
+def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers of two alternating kinds."""
     plain = small_config(num_layers=4, hidden_size=48)
     layers = [
         replace(layer, mixer=replace(layer.mixer, window=8, rope=None)) if number % 2 else layer
@@ -105,7 +105,7 @@ def test_of_layers_that_are_alike_one_is_traced(monkeypatch: pytest.MonkeyPatch)
     assert traced == layers[:2]
 
 
-def test_bytes_of_a_token_are_those_of_the_caches() -> None:
+def test_the_bytes_of_a_token_equal_those_of_the_caches() -> None:
     for dtype in (jnp.bfloat16, jnp.float32):
         for platform in ("cpu", "tpu"):
             spec = kv_cache_spec(CONFIG, jnp.dtype(dtype), 8, PAGE_SIZE, platform=platform)
@@ -124,7 +124,7 @@ def test_each_device_has_the_latent_vectors_of_all_tokens(platform: str, lanes: 
     assert found == (3 * PAGE_SIZE * lanes * 2,)
 
 
-def test_one_bfloat16_row_is_multiplied_like_many() -> None:
+def test_a_single_bfloat16_row_is_multiplied_like_many() -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((5, 64)), jnp.bfloat16)
     kernel = jnp.asarray(rng.standard_normal((64, 2, 24)), jnp.bfloat16)
@@ -136,7 +136,7 @@ def test_one_bfloat16_row_is_multiplied_like_many() -> None:
         np.testing.assert_allclose(product, expected[:rows], rtol=1e-5, atol=1e-4)
 
 
-def test_sines_and_cosines_are_taken_once_a_step_and_not_in_every_layer() -> None:
+def test_sines_and_cosines_are_computed_once_a_step() -> None:
     model = build_model(CONFIG, dtype=jnp.dtype("bfloat16"), attention=AttentionImplementation.XLA, platform="cpu")
     load_weights(model, DummyReader(CONFIG, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
     graph, state = nnx.split(model)
@@ -150,7 +150,7 @@ def test_sines_and_cosines_are_taken_once_a_step_and_not_in_every_layer() -> Non
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rows", [1, 2, 32, 33, 70])
 @pytest.mark.parametrize("of_outputs", [False, True])
-def test_products_by_outputs_are_the_same_numbers(dtype: str, rows: int, of_outputs: bool) -> None:
+def test_products_with_outputs_first_give_the_same_numbers(dtype: str, rows: int, of_outputs: bool) -> None:
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.standard_normal((rows, 3, 32)), dtype)
     kernel = jnp.asarray(rng.standard_normal((2, 24, 3, 32)), dtype)
@@ -161,15 +161,15 @@ def test_products_by_outputs_are_the_same_numbers(dtype: str, rows: int, of_outp
 
 
 @pytest.mark.parametrize("rows", [2, 32])
-def test_weights_of_few_rows_are_the_left_side(rows: int) -> None:
-    """The side that XLA's CPU backend reads as it lies; a simplification of the program must not exchange them."""
+def test_weights_are_the_left_operand_for_few_rows(rows: int) -> None:
+    """The operand that XLA's CPU backend reads without a copy; a simplification of the program must not swap them."""
     shapes = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16), jax.ShapeDtypeStruct((256, 64), jnp.bfloat16)
     compiled = jax.jit(matmul_outputs_first).lower(*shapes).compile().as_text()
     assert f"f32[256,{rows}]" in compiled
     assert "bf16[64,256]" not in compiled
 
 
-def test_few_rows_stay_as_the_first_product_of_a_feed_forward_layer_left_them() -> None:
+def test_few_rows_are_not_transposed_within_a_feed_forward_layer() -> None:
     model = build_model(CONFIG, dtype=jnp.dtype("bfloat16"), attention=AttentionImplementation.XLA, platform="cpu")
     load_weights(model, DummyReader(CONFIG, seed=0), CONFIG, make_mesh(jax.devices()[:1]))
     model.put_outputs_first()
@@ -181,7 +181,7 @@ def test_few_rows_stay_as_the_first_product_of_a_feed_forward_layer_left_them() 
     assert "-> bf16[32,1024] {" not in compiled
 
 
-def test_matrices_with_outputs_first_are_the_checkpoints_and_give_the_same_numbers() -> None:
+def test_matrices_with_outputs_first_equal_the_checkpoints_and_give_the_same_numbers() -> None:
     for tied in (True, False):
         config = small_config(**FORM | {"tie_word_embeddings": tied, "attention_bias": True, "num_layers": 1})
         model = build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")
@@ -198,7 +198,7 @@ def test_matrices_with_outputs_first_are_the_checkpoints_and_give_the_same_numbe
         assert model.has_own_head is not tied
 
 
-def test_kernels_in_matrices_are_the_same_numbers() -> None:
+def test_repacked_matrices_hold_the_same_numbers() -> None:
     config = small_config(**FORM | {"attention_bias": True, "num_layers": 1})
     model = build_model(config, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA, platform="cpu")
     load_weights(model, DummyReader(config, seed=0), config, make_mesh(jax.devices()[:1]))
@@ -232,8 +232,8 @@ def test_kernels_in_matrices_are_the_same_numbers() -> None:
 
 
 def test_a_bfloat16_model_rounds_only_where_products_and_the_cache_do() -> None:
-    """Beside a model of the same weights that computes in float32, hidden states are nearer than with a rounding after
-    each operation."""
+    """Compared with a model of the same weights that computes in float32, hidden states are closer than with a rounding
+    after each operation."""
 
     def hidden_states(dtype: str, *, wide: bool) -> np.ndarray:
         model = build_model(CONFIG, dtype=jnp.dtype(dtype), attention=AttentionImplementation.XLA, platform="cpu")
@@ -263,7 +263,7 @@ def test_a_bfloat16_model_rounds_only_where_products_and_the_cache_do() -> None:
 
 
 @pytest.mark.parametrize(("features", "expected"), [("flags : fpu amx_bf16", True), ("flags : avx512_bf16", False)])
-def test_outputs_come_first_on_a_cpu_with_tiles_alone(
+def test_outputs_come_first_only_on_a_cpu_with_tiles(
     features: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(features + "\n")
@@ -280,7 +280,7 @@ def test_other_types_are_refused() -> None:
         build_model(CONFIG, dtype=jnp.dtype("float16"), attention=AttentionImplementation.XLA)
 
 
-def test_a_checkpoint_that_does_not_fit() -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
     model = build_model(CONFIG, dtype=jnp.dtype("float32"), attention=AttentionImplementation.XLA)
     other = small_config(**FORM | {"num_layers": 2, "intermediate_size": 512})
     with pytest.raises(CheckpointError) as caught:

@@ -1,4 +1,4 @@
-"""The sharding table on several devices: the same logits as on one, and no device reads or holds what is another's."""
+"""The sharding table on several devices: the same logits as on one, and no device reads or holds another's part."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ from helpers.parity_cases import STEPS, TOLERANCE, prompts, transformers_logits
 from helpers.tiny_models import make_tiny_checkpoint
 from sglang_jax.layers.sharding import make_mesh
 
-# Each device has its part of every expert. Beside the sum of embeddings a layer has two, and one more where norms are
-# over heads of all devices.
+# Each device has its part of every expert. There is one sum for embeddings, two for a layer, and one more where norms
+# are over heads of all devices.
 for name in sys.argv[2:]:
     case, sequences = EXPERTS[name], prompts()
     folder = make_tiny_checkpoint(Path(sys.argv[1], name), case.architecture, **case.changes)

@@ -20,7 +20,7 @@ FACTORIES = {Backend.JAX: jax_runner.create_runner, Backend.TORCH: torch_backend
 
 
 class Machine:
-    """Folders of a machine's devices, to be filled."""
+    """The folders that describe a machine's devices, to be filled."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._devices, self._pci = folder / "dev", folder / "pci"
@@ -46,11 +46,11 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """One without accelerators, but with what stands beside them on others."""
+    """A machine without accelerators, but with similar devices."""
     machine = Machine(tmp_path, monkeypatch)
     for name in ("null", "nvidiactl", "nvidia-uvm", "dri"):
         machine.add_device(name)
-    # Google's virtual network card, somebody's GPU, and a device that tells nothing of itself.
+    # Google's virtual network card, another vendor's GPU, and a device that reports nothing about itself.
     machine.add_pci("0000:00:05.0", vendor="0x1ae0", **{"class": "0x020000"})
     machine.add_pci("0000:00:06.0", vendor="0x10de", **{"class": "0x030200"})
     machine.add_pci("0000:00:07.0")
@@ -80,18 +80,18 @@ class TestThisMachine:
         assert not this_machine.has_cuda_gpu()
 
     @pytest.mark.parametrize("name", ["nvidia0", "nvidia11", "dxg"])
-    def test_a_gpu_is_one_whose_driver_is_loaded(self, machine: Machine, name: str) -> None:
+    def test_a_gpu_counts_if_its_driver_is_loaded(self, machine: Machine, name: str) -> None:
         machine.add_device(name)
         assert this_machine.has_cuda_gpu()
         assert not this_machine.has_tpu()
 
     @pytest.mark.parametrize("kind", ["0x120000", "0x088000", "0xff0000"])
-    def test_a_tpu_is_googles_and_no_network_card(self, machine: Machine, kind: str) -> None:
+    def test_a_tpu_is_a_google_device_other_than_a_network_card(self, machine: Machine, kind: str) -> None:
         machine.add_pci("0000:00:04.0", vendor="0x1ae0", **{"class": kind})
         assert this_machine.has_tpu()
         assert not this_machine.has_cuda_gpu()
 
-    def test_folders_that_are_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_folders_mean_no_devices(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(this_machine, "_DEVICES", tmp_path / "no-dev")
         monkeypatch.setattr(this_machine, "_PCI_DEVICES", tmp_path / "no-pci")
         assert not this_machine.has_tpu()
@@ -104,7 +104,7 @@ class TestThisMachine:
         (tmp_path / "memory.current").write_text("60000000\n")
         (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 7000000\n")
         (tmp_path / "memory.max").write_text("100000000\n")
-        # File pages that nobody uses are given back when memory is asked for.
+        # Unused file pages are given back when memory is needed.
         assert this_machine.available_host_memory() == 47_000_000
         (tmp_path / "memory.max").write_text("max\n")
         assert this_machine.available_host_memory() == pytest.approx(unlimited, rel=0.2)
@@ -118,7 +118,7 @@ class TestAuto:
             ("tpu", Device.AUTO, Backend.JAX),
             ("gpu", Device.AUTO, Backend.TORCH),
             ("tpu gpu", Device.AUTO, Backend.JAX),
-            # A device that is asked for counts as the one that is there.
+            # A requested device is treated as if it were there.
             ("gpu", Device.CPU, Backend.JAX),
             ("gpu", Device.TPU, Backend.JAX),
             ("tpu", Device.CUDA, Backend.TORCH),
@@ -140,7 +140,7 @@ class TestAuto:
         assert not caplog.messages
 
     @pytest.mark.parametrize(("hidden", "backend"), [("jax", Backend.TORCH), ("torch", Backend.JAX)])
-    def test_without_an_accelerator_it_is_what_is_installed(
+    def test_without_an_accelerator_it_is_the_installed_backend(
         self,
         machine: Machine,
         without: Callable[..., None],
@@ -185,7 +185,7 @@ class TestAuto:
             ("gpu", r"the Torch backend needs torch: pip install -e '\.\[cuda\]' in the clone .*, or '\.\[torch\]'"),
         ],
     )
-    def test_without_any_framework_the_machine_is_told_what_to_install(
+    def test_without_any_framework_the_error_says_what_to_install(
         self, machine: Machine, without: Callable[..., None], accelerator: str, message: str
     ) -> None:
         if accelerator:
@@ -197,7 +197,7 @@ class TestAuto:
 
 
 @pytest.mark.parametrize("backend", FACTORIES)
-def test_a_backend_that_is_named_is_taken_whatever_the_machine_has(machine: Machine, backend: Backend) -> None:
+def test_a_requested_backend_is_used_on_any_machine(machine: Machine, backend: Backend) -> None:
     machine.add_tpu()
     machine.add_gpu()
     assert backends.load_backend(EngineConfig(backend=backend)) is FACTORIES[backend]
@@ -211,7 +211,7 @@ def test_a_backend_that_is_named_is_taken_whatever_the_machine_has(machine: Mach
         (Backend.TORCH, "torch", "the Torch backend needs torch: pip"),
     ],
 )
-def test_a_named_backend_without_its_framework_says_what_to_install(
+def test_the_error_for_a_requested_backend_without_its_framework_says_what_to_install(
     without: Callable[..., None], backend: Backend, hidden: str, message: str
 ) -> None:
     without(hidden)

@@ -1,5 +1,5 @@
-"""A second model that drafts: what it says changes how many steps an output takes, and no token of it; its keys and
-values are in step with the model's, whatever becomes of rows and pages. On both backends, with small models."""
+"""Draft models: they change the number of steps that an output takes, and none of its tokens; their keys and values
+stay in step with the model's, whatever happens to rows and pages. On both backends, with small models."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Edit = Callable[[StepPlan], StepPlan]
 
 
 def similar() -> list[np.ndarray]:
-    """Weights of a model that agrees with that of `WEIGHTS` at times."""
+    """Weights of a model that agrees with that of `WEIGHTS` part of the time."""
     rng = np.random.default_rng(1)
     return [part + rng.normal(0, 0.2 * part.std(), part.shape).astype(np.float32) for part in WEIGHTS]
 
 
 @dataclass
 class Shaped:
-    """A runner with another spec, whose plans are changed on their way."""
+    """A runner with another spec, whose plans are edited before they reach it."""
 
     inner: Runner
     spec: RunnerSpec
@@ -90,8 +90,8 @@ def serve(
     seed: int = 3,
     edit: Edit = lambda plan: plan,
 ) -> Served:
-    """Serves some requests, some of which begin alike. A runner's pages keep what was in them: who looks for what is
-    missing there asks for others, by `seed`."""
+    """Serves some requests, some of which share a prefix. Pages of a runner keep their old content, so a test that
+    searches for missing KV serves other requests, chosen by `seed`."""
     spec = replace(runner.spec, max_samples=runner.spec.max_samples if drafts else 1)
     if pages is not None:
         spec = replace(spec, pools=tuple(replace(pool, num_pages=pages) for pool in spec.pools))
@@ -122,7 +122,7 @@ def serve(
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_a_model_that_is_its_own_draft_model_is_always_right(alike: Runner, at_once: int) -> None:
+def test_drafts_of_a_model_that_is_its_own_draft_model_are_all_accepted(alike: Runner, at_once: int) -> None:
     plain, found = serve(alike, at_once, drafts=False), serve(alike, at_once)
     assert found.outputs == plain.outputs
     assert found.drafts == found.right > 60
@@ -130,7 +130,7 @@ def test_a_model_that_is_its_own_draft_model_is_always_right(alike: Runner, at_o
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_outputs_do_not_depend_on_what_another_model_guesses(unlike: Runner, at_once: int, reuse: bool) -> None:
+def test_outputs_do_not_depend_on_the_draft_model(unlike: Runner, at_once: int, reuse: bool) -> None:
     plain = serve(unlike, at_once, drafts=False, reuse=reuse, styles=STYLES)
     found = serve(unlike, at_once, reuse=reuse, styles=STYLES)
     assert found.outputs == plain.outputs
@@ -145,7 +145,7 @@ def test_the_draft_model_is_in_step_after_retractions(alike: Runner) -> None:
 
 
 class Seldom:
-    """A policy with drafts in one step of `every`."""
+    """A policy with drafts in one of `every` steps."""
 
     def __init__(self, every: int) -> None:
         self._every, self._steps = every, 0
@@ -156,7 +156,7 @@ class Seldom:
 
 
 @pytest.mark.parametrize("every", [2, 7])
-def test_what_was_missed_while_there_were_no_drafts_is_computed(
+def test_tokens_missed_while_there_were_no_drafts_are_computed(
     alike: Runner, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seldom = Seldom(every)
@@ -165,8 +165,10 @@ def test_what_was_missed_while_there_were_no_drafts_is_computed(
     assert found.drafts == found.right > 10
 
 
-def test_keys_of_the_draft_model_that_are_a_token_off_show(alike: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted fault: what was missed is taken to be a token less."""
+def test_keys_of_the_draft_model_that_are_one_token_off_are_caught(
+    alike: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: the number of missed tokens is one too low."""
     seldom = Seldom(7)
     monkeypatch.setattr(FixedDrafts, "choose", lambda self, *arguments: seldom.choose(*arguments))
     missed = DraftLag.missed
@@ -180,8 +182,8 @@ def test_keys_of_the_draft_model_that_are_a_token_off_show(alike: Runner, monkey
     assert found.right < found.drafts
 
 
-def test_a_group_of_the_draft_model_that_is_not_told_of_a_retraction_shows(alike: Runner) -> None:
-    """A planted fault: the pages that rows have after retractions are those of the model's group alone."""
+def test_a_draft_model_group_that_misses_a_retraction_is_caught(alike: Runner) -> None:
+    """A planted fault: after retractions only the model's group gets a row's new pages."""
     steps = []
 
     def keep_from(plan: StepPlan) -> StepPlan:
@@ -198,7 +200,7 @@ def test_a_group_of_the_draft_model_that_is_not_told_of_a_retraction_shows(alike
 
 
 def plan(rows: list[int], widths: list[int], chunks: int = 0) -> StepPlan:
-    """Rows that decode with so many queries, and as many chunks of two tokens behind them."""
+    """Rows that decode with `widths` queries each, and `chunks` chunks of two tokens behind them."""
     tokens = [token for width in widths for token in (LAST_TOKEN, *[DRAFT] * (width - 1))]
     lengths = np.array(widths + [2] * chunks, np.int32)
     return StepPlan(
@@ -213,7 +215,7 @@ def plan(rows: list[int], widths: list[int], chunks: int = 0) -> StepPlan:
     )
 
 
-def test_what_a_draft_model_has_missed_is_known_from_the_plans() -> None:
+def test_the_tokens_that_a_draft_model_missed_follow_from_the_plans() -> None:
     lag = DraftLag(4)
 
     def missed(found: StepPlan) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Plans with drafts as plans without: every query a sequence, and results put together again."""
+"""Plans with drafts as plans without: every query becomes a sequence, and results are joined again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_query_that_samples_becomes_a_sequence() -> None:
     assert found.num_tokens == found.query_lens.sum() == 11
 
 
-def test_a_plan_without_drafts_stays_what_it_is() -> None:
+def test_a_plan_without_drafts_is_unchanged() -> None:
     before = plan(rows=integers(4), query_lens=integers(1), tokens=integers(LAST_TOKEN), prompt_logprobs=())
     flat = flatten_drafts(before)
     assert flat.plan is before
@@ -62,7 +62,7 @@ def test_a_plan_without_drafts_stays_what_it_is() -> None:
     assert restore_rows(flat, result, 4) is result
 
 
-def test_what_stands_behind_a_wrong_draft_is_no_part_of_the_result() -> None:
+def test_tokens_behind_a_rejected_draft_are_not_in_the_result() -> None:
     tokens = integers(11, 12, 13, 14, REJECTED, 15, INVALID_TOKEN, 16)
     logprobs = TopLogprobs(np.arange(8, dtype=np.float32), tokens[:, None], np.ones((8, 1), np.float32))
     result = restore_rows(flatten_drafts(plan()), StepResult(tokens[:, None], integers(*[1] * 7, 0), logprobs), 4)

@@ -1,4 +1,4 @@
-"""What is freed between blocks that stay goes back to the system."""
+"""Memory freed between blocks that stay goes back to the system."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print((owned() - before) // size)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_what_is_freed_between_blocks_that_stay_goes_back() -> None:
+def test_memory_freed_between_blocks_that_stay_goes_back() -> None:
     done = subprocess.run([sys.executable, "-c", FREE_EVERY_OTHER], capture_output=True, text=True, check=True)
     while_freeing, at_the_end = map(int, done.stdout.split())
     assert 100 <= at_the_end < 110

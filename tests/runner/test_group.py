@@ -1,4 +1,4 @@
-"""Rank 0's runner and those that follow it: the same plans, in the same order, everywhere."""
+"""Rank 0's runner and its followers: the same plans, in the same order, everywhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = np.random.default_rng(3).integers(0, VOCAB, 9).tolist()
 
 
 class Threads:
-    """`Followers` in threads, each with a runner of its own."""
+    """`Followers` in threads, each with its own runner."""
 
     def __init__(self, count: int) -> None:
         self.runners = [stand_in_runner(WEIGHTS) for _ in range(count)]
@@ -41,7 +41,7 @@ class Threads:
             inbox.put(order)
 
     def announce(self, note: NoteBeat) -> None:
-        """Nobody listens to them."""
+        """No one listens to them."""
 
     def check(self) -> None:
         if self.lost is not None:
@@ -84,7 +84,7 @@ def test_a_plan_that_rank_0_refuses_reaches_no_follower() -> None:
     runner.close()
 
 
-def test_followers_end_though_closing_rank_0_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followers_end_although_closing_rank_0_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     followers = Threads(1)
     own = stand_in_runner(WEIGHTS)
     runner = GroupRunner(own, followers)

@@ -1,4 +1,4 @@
-"""Who is let into a group of nodes, and who keeps whom waiting."""
+"""Which nodes are admitted to a group, and how long nodes wait for each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Accepted = list[tuple[Connection, str]]
 
 
 class Leader:
-    """A listener that waits for followers on a thread of its own."""
+    """A listener that waits for followers on a separate thread."""
 
     def __init__(self, count: int, secret: bytes = SECRET, timeout: float = 20.0) -> None:
         self.listener = FollowerListener("127.0.0.1", secret, FORM)
@@ -49,7 +49,7 @@ def leader() -> Iterator[Leader]:
     leader.close()
 
 
-def test_followers_are_known_by_their_rank_whoever_comes_first(leader: Leader) -> None:
+def test_followers_are_known_by_their_rank_in_any_order_of_arrival(leader: Leader) -> None:
     joined = {rank: leader.join(rank) for rank in (2, 1)}
     accepted = leader.accepted.result(10)
     assert [name for _, name in accepted] == ["node 1", "node 2"]
@@ -59,8 +59,8 @@ def test_followers_are_known_by_their_rank_whoever_comes_first(leader: Leader) -
         joined[rank].close()
 
 
-def test_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than are waited for at once, and longer than a follower would wait."""
+def test_silent_connections_block_no_follower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than the listener waits for at once, and for longer than a follower would wait."""
     monkeypatch.setattr(group_listener, "_MOST_STRANGERS", 5)
     leader = Leader(1)
     silent = [socket.create_connection(leader.address) for _ in range(12)]
@@ -79,7 +79,7 @@ def test_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> 
         stranger.close()
 
 
-def test_a_follower_does_not_wait_for_ever_for_a_silent_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_does_not_wait_forever_for_a_silent_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_listener, "HANDSHAKE_SECONDS", 0.3)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
@@ -88,7 +88,7 @@ def test_a_follower_does_not_wait_for_ever_for_a_silent_leader(monkeypatch: pyte
         connect_to_leader(silent.getsockname(), SECRET, Hello(1, FORM))
 
 
-def test_a_proof_that_comes_byte_by_byte_is_not_waited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_that_arrives_byte_by_byte_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_listener, "HANDSHAKE_SECONDS", 0.5)
     leader = Leader(1, timeout=5.0)
     with socket.create_connection(leader.address) as slow:
@@ -103,7 +103,7 @@ def test_a_proof_that_comes_byte_by_byte_is_not_waited_for_ever(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("secret", [b"guess", b""])
-def test_who_does_not_know_the_secret_is_sent_away(
+def test_a_follower_without_the_secret_is_refused(
     leader: Leader, secret: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="do both nodes have the same group secret"):
@@ -115,7 +115,7 @@ def test_who_does_not_know_the_secret_is_sent_away(
 
 @pytest.mark.parametrize("said", [group_listener._ANSWERS.encode(group_listener.Answer("")), b""])
 def test_a_leader_that_does_not_know_the_secret_is_not_followed(said: bytes) -> None:
-    """It takes any proof for good, and cannot give one."""
+    """It accepts any proof, and cannot give one."""
 
     def pretend(server: socket.socket) -> None:
         connection, _ = server.accept()
@@ -136,11 +136,11 @@ def test_a_leader_that_does_not_know_the_secret_is_not_followed(said: bytes) -> 
         pretender.join(5)
 
 
-def test_a_follower_s_proof_is_worth_nothing_on_another_connection(leader: Leader) -> None:
+def test_a_follower_s_proof_is_invalid_on_another_connection(leader: Leader) -> None:
     heard: list[bytes] = []
 
     def listen_in(server: socket.socket) -> None:
-        """Hands everything on between a follower and the leader, and notes what the follower says."""
+        """Forwards everything between a follower and the leader, and records the follower's bytes."""
         follower, _ = server.accept()
         with follower, socket.create_connection(leader.address) as to_leader:
             follower.sendall(to_leader.recv(1000))
@@ -165,7 +165,7 @@ def test_a_follower_s_proof_is_worth_nothing_on_another_connection(leader: Leade
         assert len(leader.accepted.result(10)) == 2
 
 
-def test_without_a_secret_whoever_says_the_right_words_is_let_in() -> None:
+def test_without_a_secret_the_handshake_is_enough() -> None:
     leader = Leader(1, secret=b"")
     with pytest.raises(ConfigError):
         leader.join(1, SECRET)
@@ -182,7 +182,7 @@ def test_without_a_secret_whoever_says_the_right_words_is_let_in() -> None:
         (Hello(1, "of others"), "it runs another version of this package than node 0"),
     ],
 )
-def test_a_follower_that_cannot_be_one_of_the_group_is_told_why(leader: Leader, hello: Hello, reason: str) -> None:
+def test_a_follower_that_does_not_fit_the_group_gets_the_reason(leader: Leader, hello: Hello, reason: str) -> None:
     with leader.join(2):
         with pytest.raises(ConfigError, match=f"refused this node: {reason}"):
             connect_to_leader(leader.address, SECRET, hello)
@@ -190,14 +190,14 @@ def test_a_follower_that_cannot_be_one_of_the_group_is_told_why(leader: Leader, 
             leader.accepted.result(10)
 
 
-def test_nobody_is_let_in_once_all_are_there(leader: Leader) -> None:
+def test_no_further_node_is_admitted_to_a_complete_group(leader: Leader) -> None:
     with leader.join(1), leader.join(2):
         leader.accepted.result(10)
         with pytest.raises(ConfigError):
             leader.join(1)
 
 
-def test_nodes_that_do_not_come_are_an_error() -> None:
+def test_missing_nodes_are_an_error() -> None:
     leader = Leader(2, timeout=0.5)
     with (
         leader.join(2),
@@ -207,7 +207,7 @@ def test_nodes_that_do_not_come_are_an_error() -> None:
     leader.close()
 
 
-def test_a_name_that_is_known_only_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [socket.gaierror(socket.EAI_NONAME, "not known"), socket.getaddrinfo("127.0.0.1", 0)]
 
     def look_up(*arguments: object, **options: object) -> object:
@@ -223,15 +223,15 @@ def test_a_name_that_is_known_only_later_is_waited_for(monkeypatch: pytest.Monke
     listener._listener.close()
 
 
-def test_a_name_of_nobody_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_host_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_listener, "RESOLVE_SECONDS", 0.0)
     with pytest.raises(ConfigError, match=r"cannot listen on 'no-such-host\.invalid'"):
         FollowerListener("no-such-host.invalid", SECRET, FORM)
 
 
-def test_it_listens_on_the_address_that_was_asked_for() -> None:
+def test_it_listens_on_the_requested_address() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on '192\.0\.2\.1' .* dist_bind_host gives another"):
-        FollowerListener("192.0.2.1", SECRET, FORM)  # an address of nobody's (RFC 5737)
+        FollowerListener("192.0.2.1", SECRET, FORM)  # an address without a host (RFC 5737)
     listener = FollowerListener("127.0.0.1", SECRET, FORM)
     assert listener._listener.getsockname()[0] == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):

@@ -1,4 +1,5 @@
-"""Caches of 8 bits by a checkpoint's scales, on both backends, against transformers with keys and values rounded so."""
+"""8-bit caches with a checkpoint's scales, on both backends, against transformers with keys and values rounded in the
+same way."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exact(plain: Path) -> Logprobs:
-    """From a cache that rounds nothing."""
+    """From a cache that does not round."""
     return of_tokens(logits_with(plain, TOKENS, np.ones((2, 4, 2), np.float32)))
 
 
@@ -51,7 +52,7 @@ def scales(plain: Path) -> dict[str, NDArray[np.float32]]:
 
 @pytest.fixture(scope="module")
 def bounds(plain: Path, exact: Logprobs, scales: dict[str, NDArray[np.float32]]) -> dict[str, float]:
-    """How far logprobs are off if every key and value is by half a step, the most that rounding does."""
+    """How far logprobs are off if every key and value is wrong by half a step, the most that rounding does."""
     return {
         dtype: distance(of_tokens(logits_with(plain, TOKENS, scales[dtype], change)), exact)
         for dtype, change in WORST.items()
@@ -92,7 +93,7 @@ def options(backend: Backend, folder: Path, kv_cache_dtype: str, **changes: obje
 
 
 def logprobs_of(backend: Backend, folder: Path, kv_cache_dtype: str) -> Logprobs:
-    """In two chunks, so that the second reads what the first one wrote."""
+    """In two chunks, so that the second reads the KV of the first."""
     config = options(backend, folder, kv_cache_dtype)
     runner = CREATE[backend](config, open_checkpoint(config.model_path))
     try:
@@ -124,7 +125,7 @@ def test_logprobs_are_those_of_keys_and_values_rounded_by_these_scales(
     assert (scales[dtype].max(1) / scales[dtype].min(1)).min() > 100
     found = logprobs_of(backend, folders[dtype], dtype)
     rounded = of_tokens(logits_with(plain, TOKENS, scales[dtype], ROUNDED[dtype]))
-    # A key or value at the border of two steps may go to either: one of some ten thousand, by one step.
+    # A key or value at the border of two steps may go to either: one in some ten thousand, by one step.
     assert distance(found, rounded) < 0.02 * bounds[dtype]
     assert 0.1 * bounds[dtype] < distance(found, exact) < bounds[dtype]
 
@@ -139,13 +140,13 @@ def test_the_order_of_heads_matters(
     backend: Backend,
     dtype: str,
 ) -> None:
-    """The bound above notices scales of other heads."""
+    """Scales of other heads exceed the bound above."""
     folder = with_scales(plain, tmp_path / "model", scales[dtype][:, ::-1])
     assert distance(logprobs_of(backend, folder, dtype), exact) > 3 * bounds[dtype]
 
 
 @pytest.mark.parametrize("backend", CREATE)
-def test_scales_change_nothing_where_the_cache_is_not_of_8_bits(
+def test_scales_change_nothing_where_the_cache_does_not_have_8_bits(
     folders: dict[str, Path], exact: Logprobs, backend: Backend
 ) -> None:
     assert logprobs_of(backend, folders["fp8_e4m3"], "auto") == pytest.approx(exact, abs=2e-4)
@@ -154,7 +155,7 @@ def test_scales_change_nothing_where_the_cache_is_not_of_8_bits(
 @pytest.mark.parametrize(
     ("backend", "dtype", "tp_size"), [(*case, 1) for case in CASES] + [(Backend.TORCH, "fp8_e4m3", 2)]
 )
-def test_an_engine_stores_by_them(
+def test_an_engine_uses_the_scales(
     plain: Path,
     folders: dict[str, Path],
     scales: dict[str, NDArray[np.float32]],
@@ -182,10 +183,10 @@ def test_numbers_that_cannot_be_scales_are_refused(
         logprobs_of(backend, folder, dtype)
 
 
-def test_int8_on_torch_has_scales_of_its_own(
+def test_int8_on_torch_computes_its_own_scales(
     plain: Path, tmp_path: Path, scales: dict[str, NDArray[np.float32]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One for each token: the checkpoint's, of heads, change nothing, and that is told."""
+    """One for each token: the checkpoint's scales of heads change nothing, and a log line says so."""
     folder = with_scales(plain, tmp_path / "model", scales["int8"] * np.float32(100))
     with caplog.at_level("INFO"):
         found = logprobs_of(Backend.TORCH, folder, "int8")

@@ -52,7 +52,7 @@ def driver(runner: Runner) -> Iterator[PlanDriver]:
 
 
 def allowed_behind(tokens: list[int]) -> list[int]:
-    """Few tokens, others behind each text."""
+    """A few tokens, which differ for each text."""
     return np.random.default_rng([len(tokens), *tokens]).choice(VOCAB, 5, replace=False).tolist()
 
 
@@ -73,7 +73,7 @@ def masked_step(driver: PlanDriver, parts: list[tuple[Driven, int]], masked: lis
     launched.finish()
 
 
-def test_greedy_under_a_mask_is_the_likeliest_token_allowed_and_others_are_as_ever(driver: PlanDriver) -> None:
+def test_greedy_under_a_mask_is_the_most_likely_allowed_token_and_other_rows_do_not_change(driver: PlanDriver) -> None:
     one, two, three = (driver.admit(prompt) for prompt in PROMPTS)
     masked_step(driver, [(one, 9), (two, 10)], [one])
     masked_step(driver, [(one, DECODE), (two, 7), (three, 5)], [one, three], top_logprobs=5)
@@ -90,7 +90,7 @@ def test_greedy_under_a_mask_is_the_likeliest_token_allowed_and_others_are_as_ev
         assert found.logprobs[0] == pytest.approx(line[token] - np.log(np.exp(line).sum()), abs=1e-4)
 
 
-def test_masked_and_plain_steps_take_turns_with_two_in_flight(driver: PlanDriver) -> None:
+def test_masked_and_plain_steps_alternate_with_two_in_flight(driver: PlanDriver) -> None:
     request = driver.admit(PROMPTS[0])
     first = driver.launch([(request, 9)], masked=[request])
     first.handle.sample(masks_of([allowed_behind(request.tokens)], VOCAB))
@@ -106,7 +106,7 @@ def test_masked_and_plain_steps_take_turns_with_two_in_flight(driver: PlanDriver
         tokens.append(token)
 
 
-def test_sampling_and_penalties_work_on_what_the_mask_leaves(driver: PlanDriver) -> None:
+def test_sampling_and_penalties_work_on_the_allowed_tokens(driver: PlanDriver) -> None:
     style = SamplingParams(temperature=0.9, top_k=3, top_p=0.95, logit_bias={7: 2.0})
     requests = [driver.admit(PROMPTS[0], style, seed=3), driver.admit(PROMPTS[1], PENALISED)]
     masked_step(driver, [(requests[0], 9), (requests[1], 17)], requests)
@@ -129,8 +129,8 @@ def test_sampling_and_penalties_work_on_what_the_mask_leaves(driver: PlanDriver)
 
 
 @pytest.mark.parametrize("hidden_by_the_mask", [False, True])
-def test_logits_that_are_not_finite_are_told_under_a_mask_too(runner: Runner, hidden_by_the_mask: bool) -> None:
-    """All logits of a sequence, or that of a token alone which the mask does not allow."""
+def test_logits_that_are_not_finite_are_reported_under_a_mask_too(runner: Runner, hidden_by_the_mask: bool) -> None:
+    """All logits of a sequence, or only that of a token which the mask does not allow."""
     make = stand_in_jax.stand_in_runner if runner.report().backend == "jax" else stand_in_torch.stand_in_runner
     poisoned = [array.copy() for array in WEIGHTS]
     prompt = [5, 77, 6]
@@ -146,7 +146,7 @@ def test_logits_that_are_not_finite_are_told_under_a_mask_too(runner: Runner, hi
     sick_runner.close()
 
 
-def test_a_step_that_waits_for_masks_lets_no_other_pass(driver: PlanDriver) -> None:
+def test_a_step_that_waits_for_masks_is_not_overtaken(driver: PlanDriver) -> None:
     one, two = driver.admit(PROMPTS[0]), driver.admit(PROMPTS[2])
     waiting = driver.launch([(one, 9)], masked=[one])
     with pytest.raises(RuntimeError, match="waits for its masks"):
@@ -159,7 +159,7 @@ def test_a_step_that_waits_for_masks_lets_no_other_pass(driver: PlanDriver) -> N
 
 
 def test_masks_reach_the_followers_of_a_group() -> None:
-    """The other rank samples by itself, from plans and masks that went through their wire."""
+    """The other rank samples by itself, from plans and masks that were sent over the wire."""
     from sglang_jax.runner.group import ORDERS
 
     leader, other = (stand_in_torch.stand_in_runner(WEIGHTS) for _ in range(2))
@@ -170,10 +170,10 @@ def test_masks_reach_the_followers_of_a_group() -> None:
             orders.append(ORDERS.decode(ORDERS.encode(order)))
 
         def check(self) -> None:
-            """Nobody is lost."""
+            """No follower is lost."""
 
         def close(self) -> None:
-            """Nobody is there."""
+            """There is nothing to close."""
 
     driver = PlanDriver(GroupRunner(leader, Followers()))
     request = driver.admit(PROMPTS[0])

@@ -1,4 +1,4 @@
-"""The page tables of all pools as one: columns follow from each pool, not from its place among them."""
+"""The page tables of all pools as one: columns follow from each pool, not from its position among them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_entries_of_each_pool_go_to_its_columns() -> None:
     assert (table.rows.tolist(), table.columns.tolist(), table.pages.tolist()) == ([0, 1, 2], [1, 4, 5], [7, 7, 7])
 
 
-def test_names_of_pools_differ() -> None:
+def test_names_of_pools_are_unique() -> None:
     with pytest.raises(ValueError, match="pools named full, full: names must differ"):
         spec_of(FULL, FULL)
 

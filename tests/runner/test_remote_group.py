@@ -1,4 +1,4 @@
-"""Orders over connections, and how a process notices that another is gone."""
+"""Orders over connections, and how a process detects that another is gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ TIMEOUT = 60.0
 
 @pytest.fixture
 def _quick_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is silent for half a second is lost, so such tests run alone; the others have all the time that they need."""
+    """A process that is silent for half a second counts as lost, so such tests run by themselves; the others get more
+    time."""
     monkeypatch.setattr(remote_group, "ALIVE_EVERY_SECONDS", 0.05)
     monkeypatch.setattr(remote_group, "LOST_AFTER_SECONDS", 0.5)
 
@@ -47,7 +48,7 @@ class Group:
         joining.join()
 
     def lost_by(self, who: str) -> str:
-        """Why one of them takes another for lost. What others say of the same end comes before it or after it."""
+        """Why one of them counts another as lost. Others may report the same end before or after it."""
         while True:
             said_by, reason = self.lost.get(timeout=TIMEOUT)
             if said_by == who:
@@ -99,7 +100,7 @@ def test_a_silent_group_stays_together(group: Group) -> None:
 
 @pytest.mark.alone
 @quick_signs_of_life
-def test_followers_tell_how_many_steps_they_have_launched(group: Group) -> None:
+def test_followers_report_how_many_steps_they_have_launched(group: Group) -> None:
     pulse = Pulse()
     group.followers.announce(pulse.note_rank)
     group.links[1].progress.steps = 7
@@ -110,7 +111,7 @@ def test_followers_tell_how_many_steps_they_have_launched(group: Group) -> None:
 
 
 @pytest.mark.parametrize("said", [b"alive -1", b"alive 1e9", b"alive " + b"9" * 40, b"alive 5 5", b"Alive"])
-def test_what_is_no_beat(said: bytes) -> None:
+def test_other_messages_do_not_count_as_heartbeats(said: bytes) -> None:
     assert steps_in(said) is None
     assert (steps_in(b"alive"), steps_in(Progress(12).beat())) == (0, 12)
 
@@ -152,7 +153,7 @@ def test_rank_0_that_ends_is_a_loss_for_all(group: Group) -> None:
 
 
 def test_rank_0_that_fails_says_why(group: Group) -> None:
-    """At once, and not as the next order: a follower may never come to that."""
+    """At once, and not as the next order: a follower may never get that far."""
     ending = threading.Thread(target=group.followers.give_up, args=("no memory",))
     ending.start()
     told = dict(group.lost.get(timeout=TIMEOUT) for _ in range(2))
@@ -191,8 +192,8 @@ def test_a_connection_is_not_closed_under_its_reader() -> None:
 
 @pytest.mark.alone
 @quick_signs_of_life
-def test_silence_is_a_loss_though_nothing_closed() -> None:
-    """A node without power or network sends no end."""
+def test_silence_is_a_loss_although_no_connection_closed() -> None:
+    """A node without power or network sends no end of connection."""
     listener = FollowerListener("127.0.0.1", SECRET, ORDERS.form)
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     silent = []
@@ -210,16 +211,16 @@ def test_silence_is_a_loss_though_nothing_closed() -> None:
     silent[0].close()
 
 
-def test_an_order_that_is_none_is_a_loss(group: Group) -> None:
+def test_an_invalid_order_is_a_loss(group: Group) -> None:
     group.followers._leaving = True
     for link in group.followers._links:
-        link.say(b"cposix\nsystem\n(S'true'\ntR.")  # what pickle would run
+        link.say(b"cposix\nsystem\n(S'true'\ntR.")  # pickle would run this
     lost = dict(group.lost.get(timeout=TIMEOUT) for _ in range(2))
     assert sorted(lost) == ["node 1", "node 2"]
     assert all("node 0 is lost: it sent 26 bytes that are not a message" in reason for reason in lost.values())
 
 
-def test_a_follower_that_talks_too_much_is_a_loss(group: Group) -> None:
+def test_a_follower_that_sends_too_much_is_a_loss(group: Group) -> None:
     with suppress(OSError):  # it is not read to its end
         group.links[0]._link.say(bytes(1 << 20))
     assert group.lost_by("leader") == "node 1 is lost: its connection closed"

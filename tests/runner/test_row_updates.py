@@ -1,4 +1,4 @@
-"""Packed row updates hold what requests ask for."""
+"""Packed row updates hold the options of requests."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def wanted(update: SamplingUpdate) -> dict[str, list[float]]:
 
 @settings(max_examples=100, deadline=None)
 @given(updates=st.lists(UPDATE, max_size=4, unique_by=lambda update: update.row), padding=st.integers(0, 3))
-def test_what_is_packed_comes_out_again(updates: list[SamplingUpdate], padding: int) -> None:
+def test_packed_fields_unpack_to_the_same_values(updates: list[SamplingUpdate], padding: int) -> None:
     packed = pack_row_updates(updates, len(updates) + padding, PAD_ROW, VOCAB)
     assert (packed.dtype, packed.shape) == (np.int32, (len(updates) + padding, PACKED_ROW))
     for words, update in zip(packed, updates, strict=False):
@@ -87,7 +87,7 @@ def test_the_fields_fill_the_row_without_gaps() -> None:
     assert {field.kind for field in FIELDS} == set(FieldKind)
 
 
-def test_as_many_biases_and_stop_ids_as_a_request_may_have() -> None:
+def test_the_largest_number_of_biases_and_stop_ids_fits() -> None:
     bias = dict(zip(range(MAX_LOGIT_BIAS), np.linspace(-100, 100, MAX_LOGIT_BIAS, dtype=np.float32), strict=True))
     sampling = SamplingParams(temperature=0.0, logit_bias={token: float(value) for token, value in bias.items()})
     update = SamplingUpdate(3, sampling, SEED_LIMIT - 1, 1, np.arange(MAX_STOP_TOKEN_IDS, dtype=np.int32), None)
@@ -101,9 +101,9 @@ def test_too_many_stop_ids_are_refused() -> None:
         pack_row_updates([update], 1, PAD_ROW, VOCAB)
 
 
-def test_history_is_counted_by_where_it_stands() -> None:
+def test_history_is_counted_separately_for_prompt_and_output() -> None:
     history = np.array([3, 3, 4, 5, 5, 4, 5], np.int32)
     counts = count_history(SamplingUpdate(1, GREEDY, 0, 3, np.zeros(0, np.int32), history), 8)
-    # Twice the times in the output (5, 5, 4, 5), and one where the prompt (3, 3, 4) holds the token.
+    # Twice the occurrences in the output (5, 5, 4, 5), plus one where the prompt (3, 3, 4) has the token.
     assert counts.tolist() == [0, 0, 0, 1, 3, 6, 0, 0]
     assert counts.dtype == np.int32

@@ -18,7 +18,7 @@ from sglang_jax.runner.protocol import Runner
 
 
 def captured_torch_runner(weights: Sequence[np.ndarray], **sizes: Any) -> Runner:
-    """Decode steps of up to four rows are replayed; those of five and six are launched one by one."""
+    """Decode steps of up to four rows are replayed; those of five and six are launched one operation at a time."""
     return stand_in_torch.stand_in_runner(weights, capture=FakeCapture(), graph_buckets=(1, 2, 4), **sizes)
 
 
@@ -45,7 +45,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[StandInSubject]:
 @pytest.mark.timeout(900)
 def test_generated_schedules(subject: StandInSubject) -> None:
     before = subject.compiles_after_warm_up()
-    share = 1 if subject.max_samples == 1 else 2  # what drafts do not change the others have shown
+    share = 1 if subject.max_samples == 1 else 2  # other subjects have covered what drafts do not change
     simulate(100 // share, subject=subject)
     simulate(16 // share, subject=subject, kind=GrammarSimulation)
     assert subject.compiles_after_warm_up() == before

@@ -66,21 +66,23 @@ def runner(make_runner: MakeRunner) -> Iterator[Runner]:
 
 @pytest.fixture
 def driver(runner: Runner) -> Iterator[PlanDriver]:
-    """A driver of the warm runner; whatever a test does must not have compiled anything."""
+    """A driver of the warm runner; no test may cause a compilation."""
     before = runner.report().compiles_after_warm_up
     yield PlanDriver(runner)
     assert runner.report().compiles_after_warm_up == before
 
 
 def greedy(prompt: Sequence[int], count: int) -> list[int]:
-    """What the dense model says, token by token."""
+    """The dense model's greedy tokens."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(dense_logits(WEIGHTS, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
 
 
-def alone(driver: PlanDriver, prompt: Sequence[int], sampling: SamplingParams, count: int, seed: int = 0) -> list[int]:
+def run_alone(
+    driver: PlanDriver, prompt: Sequence[int], sampling: SamplingParams, count: int, seed: int = 0
+) -> list[int]:
     """Output of a request that runs by itself."""
     request = driver.admit(prompt, sampling, seed=seed, stop_ids=[0, 1, 2])
     output = driver.generate(request, count)
@@ -90,7 +92,9 @@ def alone(driver: PlanDriver, prompt: Sequence[int], sampling: SamplingParams, c
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 32])
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
-def test_greedy_text_is_the_dense_one_for_every_chunk_size(driver: PlanDriver, prompt: list[int], chunk: int) -> None:
+def test_greedy_text_equals_the_dense_models_for_every_chunk_size(
+    driver: PlanDriver, prompt: list[int], chunk: int
+) -> None:
     request = driver.admit(prompt)
     assert driver.generate(request, 8, chunk) == greedy(prompt, 8)
 
@@ -115,16 +119,16 @@ def test_a_chunk_of_one_token_reads_the_plan_and_not_the_last_sample(driver: Pla
     assert driver.generate(again, 3, chunk=1) == greedy(PROMPTS[3], 3)
 
 
-def test_chunks_that_do_not_sample_leave_last_token_and_counts_alone(driver: PlanDriver) -> None:
+def test_chunks_that_do_not_sample_leave_last_token_and_counts_unchanged(driver: PlanDriver) -> None:
     sampling = SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)
-    expected = alone(driver, PROMPTS[2], sampling, 12)
+    expected = run_alone(driver, PROMPTS[2], sampling, 12)
     chunked = driver.admit(PROMPTS[2], sampling)
     assert driver.generate(chunked, 12, chunk=5) == expected
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, PENALISED], ids=["random", "penalised"])
-def test_two_steps_in_flight_sample_what_one_at_a_time_does(driver: PlanDriver, sampling: SamplingParams) -> None:
-    expected = alone(driver, PROMPTS[0], sampling, 20, seed=3)
+def test_two_steps_in_flight_sample_the_same_as_one_at_a_time(driver: PlanDriver, sampling: SamplingParams) -> None:
+    expected = run_alone(driver, PROMPTS[0], sampling, 20, seed=3)
     request = driver.admit(PROMPTS[0], sampling, seed=3, stop_ids=[0, 1, 2])
     flying = [driver.launch([(request, 9)])]
     for _ in range(19):
@@ -135,7 +139,7 @@ def test_two_steps_in_flight_sample_what_one_at_a_time_does(driver: PlanDriver, 
 
 
 def test_output_is_batch_invariant_and_depends_on_neither_row_nor_bucket(driver: PlanDriver) -> None:
-    expected = alone(driver, PROMPTS[3], RANDOM, 10, seed=2**62 + 5)
+    expected = run_alone(driver, PROMPTS[3], RANDOM, 10, seed=2**62 + 5)
     others = [driver.admit(PROMPTS[0], PENALISED, seed=1), driver.admit(PROMPTS[2], seed=2)]
     request = driver.admit(PROMPTS[3], RANDOM, seed=2**62 + 5, stop_ids=[0, 1, 2])
     driver.step([(others[0], 9), (others[1], 20), (request, 3)])
@@ -146,7 +150,7 @@ def test_output_is_batch_invariant_and_depends_on_neither_row_nor_bucket(driver:
     assert request.output == expected
 
 
-def test_a_row_keeps_nothing_of_the_request_before(driver: PlanDriver) -> None:
+def test_a_row_keeps_nothing_of_its_last_request(driver: PlanDriver) -> None:
     loud = SamplingParams(temperature=2.0, logit_bias=dict.fromkeys(range(50), -100.0), repetition_penalty=3.0, top_k=2)
     before = driver.admit(PROMPTS[1], loud)
     driver.generate(before, 10)
@@ -156,12 +160,12 @@ def test_a_row_keeps_nothing_of_the_request_before(driver: PlanDriver) -> None:
     assert after.row == 0
     assert driver.generate(after, 10) == greedy(PROMPTS[1], 10)
     driver.release(after)
-    assert alone(driver, PROMPTS[1], PENALISED, 10) == alone(driver, PROMPTS[1], PENALISED, 10)
+    assert run_alone(driver, PROMPTS[1], PENALISED, 10) == run_alone(driver, PROMPTS[1], PENALISED, 10)
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, PENALISED], ids=["random", "penalised"])
-def test_retracted_requests_go_on_as_if_nothing_happened(driver: PlanDriver, sampling: SamplingParams) -> None:
-    expected = alone(driver, PROMPTS[2], sampling, 12, seed=9)
+def test_retracted_requests_continue_with_the_same_output(driver: PlanDriver, sampling: SamplingParams) -> None:
+    expected = run_alone(driver, PROMPTS[2], sampling, 12, seed=9)
     request = driver.admit(PROMPTS[2], sampling, seed=9, stop_ids=[0, 1, 2])
     driver.generate(request, 5)
     driver.release(request)
@@ -223,7 +227,7 @@ def wanted(request: Driven, sequence: int, start: int, end: int) -> PromptLogpro
     return PromptLogprobs(sequence, start - request.committed, targets)
 
 
-def test_non_finite_logits_end_one_request_alone(make_runner: MakeRunner) -> None:
+def test_non_finite_logits_end_only_their_request(make_runner: MakeRunner) -> None:
     poisoned = [array.copy() for array in WEIGHTS]
     poisoned[0][77] = np.nan
     runner = make_runner(poisoned, max_rows=2, token_budget=16)

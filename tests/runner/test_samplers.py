@@ -28,8 +28,8 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(scope="module", params=[name for name, kind in SAMPLERS.items() if not kind.slow])
 def fast(request: pytest.FixtureRequest) -> Kind:
-    """For thousands of samples. Each is a function of seed and position, so that a slow sampler that samples what a
-    fast one does has its distribution."""
+    """For thousands of samples. Each sample is a function of seed and position, so a slow sampler with the same samples
+    as a fast one has the same distribution."""
     return SAMPLERS[request.param]
 
 
@@ -64,13 +64,13 @@ def test_equals_the_reference(kind: Kind) -> None:
     @given(cases=st.lists(CASE, min_size=ROWS, max_size=ROWS))
     def check(cases: list[Case]) -> None:
         for token, reference in zip(kind.sample(cases), [case.reference() for case in cases], strict=True):
-            # A sample within rounding of ending otherwise says nothing.
+            # A sample whose result depends on rounding proves nothing.
             assert token == token_of(reference) or reference.margin < 1e-5
 
     check()
 
 
-def test_a_sample_depends_on_nothing_but_its_request(kind: Kind) -> None:
+def test_a_sample_depends_only_on_its_request(kind: Kind) -> None:
     @settings(max_examples=kind.few(40), deadline=None)
     @given(case=CASE, others=st.lists(CASE, min_size=3, max_size=3), row=st.integers(0, 2), line=st.integers(0, 3))
     def check(case: Case, others: list[Case], row: int, line: int) -> None:
@@ -83,7 +83,7 @@ def test_a_sample_depends_on_nothing_but_its_request(kind: Kind) -> None:
 
 
 def random_case(rng: np.random.Generator) -> Case:
-    """One in a vocabulary of 3000, most of whose tokens each filter and penalty has a say about."""
+    """A case with a vocabulary of 3000, in which each filter and penalty affects most tokens."""
     logits = rng.normal(0, 1.5, 3000).astype(np.float32)
     likeliest = np.argsort(-logits)[:40]
     return Case(
@@ -135,7 +135,7 @@ def test_frequencies_fit_the_distribution(fast: Kind, sampling: SamplingParams) 
 
 
 def sampled_tokens(fast: Kind, logits: np.ndarray, **sampling: float) -> set[int]:
-    """Every token that comes up in many samples."""
+    """All tokens that occur in many samples."""
     return set(fast.samples_of(logits, SamplingParams(**sampling), 2000))  # type: ignore[arg-type]
 
 
@@ -165,15 +165,15 @@ def test_a_large_vocabulary_is_filtered_exactly(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(("sampled", "token"), [(0, 4), (1, 4), (2, 9), (3, 9)])
-def test_stop_ids_are_masked_until_enough_tokens_were_sampled(kind: Kind, sampled: int, token: int) -> None:
+def test_stop_ids_are_masked_until_min_new_tokens_were_sampled(kind: Kind, sampled: int, token: int) -> None:
     logits = np.zeros(VOCAB, np.float32)
     logits[[4, 9]] = 1.0, 2.0
     sampling = SamplingParams(temperature=0.0, min_new_tokens=2)
     assert kind.sample([Case(logits, sampling, prompt=[1, 2, 3], output=[5] * sampled, stop_ids=[9, 30])]) == [token]
 
 
-def test_the_last_token_of_the_vocabulary_is_a_token_like_any_other(kind: Kind) -> None:
-    """It stands beside the number that fills unused entries of stop ids and biases."""
+def test_the_last_token_of_the_vocabulary_is_an_ordinary_token(kind: Kind) -> None:
+    """Its id is next to the number that fills unused entries of stop ids and biases."""
     last = VOCAB - 1
     logits = np.zeros(VOCAB, np.float32)
     logits[last] = 1.0
@@ -196,7 +196,7 @@ def test_the_last_token_of_the_vocabulary_is_a_token_like_any_other(kind: Kind) 
     ],
     ids=lambda asked: next(iter(asked)),
 )
-def test_a_greedy_request_alone_gets_the_one_thing_it_asks_for(kind: Kind, asked: dict[str, float]) -> None:
+def test_a_single_greedy_request_gets_the_one_option_it_sets(kind: Kind, asked: dict[str, float]) -> None:
     logits = np.zeros(VOCAB, np.float32)
     logits[[4, 9]] = 1.5, 2.0
     sampling = SamplingParams(temperature=0.0, **asked)
@@ -210,7 +210,7 @@ def test_tiny_temperature_is_greedy_and_stays_finite(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(top_p=0.9)], ids=["greedy", "random"])
-def test_non_finite_logits_spoil_their_row_alone(kind: Kind, sampling: SamplingParams) -> None:
+def test_non_finite_logits_affect_only_their_row(kind: Kind, sampling: SamplingParams) -> None:
     rng = np.random.default_rng(2)
     cases = [Case(rng.normal(size=VOCAB).astype(np.float32), sampling, seed=row) for row in range(5)]
     healthy = kind.sample(cases)
@@ -221,7 +221,7 @@ def test_non_finite_logits_spoil_their_row_alone(kind: Kind, sampling: SamplingP
     assert kind.sample(cases) == [INVALID_TOKEN] * 4 + [healthy[4]]
 
 
-def test_rows_that_sample_nothing_leave_the_counts_alone(kind: Kind) -> None:
+def test_rows_that_sample_nothing_leave_the_counts_unchanged(kind: Kind) -> None:
     sampling = SamplingParams(temperature=0.0, frequency_penalty=1.0)
     history = np.array([3, 3, 4, 5, 5], np.int32)
     sampler = kind.make(VOCAB)
@@ -251,7 +251,7 @@ def test_row_updates_leave_other_rows_untouched(kind: Kind) -> None:
     assert sampler.parameter("stop_ids")[2, :3].tolist() == [1, 2, VOCAB]
 
 
-def test_a_row_asks_for_nothing_that_only_the_request_before_asked_for(kind: Kind) -> None:
+def test_a_row_keeps_no_option_of_its_last_request(kind: Kind) -> None:
     logits = np.random.default_rng(4).normal(0, 1, VOCAB).astype(np.float32)
     loud = SamplingParams(
         temperature=1.5, top_k=3, min_new_tokens=9, repetition_penalty=3.0, logit_bias=dict.fromkeys(range(20), -50.0)

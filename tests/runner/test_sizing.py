@@ -1,4 +1,4 @@
-"""How many pages, rows and tokens a configuration and a machine give."""
+"""The number of pages, rows and tokens for a configuration and a machine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_defaults_on_a_cpu() -> None:
     assert (sizes.token_budget, sizes.max_context) == (512, 8192)
 
 
-def test_an_accelerator_gives_all_its_memory() -> None:
+def test_all_memory_of_an_accelerator_is_used() -> None:
     sizes = choose_sizes(EngineConfig(mem_fraction_static=0.5), 8192, TPU)
     assert sizes.num_pages[0] == 7 * 1024
     assert sizes.max_rows == 256
     assert sizes.token_budget == 512
 
 
-def test_a_pool_on_a_cpu_is_no_larger_than_its_rows_can_use() -> None:
+def test_a_pool_on_a_cpu_is_limited_to_what_its_rows_can_use() -> None:
     assert choose_sizes(EngineConfig(max_running_requests=2), 512, CPU).num_pages[0] == 1 + 2 * 32
 
 
@@ -39,20 +39,20 @@ def test_a_longer_context_enlarges_the_pool() -> None:
     assert choose_sizes(EngineConfig(), 131072, CPU).max_context == 32768
 
 
-def test_the_context_is_what_the_pool_holds(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_context_is_limited_by_the_pool(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         sizes = choose_sizes(EngineConfig(max_total_tokens=1000), 8192, CPU)
     assert (sizes.num_pages[0], sizes.max_context) == (63, 992)
     assert "context length is 992 instead of 8192: the KV pool holds 992 tokens" in caplog.text
 
 
-def test_the_budget_has_room_for_prefill_beside_all_decode_rows() -> None:
+def test_the_budget_has_room_for_prefill_with_all_decode_rows() -> None:
     sizes = choose_sizes(EngineConfig(max_running_requests=100, chunked_prefill_size=64), 8192, CPU)
     assert sizes.token_budget == 200
 
 
 @pytest.mark.parametrize(("gib", "tokens"), [(16, 1024), (22, 2048), (45, 4096), (78, 8192), (139, 8192)])
-def test_a_step_of_a_gpu_has_as_many_prompt_tokens_as_its_memory_suggests(gib: int, tokens: int) -> None:
+def test_the_prompt_tokens_of_a_step_on_a_gpu_follow_its_memory(gib: int, tokens: int) -> None:
     gpu = Memory("cuda", gib * GIB, GIB, (GroupMemory("full", 2**20),))
     sizes = choose_sizes(EngineConfig(), 8192, gpu)
     assert (sizes.prompt_tokens, sizes.token_budget) == (tokens, tokens)
@@ -73,7 +73,7 @@ def test_a_context_may_be_as_long_as_rope_scaling_reaches() -> None:
         choose_sizes(EngineConfig(context_length=16385), 8192, CPU, 16384)
 
 
-def test_memory_that_holds_no_request_is_refused_with_its_numbers() -> None:
+def test_memory_for_less_than_one_request_is_refused_with_the_numbers() -> None:
     small = Memory("cpu", available=1200 * 2**20, weights=1000 * 2**20, groups=(GroupMemory("full", 2**20),))
     with pytest.raises(ConfigError, match=r"1,200 MiB .* 0\.85: after 1,000 MiB .* 32 MiB of KV .* 512 tokens"):
         choose_sizes(EngineConfig(), 8192, small)
@@ -93,11 +93,12 @@ GEMMA = Memory(
     weights=GIB,
     groups=(GroupMemory("full", 2**20), GroupMemory("swa", 5 * 2**20, CacheKind.WINDOW, 1024)),
 )
-"""One layer of six sees all tokens."""
+"""One layer in six sees all tokens."""
 
 
 def test_a_pool_for_windows_is_a_share_of_the_other() -> None:
-    """A quarter, and for one request a window and two steps of 512 tokens: 1,024 + 2 * (512 + 16) of 16 a page."""
+    """A quarter; and for a single request a window and two steps of 512 tokens: 1,024 + 2 * (512 + 16), with pages of
+    16."""
     full, window = choose_sizes(EngineConfig(mem_fraction_static=0.5), 32768, GEMMA).num_pages
     assert window - 1 == -(-(full - 1) // 4) + 130
     assert 0 <= 7 * 1024 - (full + 5 * window) < 7
@@ -135,7 +136,7 @@ def test_where_all_layers_have_windows_the_context_may_be_longer_than_the_pool()
         ),
     ],
 )
-def test_a_ratio_that_does_nothing_is_told(memory: Memory, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_ratio_without_effect_is_logged(memory: Memory, why: str, caplog: pytest.LogCaptureFixture) -> None:
     choose_sizes(EngineConfig(), 8192, memory)
     choose_sizes(EngineConfig(swa_full_tokens_ratio=0.5), 8192, GEMMA)
     assert "--swa-full-tokens-ratio" not in caplog.text
@@ -159,7 +160,7 @@ def test_the_log_names_each_pool() -> None:
 
 
 HYBRID = Memory("tpu", 16 * GIB, GIB, (GroupMemory("full", 2**20), GroupMemory("mamba", 40 * 2**20, CacheKind.STATE)))
-"""A state takes as much as 640 tokens of keys and values."""
+"""A state takes as much memory as keys and values of 640 tokens."""
 
 
 def test_states_have_a_share_of_the_memory_for_pages() -> None:
@@ -172,26 +173,26 @@ def test_states_have_a_share_of_the_memory_for_pages() -> None:
     assert sizes.max_rows == 45, "as many slots for cached prefixes as for rows"
 
 
-def test_slots_that_are_asked_for_bound_the_rows() -> None:
+def test_requested_slots_bound_the_rows() -> None:
     sizes = choose_sizes(EngineConfig(max_mamba_cache_size=30, max_running_requests=25), 32768, HYBRID)
     assert (sizes.num_pages[1], sizes.max_rows) == (31, 25)
     sizes = choose_sizes(EngineConfig(max_mamba_cache_size=20, max_running_requests=25), 32768, HYBRID)
     assert (sizes.num_pages[1], sizes.max_rows) == (21, 20)
 
 
-def test_with_the_prefix_cache_off_no_spare_slots_are_held() -> None:
+def test_with_the_prefix_cache_off_there_are_no_spare_slots() -> None:
     config = EngineConfig(disable_radix_cache=True, max_mamba_cache_size=200, max_running_requests=25)
     sizes = choose_sizes(config, 32768, HYBRID)
     assert (sizes.num_pages[1], sizes.max_rows) == (26, 25)
 
 
-def test_small_states_are_at_most_as_many_as_ends_of_pages() -> None:
+def test_there_are_no_more_small_states_than_page_boundaries() -> None:
     tiny = Memory("tpu", 16 * GIB, GIB, (GroupMemory("full", 2**20), GroupMemory("mamba", 2**10, CacheKind.STATE)))
     sizes = choose_sizes(EngineConfig(max_total_tokens=1600, max_running_requests=8), 1024, tiny)
     assert sizes.num_pages == (101, 1 + 100 + 16)
 
 
-def test_a_model_of_states_alone_has_slots_and_any_context() -> None:
+def test_a_model_with_only_states_has_slots_and_any_context() -> None:
     alone = Memory("tpu", 16 * GIB, GIB, (GroupMemory("mamba", 40 * 2**20, CacheKind.STATE),))
     sizes = choose_sizes(EngineConfig(mem_fraction_static=0.5), 32768, alone)
     assert sizes.num_pages == (7 * 1024 // 40,)
@@ -199,8 +200,8 @@ def test_a_model_of_states_alone_has_slots_and_any_context() -> None:
     assert describe_pools(alone, sizes, 16) == "178 recurrent states in 7,160 MiB"
 
 
-def test_pages_of_a_draft_model_beside_states_alone_bound_the_context() -> None:
-    """States then take a share of what these pages take, as beside attention."""
+def test_pages_of_a_draft_model_bound_the_context_of_a_model_with_only_states() -> None:
+    """States then get a share of the memory for these pages, as for models with attention."""
     states = Memory("tpu", 16 * GIB, GIB, (GroupMemory("mamba", 40 * 2**20, CacheKind.STATE),))
     both = with_draft(states, GIB, (GroupMemory("full", 2**20),))
     sizes = choose_sizes(EngineConfig(max_total_tokens=16 * 1000), 32768, both)

@@ -1,4 +1,4 @@
-"""Messages between processes: every field comes back as it was, and bytes that are no message are refused."""
+"""Messages between processes: every field survives the round trip, and invalid bytes are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ POOLS = st.one_of(
     st.builds(PoolSpec, st.text(), st.just(CacheKind.STATE), st.integers(1, 9), PAGES),
 )
 
-# Those that check what they are given, with values that they take.
+# Types that validate their values, with values that they accept.
 CHECKED: dict[type, st.SearchStrategy[Any]] = {
     SamplingParams: st.builds(
         SamplingParams,
@@ -84,7 +84,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def full(kind: Any) -> Any:
-    """A small value of an annotated type in which nothing is left out."""
+    """A small value of an annotated type with every field set."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is SamplingParams:
         return SamplingParams(stop=("a",), logit_bias={7: 1.0}, stop_token_ids=(3,), seed=2**62)
@@ -101,7 +101,7 @@ def full(kind: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal to the last bit, and of equal types; sequences and mappings as such."""
+    """Equal to the last bit, and of equal types; sequences and mappings element by element."""
     if dataclasses.is_dataclass(one):
         names = [field.name for field in dataclasses.fields(one)]
         return type(one) is type(other) and all(same(getattr(one, name), getattr(other, name)) for name in names)
@@ -119,7 +119,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_every_field_comes_back(kind: type, data: st.DataObject) -> None:
+def test_every_field_survives_the_round_trip(kind: type, data: st.DataObject) -> None:
     message = data.draw(values(kind))
     codec = ORDERS if kind in (StepPlan, WarmUp, Leave, GiveUp) else Codec(kind)
     assert same(codec.decode(codec.encode(message)), message)
@@ -132,26 +132,26 @@ class Inner:
 
 @dataclass(frozen=True)
 class Later:
-    """What a plan may hold one day: nothing in the codec names its fields."""
+    """A future field of a plan: nothing in the codec names fields."""
 
     masks: tuple[Inner, ...]
     table: Mapping[int, float]
     shapes: tuple[tuple[int, int], ...] = ()
 
 
-def test_fields_that_nobody_has_thought_of_travel_too() -> None:
+def test_future_fields_are_sent_too() -> None:
     codec = Codec(Later)
     message = Later((Inner(np.arange(6, dtype=np.uint8).reshape(2, 3)), Inner(None)), {7: 0.5}, ((1, 2),))
     assert same(codec.decode(codec.encode(message)), message)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_sent_as_numbers() -> None:
     spec = RunnerSpec((), np.int32(4), np.int64(5), 6, 7)  # type: ignore[arg-type]
     codec = Codec(RunnerSpec)
     assert codec.decode(codec.encode(spec)) == RunnerSpec((), 4, 5, 6, 7)
 
 
-def test_what_is_decoded_owns_its_arrays_and_is_not_to_be_written_to() -> None:
+def test_decoded_arrays_own_their_memory_and_are_read_only() -> None:
     codec = Codec(Inner)
     sent = np.arange(4, dtype=np.uint8)
     data = bytearray(codec.encode(Inner(sent)))
@@ -163,12 +163,12 @@ def test_what_is_decoded_owns_its_arrays_and_is_not_to_be_written_to() -> None:
     assert not words.flags.writeable
 
 
-def test_what_no_plan_holds_is_not_sent() -> None:
+def test_other_objects_are_not_sent() -> None:
     with pytest.raises(NotImplementedError, match="a object cannot be sent"):
         Codec(GiveUp).encode(GiveUp(object()))  # type: ignore[arg-type]
 
 
-def test_a_frame_that_is_cut_off_or_goes_on_is_refused() -> None:
+def test_a_frame_that_is_too_short_or_too_long_is_refused() -> None:
     data = PLANS.encode(full(StepPlan))
     for length in range(len(data)):
         with pytest.raises(FrameError, match=f"^{length} bytes that are not a message of StepPlan: "):
@@ -179,7 +179,7 @@ def test_a_frame_that_is_cut_off_or_goes_on_is_refused() -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(message=values(StepPlan), data=st.data())
-def test_bytes_that_changed_on_the_way_are_a_plan_or_refused(message: StepPlan, data: st.DataObject) -> None:
+def test_corrupted_bytes_decode_to_a_plan_or_are_refused(message: StepPlan, data: st.DataObject) -> None:
     frame = bytearray(PLANS.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
@@ -214,14 +214,14 @@ def test_any_bytes_are_refused(data: bytes) -> None:
         (7, "cannot unpack"),
     ],
 )
-def test_an_array_is_what_its_field_says(array: object, reason: str) -> None:
+def test_an_array_has_the_type_and_shape_of_its_field(array: object, reason: str) -> None:
     kind = dataclasses.make_dataclass("One", [("one", NDArray[np.int32])])
     liar = dataclasses.make_dataclass("One", [("one", object)])
     with pytest.raises(FrameError, match=rf"{reason}.* - at `\$\.one`"):
         Codec(kind).decode(Codec(liar).encode(liar(array)))
 
 
-def test_a_message_is_one_of_those_that_are_expected() -> None:
+def test_only_expected_kinds_of_messages_are_accepted() -> None:
     with pytest.raises(FrameError, match="a message named 'Leave', expected one of StepPlan"):
         PLANS.decode(ORDERS.encode(Leave()))
     missing = dataclasses.make_dataclass("GiveUp", [("cause", str)])
@@ -230,7 +230,7 @@ def test_a_message_is_one_of_those_that_are_expected() -> None:
 
 
 def test_forms_differ_where_fields_do() -> None:
-    """Down to the fields of what is in a tuple in a field."""
+    """Including fields of elements of a tuple in a field."""
     assert Codec(Later).form == Codec(Later).form
     grown = dataclasses.make_dataclass("Inner", [("words", NDArray[np.uint8]), ("bits", int)])
     later = dataclasses.make_dataclass("Later", [("masks", tuple[grown, ...]), ("table", int), ("shapes", int)])

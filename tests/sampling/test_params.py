@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler: sequences are refused by name, and empty ones are nothing."""
+"""Sampling parameters: sequences of a wrong type are refused by name, and empty ones count as absent."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def test_sequences_are_refused_by_name(fields: dict[str, object], param: str) ->
     assert refused.value.param == param
 
 
-def test_empty_sequences_are_nothing() -> None:
+def test_empty_sequences_count_as_absent() -> None:
     assert SamplingParams(stop=[], stop_token_ids=[], logit_bias={}).stop == []

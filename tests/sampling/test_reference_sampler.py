@@ -18,11 +18,11 @@ def test_penalties_count_prompt_and_output_as_documented() -> None:
     )
     logits = np.array([2.0, -2.0, 2.0, 0.0, 7.0], np.float32)
     adjusted = adjusted_logits(logits, sampling, prompt=[0, 1], output=[2, 2, 1], stop_ids=[4])
-    # 0: repetition alone. 1: -2 * 2 - .5 - 1. 2: 2 / 2 - 2 * .5 - 1. 3: bias alone. 4: masked.
+    # 0: only repetition. 1: -2 * 2 - .5 - 1. 2: 2 / 2 - 2 * .5 - 1. 3: only bias. 4: masked.
     assert adjusted.tolist() == [1.0, -5.5, -1.0, 4.0, -np.inf]
 
 
-def test_stop_ids_are_free_once_enough_was_sampled() -> None:
+def test_stop_ids_are_allowed_once_min_new_tokens_were_sampled() -> None:
     sampling = SamplingParams(min_new_tokens=2)
     assert adjusted_logits(LOGITS, sampling, [0], [1], [2])[2] == -np.inf
     assert adjusted_logits(LOGITS, sampling, [0], [1, 1], [2])[2] == LOGITS[2]

@@ -1,4 +1,4 @@
-"""Who starts is told before the step runs that they start with."""
+"""The scheduler announces the requests that start before it launches the step that they start with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_jax.scheduler.messages import StepOutputs
 
 
 class BrokenDeviceError(Exception):
-    """What a device raises."""
+    """Raised by a device."""
 
 
 def test_a_step_that_breaks_the_engine_has_been_announced() -> None:
@@ -28,7 +28,7 @@ def test_a_step_that_breaks_the_engine_has_been_announced() -> None:
     assert set(bench.channel.cached) == set(ids[:2])
 
 
-def test_nothing_is_announced_twice_or_for_nobody() -> None:
+def test_each_start_is_announced_once_and_steps_without_starts_announce_nothing() -> None:
     bench = Bench(rows=2)
     for number in range(4):
         bench.add([1 + number] * 6, max_new_tokens=4)

@@ -1,4 +1,5 @@
-"""KV from which nothing finite can be sampled: it ends who computed it, and nobody after that."""
+"""KV that yields no finite logits: the request that computed it ends with an error, and no later request
+fails on it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def endless(tokens: int = 4, seed: int = 5) -> SamplingParams:
 
 
 def spoil(bench: Bench) -> None:
-    """The next step is run by a device that has a fault."""
+    """The next step runs on a faulty device."""
     bench.runner.spoil_next = True
     bench.scheduler.step()
     assert not bench.runner.spoil_next, "no step was launched"
@@ -43,7 +44,7 @@ def kinds(bench: Bench) -> dict[int, str]:
 
 
 def test_one_bad_step_does_not_poison_a_prefix() -> None:
-    """20 of 20 later requests with the same system prompt failed on a healthy device."""
+    """Regression: 20 of 20 later requests with the same system prompt failed on a healthy device."""
     bench = Bench(chunk=64, budget=64)
     bench.add([*SYSTEM, 3], sampling=endless())
     spoil(bench)
@@ -58,7 +59,7 @@ def test_one_bad_step_does_not_poison_a_prefix() -> None:
 
 @pytest.mark.parametrize("bad_chunk", [0, 1, 2])
 def test_a_bad_chunk_of_a_prompt_under_way(bad_chunk: int) -> None:
-    """It shows with the last chunk alone; by then the others are in the tree."""
+    """The fault only shows at the last chunk, when the earlier chunks are already in the tree."""
     bench = Bench(chunk=12, budget=32)
     bench.add([*SYSTEM, 3], sampling=endless())
     for chunk in range(3):
@@ -73,8 +74,8 @@ def test_a_bad_chunk_of_a_prompt_under_way(bad_chunk: int) -> None:
     assert bench.channel.cached[2] == 0
 
 
-def test_who_reads_bad_kv_of_others_is_computed_anew_and_does_not_fail() -> None:
-    """Both are running when it shows: one computed it, the others found it in the tree."""
+def test_a_request_that_read_bad_kv_of_another_is_recomputed_and_does_not_fail() -> None:
+    """Both are running when the fault shows: one computed the KV, the other matched it in the tree."""
     bench = Bench(chunk=64, budget=64)
     leader = bench.add([*SYSTEM, 3], sampling=endless())
     sharers = [bench.add([*SYSTEM, 4 + k], sampling=endless(seed=k)) for k in range(3)]
@@ -85,7 +86,7 @@ def test_who_reads_bad_kv_of_others_is_computed_anew_and_does_not_fail() -> None
     assert kinds(bench) == {leader: "error"} | dict.fromkeys(sharers, "length")
 
 
-def test_a_long_prompt_on_bad_kv_starts_again_before_it_is_through() -> None:
+def test_a_long_prompt_on_bad_kv_restarts_before_its_last_chunk() -> None:
     bench = Bench(pages=128, chunk=40, budget=64, context=256)
     leader = bench.add([*SYSTEM, 3], sampling=endless())
     long = bench.add([*SYSTEM, *([9] * 150)], sampling=endless())
@@ -98,7 +99,7 @@ def test_a_long_prompt_on_bad_kv_starts_again_before_it_is_through() -> None:
     assert kinds(bench) == {leader: "error", long: "length"}
 
 
-def test_sharers_who_wait_for_a_prefix_that_turns_out_bad_compute_it() -> None:
+def test_sharers_that_wait_for_a_prefix_compute_it_when_it_turns_out_bad() -> None:
     bench = Bench(chunk=12, budget=32)
     leader = bench.add([*SYSTEM, 3], sampling=endless())
     waiting = [bench.add([*SYSTEM, 4 + k], sampling=endless()) for k in range(2)]
@@ -108,8 +109,8 @@ def test_sharers_who_wait_for_a_prefix_that_turns_out_bad_compute_it() -> None:
     assert kinds(bench) == {leader: "error"} | dict.fromkeys(waiting, "length")
 
 
-def test_a_row_that_was_re_pointed_at_bad_kv_is_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both compute the prefix; the second gives its own good copy up for the first one's, which is bad."""
+def test_a_row_that_was_switched_to_bad_kv_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both compute the prefix; the second gives up its own good copy for the first one's, which is bad."""
     monkeypatch.setattr("sglang_jax.scheduler.admission.Admission._should_wait", lambda *arguments: False)
     bench = Bench(chunk=8, budget=64, rows=4)
     first = bench.add(SYSTEM[:8], sampling=endless())
@@ -124,8 +125,8 @@ def test_a_row_that_was_re_pointed_at_bad_kv_is_computed_anew(monkeypatch: pytes
     assert kinds(bench)[second] == "length"
 
 
-def test_bad_kv_of_an_aborted_request_fails_nobody() -> None:
-    """Nothing was ever sampled from it, so nothing has told that it is bad."""
+def test_bad_kv_of_an_aborted_request_fails_no_later_request() -> None:
+    """Nothing was sampled from it before the abort, so nothing had shown that it is bad."""
     bench = Bench(chunk=12, budget=32)
     gone = bench.add([*SYSTEM, 3], sampling=endless())
     spoil(bench)
@@ -135,8 +136,8 @@ def test_bad_kv_of_an_aborted_request_fails_nobody() -> None:
     assert kinds(bench) == {gone: "abort"} | dict.fromkeys(later, "length")
 
 
-def test_a_model_that_gives_no_finite_logits_fails_each_request_alone() -> None:
-    """Two computations of the prefix, not one for each request; and whoever does not ask for it is well."""
+def test_a_model_without_finite_logits_for_a_prompt_fails_only_its_requests() -> None:
+    """The prefix is computed twice, not once per request, and requests for other prompts succeed."""
     bench = Bench(chunk=64, budget=64, invalid_token=VOCAB - 1, rows=8)
     bench.runner.keep_plans = True
     bad = [bench.add([*SYSTEM, VOCAB - 1], sampling=endless(seed=k)) for k in range(6)]
@@ -148,9 +149,8 @@ def test_a_model_that_gives_no_finite_logits_fails_each_request_alone() -> None:
     assert kinds(bench)[again] == "length"
 
 
-def test_who_merely_reads_outlives_several_bad_steps() -> None:
-    """The second of three sharers computes the prefix anew, in a step that is bad as well; the third had a part in
-    neither."""
+def test_a_request_that_only_reads_survives_several_bad_steps() -> None:
+    """The second of three sharers recomputes the prefix, in another bad step; the third computed in neither."""
     bench = Bench(chunk=64, budget=64)
     first, second, third = (bench.add([*SYSTEM, 3 + k], sampling=endless(seed=k)) for k in range(3))
     spoil(bench)
@@ -167,7 +167,7 @@ def test_who_merely_reads_outlives_several_bad_steps() -> None:
     assert kinds(bench) == {first: "error", second: "error", third: "length"}
 
 
-def test_on_a_device_that_gives_nothing_finite_all_fail_after_a_few_restarts() -> None:
+def test_on_a_device_without_finite_logits_all_requests_fail_after_a_few_restarts() -> None:
     bench = Bench(chunk=64, budget=64, rows=8)
     bad = [bench.add([*SYSTEM, 3 + k], sampling=endless(seed=k)) for k in range(6)]
     most = 0
@@ -184,7 +184,7 @@ def test_on_a_device_that_gives_nothing_finite_all_fail_after_a_few_restarts() -
 
 
 @pytest.mark.parametrize("shared", [32, 16])
-def test_a_bad_tail_leaves_a_good_prefix_of_others_alone(shared: int) -> None:
+def test_a_bad_tail_leaves_the_good_prefix_of_others_cached(shared: int) -> None:
     bench = Bench(chunk=64, budget=64, invalid_token=VOCAB - 1)
     bench.add([*SYSTEM, 3], sampling=endless())
     finish(bench)
@@ -195,7 +195,7 @@ def test_a_bad_tail_leaves_a_good_prefix_of_others_alone(shared: int) -> None:
     assert bench.channel.cached[last] == 32
 
 
-def test_a_step_that_goes_bad_while_decoding_keeps_nothing_of_the_request() -> None:
+def test_nothing_is_cached_of_a_request_that_fails_while_decoding() -> None:
     bench = Bench(chunk=64, budget=64)
     first = bench.add([*SYSTEM, 3], sampling=endless(20))
     for _ in range(4):
@@ -207,8 +207,9 @@ def test_a_step_that_goes_bad_while_decoding_keeps_nothing_of_the_request() -> N
     assert bench.scheduler.cache.groups[0].pool.num_free == bench.scheduler.cache.groups[0].pool.total
 
 
-def test_who_shares_a_good_prefix_of_a_failed_request_goes_on() -> None:
-    """The sharer's samples were finite: what it reads is kept until it lets go, and given to nobody else."""
+def test_a_sharer_of_the_good_prefix_of_a_failed_request_continues() -> None:
+    """The sharer's samples were finite: the pages it reads stay until it releases them, and no other request matches
+    them."""
     bench = Bench(chunk=64, budget=64)
     first = bench.add([*SYSTEM, VOCAB - 2], sampling=endless(30))
     for _ in range(3):
@@ -216,7 +217,7 @@ def test_who_shares_a_good_prefix_of_a_failed_request_goes_on() -> None:
     second = bench.add([*SYSTEM, 4], sampling=endless(20))
     for _ in range(3):
         bench.scheduler.step()
-    fail_alone(bench, first)
+    spoil_next_sample(bench, first)
     assert bench.channel.cached[second] == 32
     third = bench.add([*SYSTEM, 5], sampling=endless(4))
     finish(bench)
@@ -224,7 +225,7 @@ def test_who_shares_a_good_prefix_of_a_failed_request_goes_on() -> None:
     assert bench.channel.cached[third] == 0
 
 
-def test_what_a_failed_request_wrote_is_found_after_others_divided_it() -> None:
+def test_kv_of_a_failed_request_is_dropped_from_nodes_that_were_split_since() -> None:
     bench = Bench(chunk=64, budget=64)
     first = bench.add([*SYSTEM, 3], sampling=endless(30))
     for _ in range(3):
@@ -233,15 +234,15 @@ def test_what_a_failed_request_wrote_is_found_after_others_divided_it() -> None:
     for _ in range(3):
         bench.scheduler.step()
     assert bench.channel.cached[second] == 16
-    fail_alone(bench, first)
+    spoil_next_sample(bench, first)
     third = bench.add([*SYSTEM, 5], sampling=endless())
     finish(bench)
     assert kinds(bench) == {first: "error", second: "length", third: "length"}
     assert bench.channel.cached[third] == 0
 
 
-def fail_alone(bench: Bench, request: int) -> None:
-    """The request's next sample is not finite, that of others is."""
+def spoil_next_sample(bench: Bench, request: int) -> None:
+    """Makes the next sample of this request not finite, and leaves those of others as they are."""
     row = bench.scheduler.requests[request].row
     run = bench.runner._run
 
@@ -273,7 +274,7 @@ def test_prompt_logprobs_that_are_not_finite_end_the_request_and_are_not_publish
     assert len(told) == max(12 * bad_chunk - max(start - 1, 0), 0)
 
 
-def test_a_request_that_starts_again_tells_its_prompt_logprobs_once() -> None:
+def test_a_restarted_request_publishes_its_prompt_logprobs_once() -> None:
     bench = Bench(chunk=64, budget=64)
     bench.add([*SYSTEM, 3], sampling=endless())
     scored = bench.add([*SYSTEM, 4, 5], sampling=endless(), logprob_start=20, top_logprobs=0)
@@ -286,7 +287,7 @@ def test_a_request_that_starts_again_tells_its_prompt_logprobs_once() -> None:
     assert [logprob for _, logprob in told] == pytest.approx(wanted)
 
 
-def test_an_abort_of_a_request_that_is_to_start_again() -> None:
+def test_a_request_about_to_restart_can_be_aborted() -> None:
     bench = Bench(chunk=64, budget=64)
     leader = bench.add([*SYSTEM, 3], sampling=endless())
     sharer = bench.add([*SYSTEM, 4], sampling=endless(30))
@@ -301,10 +302,10 @@ def test_an_abort_of_a_request_that_is_to_start_again() -> None:
     assert bench.scheduler.cache.groups[0].pool.num_free == bench.scheduler.cache.groups[0].pool.total
 
 
-def test_books_that_do_not_add_up_at_idle_are_logged_and_counted(
+def test_page_counts_that_do_not_add_up_at_idle_are_logged_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Outside debug mode nothing looked; the server goes on."""
+    """Outside debug mode nothing checked; the server continues."""
     release = KVCache.release_kv_cache
 
     def leak(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool, kept: None) -> None:
@@ -326,9 +327,10 @@ def test_books_that_do_not_add_up_at_idle_are_logged_and_counted(
     assert bench.scheduler.log.counts.memory_faults == 1, "one fault is told once"
 
 
-def test_who_lost_its_row_proves_nothing_of_the_one_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first sample did not tell, as it had been re-pointed; then it was retracted. What it computes now was sampled
-    from by nobody: held for proven, a spoilt chunk of it failed whoever shared it, for ever."""
+def test_a_retracted_request_validates_no_kv_of_its_new_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request's row was switched to shared pages before its first sample, which therefore validated nothing; then
+    it was retracted. No sample has read the KV that it computes now. When that KV counted as valid, a bad chunk of it
+    failed every later request that shared it."""
     monkeypatch.setattr(Admission, "_should_wait", lambda self, *arguments: False)
     bench = Bench(pages=64, page_size=4, rows=4, chunk=64, budget=64, context=64)
     scheduler = bench.scheduler
@@ -356,9 +358,9 @@ def test_who_lost_its_row_proves_nothing_of_the_one_it_has_now(monkeypatch: pyte
     assert bench.channel.output(last) == bench.wanted[last]
 
 
-def test_who_read_a_spoilt_window_that_is_gone_is_computed_anew() -> None:
-    """The head of a proven prompt lost its window, and a spoilt step computed it again for somebody who went. Whoever
-    began there failed, as the pages that it had read were given up by the time it sampled."""
+def test_a_request_that_read_a_bad_window_since_freed_is_recomputed() -> None:
+    """The head of a validated prompt lost its window pages, and a bad step recomputed them for a request that then
+    left. A request that began there failed, as the pages that it had read were free by the time it sampled."""
     bench = Bench(pages=5, page_size=1, rows=1, chunk=3, budget=3, context=24, window=5)
     scheduler, cache = bench.scheduler, bench.scheduler.cache
     prompt = [1, 2, 5, 10, 17]

@@ -1,4 +1,4 @@
-"""What operators see of the cache, and the switches that shake it."""
+"""The cache report for operators, and the options that stress the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_jax.scheduler.messages import OpenSession, SessionTurn
 
 
 def used() -> Bench:
-    """Prompts that begin alike, a session, and a request that runs."""
+    """Prompts that share a prefix, a session, and a running request."""
     bench = Bench(pages=64, page_size=4, window=None, more=((6, 64), (STATE, 24)))
     for tail in range(4):
         bench.add([*range(1, 21), 30 + tail, 1, 2, 3, 4], 3)
@@ -30,7 +30,7 @@ def used() -> Bench:
     return bench
 
 
-def test_a_report_adds_up_and_says_nothing_of_prompts() -> None:
+def test_a_report_adds_up_and_holds_no_prompt_tokens() -> None:
     bench = used()
     report = bench.scheduler.report_cache()
     assert [(group.name, group.unit) for group in report.groups] == [
@@ -55,7 +55,7 @@ def test_a_report_adds_up_and_says_nothing_of_prompts() -> None:
     assert msgspec.json.decode(msgspec.json.encode(report), type=CacheReport) == report
 
 
-def test_a_large_tree_is_reported_in_part_with_what_is_above() -> None:
+def test_a_large_tree_is_reported_in_part_with_the_ancestors() -> None:
     bench = Bench(pages=900, page_size=1, context=64)
     for number in range(MOST_NODES + 60):
         bench.add([1 + number % 39, 1 + number // 39, 5], 1)
@@ -94,7 +94,8 @@ def test_ids_cannot_write_to_a_terminal() -> None:
 
 @pytest.mark.parametrize("more", [(), ((6, 64), (STATE, 24))], ids=["keys", "keys, windows and states"])
 def test_outputs_are_the_same_under_stress(more: tuple) -> None:
-    """Every second step somebody loses its row, every third the cache what nobody depends on; and all get on."""
+    """Every second step retracts a request, every third evicts all cached prefixes that are not in use; all requests
+    finish."""
     bench = Bench(pages=64, page_size=4, more=more, options={"test_retract": 2, "test_evict": 3})
     for number in range(6):
         bench.add([*range(1, 20), 30 + number], 12, seed=number)
@@ -105,7 +106,7 @@ def test_outputs_are_the_same_under_stress(more: tuple) -> None:
     assert all(one.kind in ("stop", "length") for one in bench.channel.finished.values())
 
 
-def test_one_request_gets_on_though_every_step_retracts() -> None:
+def test_a_single_request_finishes_although_every_step_retracts() -> None:
     bench = Bench(page_size=4, chunk=3, options={"test_retract": 1})
     bench.add(list(range(1, 30)), 8)
     bench.run()

@@ -1,4 +1,4 @@
-"""Several prompts in one step: who is given how many of its tokens, and how many it has."""
+"""Several prompts in one step: how the step's tokens are divided among them, and how many tokens a step has."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class TestSharing:
     def test_nothing_is_lost_and_order_is_kept(
         self, work: list[int], allowance: int, priorities: list[int], order: list[int]
     ) -> None:
-        """All that the step has is given away; beside the oldest, who has more work left has something only if all
-        before it have everything."""
+        """All tokens of the step are used. Apart from the oldest, a prompt with more remaining work gets tokens only
+        once all with less have everything."""
         prompts = [waiting(sequence, priority) for sequence, priority in zip(order, priorities, strict=True)]
         prompts = prompts[: len(work)]
         parts = ChunkSharing().share(prompts, work, allowance)
@@ -75,7 +75,7 @@ class TestSharing:
 
 class TestInTheScheduler:
     def test_a_short_prompt_never_waits_behind_a_long_one(self) -> None:
-        """20 tokens waited 61 steps behind a prompt of 16k that took every chunk whole."""
+        """Regression: 20 tokens waited 61 steps behind a prompt of 16k that took every chunk whole."""
         bench = Bench(pages=512, chunk=16, budget=32, context=1200)
         bench.runner.keep_plans = True
         long = bench.add(prompt(1000, 1), sampling=endless())
@@ -90,7 +90,7 @@ class TestInTheScheduler:
         bench.run()
         bench.check_outputs()
 
-    def test_one_waits_behind_long_ones_that_are_still_in_the_queue_neither(self) -> None:
+    def test_a_short_prompt_does_not_wait_behind_long_ones_in_the_queue(self) -> None:
         bench = Bench(pages=600, chunk=16, budget=32, rows=8, context=1200)
         long = [bench.add(prompt(500, 1 + k), sampling=endless()) for k in range(4)]
         for _ in range(3):
@@ -104,7 +104,7 @@ class TestInTheScheduler:
         bench.check_outputs()
 
     def test_a_long_prompt_ends_whatever_arrives(self) -> None:
-        """At least a quarter of each step is the oldest prompt's."""
+        """At least a quarter of each step goes to the oldest prompt."""
         bench = Bench(pages=600, chunk=16, budget=32, rows=8, context=600)
         long = bench.add(prompt(320, 1), sampling=endless(1))
         for step in range(320 // 4 + 4):
@@ -145,7 +145,7 @@ class TestInTheScheduler:
 
 
 class TestStepTimes:
-    def test_it_learns_what_a_step_costs(self) -> None:
+    def test_it_learns_the_cost_of_a_step(self) -> None:
         times, random = StepTimes(), np.random.default_rng(0)
 
         def seconds(shape: StepShape) -> float:
@@ -163,14 +163,14 @@ class TestStepTimes:
             assert times.expect(some) == pytest.approx(seconds(some), rel=0.02)
         assert times.error < 0.02
 
-    def test_it_follows_a_machine_that_becomes_slower(self) -> None:
+    def test_it_adapts_to_a_machine_that_becomes_slower(self) -> None:
         times = StepTimes()
         for factor in (1.0, 2.0):
             for k in range(400):
                 times.observe(StepShape(8, 8000, k % 7 * 64, 0), factor * (0.01 + 1e-5 * (k % 7 * 64)))
         assert times.expect(StepShape(8, 8000, 256, 0)) == pytest.approx(2 * (0.01 + 256e-5), rel=0.05)
 
-    def test_a_step_in_which_a_program_was_compiled_does_not_count_for_more(self) -> None:
+    def test_a_step_that_compiled_a_program_has_no_extra_weight(self) -> None:
         times = StepTimes()
         for _ in range(100):
             times.observe(StepShape(8, 8000, 64, 0), 0.01)
@@ -188,15 +188,16 @@ class TestStepTimes:
 
     @pytest.mark.parametrize("kind", [0, 64])
     def test_the_first_step_may_take_a_thousand_times_as_long(self, kind: int) -> None:
-        """A program that was compiled in it left chunks at 16 tokens for 740 steps."""
+        """A program compiled in the first step left chunks at 16 tokens for 740 steps."""
         times = StepTimes()
         times.observe(StepShape(8, 8000, kind, 0), 20.0)
         for k in range(20):
             times.observe(StepShape(8, 8000, 64 * (k % 3), 0), 0.01 + 64 * (k % 3) * 1e-4)
         assert times.expect(StepShape(8, 8000, 128, 0)) == pytest.approx(0.01 + 128e-4, rel=0.1)
 
-    def test_a_device_that_waits_for_memory_is_not_misjudged_for_all_its_steps(self) -> None:
-        """Small steps all take as long: a sum with a negative constant, cut to nothing afterwards, missed them all."""
+    def test_a_memory_bound_device_is_estimated_well(self) -> None:
+        """Small steps all take the same time. A fit with a negative constant, clamped to zero afterwards, was wrong for
+        all of them."""
         times, random = StepTimes(), np.random.default_rng(0)
         for _ in range(300):
             tokens = int(random.integers(0, 2500))
@@ -205,7 +206,7 @@ class TestStepTimes:
             assert times.expect(StepShape(32, 32_000, tokens, 0)) == pytest.approx(max(16e-3, 25e-6 * tokens), rel=0.35)
         assert times.error < 0.25
 
-    def test_no_part_of_a_step_costs_less_than_nothing(self) -> None:
+    def test_no_component_of_a_step_has_a_negative_cost(self) -> None:
         times = StepTimes()
         for k in range(200):
             tokens = 500 + 100 * (k % 20)
@@ -226,7 +227,7 @@ class TestStepTimes:
 
 
 def plan(rows: int, chunk: int) -> SimpleNamespace:
-    """Decode rows of 100 tokens each, and a chunk at the start of its prompt."""
+    """Decode rows of 100 tokens each, and the first chunk of a prompt."""
     chunks = [chunk] if chunk else []
     lens = np.array([1] * rows + chunks, np.int32)
     tokens = np.array([LAST_TOKEN] * rows + [1] * chunk, np.int32)
@@ -242,7 +243,7 @@ class TestTimedChunk:
             budget.observe(plan(4, tokens), 0.01 + tokens * per_token)
         return budget
 
-    def test_a_step_keeps_to_the_time(self) -> None:
+    def test_a_step_with_decode_rows_meets_the_target(self) -> None:
         lens = np.full(4, 100, np.int32)
         prompts, work = [waiting(1)], [100_000]
         prompts[0].prefill_len = 100_000
@@ -252,12 +253,12 @@ class TestTimedChunk:
         assert self.learnt(0.001).allowance(len(lens), lens, prompts, work, 1000) < 100
         assert self.learnt(0.03).allowance(len(lens), lens, prompts, work, 7) == 7
 
-    def test_without_decoding_rows_a_step_keeps_to_it_too(self) -> None:
-        """Whoever comes meanwhile waits for the step."""
+    def test_a_step_without_decode_rows_meets_the_target_too(self) -> None:
+        """A request that arrives meanwhile waits for the step."""
         assert 150 < self.learnt(0.03).allowance(0, NOBODY, [], [], 1000) <= 200
 
-    def test_a_time_that_decoding_alone_takes_leaves_prompts_half_as_long(self) -> None:
-        """Chunks of 16 tokens kept a prompt of 7,000 waiting for six minutes, for a target out of reach."""
+    def test_prompts_get_half_the_target_where_decoding_takes_all_of_it(self) -> None:
+        """Regression: for a target out of reach, chunks of 16 tokens kept a prompt of 7,000 waiting for six minutes."""
         budget = self.learnt(0.001)
         for _ in range(200):
             budget.observe(plan(4, 0), 0.02)
@@ -267,8 +268,9 @@ class TestTimedChunk:
         assert 1.4 * alone < expected <= 1.5 * alone
         assert found > LEAST_CHUNK
 
-    def test_nor_does_a_prompt_by_itself_creep_where_every_step_takes_too_long(self) -> None:
-        """On a busy machine any step took 0.4 s, and a prompt of 7,000 tokens nobody else beside it three minutes."""
+    def test_a_single_prompt_gets_large_chunks_where_every_step_misses_the_target(self) -> None:
+        """Regression: on a busy machine every step took 0.4 s, and a prompt of 7,000 tokens three minutes without any
+        other request."""
         budget = TimedChunk(0.1, 512, Padding(()))
         prompts, left, steps = [waiting(1)], 7000, 0
         prompts[0].prefill_len = left
@@ -287,8 +289,8 @@ class TestTimedChunk:
         assert budget.times.error > 0.25
         assert budget.allowance(4, np.full(4, 100, np.int32), [], [], 1000) > 200
 
-    def test_it_feels_its_way(self) -> None:
-        """What was never run is not foretold: the first chunk beside decoding rows is small."""
+    def test_the_first_chunk_with_decode_rows_is_small(self) -> None:
+        """The cost of a step that never ran is not extrapolated."""
         budget = TimedChunk(10.0, 8192, Padding(()))
         lens, found = np.full(4, 100, np.int32), []
         for _ in range(10):
@@ -297,7 +299,7 @@ class TestTimedChunk:
         assert found == [min(32 << k, 8192) for k in range(10)]
 
     def test_a_padded_step_is_filled(self) -> None:
-        """A step of 100 tokens costs what one of 256 costs, so it may as well have them, or stay with 64."""
+        """A step of 100 tokens costs as much as one of 256, so it may take 256, or stay with 64."""
         budget = TimedChunk(0.02, 512, Padding(((16, 8), (64, 32), (256, 64), (1024, 64))))
         lens = np.full(4, 100, np.int32)
         for k in range(60):
@@ -309,13 +311,13 @@ class TestTimedChunk:
             hopeless.observe(plan(4, 10), 0.1)
         assert hopeless.allowance(len(lens), lens, [], [], 1000) == 60, "what is paid for is used"
 
-    def test_a_fixed_chunk_is_what_it_says(self) -> None:
+    def test_a_fixed_chunk_is_used_as_given(self) -> None:
         assert FixedChunk(64).allowance(0, NOBODY, [], [], 1000) == 64
         assert FixedChunk(64).allowance(0, NOBODY, [], [], 10) == 10
 
 
-def test_a_step_is_timed_from_when_the_device_had_it() -> None:
-    """An hour in which nobody asked for anything is not a step that took an hour."""
+def test_a_step_is_timed_from_its_launch_on_the_device() -> None:
+    """An idle hour before a step does not count as part of it."""
     now = [0.0]
     bench = Bench(options={"target_itl_ms": 50.0})
     scheduler = Scheduler(bench.runner, (0,), bench.config, bench.channel, clock=lambda: now[0])
@@ -345,8 +347,8 @@ def test_a_step_is_timed_from_when_the_device_had_it() -> None:
     assert len(seen) == 12
 
 
-def test_it_keeps_its_targets_in_simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`benchmarks/fair_prefill.py`, shorter: 64k prompts beside short ones and 32 decoding rows."""
+def test_targets_are_met_in_simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks/fair_prefill.py`, shorter: 64k prompts with short ones and 32 decode rows."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     module = importlib.import_module("fair_prefill")
     found = module.run(8192, 50.0, 30.0, plain=False)

@@ -1,4 +1,4 @@
-"""Requests under grammars in the scheduler: their wait, their masks in every situation, and faults planted there."""
+"""Requests with grammars in the scheduler: waiting for the compiler, masks in every situation, and planted faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sampling(key: int, **fields: Any) -> SamplingParams:
     return SamplingParams(**{"max_new_tokens": 12, "seed": 3, **fields}, grammar=fake_grammars.grammar(key))
 
 
-def test_outputs_follow_their_grammars_beside_others() -> None:
+def test_outputs_follow_their_grammars_in_batches_with_others() -> None:
     bench = Bench()
     for key in (1, 2, 3, 4, 6, 10):
         bench.add([1 + key, 2, 3], sampling=sampling(key, stop_token_ids=(5,)))
@@ -47,7 +47,7 @@ def test_a_plain_step_stays_one_program() -> None:
     assert any(plan.masked is not None for plan in bench.runner.plans)
 
 
-def test_a_request_waits_for_its_grammar_in_a_state_of_its_own_and_delays_nobody() -> None:
+def test_a_request_that_waits_for_its_grammar_has_its_own_state_and_delays_no_other() -> None:
     bench = Bench()
     slow = bench.add([1, 2, 3], sampling=sampling(3))  # three looks
     assert bench.scheduler.requests[slow].state is RequestState.COMPILING
@@ -72,7 +72,7 @@ def test_a_request_may_end_while_its_grammar_is_compiled(end: str) -> None:
     assert request not in bench.channel.streams
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone() -> None:
+def test_a_grammar_that_cannot_be_compiled_ends_only_its_request() -> None:
     bench = Bench()
     bad = bench.add([1, 2], sampling=sampling(fake_grammars.REFUSED))
     good = bench.add([1, 2], 3)
@@ -108,7 +108,7 @@ def test_the_matcher_follows_kept_output_through_retractions() -> None:
 
 
 def mask_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matchers are told what a step sampled only with what the step after it sampled."""
+    """Matchers learn the tokens of a step only after the next one has sampled."""
     follow = Constraints.follow
     told: dict[int, int] = {}
 
@@ -130,7 +130,7 @@ def mask_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Constraints, "masks", roll)
 
 
-def begin_anew_after_a_retraction(monkeypatch: pytest.MonkeyPatch) -> None:
+def restart_the_matcher_after_a_retraction(monkeypatch: pytest.MonkeyPatch) -> None:
     back = Finisher._back_to_queue
 
     def forget(self: Finisher, request: Request) -> None:
@@ -142,7 +142,7 @@ def begin_anew_after_a_retraction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def follow_what_was_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state goes a token past the output that a retracted request keeps."""
+    """The matcher advances a token past the output that a retracted request keeps."""
     back = Finisher._back_to_queue
 
     def go_on(self: Finisher, request: Request) -> None:
@@ -166,11 +166,11 @@ def draft_under_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "_extend_with_drafts", forget)
 
 
-def end_by_min_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def end_by_min_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Constraints, "_settle_ends", lambda self, request, words: None)
 
 
-FAULTS = (mask_a_token_late, mask_of_another_row, draft_under_masks, end_by_min_tokens_alone)
+FAULTS = (mask_a_token_late, mask_of_another_row, draft_under_masks, end_by_min_tokens_only)
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_the_simulator_notices(monkeypatch: pytest.MonkeyPatch, fault: Callable[
         simulate(1000, known_fault=True, sizes=sizes, kind=GrammarSimulation)
 
 
-@pytest.mark.parametrize("fault", [begin_anew_after_a_retraction, follow_what_was_not_kept])
+@pytest.mark.parametrize("fault", [restart_the_matcher_after_a_retraction, follow_what_was_not_kept])
 def test_a_matcher_that_does_not_follow_kept_output_shows(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
@@ -191,7 +191,7 @@ def test_a_matcher_that_does_not_follow_kept_output_shows(
         test_the_matcher_follows_kept_output_through_retractions()
 
 
-def test_what_goes_to_the_runner_says_nothing_of_grammars() -> None:
+def test_the_runner_gets_masks_and_no_grammars() -> None:
     bench = Bench()
     bench.runner.keep_plans = True
     bench.add([1, 2, 3], sampling=sampling(1, min_new_tokens=4))

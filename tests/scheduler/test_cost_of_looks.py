@@ -1,4 +1,4 @@
-"""What a look at the queue costs, in nodes visited and prompts looked at, whatever is cached and however many wait."""
+"""The cost of a pass over the queue, in nodes visited and prompts matched, for any cache content and queue length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def endless(tokens: int) -> SamplingParams:
 
 
 class Visits(Counter[str]):
-    """Counts nodes that walks visit, and prompts whose prefix is looked for in the tree."""
+    """Counts the nodes that walks visit, and the prompts that are matched against the tree."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class DeepPath:
             self.wait(waiting)
 
     def build(self) -> None:
-        """A short request for each branch."""
+        """Serves a short request for each branch."""
         for length in range(1, len(self.path)):
             self.bench.add([*self.path[:length], 38], sampling=endless(1))
         self.bench.run()
@@ -72,7 +72,7 @@ class DeepPath:
             self.bench.add([*self.path, 31 + number % 7, 1 + number // 7, 39], sampling=endless(3))
 
     def visits(self, monkeypatch: pytest.MonkeyPatch, steps: int = 40) -> Visits:
-        """Of so many steps while they wait."""
+        """Visits in this many steps while they wait."""
         self.bench.scheduler.step()
         with monkeypatch.context() as patches:
             visits = Visits(patches)
@@ -89,25 +89,24 @@ def run_depths(policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("policy", BOTH)
-def test_nodes_that_looks_visit_do_not_grow_with_the_depth(
-    policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each look followed 128 prompts from the root: 81 ms a step at a depth of 1,000."""
+def test_the_nodes_visited_do_not_grow_with_the_depth(policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each pass followed 128 prompts from the root: 81 ms a step at a depth of 1,000."""
     run_depths(policy, monkeypatch)
 
 
-def run_what_it_rests_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def run_changed_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     visits = DeepPath(SchedulePolicy.LPM, SHALLOW).visits(monkeypatch, steps=40)
     assert visits["probes"] < 40 * (LONGEST_PREFIX_WINDOW // 7 + 2)
 
 
-def test_prompts_are_looked_for_again_only_if_what_they_rest_on_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes into the window is; of the others, those that go on like what was cached, one in seven."""
-    run_what_it_rests_on(monkeypatch)
+def test_prompts_are_matched_again_only_if_nodes_of_their_match_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that enters the window is; of the others, those that could extend a newly cached prefix, one
+    in seven."""
+    run_changed_nodes(monkeypatch)
 
 
 def run_growing_path(monkeypatch: pytest.MonkeyPatch, most: int = 50) -> None:
-    """The path is built while they wait: those that a look does not reach are ranked by what is known of them."""
+    """The path grows while they wait: prompts that a pass does not reach are ranked by their last known match."""
     monkeypatch.setattr(waiting_queue, "RANKED_NODES", most)
     case = DeepPath(SchedulePolicy.LPM, DEEP, waiting=0)
     queue = case.bench.scheduler.queue
@@ -128,7 +127,7 @@ def run_growing_path(monkeypatch: pytest.MonkeyPatch, most: int = 50) -> None:
     assert lengths[-1] >= 59, "each look finds one more"
 
 
-def test_a_look_visits_so_many_nodes_however_much_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_visits_a_bounded_number_of_nodes_whatever_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     run_growing_path(monkeypatch)
 
 
@@ -147,8 +146,8 @@ def run_long_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LONGEST_PREFIX_WINDOW <= len(taken) <= LONGEST_PREFIX_WINDOW + 1
 
 
-def test_of_a_long_queue_a_look_takes_the_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1,024 rows it put all that they might take in order, each time: 6.9 ms a step."""
+def test_a_pass_over_a_long_queue_only_takes_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with 1,024 rows each pass sorted all requests that they might take: 6.9 ms a step."""
     run_long_queue(monkeypatch)
 
 
@@ -169,7 +168,7 @@ FAULTS = [
     (start_from_the_root, lambda patches: run_depths(SchedulePolicy.LPM, patches)),
     (start_from_the_root, lambda patches: run_depths(SchedulePolicy.FCFS, patches)),
     (take_all_in_order, run_long_queue),
-    (keep_nothing, run_what_it_rests_on),
+    (keep_nothing, run_changed_nodes),
     (lambda patches: None, lambda patches: run_growing_path(patches, most=10**6)),
 ]
 

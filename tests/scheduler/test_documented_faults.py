@@ -1,5 +1,5 @@
-"""Nine faults that reports on other engines describe, planted one by one: the simulator must notice each within as many
-schedules as `make test` looks at."""
+"""Nine faults from reports on other engines, planted one by one: the simulator must notice each within the number of
+schedules that `make test` runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATES: dict[str, Strategy] = {
 
 
 def duplicates_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody frees a request's own copy of what the tree already had."""
+    """A request's own copy of pages that the tree already had is never freed."""
     monkeypatch.setattr(Group, "_retire", lambda self, pages, owner, step: None)
 
 
@@ -50,22 +50,22 @@ def _release_less(monkeypatch: pytest.MonkeyPatch, last: Callable[[FullGroup, Ro
 
 
 def the_tail_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was allocated beyond the committed tokens is not freed at the end."""
+    """Pages allocated beyond the committed tokens are not freed at the end."""
     _release_less(monkeypatch, lambda group, record, allocated: group.pages_for(record.kv_committed_len))
 
 
 def the_slot_of_the_last_token_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page that the end-of-sequence token was to go to is taken for one that was never there."""
+    """The page allocated for the KV of the end-of-sequence token is taken for one that was never allocated."""
     _release_less(monkeypatch, lambda group, record, allocated: allocated - 1)
 
 
 def the_tail_of_drafts_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages for drafts that were wrong are forgotten, not freed."""
+    """Pages for rejected drafts are forgotten instead of freed."""
     monkeypatch.setattr(Group, "free_columns", lambda self, rows, first, last: None)
 
 
 def every_chunk_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk in the middle of a prompt yields a token, as if it were the last."""
+    """A chunk in the middle of a prompt yields a token, as if it were the last chunk."""
     mixed = Planner._mixed
 
     def sample_all(self: Planner, step: int, decode: DecodePart, chunks: list[Chunk]) -> PlannedStep:
@@ -75,7 +75,7 @@ def every_chunk_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_retraction_inserts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is retracted leaves its tokens in the tree, and a page more than was computed."""
+    """A retracted request leaves its tokens in the tree, with one page more than was computed."""
     leave = Rows.leave
 
     def leave_all(self: Rows, request: Request, *, insert: bool, requeue: bool = False) -> None:
@@ -88,7 +88,7 @@ def a_retraction_inserts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def an_output_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the rows that sampled in a step, the last is not told."""
+    """The last of the rows that sampled in a step does not get its token."""
     tokens = Publisher.tokens
 
     def tell_all_but_one(self: Publisher, rows: np.ndarray, sampled: np.ndarray, counts: np.ndarray) -> None:
@@ -99,13 +99,13 @@ def an_output_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def admission_ignores_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is let in though no slot is left for its state."""
+    """A request is admitted although no slot is left for its state."""
     monkeypatch.setattr(StateGroup, "prompt_need", lambda self, length, cached: 0)
     monkeypatch.setattr(StateGroup, "rest_need", lambda self, length, row: 0)
 
 
 def slots_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slot of a request's state stays taken when the request is over."""
+    """The slot of a request's state is not freed when the request ends."""
     monkeypatch.setattr(StateGroup, "release", lambda self, record, allocated: None)
 
 

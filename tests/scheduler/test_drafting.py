@@ -1,4 +1,4 @@
-"""How many drafts rows get: those that pay, by what drafts have come to and by how long steps take."""
+"""How many drafts rows get: as many as pay off, by past acceptance and the time that steps take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def serve(
     room: int = 32,
     seed: int = 1,
 ) -> tuple[float, np.ndarray]:
-    """Steps in which row r's drafts are each right with `chances[r]`: tokens a second, and the last widths."""
+    """Runs steps in which each draft of row r is accepted with probability `chances[r]`; tokens a second, and the last
+    widths."""
     rng = np.random.default_rng(seed)
     rows = np.arange(len(chances), dtype=np.int32)
     tokens = time = 0.0
@@ -41,7 +42,7 @@ def serve(
 
 
 def memory_bound(queries: int) -> float:
-    """A step of a CPU or an accelerator with few rows: one that reads weights, and then computes."""
+    """A CPU, or an accelerator with few rows: a step reads all weights, then computes."""
     return 0.010 + 0.0007 * queries
 
 
@@ -50,15 +51,15 @@ def compute_bound(queries: int) -> float:
     return 0.002 * max(queries, 2)
 
 
-def test_rows_whose_drafts_are_right_get_all_that_fit() -> None:
+def test_rows_whose_drafts_are_accepted_get_all_that_fit() -> None:
     rate, widths = serve(AdaptiveDrafts(4, 8), memory_bound, [0.98], 200)
     assert widths.tolist() == [8]
     assert rate > 3.5 / memory_bound(1)
 
 
-def test_what_a_row_s_own_drafts_came_to_counts_before_long() -> None:
-    """Another request takes the row, whose drafts are all wrong. What all rows came to before has drafts made for half
-    as many steps as it would if it counted for a whole one."""
+def test_the_acceptance_of_a_row_itself_soon_outweighs_that_of_all_rows() -> None:
+    """Another request, all of whose drafts are rejected, takes the row. The prior from all rows weighs less than
+    one step, so drafts are made in half as many steps as with a weight of one."""
 
     def clock(queries: int) -> float:
         return 0.010 if queries == 1 else 0.0107
@@ -78,12 +79,12 @@ def test_what_a_row_s_own_drafts_came_to_counts_before_long() -> None:
 
 @pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_text_that_does_not_repeat_is_hardly_slower(seconds: Callable[[int], float], rows: int) -> None:
+def test_drafts_that_are_never_accepted_cost_little(seconds: Callable[[int], float], rows: int) -> None:
     rate, _ = serve(AdaptiveDrafts(4, 8), seconds, [0.0] * rows, 2000)
     assert rate > 0.97 * rows / seconds(rows)
 
 
-def test_drafts_that_are_right_half_of_the_time_pay_where_queries_are_cheap() -> None:
+def test_drafts_accepted_half_of_the_time_pay_where_queries_are_cheap() -> None:
     cheap, _ = serve(AdaptiveDrafts(4, 8), memory_bound, [0.5], 2000)
     dear, _ = serve(AdaptiveDrafts(4, 8), compute_bound, [0.5] * 4, 2000)
     assert cheap > 1.4 / memory_bound(1)
@@ -96,14 +97,14 @@ def test_the_rows_that_repeat_themselves_get_the_drafts() -> None:
     assert widths[1] + widths[2] <= 4
 
 
-def test_a_row_that_begins_to_repeat_itself_is_found() -> None:
+def test_a_row_that_starts_to_repeat_itself_gets_drafts() -> None:
     drafting = AdaptiveDrafts(4, 8)
     serve(drafting, memory_bound, [0.0], 500)
     _, widths = serve(drafting, memory_bound, [0.97], 200)
     assert widths.tolist() == [8]
 
 
-def test_a_new_request_does_not_inherit_what_its_row_was_known_for() -> None:
+def test_a_new_request_does_not_inherit_the_acceptance_of_its_row() -> None:
     drafting = AdaptiveDrafts(4, 8)
     serve(drafting, memory_bound, [0.98, 0.0], 100)
     drafting.seated(ROWS[:2])
@@ -121,7 +122,7 @@ def test_limits_are_kept() -> None:
     assert drafting.choose(ROWS, np.ones(4, np.int32), 32).tolist() == [1, 1, 1, 1]
 
 
-def test_a_step_that_once_took_long_is_tried_again() -> None:
+def test_a_step_size_that_once_took_long_is_tried_again() -> None:
     drafting = AdaptiveDrafts(4, 8)
     drafting.took(8, 0.2)
     _, widths = serve(drafting, memory_bound, [0.97], 1500)
@@ -129,7 +130,7 @@ def test_a_step_that_once_took_long_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_noisy_times_do_not_make_drafts_of_nothing(seed: int) -> None:
+def test_noisy_times_make_no_drafts_where_none_are_accepted(seed: int) -> None:
     """A busy machine: a step takes up to four times as long as the one before."""
     rng = np.random.default_rng(seed)
     drafting, queries = AdaptiveDrafts(4, 8), []
@@ -144,10 +145,10 @@ def test_noisy_times_do_not_make_drafts_of_nothing(seed: int) -> None:
 
 @pytest.mark.parametrize(("chance", "a_guess", "least"), [(0.0, 0.004, 0.97), (0.3, 0.008, 0.97), (0.9, 0.001, 1.8)])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_guesses_that_take_time_one_after_the_other_are_made_as_far_as_they_pay(
+def test_drafts_that_are_computed_one_after_the_other_are_made_while_they_pay(
     chance: float, a_guess: float, least: float, rows: int
 ) -> None:
-    """A second model makes them: a step of the row with the most takes that much longer."""
+    """A draft model computes them: its time grows with the most drafts of any row in the step."""
     drafting = AdaptiveDrafts(4, 8, one_by_one=True)
     rng = np.random.default_rng(1)
     own = ROWS[:rows]

@@ -1,4 +1,4 @@
-"""Rows that sample several tokens in a step: what they give does not depend on it, and nothing wrong is kept."""
+"""Rows that sample several tokens in a step: their output does not change, and no rejected draft is kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drafting(**options: object) -> Bench:
     return bench
 
 
-def test_drafts_change_how_many_steps_it_takes_and_nothing_else() -> None:
+def test_drafts_change_only_the_number_of_steps() -> None:
     steps = []
     for max_samples in (1, 4):
         bench = drafting(max_samples=max_samples)
@@ -42,7 +42,7 @@ def test_drafts_change_how_many_steps_it_takes_and_nothing_else() -> None:
     assert steps[1] < 0.75 * steps[0], "half of all drafts are right"
 
 
-def test_a_step_with_drafts_says_so() -> None:
+def test_a_plan_with_drafts_states_their_number() -> None:
     bench = drafting()
     bench.add(prompt(9), sampling=endless(60))
     for _ in range(4):
@@ -56,7 +56,7 @@ def test_a_step_with_drafts_says_so() -> None:
 
 
 @pytest.mark.parametrize("limit", range(1, 9))
-def test_the_limit_is_met_exactly(limit: int) -> None:
+def test_the_length_limit_is_met_exactly(limit: int) -> None:
     bench = drafting()
     request = bench.add(prompt(9), sampling=endless(limit))
     bench.run()
@@ -65,8 +65,8 @@ def test_the_limit_is_met_exactly(limit: int) -> None:
     assert max(int(plan.kv_lens.max()) for plan in bench.runner.plans) <= 9 + limit - 1
 
 
-def test_what_is_behind_a_stop_token_is_neither_published_nor_kept() -> None:
-    """Whatever place among the accepted drafts it has."""
+def test_tokens_behind_a_stop_token_are_neither_published_nor_cached() -> None:
+    """At whatever position among the accepted drafts the stop token is."""
     longest = Oracle(VOCAB).output(prompt(9), 5, 40)
     for place in range(20):
         stop = longest[place]
@@ -82,7 +82,7 @@ def test_what_is_behind_a_stop_token_is_neither_published_nor_kept() -> None:
         assert bench.scheduler.cache.peek(whole, 1000, None) == 9 + len(output) - 1, "of the last token there is no KV"
 
 
-def test_the_next_turn_reads_what_drafts_left() -> None:
+def test_the_next_turn_matches_kv_that_steps_with_drafts_wrote() -> None:
     bench = drafting(page_size=1)
     first = bench.add(prompt(9), sampling=endless(30))
     bench.run()
@@ -105,7 +105,7 @@ def test_logprobs_are_those_of_each_token() -> None:
 
 @pytest.mark.parametrize("window", [5, 18, 60])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_row_holds_its_window_and_two_steps_however_many_drafts_are_right(window: int, page_size: int) -> None:
+def test_a_row_holds_pages_for_its_window_and_two_steps_at_any_acceptance(window: int, page_size: int) -> None:
     bench = drafting(max_samples=5, chunk=3, page_size=page_size, window=window, pages=128)
     request = bench.add(prompt(3), sampling=endless(100))
     watch = Watch(bench)  # it counts the pages
@@ -115,8 +115,8 @@ def test_a_row_holds_its_window_and_two_steps_however_many_drafts_are_right(wind
     assert len(bench.channel.output(request)) == 100
 
 
-def test_where_pages_are_short_steps_go_without_drafts() -> None:
-    """A request that fits alone, to the last page."""
+def test_steps_have_no_drafts_where_pages_are_short() -> None:
+    """A request that fits only without others, to the last page."""
     bench = drafting(page_size=1, pages=39, context=40)
     bench.add(prompt(9), sampling=endless(31))
     bench.run()
@@ -125,7 +125,7 @@ def test_where_pages_are_short_steps_go_without_drafts() -> None:
     assert [finished.kind for finished in bench.channel.finished.values()] == ["length"]
 
 
-def test_prompts_have_their_tokens_beside_drafts() -> None:
+def test_prompts_get_their_tokens_in_steps_with_drafts() -> None:
     bench = drafting(rows=8, budget=16, chunk=8, pages=400)
     for row in range(7):
         bench.add(prompt(3, row), sampling=endless(100, row))
@@ -140,7 +140,7 @@ def test_prompts_have_their_tokens_beside_drafts() -> None:
     bench.check_outputs()
 
 
-def test_logits_that_are_not_finite_behind_a_draft_end_the_request_alone() -> None:
+def test_logits_that_are_not_finite_behind_a_draft_end_only_their_request() -> None:
     longest = Oracle(VOCAB).output(prompt(9), 5, 40)
     bad = next(token for place, token in enumerate(longest) if place > 3 and token not in longest[:place])
     bench = drafting(invalid_token=bad)
@@ -155,7 +155,7 @@ def test_logits_that_are_not_finite_behind_a_draft_end_the_request_alone() -> No
     assert bench.channel.finished[other].kind == ("error" if bad_for_other else "length")
 
 
-def test_an_aborted_row_gives_back_what_its_drafts_took() -> None:
+def test_an_aborted_row_releases_the_pages_of_its_drafts() -> None:
     bench = drafting(page_size=1)
     request = bench.add(prompt(9), sampling=endless(60))
     for _ in range(4):
@@ -166,8 +166,8 @@ def test_an_aborted_row_gives_back_what_its_drafts_took() -> None:
     assert bench.scheduler.idle
 
 
-def test_guesses_are_right_about_half_of_the_time() -> None:
-    """What is accepted is at times nothing, at times all: the simulator meets every count."""
+def test_the_simulated_drafts_are_accepted_about_half_of_the_time() -> None:
+    """At times no draft is accepted, at times all: the simulator meets every count."""
     bench = drafting()
     counts: list[int] = []
     run = FakeRunner._run
@@ -183,8 +183,8 @@ def test_guesses_are_right_about_half_of_the_time() -> None:
     assert set(counts) == {1, 2, 3, 4}
 
 
-def test_a_request_that_lost_its_row_brings_its_output_and_keeps_its_counts() -> None:
-    """What is drafted from is the whole text, and what came of drafts is told of all of its rows."""
+def test_a_retracted_request_keeps_its_output_for_drafting_and_its_counts() -> None:
+    """Drafts are searched in its whole text, and its acceptance is reported over all of its rows."""
     bench = drafting()
     request = bench.add(prompt(9), sampling=endless(60))
     while not bench.scheduler.log.counts.accepted_tokens > 4:

@@ -1,4 +1,4 @@
-"""Drafts take what nobody else needs, and what they compute for nothing harms nobody."""
+"""Drafts only take tokens and pages that no other request needs, and rejected drafts harm no other request."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def drafting(**options: object) -> Bench:
 
 
 @pytest.mark.parametrize("max_samples", [1, 4])
-def test_what_is_computed_behind_a_stop_token_fails_nobody(max_samples: int) -> None:
-    """Behind its last token a model owes nothing, logits that are not finite among it."""
+def test_logits_behind_a_stop_token_fail_no_request(max_samples: int) -> None:
+    """Behind its last token a model owes nothing, so logits may be non-finite there."""
     longest = Oracle(VOCAB).output(prompt(9), 5, 40)
     for place in range(20):
         stop = longest[place]
@@ -63,8 +63,9 @@ def test_what_is_computed_behind_a_stop_token_fails_nobody(max_samples: int) -> 
         bench.check_outputs()
 
 
-def test_tokens_in_front_of_bad_logits_are_told_as_without_drafts() -> None:
-    """What a row samples does not depend on drafts, so neither does what its client has when it fails."""
+def test_tokens_before_bad_logits_are_published_as_without_drafts() -> None:
+    """The tokens that a row samples do not depend on drafts, so those that its client has when it fails must not
+    either."""
     longest = Oracle(VOCAB).output(prompt(9), 5, 40)
     for bad in dict.fromkeys(longest[3:]):
         told = []
@@ -77,8 +78,8 @@ def test_tokens_in_front_of_bad_logits_are_told_as_without_drafts() -> None:
         assert told[0] == told[1], f"bad logits behind token {bad}"
 
 
-def test_drafts_are_no_prompts_to_who_learns_what_steps_take() -> None:
-    """With `target_itl_ms`: steps without any prompt are steps without one."""
+def test_the_cost_model_does_not_count_drafts_as_prompts() -> None:
+    """With `target_itl_ms`: a step without prompts counts as one, whatever its drafts."""
     bench = drafting(max_samples=8, options={"target_itl_ms": 50.0})
     bench.add(prompt(2), sampling=endless(60))
     bench.add(prompt(2, 4), sampling=endless(60, 6))
@@ -88,8 +89,8 @@ def test_drafts_are_no_prompts_to_who_learns_what_steps_take() -> None:
     assert budget.times.longest_chunks <= 4, "no step had more tokens of prompts"
 
 
-def test_steps_with_drafts_keep_to_the_target() -> None:
-    """A step takes 1 ms and 1 ms for each token; beside drafts a prompt gets what is left of 40 ms."""
+def test_steps_with_drafts_meet_the_target() -> None:
+    """A step takes 1 ms and 1 ms for each token; a prompt gets what the drafts leave of 40 ms."""
     now = [0.0]
     bench = drafting(
         max_samples=5, budget=600, chunk=512, context=600, pages=600, options={"target_itl_ms": 40.0}, scribble=False
@@ -127,8 +128,8 @@ def test_steps_with_drafts_keep_to_the_target() -> None:
     assert max(took[first + 8 :]) <= 1.1 * 40e-3, [round(1e3 * seconds) for seconds in took[first:]]
 
 
-def test_drafts_take_no_tokens_that_a_prompt_needs() -> None:
-    """As docs/architecture.md says of them."""
+def test_drafts_take_no_tokens_of_the_step_that_a_prompt_needs() -> None:
+    """As docs/architecture.md says."""
     first_chunks = []
     for max_samples in (1, 4):
         bench = drafting(max_samples=max_samples, rows=8, budget=24, chunk=16, pages=400)
@@ -144,7 +145,7 @@ def test_drafts_take_no_tokens_that_a_prompt_needs() -> None:
 
 
 def test_drafts_evict_no_prefix() -> None:
-    """As docs/architecture.md says: drafts take pages that nobody else needs."""
+    """As docs/architecture.md says: drafts only take pages that no other request needs."""
     stop = Oracle(VOCAB).output(prompt(9, 7), 5, 12)[-1]
     evicted = []
     for max_samples in (1, 8):
@@ -158,7 +159,7 @@ def test_drafts_evict_no_prefix() -> None:
     assert evicted[1] == evicted[0] == 0
 
 
-def test_nobody_is_retracted_for_pages_that_drafts_hold_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_is_retracted_while_drafts_hold_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     retract = Scheduler.retract_newest
 
@@ -179,7 +180,7 @@ def test_nobody_is_retracted_for_pages_that_drafts_hold_in_vain(monkeypatch: pyt
     assert not any(held), f"{held} pages held in vain at retractions"
 
 
-def test_learnt_is_none_where_no_sequence_learns_its_length() -> None:
+def test_lengths_on_the_device_are_absent_without_drafts() -> None:
     bench = drafting()
     bench.add(prompt(40), sampling=endless(9))
     bench.run()
@@ -244,13 +245,13 @@ def test_slots_outside_the_pool_are_not_copied() -> None:
     check_page_bounds(replace(plan, copies=(SlotCopies(1, one, 3 * one),)), spec)
 
 
-def test_the_benchmark_of_fair_prefill_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fair_prefill_benchmark_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     fair_prefill = importlib.import_module("fair_prefill")
     fair_prefill.run(512, None, 6.0, plain=False)
 
 
-def test_logprobs_of_several_rows_with_drafts_are_each_rows_own() -> None:
+def test_each_row_with_drafts_gets_its_own_logprobs() -> None:
     told = []
     for max_samples in (1, 4):
         bench = drafting(max_samples=max_samples)

@@ -1,4 +1,5 @@
-"""Drafts beside layers that keep states: rows leave the states that they leave without, and none with a wrong draft."""
+"""Drafts with layers that keep states: rows leave the same states as without drafts, and none that took in a rejected
+draft."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def drafts_of(plan: StepPlan) -> int:
 
 
 @pytest.mark.parametrize("track", [0, PAGE, 16])
-def test_drafts_change_how_many_steps_it_takes_and_nothing_else(track: int) -> None:
+def test_drafts_change_only_the_number_of_steps(track: int) -> None:
     steps = []
     for max_samples in (1, 4):
         subject = bench(max_samples, track)
@@ -53,13 +54,13 @@ def test_drafts_change_how_many_steps_it_takes_and_nothing_else(track: int) -> N
         subject.check_outputs()
         check_everything(subject.scheduler.cache)
         steps.append(len(subject.runner.plans))
-    # A quarter of the steps at the least wait at boundaries where pages are as short as drafts.
+    # At least a quarter of the steps wait at boundaries where pages are as short as drafts.
     assert steps[1] < (0.95 if track == PAGE else 0.8) * steps[0]
 
 
 @pytest.mark.parametrize("length", range(20, 30))
-def test_a_next_turn_goes_on_from_the_last_boundary(length: int) -> None:
-    """Which it would have without drafts."""
+def test_the_next_turn_resumes_from_the_last_boundary(length: int) -> None:
+    """As it would without drafts."""
     cached = []
     for max_samples in (1, 6):
         subject = bench(max_samples, PAGE)
@@ -74,7 +75,7 @@ def test_a_next_turn_goes_on_from_the_last_boundary(length: int) -> None:
     assert cached[0] == cached[1]
 
 
-def test_no_step_goes_through_a_boundary() -> None:
+def test_no_step_crosses_a_boundary() -> None:
     subject = bench(6, PAGE)
     subject.add(prompt(9), sampling=endless(90))
     subject.run()
@@ -86,7 +87,7 @@ def test_no_step_goes_through_a_boundary() -> None:
     assert any(plan.copies for plan in decoding), "states were kept"
 
 
-def test_without_boundaries_to_keep_drafts_are_as_long_as_may_be() -> None:
+def test_drafts_have_their_full_length_where_no_boundary_is_kept() -> None:
     subject = bench(6, 0)
     subject.add(prompt(9), sampling=endless(60))
     subject.run()
@@ -94,7 +95,7 @@ def test_without_boundaries_to_keep_drafts_are_as_long_as_may_be() -> None:
 
 
 @pytest.mark.parametrize("length", range(1, 9))
-def test_a_row_at_a_boundary_leaves_the_last_slot_to_who_waits(length: int) -> None:
+def test_a_row_at_a_boundary_leaves_the_last_slot_to_a_waiting_request(length: int) -> None:
     subject = bench(6, PAGE, rows=3, slots=2)
     watch = Watch(subject)
     for number, tokens in enumerate((60, length, 5)):
@@ -105,7 +106,7 @@ def test_a_row_at_a_boundary_leaves_the_last_slot_to_who_waits(length: int) -> N
     subject.check_outputs()
 
 
-def test_of_a_step_there_are_no_more_drafts_than_slots_for_their_states() -> None:
+def test_a_step_has_no_more_drafts_than_slots_for_their_states() -> None:
     subject = bench(6, 0, max_drafts=7)
     for row in range(3):
         subject.add(prompt(3, row), sampling=endless(60, row))

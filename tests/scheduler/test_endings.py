@@ -1,4 +1,4 @@
-"""How requests end: by a token, by length, by their client; and how their output is told."""
+"""How requests end (by a token, by length, by their client), and how their output is published."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step_until(bench: Bench, request: int, tokens: int) -> None:
 
 
 def idle_and_clean(bench: Bench) -> None:
-    """To the page: nothing owned, nothing locked."""
+    """No page is owned or locked."""
     bench.run()
     check_everything(bench.scheduler.cache)
     balance = page_balance(bench.scheduler.cache, bench.scheduler.cache.groups[0])
@@ -54,7 +54,7 @@ def last_updates(bench: Bench) -> list[SamplingUpdate]:
 class TestByToken:
     @pytest.mark.parametrize("room", [0, 3])
     def test_eos_on_the_last_allowed_token_is_a_stop(self, room: int) -> None:
-        """ "length" for a request that did end by itself makes clients ask for more."""
+        """Finish reason "length" for a request that did end by itself makes clients ask for more."""
         bench = Bench()
         sampling = SamplingParams(max_new_tokens=6 + room, seed=seed_that_ends_at(6))
         request = bench.add(PROMPT, sampling=sampling)
@@ -69,7 +69,7 @@ class TestByToken:
         idle_and_clean(bench)
         assert bench.channel.output(request) == [EOS]
 
-    def test_ignored_eos_goes_on_to_the_length(self) -> None:
+    def test_with_eos_ignored_output_continues_to_its_length(self) -> None:
         bench = Bench()
         request = bench.add(PROMPT, sampling=endless(9, seed_that_ends_at(3)))
         bench.run()
@@ -94,7 +94,7 @@ class TestByToken:
         bench.check_outputs()
 
     def test_one_requests_stop_ids_do_not_end_another(self) -> None:
-        """Columns of unused stop ids must match no token, whoever sat in the row before."""
+        """Columns of unused stop ids must match no token, whatever request had the row before."""
         bench = Bench(rows=2)
         seed = seed_that_ends_at(4, 17)
         for _ in range(2):
@@ -104,8 +104,8 @@ class TestByToken:
         assert [bench.channel.finished[k].kind for k in (1, 2, 3, 4)] == ["stop", "length", "stop", "length"]
         bench.check_outputs()
 
-    def test_min_new_tokens_travels_with_the_ids_that_it_masks(self) -> None:
-        """The sampler masks the ids, so the plan must name every one of them."""
+    def test_the_plan_names_every_id_that_min_new_tokens_masks(self) -> None:
+        """The sampler masks the ids."""
         bench = Bench()
         bench.runner.keep_plans = True
         bench.add(PROMPT, sampling=SamplingParams(max_new_tokens=3, min_new_tokens=2, seed=1, stop_token_ids=[7, 9, 7]))
@@ -126,7 +126,7 @@ class TestByLength:
         bench.check_outputs()
 
     @pytest.mark.parametrize("limit", [None, 1000])
-    def test_the_context_is_the_limit_of_limits(self, limit: int | None) -> None:
+    def test_the_context_length_bounds_max_new_tokens(self, limit: int | None) -> None:
         bench = Bench(context=24)
         sampling = SamplingParams(max_new_tokens=limit, seed=5, ignore_eos=True)
         request = bench.add(PROMPT, sampling=sampling)
@@ -137,7 +137,7 @@ class TestByLength:
         bench.check_outputs()
 
     def test_the_token_of_the_step_in_flight_is_dropped(self) -> None:
-        """One step too many is on its way when a stop token arrives: its token must not be told, and its page must be
+        """One more step is in flight when a stop token arrives: its token must not be published, and its page must be
         freed once."""
         bench = Bench(page_size=1)
         bench.runner.keep_plans = True
@@ -149,8 +149,8 @@ class TestByLength:
 
     @given(data=st.data())
     @settings(max_examples=25, deadline=None)
-    def test_what_is_cached_at_the_end_is_what_was_computed(self, data: st.DataObject) -> None:
-        """Prompt and output but the last token, floored to pages."""
+    def test_only_computed_kv_is_cached_at_the_end(self, data: st.DataObject) -> None:
+        """Prompt and output without the last token, rounded down to whole pages."""
         prompt_len, tokens = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 12))
         bench = Bench(page_size=data.draw(st.sampled_from([1, 4, 16])))
         request = bench.add(list(range(1, 1 + prompt_len)), sampling=endless(tokens))
@@ -176,7 +176,7 @@ class TestAbort:
 
     @pytest.mark.parametrize("steps", [1, 2, 3])
     def test_in_the_middle_of_its_prompt(self, steps: int) -> None:
-        """A chunk is in flight: the pages it writes must wait for it, and no chunk may be cached twice."""
+        """A chunk is in flight: the pages that it writes must wait for it, and no chunk may be cached twice."""
         bench = Bench(chunk=6)
         request = bench.add(list(range(1, 31)), sampling=endless(5))
         for _ in range(steps):
@@ -202,7 +202,7 @@ class TestAbort:
         assert bench.scheduler.cache.groups[0].component.evictable == 6, "of the tree's prefix nothing is touched"
 
     def test_a_disconnected_client_leaves_nothing_running(self) -> None:
-        """Requests without a reader went on to their last token."""
+        """Regression: requests whose reader had left ran to their last token."""
         bench = Bench(pages=200, rows=8)
         ids = [bench.add([k, *PROMPT], sampling=endless(100)) for k in range(1, 13)]
         step_until(bench, ids[0], 5)
@@ -215,7 +215,7 @@ class TestAbort:
         assert {finished.kind for finished in bench.channel.finished.values()} == {"abort"}
         assert bench.scheduler.log.counts.aborted == 12
 
-    def test_of_one_that_was_retracted_tells_the_output_it_had(self) -> None:
+    def test_of_a_retracted_request_publishes_its_kept_output(self) -> None:
         bench = Bench()
         request = bench.add(PROMPT, sampling=endless(30), stream=False)
         for _ in range(8):
@@ -227,8 +227,9 @@ class TestAbort:
         idle_and_clean(bench)
         assert bench.channel.output(request) == bench.wanted[request][:8]
 
-    def test_of_one_that_ended_and_still_has_its_row(self) -> None:
-        """The end is told while a step in flight keeps the row: an abort that comes then must not free it again."""
+    def test_of_a_finished_request_that_still_has_its_row(self) -> None:
+        """The end is published while a step in flight keeps the row: an abort that comes then must not free
+        it again."""
         bench = Bench()
         request = bench.add(PROMPT, sampling=SamplingParams(max_new_tokens=20, seed=seed_that_ends_at(3)))
         while request not in bench.channel.finished:
@@ -240,7 +241,7 @@ class TestAbort:
         assert bench.channel.finished[request].kind == "stop"
         assert bench.scheduler.log.counts.aborted == 0
 
-    def test_twice_or_of_nobody_is_ignored(self) -> None:
+    def test_twice_or_of_an_unknown_request_is_ignored(self) -> None:
         bench = Bench()
         request = bench.add(PROMPT, sampling=endless(9))
         bench.scheduler.abort(999)
@@ -252,7 +253,7 @@ class TestAbort:
         idle_and_clean(bench)
         assert list(bench.channel.finished) == [request]
 
-    def test_a_row_given_up_is_taken_again_at_once(self) -> None:
+    def test_a_released_row_is_taken_again_at_once(self) -> None:
         bench = Bench(rows=1)
         first = bench.add(PROMPT, sampling=endless(30))
         step_until(bench, first, 3)
@@ -264,8 +265,8 @@ class TestAbort:
 
 
 class TestStop:
-    def test_nothing_more_is_told_and_the_kv_is_kept(self) -> None:
-        """The client saw its stop string; the conversation will go on from there."""
+    def test_nothing_more_is_published_and_the_kv_is_kept(self) -> None:
+        """The client saw its stop string; the conversation will continue from there."""
         bench = Bench(page_size=1)
         request = bench.add(PROMPT, sampling=endless(30))
         step_until(bench, request, 9)
@@ -290,7 +291,7 @@ class TestStop:
         assert bench.scheduler.cache.groups[0].component.evictable == 6 * steps // 4
 
 
-class TestTelling:
+class TestPublishing:
     def test_without_streaming_all_tokens_come_with_the_end(self) -> None:
         bench = Bench()
         streamed = bench.add(PROMPT, sampling=endless(6, 1))
@@ -313,7 +314,7 @@ class TestTelling:
         idle_and_clean(bench)
         assert bench.channel.output(request) == bench.wanted[request]
 
-    def test_a_step_is_one_message_and_silence_is_none(self) -> None:
+    def test_a_step_is_one_message_or_none_without_output(self) -> None:
         bench = Bench()
         bench.add(PROMPT, sampling=endless(4, 1))
         bench.add(PROMPT[::-1], sampling=endless(4, 2))
@@ -325,8 +326,8 @@ class TestTelling:
         assert [len(message.started) for message in messages] == [3, 0, 0, 0, 0]
         assert [len(message.finished) for message in messages] == [0, 0, 0, 0, 3]
 
-    def test_the_seed_alone_decides(self) -> None:
-        """Requests without a seed get one each, the same after a restart; asked-for seeds may be negative."""
+    def test_only_the_seed_decides_the_output(self) -> None:
+        """Requests without a seed get one each, the same after a restart; requested seeds may be negative."""
 
         def seeds(random_seed: int) -> list[int]:
             bench = Bench(options={"random_seed": random_seed})
@@ -344,8 +345,8 @@ class TestTelling:
         assert once[4:] == other[4:] == [2**63 - 1, 12]
         assert all(0 <= seed < 2**63 for seed in once + other)
 
-    def test_history_goes_along_where_penalties_count_tokens(self) -> None:
-        """After a retraction the kept output counts too, else penalties start over."""
+    def test_the_plan_holds_the_history_where_penalties_count_tokens(self) -> None:
+        """After a retraction the kept output counts too; otherwise penalties start over."""
         bench = Bench()
         bench.runner.keep_plans = True
         request = bench.add(PROMPT, sampling=endless(9, frequency_penalty=0.5))

@@ -1,4 +1,4 @@
-"""When a runner's counts of experts are read, and of which tokens balancedness is."""
+"""When a runner's counts of experts are read, and which tokens balancedness covers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_jax.scheduler.messages import ExpertBalance
 
 
 class Counting:
-    """A runner with experts, and a clock. `reads` counts."""
+    """A runner with experts, and a clock. `reads` counts the readings."""
 
     def __init__(self) -> None:
         self.tokens = np.zeros((2, 4), np.int64)
@@ -46,7 +46,7 @@ def test_a_busy_runner_is_read_every_few_seconds_and_an_idle_one_after_each_step
     assert reads == [0, 0, 1, 1, 2, 2, 2, 3]
 
 
-def test_balancedness_is_of_the_last_minute_and_tokens_are_all() -> None:
+def test_balancedness_covers_the_last_minute_and_token_counts_cover_everything() -> None:
     runner = Counting()
     watched = watch(runner)
     runner.tokens += [[4, 4, 4, 4], [8, 0, 0, 8]]
@@ -59,9 +59,9 @@ def test_balancedness_is_of_the_last_minute_and_tokens_are_all() -> None:
     assert watched.totals() == {"0": [16, 4, 4, 4], "3": [8, 18, 18, 8]}
 
 
-def test_a_pause_brings_nothing_of_before_back() -> None:
-    """Readings of a busy minute, then a day without steps: the next tokens count by themselves, and no reading piles up
-    while an idle engine is read after each step."""
+def test_readings_from_before_a_pause_do_not_count() -> None:
+    """A busy minute, then a day without steps: the next tokens count by themselves, and readings do not pile up while
+    an idle engine is read after each step."""
     runner = Counting()
     watched = watch(runner)
     for step in range(1, 60):
@@ -83,7 +83,7 @@ def test_without_the_option_nothing_is_read() -> None:
     assert runner.reads == 0
 
 
-def test_a_layer_that_nothing_passed_has_no_balancedness() -> None:
+def test_a_layer_without_tokens_has_no_balancedness() -> None:
     runner = Counting()
     runner.tokens[1] = 1
     assert watch(runner).balances(1, idle=True) == [ExpertBalance(3, 4, 1.0)]

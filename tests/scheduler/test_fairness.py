@@ -1,4 +1,4 @@
-"""Nobody starves, under any policy; nobody waits for nothing; and a crowd costs nobody else much."""
+"""No request starves under any policy, none waits without a reason, and a crowd delays other requests little."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def endless(tokens: int, seed: int = 5) -> SamplingParams:
     return SamplingParams(max_new_tokens=tokens, seed=seed, ignore_eos=True)
 
 
-class TestNobodyStarves:
+class TestNoStarvation:
     @pytest.mark.parametrize("policy", SchedulePolicy)
-    def test_whoever_the_policy_puts_last_has_its_turn(self, policy: SchedulePolicy) -> None:
-        """A cold request had not begun after 20,000 steps of lpm while 4,712 hot ones finished."""
+    def test_the_request_that_the_policy_puts_last_is_served(self, policy: SchedulePolicy) -> None:
+        """Regression: under lpm a cold request had not started after 20,000 steps while 4,712 hot ones finished."""
         bench = Bench(rows=2, chunk=32, budget=64, options={"schedule_policy": policy})
         watch = Watch(bench)
         bench.add([*HOT, 39], sampling=endless(6))
@@ -47,8 +47,9 @@ class TestNobodyStarves:
         assert last in bench.channel.cached
         assert seats <= 2 * AGED_TURN + 8
 
-    def test_who_waits_for_a_prefix_has_its_turn_within_one_look_at_the_queue(self) -> None:
-        """Passed over once for the sake of a prefix, the oldest had no turn while one look seated all of a burst."""
+    def test_a_request_that_waits_for_a_prefix_can_be_admitted_in_the_same_pass(self) -> None:
+        """Regression: skipped once to wait for a prefix, the oldest was not considered again while one pass admitted a
+        whole burst."""
         bench = Bench(rows=16, page_size=1, chunk=64, budget=96)
         bench.add([1, 2, 3, 4, 5, 6], sampling=endless(4))
         oldest = bench.add([1, 38, 39], sampling=endless(4))
@@ -61,8 +62,8 @@ class TestNobodyStarves:
         bench.run()
         bench.check_outputs()
 
-    def test_who_is_retracted_again_and_again_is_spared_in_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The lowest priority loses its row first; not for ever."""
+    def test_a_request_that_was_retracted_often_is_spared_for_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The lowest priority loses its row first, but not forever."""
         options = {"schedule_policy": "priority", "schedule_conservativeness": 0.01}
         bench = Bench(pages=12, rows=4, options=options)
         low = bench.add([5, 6, 7, 8], sampling=endless(28))
@@ -80,15 +81,15 @@ class TestNobodyStarves:
 
 class TestHeadOfLine:
     def crowded(self, **sizes: int) -> tuple[Bench, int, int]:
-        """One request runs for long, one does not fit beside it."""
+        """One request runs for long, and another does not fit next to it."""
         bench = Bench(pages=40, rows=4, context=200, **sizes)
         runs = bench.add([3, 4], sampling=endless(100))
         bench.scheduler.step()
         large = bench.add([1 + (5 * i) % 37 for i in range(120)], sampling=endless(2))
         return bench, runs, large
 
-    def test_others_pass_into_room_that_it_cannot_use(self) -> None:
-        """A 15.5k prompt in a pool of 16k kept everybody out for 507 steps."""
+    def test_others_overtake_it_into_room_that_it_cannot_use(self) -> None:
+        """Regression: a 15.5k prompt in a pool of 16k blocked all others for 507 steps."""
         bench, _, large = self.crowded()
         small = bench.add([9, 9], sampling=endless(2))
         for _ in range(4):
@@ -99,8 +100,8 @@ class TestHeadOfLine:
         bench.check_outputs()
 
     @pytest.mark.parametrize("crowd", [3, 12])
-    def test_however_many_do_not_fit_one_that_does_is_found(self, crowd: int) -> None:
-        """Behind eight that did not fit, nobody was looked at."""
+    def test_a_request_that_fits_is_found_behind_any_number_that_do_not(self, crowd: int) -> None:
+        """Regression: behind eight that did not fit, no request was considered."""
         bench = Bench(pages=64, rows=16, chunk=64, budget=64, context=256)
         bench.add([1] * 4, sampling=endless(200))
         for _ in range(2):
@@ -114,7 +115,7 @@ class TestHeadOfLine:
         bench.run()
         bench.check_outputs()
 
-    def test_each_that_does_not_fit_is_passed_by_so_many(self) -> None:
+    def test_each_that_does_not_fit_is_overtaken_a_bounded_number_of_times(self) -> None:
         bench, _, large = self.crowded()
         second = bench.add([2 + (5 * i) % 36 for i in range(121)], sampling=endless(2))
         for k in range(8):
@@ -125,8 +126,8 @@ class TestHeadOfLine:
         bench.run()
         bench.check_outputs()
 
-    def test_room_is_kept_for_the_rest_of_a_prompt_under_way(self) -> None:
-        """Let in beside it, another takes the pages that it will need, and one of the two has to go back."""
+    def test_room_is_kept_for_the_rest_of_a_prompt_in_progress(self) -> None:
+        """Without this, another request takes the pages that it will need, and one of the two is retracted."""
         bench = Bench(pages=40, rows=4, chunk=16, budget=32, context=200, options={"schedule_conservativeness": 0.01})
         bench.add([1 + (5 * i) % 37 for i in range(120)], sampling=endless(2))
         bench.scheduler.step()
@@ -138,7 +139,7 @@ class TestHeadOfLine:
         assert list(bench.channel.finished) == [1, other]
         bench.check_outputs()
 
-    def test_after_so_many_room_is_kept(self) -> None:
+    def test_room_is_kept_after_a_number_of_overtakings(self) -> None:
         bench, _, large = self.crowded()
         passed = 0
         for k in range(60):
@@ -152,7 +153,7 @@ class TestHeadOfLine:
         assert list(bench.channel.cached).index(large) == passed + 1, "it is the next to have a row"
         bench.check_outputs()
 
-    def test_after_so_many_steps_room_is_kept(self) -> None:
+    def test_room_is_kept_after_a_number_of_steps(self) -> None:
         bench = Bench(pages=600, rows=4, context=2000, chunk=64, budget=64, scribble=False)
         bench.add([3, 4], sampling=endless(1500))
         bench.scheduler.step()
@@ -173,8 +174,8 @@ class TestHeadOfLine:
         assert order.index(large) < order.index(late)
         bench.check_outputs()
 
-    def test_a_refused_look_changes_nothing_of_what_is_cached(self) -> None:
-        """A refusal counted as a hit: the order of eviction by use was of those who were never let in."""
+    def test_a_refusal_does_not_touch_the_order_of_eviction(self) -> None:
+        """Regression: a refusal counted as a hit, so requests that were never admitted set the order of eviction."""
         bench = Bench(pages=40, rows=4, context=200, options={"radix_eviction_policy": EvictionPolicy.LFU})
         bench.add(HOT, sampling=endless(1))
         bench.run()
@@ -190,8 +191,8 @@ class TestHeadOfLine:
 
 
 class TestSharers:
-    def test_who_waits_for_a_prefix_that_does_not_grow_computes_it(self) -> None:
-        """The one who computes it may have to wait for many shorter prompts."""
+    def test_a_request_that_waits_for_a_stalled_prefix_computes_it(self) -> None:
+        """The request that computes it may have to wait for many shorter prompts."""
         bench = Bench(pages=900, chunk=8, budget=32, rows=16, context=1200)
         bench.scheduler._admission.aged_turn = 1000
         bench.add([38, *[1 + (3 * i) % 37 for i in range(1000)]], sampling=endless(1))
@@ -211,7 +212,7 @@ class TestSharers:
         bench.run()
         bench.check_outputs()
 
-    def test_nobody_waits_for_a_page_of_which_it_must_run_the_last_token(self) -> None:
+    def test_no_request_waits_for_a_page_whose_last_token_it_must_run_itself(self) -> None:
         bench = Bench(chunk=6, budget=32)
         bench.runner.keep_plans = True
         for _ in range(2):
@@ -222,7 +223,7 @@ class TestSharers:
         bench.run()
         bench.check_outputs()
 
-    def test_a_prefix_that_was_cached_meanwhile_makes_a_prompt_short(self) -> None:
+    def test_a_prefix_cached_meanwhile_shortens_a_waiting_prompt(self) -> None:
         bench = Bench(pages=200, chunk=16, budget=32, context=400)
         prefix = [1 + (5 * i) % 37 for i in range(40)]
         bench.add(prefix, sampling=endless(1))
@@ -249,7 +250,7 @@ class TestCrowds:
             bench.scheduler.step()
         return bench
 
-    def test_rows_of_many_that_end_at_once_are_given_back_a_few_at_a_time(self) -> None:
+    def test_rows_of_many_that_end_at_once_are_released_a_few_per_step(self) -> None:
         bench = self.all_ended()
         left = []
         while not bench.scheduler.idle:
@@ -261,7 +262,7 @@ class TestCrowds:
         assert bench.scheduler.cache.all_rows_free
         bench.check_outputs()
 
-    def test_who_needs_their_rows_has_them_at_once(self) -> None:
+    def test_a_request_that_needs_their_rows_gets_them_at_once(self) -> None:
         bench = self.all_ended()
         later = [bench.add([1 + k % 38, 30 + k // 38], sampling=endless(2)) for k in range(bench.rows)]
         bench.scheduler.step()
@@ -269,7 +270,7 @@ class TestCrowds:
         bench.run()
         bench.check_outputs()
 
-    def test_who_needs_their_pages_has_them_at_once(self) -> None:
+    def test_a_request_that_needs_their_pages_gets_them_at_once(self) -> None:
         bench = Bench(pages=400, rows=200, chunk=4096, budget=4096, context=1300, scribble=False)
         for k in range(199):
             bench.add([1 + k % 38, k // 38], sampling=endless(2))
@@ -281,8 +282,8 @@ class TestCrowds:
         bench.run()
         bench.check_outputs()
 
-    def test_room_is_not_kept_for_the_output_of_who_is_over(self) -> None:
-        """Its row is still in flight; what it might have sampled needs no room any more."""
+    def test_no_room_is_kept_for_the_output_of_a_finished_request(self) -> None:
+        """Its row is still in flight, but it samples no more tokens."""
         bench = Bench(pages=30, rows=4, context=120)
         gone = bench.add([5, 6], sampling=endless(110))
         bench.add([7, 8], sampling=endless(4))
@@ -295,7 +296,7 @@ class TestCrowds:
         bench.run()
         bench.check_outputs()
 
-    def test_a_flush_gives_all_of_them_back(self) -> None:
+    def test_a_flush_releases_all_of_them(self) -> None:
         bench = Bench(pages=200, rows=100, chunk=512, budget=512)
         for k in range(100):
             bench.add([1 + k % 38, k // 38], sampling=endless(1))
@@ -305,8 +306,8 @@ class TestCrowds:
         assert bench.scheduler.cache.groups[0].pool.num_free == 200
         assert bench.scheduler.idle
 
-    def test_requests_that_went_away_are_forgotten_while_an_older_one_waits(self) -> None:
-        """Their prompts were kept for as long as it waited."""
+    def test_aborted_requests_are_forgotten_while_an_older_one_waits(self) -> None:
+        """Regression: their prompts were kept for as long as it waited."""
         bench = Bench(rows=1)
         bench.add([5], sampling=endless(100))
         bench.scheduler.step()
@@ -318,7 +319,7 @@ class TestCrowds:
         bench.run()
         bench.check_outputs()
 
-    def test_stop_columns_are_compared_only_while_somebody_has_so_many(self) -> None:
+    def test_the_sampler_compares_only_as_many_stop_columns_as_requests_use(self) -> None:
         bench = Bench()
         many = SamplingParams(max_new_tokens=2, seed=1, ignore_eos=True, stop_token_ids=list(range(20, 30)))
         bench.add([5], sampling=endless(30))
@@ -333,7 +334,7 @@ class TestCrowds:
 
 
 class CountingChannel(RecordingChannel):
-    """Tells how many messages a turn took in."""
+    """Counts the messages that each round of the loop receives."""
 
     taken = 0
 
@@ -351,9 +352,9 @@ class TestInbox:
         bench.runner.namespace_of = lambda row: loop.scheduler.rows.at(row).namespace
         return loop, channel
 
-    def test_a_turn_takes_in_so_many_messages_and_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """5,000 arrivals were looked at before any request that ran had its next token. The time they take is limited
-        as well, so the clock stands still."""
+    def test_a_round_receives_a_bounded_number_of_messages_and_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Regression: 5,000 arrivals were handled before any running request had its next token. Their time is limited
+        as well, so the clock stands still here."""
         monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
         loop, channel = self.loop()
         new = np.array([5, 6], np.int32).tobytes()
@@ -369,8 +370,8 @@ class TestInbox:
         assert loop.scheduler.log.steps >= len(taken) - 1
         assert channel.finished[2].kind == "abort"
 
-    def test_a_turn_takes_in_messages_for_so_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Prompts of 100,000 tokens take longer to look at than many short ones."""
+    def test_a_round_receives_messages_for_a_bounded_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Prompts of 100,000 tokens take longer to handle than many short ones."""
         loop, channel = self.loop()
         ticks = iter(range(1000))
         clock = SimpleNamespace(monotonic=lambda: next(ticks) * loop_module.SECONDS_OF_MESSAGES / 4)
@@ -381,8 +382,8 @@ class TestInbox:
         assert 4 <= channel.taken <= 6
 
 
-class TestTenantsHaveTurns:
-    """Each line of `seats` is who got a row, in this order."""
+class TestFairTenants:
+    """Each line of `seats` names the tenants that got a row, in order."""
 
     @staticmethod
     def seats(bench: Bench, tenants: dict[int, str], most: int) -> list[str]:
@@ -394,7 +395,7 @@ class TestTenantsHaveTurns:
 
     @staticmethod
     def queue(bench: Bench, tenant: str, count: int, tokens: int = 4, output: int = 2) -> dict[int, str]:
-        """So many requests of `tokens` tokens, no two of which begin alike."""
+        """Queues `count` requests of `tokens` tokens, no two of which share a prefix."""
         added = {}
         for _ in range(count):
             number = len(bench.requests)
@@ -411,7 +412,7 @@ class TestTenantsHaveTurns:
         after = self.seats(bench, tenants, seated + 10)[seated:]
         assert after.count("other") == 4
 
-    def test_tenants_that_all_wait_get_equal_parts(self) -> None:
+    def test_waiting_tenants_get_equal_shares(self) -> None:
         bench = Bench(rows=1, chunk=16, budget=32)
         tenants = self.queue(bench, "first", 40) | self.queue(bench, "second", 40) | self.queue(bench, "third", 40)
         found = self.seats(bench, tenants, 48)
@@ -419,7 +420,7 @@ class TestTenantsHaveTurns:
             assert abs(found.count(tenant) - 16) <= 48 // AGED_TURN
         assert found.count("first") <= 16 + 48 // AGED_TURN
 
-    def test_parts_are_of_tokens_and_not_of_requests(self) -> None:
+    def test_shares_are_counted_in_tokens_and_not_in_requests(self) -> None:
         bench = Bench(rows=1, chunk=16, budget=32)
         tenants = self.queue(bench, "short", 40, tokens=4, output=2) | self.queue(
             bench, "long", 40, tokens=12, output=6
@@ -427,8 +428,8 @@ class TestTenantsHaveTurns:
         found = self.seats(bench, tenants, 32)
         assert 3 * found.count("long") - 8 <= found.count("short") <= 3 * found.count("long") + 12
 
-    def test_nobody_saves_turns_up(self) -> None:
-        """Who asked for nothing while others waited is not given all that it had not asked for."""
+    def test_an_idle_tenant_saves_up_no_share(self) -> None:
+        """A tenant without requests while others waited is not compensated for it later."""
         bench = Bench(rows=1, chunk=16, budget=32)
         tenants = self.queue(bench, "busy", 60)
         seated = len(self.seats(bench, tenants, 30))
@@ -436,14 +437,14 @@ class TestTenantsHaveTurns:
         found = self.seats(bench, tenants, seated + 20)[seated:]
         assert 8 <= found.count("idle") <= 12
 
-    def test_one_tenant_is_served_in_the_order_of_arrival(self) -> None:
+    def test_the_requests_of_one_tenant_are_served_in_order_of_arrival(self) -> None:
         bench = Bench(rows=1, chunk=16, budget=32)
         tenants = self.queue(bench, "", 12, tokens=8) | self.queue(bench, "", 12, tokens=3)
         self.seats(bench, tenants, 24)
         assert list(bench.channel.cached) == sorted(bench.channel.cached)
 
     def test_overtaking_stays_bounded(self) -> None:
-        """The oldest of a crowd has its turns as well, however many tenants come after it."""
+        """The oldest request of a crowd is served as well, however many tenants come after it."""
         bench = Bench(rows=2, chunk=16, budget=32)
         watch = Watch(bench)
         crowd = self.queue(bench, "crowd", 5)

@@ -1,5 +1,5 @@
-"""Conversations of many turns: what the host does for a turn does not grow with those before it, since their nodes of
-the prefix tree become one; and nothing is lost by that."""
+"""Conversations of many turns: the host's work for a turn does not grow with the turns before it, since their nodes of
+the prefix tree are joined into one, and the join loses nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_jax.scheduler.messages import OpenSession, SessionTurn
 
 KINDS: list[tuple[Sees, ...]] = [(None,), (6,), (None, 6), (None, STATE), (STATE,), (None, STATE, 6)]
 TURNS, SLOTS, PERIOD = 24, 8, 6
-"""Turns repeat themselves after `PERIOD`, in what they send and ask for."""
+"""Turns repeat after `PERIOD`, in the tokens they send and ask for."""
 
 
 def bench_of(sees: tuple[Sees, ...], slots: int = SLOTS) -> Bench:
@@ -32,7 +32,7 @@ def bench_of(sees: tuple[Sees, ...], slots: int = SLOTS) -> Bench:
 def converse(
     bench: Bench, turns: int, *, in_session: bool, start: list[int], seed: int = 5, name: str = "s"
 ) -> Iterator[list[int]]:
-    """A conversation, one turn at a time: its tokens after each."""
+    """Runs a conversation one turn at a time; returns its tokens after each."""
     if in_session:
         bench.scheduler.sessions.open(OpenSession(0, name, "me", True, None))
     history = start
@@ -52,7 +52,8 @@ def cached(bench: Bench, tokens: list[int]) -> int:
 
 
 class Calls:
-    """Counts calls of functions of scheduler and cache: what a turn costs the host, however busy the machine."""
+    """Counts calls of functions of scheduler and cache: a measure of host work that does not depend on the machine's
+    load."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -72,8 +73,8 @@ class Calls:
 
 @pytest.mark.parametrize("in_session", [True, False])
 @pytest.mark.parametrize("sees", KINDS, ids=str)
-def test_a_turn_costs_the_host_what_an_earlier_one_does(sees: tuple[Sees, ...], in_session: bool) -> None:
-    """In calls of functions, and the nodes that a turn's row goes along: one, and one for each state that is kept."""
+def test_a_turn_costs_the_host_as_much_as_an_earlier_one(sees: tuple[Sees, ...], in_session: bool) -> None:
+    """In function calls, and in the nodes that a turn's row follows: one, and one for each state that is kept."""
     bench, calls, nodes = bench_of(sees), [], []
     turns = converse(bench, TURNS, in_session=in_session, start=[])
     while True:
@@ -90,9 +91,10 @@ def test_a_turn_costs_the_host_what_an_earlier_one_does(sees: tuple[Sees, ...], 
 
 
 @pytest.mark.parametrize("in_session", [True, False])
-def test_states_of_turns_that_went_on_make_room_for_those_of_the_newest(in_session: bool) -> None:
-    """Four conversations in turn, whose states fill all slots after some turns: each turn computes what is new, the
-    output before it, and less than a page and what a state is worth, in a session or as a whole prompt."""
+def test_states_of_older_turns_are_evicted_for_those_of_the_newest(in_session: bool) -> None:
+    """Four conversations alternate, and after some turns their states fill all slots: each turn computes its new
+    tokens, the output before it, less than a page, and at most the tokens that a state is worth, both in a session and
+    as a whole prompt."""
     bench = Bench(400, 4, more=((STATE, 16),), context=400, least_gain=8)
     talks = [
         converse(bench, TURNS, in_session=in_session, start=[seed], seed=seed, name=f"s{seed}") for seed in range(4)
@@ -109,9 +111,9 @@ def test_states_of_turns_that_went_on_make_room_for_those_of_the_newest(in_sessi
 
 
 @pytest.mark.parametrize("sees", KINDS, ids=str)
-def test_no_place_to_start_is_lost(sees: tuple[Sees, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is cached of every beginning is what it is where no nodes are joined: three conversations, two of which part
-    amid a turn of the first."""
+def test_joined_nodes_lose_no_place_to_resume(sees: tuple[Sees, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cached length of every prefix is the same as without joining: three conversations, two of which diverge in
+    the middle of a turn of the first."""
 
     def of(join: bool) -> list[int]:
         bench = bench_of(sees)

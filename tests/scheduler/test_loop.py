@@ -1,4 +1,4 @@
-"""The loop: asleep when idle, awake while there is work, gone when told."""
+"""The loop: asleep when idle, awake while there is work, ended on request."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def new(request_id: int, tokens: int = 4) -> NewRequest:
 
 
 class ScriptedChannel(RecordingChannel):
-    """Hands in a batch of the script for each time the loop would sleep, and asserts that it sleeps exactly when
-    there is nothing to do. With the script at its end, the loop is told to shut down."""
+    """Returns a batch of the script each time the loop would sleep, and asserts that it sleeps exactly when there is
+    nothing to do. At its end it asks the loop to shut down."""
 
     def __init__(self, *script: list[Inbound]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def make_loop(channel: ScriptedChannel, **sizes: object) -> SchedulerLoop:
 
 
 def test_asleep_exactly_when_idle() -> None:
-    """Idle spinning takes a core from the device's own host work."""
+    """Idle spinning takes a core from the device's host work."""
     channel = ScriptedChannel([new(1)], [new(2, 9), new(3)], [AbortRequest(77)])
     make_loop(channel).run()
     assert channel.sleeps == 4
@@ -130,7 +130,7 @@ def test_a_second_shutdown_ends_the_drain() -> None:
     assert 1 not in channel.finished
 
 
-def test_an_abort_is_heard_while_draining() -> None:
+def test_an_abort_is_handled_while_draining() -> None:
     channel = ScriptedChannel([new(1, 100)])
     loop = make_loop(channel)
     loop.turn()
@@ -141,7 +141,7 @@ def test_an_abort_is_heard_while_draining() -> None:
     assert channel.finished[1].kind == "abort"
 
 
-def test_a_shutdown_of_an_idle_loop_ends_it_within_the_turn() -> None:
+def test_a_shutdown_ends_an_idle_loop_within_the_round() -> None:
     channel = ScriptedChannel([Shutdown()])
     make_loop(channel).run()
     assert channel.sleeps == 1
@@ -161,7 +161,7 @@ def test_flush_cache_is_answered() -> None:
     assert channel.replies[1] == Reply(6, False, "1 requests run or wait")
 
 
-def test_an_idle_loop_tells_how_many_programs_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_loop_reports_how_many_programs_are_left_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     channel = ScriptedChannel([], [], [])
     loop = make_loop(channel)
     left = iter([3, 3, 2, 2, 0, 0, 0, 0, 0, 0])
@@ -207,7 +207,7 @@ def test_get_state_is_answered_with_figures_of_scheduler_and_runner() -> None:
     assert figures.items() <= reply.state.items()
 
 
-def test_the_state_tells_of_each_pool() -> None:
+def test_the_state_reports_each_pool() -> None:
     channel = ScriptedChannel([GetState(9)])
     make_loop(channel, more=((8, 10),)).turn()
     (reply,) = channel.replies
@@ -216,7 +216,7 @@ def test_the_state_tells_of_each_pool() -> None:
     assert "groups" not in reply.state
 
 
-def test_the_state_tells_of_slots() -> None:
+def test_the_state_reports_slots() -> None:
     channel = ScriptedChannel([GetState(9)])
     make_loop(channel, more=((CacheKind.STATE, 10),)).turn()
     (reply,) = channel.replies
@@ -224,7 +224,7 @@ def test_the_state_tells_of_slots() -> None:
 
 
 def test_every_kind_of_message_has_its_case() -> None:
-    """A kind that the scheduler did not know killed it."""
+    """Regression: a kind of message that the scheduler did not know killed it."""
     served: dict[type[object], Inbound] = {
         NewRequest: new(1),
         AbortRequest: AbortRequest(1),
@@ -288,7 +288,7 @@ class TestStats:
         assert channel.stats.generation_tokens == 10
 
     def test_whenever_it_goes_idle(self, clock: SimpleNamespace) -> None:
-        """Otherwise the last snapshot for hours is one of a busy engine."""
+        """Otherwise the last snapshot for hours shows a busy engine."""
         channel = ScriptedChannel([new(1, 3)])
         loop = make_loop(channel)
         while not channel.all_stats or not loop.scheduler.idle:
@@ -299,8 +299,8 @@ class TestStats:
         assert len(channel.all_stats) == 2
 
 
-def test_what_the_runner_raises_ends_the_loop() -> None:
-    """An engine without its device must not go on as if nothing had happened."""
+def test_an_error_of_the_runner_ends_the_loop() -> None:
+    """An engine without its device must not continue as if nothing had happened."""
 
     class Broken(Exception):
         pass

@@ -1,4 +1,4 @@
-"""What a step is made of: decode rows, prefill chunks, the budget, and the overlap of steps."""
+"""The composition of a step: decode rows, prefill chunks, the budget, and the overlap of steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plans_of(bench: Bench) -> list[StepPlan]:
 
 
 def test_decode_never_waits_for_a_long_prompt() -> None:
-    """Prefill-first scheduling froze every stream while a long prompt was computed."""
+    """Regression: prefill-first scheduling froze every stream while a long prompt was computed."""
     bench = Bench(chunk=16, budget=32)
     first = bench.add(prompt(5), sampling=endless(40))
     bench.scheduler.step()
@@ -78,7 +78,7 @@ def test_several_prompts_share_a_step() -> None:
     bench.check_outputs()
 
 
-def test_an_unfinished_chunk_goes_on_beside_newcomers() -> None:
+def test_an_unfinished_prompt_continues_in_steps_with_new_requests() -> None:
     bench = Bench(chunk=16, budget=32)
     plans = plans_of(bench)
     bench.add(prompt(20), sampling=endless(3))
@@ -89,7 +89,7 @@ def test_an_unfinished_chunk_goes_on_beside_newcomers() -> None:
     bench.check_outputs()
 
 
-def test_decode_rows_take_their_share_of_the_budget_first() -> None:
+def test_decode_rows_take_their_tokens_of_the_budget_first() -> None:
     bench = Bench(chunk=16, budget=10, rows=8)
     for k in range(1, 8):
         bench.add(prompt(2, first=k), sampling=endless(30))
@@ -115,8 +115,8 @@ def test_output_does_not_depend_on_the_size_of_chunks_or_pages(chunk: int, page_
     bench.check_outputs()
 
 
-def test_a_prompt_that_is_wholly_cached_still_runs_a_token() -> None:
-    """A query of length zero is a copy that never ends."""
+def test_a_fully_cached_prompt_still_runs_one_token() -> None:
+    """A kernel with a query of length zero waits for a copy that never ends."""
     bench = Bench()
     bench.add(prompt(16), sampling=endless(3))
     bench.run()
@@ -140,7 +140,7 @@ class SpiedHandle:
 
 
 def assert_same(plan: StepPlan, copied: StepPlan) -> None:
-    """Every array of the plan holds what it held at the launch."""
+    """Every array of the plan has the same content as at the launch."""
     for name in ("rows", "query_lens", "kv_lens", "tokens", "samples", "length_on_device"):
         assert np.array_equal(getattr(plan, name), getattr(copied, name)), name
     for deltas, before in zip(plan.page_deltas, copied.page_deltas, strict=True):
@@ -156,7 +156,7 @@ def assert_same(plan: StepPlan, copied: StepPlan) -> None:
 
 
 def spy_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Launches and asked-for results, in order; plans are compared with what they were when launched."""
+    """Records launches and requests for results in order, and compares plans with their content at the launch."""
     events: list[tuple[str, int]] = []
     launch = bench.runner.launch
 
@@ -168,8 +168,8 @@ def spy_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int
     return events
 
 
-def test_a_step_is_launched_before_the_result_of_the_one_before_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for tokens between steps leaves the device idle for as long as the host thinks."""
+def test_a_step_is_launched_before_the_previous_result_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the device idles while the host works."""
     bench = Bench(chunk=8)
     events = spy_on(bench, monkeypatch)
     bench.add(prompt(20), sampling=endless(4))
@@ -181,7 +181,7 @@ def test_a_step_is_launched_before_the_result_of_the_one_before_is_asked_for(mon
     bench.check_outputs()
 
 
-def test_at_most_two_steps_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_two_steps_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(pages=10, options={"schedule_conservativeness": 0.01})
     events = spy_on(bench, monkeypatch)
     for k in range(1, 6):
@@ -195,7 +195,7 @@ def test_at_most_two_steps_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("lazy", [True, False])
 def test_a_plan_is_never_changed_after_its_launch(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host arrays that a step in flight still read were the source of races for two years."""
+    """Host arrays that a step in flight still read were a source of races for two years."""
     bench = Bench(pages=24, rows=4, chunk=8, lazy=lazy, options={"schedule_conservativeness": 0.01})
     events = spy_on(bench, monkeypatch)
     aborted = []
@@ -216,8 +216,8 @@ def test_a_plan_is_never_changed_after_its_launch(lazy: bool, monkeypatch: pytes
     bench.check_outputs()
 
 
-def test_steady_decode_sends_changes_and_nothing_else() -> None:
-    """Page tables rebuilt from all tokens at each step made the host slower than the device."""
+def test_steady_decode_sends_only_changes_of_page_tables() -> None:
+    """Regression: page tables rebuilt from all tokens at each step made the host slower than the device."""
     bench = Bench(pages=128, page_size=16, rows=8, chunk=64, budget=64, context=128)
     for k in range(1, 9):
         bench.add(prompt(7, first=k), sampling=endless(100))
@@ -236,7 +236,7 @@ def test_steady_decode_sends_changes_and_nothing_else() -> None:
 
 
 def test_many_short_requests_through_few_rows() -> None:
-    """Tokens of the step in flight, kept in a ring, were overwritten once enough requests ran."""
+    """Regression: tokens of the step in flight, kept in a ring, were overwritten once enough requests ran."""
     bench = Bench(pages=40, rows=6, chunk=12, budget=24)
     for k in range(150):
         bench.add(prompt(1 + k % 11, first=1 + k % 5), 1 + k % 7, seed=k)

@@ -1,4 +1,4 @@
-"""Faults that other engines shipped, planted one by one: the simulator or the ledger must fail each."""
+"""Faults that other engines shipped, planted one by one: the simulator or the page ledger must catch each."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def protect_a_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def protect_a_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matched length is taken for the protected one: the unaligned tail's page is nobody's."""
+    """The matched length is taken for the locked one: the page of the unaligned tail has no owner."""
     release = KVCache.release_kv_cache
 
     def release_less(self: KVCache, record: RowKV, tokens: bytes, *, insert: bool, kept: None) -> None:
@@ -90,12 +90,12 @@ def protect_a_page_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def release_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finished request's row and pages go back while the step in flight still has them."""
+    """A finished request's row and pages are released while the step in flight still uses them."""
     monkeypatch.setattr(Rows, "_done", lambda self, row: True)
 
 
 def free_duplicates_while_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request's own copy of a shared prefix is freed though the step in flight reads it."""
+    """The request's own copy of a shared prefix is freed while the step in flight reads it."""
     retire = Group._retire
     monkeypatch.setattr(Group, "_retire", lambda self, pages, owner, step: retire(self, pages, owner, None))
     monkeypatch.setattr("sglang_jax.scheduler.admission.Admission._should_wait", lambda self, *arguments: False)
@@ -125,7 +125,8 @@ def commit_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settle_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the pages that a step kept from being freed, one run is. Several are where sharers do not wait."""
+    """Of the page runs that a step kept from being freed, only one is freed. There are several where sharers do not
+    wait."""
 
     def settle(self: Group, step: int) -> None:
         if self._retired and self._retired[0][0] <= step:
@@ -148,12 +149,13 @@ def no_look_after_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_look_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was refused once is looked at again when something changes, and not after some steps."""
+    """A refused request is considered again when something changes, and not after a number of steps."""
     monkeypatch.setattr("sglang_jax.scheduler.admission.RETRY_STEPS", 10**6)
 
 
 def share_by_the_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who begins like a prompt under way waits for all of it, whatever it goes on with."""
+    """A request whose first page is that of a prompt in progress waits for all of that prompt, wherever they
+    diverge."""
 
     def should_wait(self: Admission, request: Request, probe: Probe, look: Any) -> bool:
         page = self._cache.page_size * 4
@@ -185,7 +187,7 @@ def match_what_a_failed_request_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVValidation, "distrust", lambda self, record: None)
 
 
-def fail_who_read_bad_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_readers_of_bad_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVValidation, "read_bad_kv", staticmethod(lambda record: False))
 
 
@@ -200,12 +202,12 @@ def no_turn_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def never_keep_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not fit is passed for ever."""
+    """A request that does not fit is overtaken forever."""
     monkeypatch.setattr(Admission, "_keeps_room", lambda self, request, step: False)
 
 
-def keep_room_for_a_crowd_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not fit is passed by so many, however long that takes."""
+def keep_room_for_a_crowd_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is kept after a number of overtakings, and not after a number of steps."""
 
     def keeps_room(self: Admission, request: Request, step: int) -> bool:
         return request.waiting.refused_at is not None and request.waiting.overtaken_by >= self.backfill_seats
@@ -214,7 +216,7 @@ def keep_room_for_a_crowd_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_what_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bad KV that somebody depends on is not freed when they let go."""
+    """Bad KV that a request depends on is not freed when the request ends."""
     unpin = FullKV.unpin
 
     def unpin_what_lives(self: FullKV, node: Node) -> None:
@@ -231,7 +233,7 @@ def miscount_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reclaim_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages behind a window go while the step in flight still reads them."""
+    """Pages behind a window are freed while the step in flight still reads them."""
 
     def let_go(self: KVCache, rows: np.ndarray, *, tight: bool = False) -> None:
         for group in self._shrinking:
@@ -241,7 +243,7 @@ def reclaim_a_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_nothing_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window is a page shorter than it is."""
+    """A window is a page shorter than it should be."""
     let_go = WindowGroup.let_go
 
     def let_go_more(self: WindowGroup, rows: np.ndarray, reading: np.ndarray, *arguments: Any) -> None:
@@ -272,7 +274,7 @@ def cover_a_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_what_one_group_granted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first group's pages are taken before the second says no."""
+    """The first group's pages are allocated before the second one refuses."""
     grow = KVCache._grow
 
     def grow_the_first(self: KVCache, rows: np.ndarray, columns: np.ndarray) -> bool:
@@ -299,7 +301,7 @@ def tell_one_group_of_a_removal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tell_one_of_two_full_groups_of_a_removal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second pool's pages are evictable for ever, and reached by nobody."""
+    """The second pool's pages stay evictable forever, and no node holds them."""
     tell_one_group_of_a_removal(monkeypatch)
 
 
@@ -316,7 +318,7 @@ def tell_one_group_of_a_trim(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_what_one_group_granted_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `keep_what_one_group_granted`, of pages for several tokens a row."""
+    """As `keep_what_one_group_granted`, for rows that get pages for several tokens."""
     extend = KVCache.extend_rows
 
     def extend_the_first(self: KVCache, rows: np.ndarray, lengths: np.ndarray, *, evict: bool = True) -> bool:
@@ -332,12 +334,12 @@ def keep_what_one_group_granted_for_drafts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def budget_a_window_like_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room is kept in a window's pool for all of an output: few rows run where many would."""
+    """Room is kept in a window's pool for all of an output: few rows run where many would fit."""
     monkeypatch.setattr(WindowGroup, "output_need", FullGroup.output_need)
 
 
 def give_a_node_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request's pages go to a node that has its own, and to the retired ones."""
+    """A request's pages go both to a node that has its own and to the retired pages."""
     share = WindowGroup._repoint
 
     def repoint(self: WindowGroup, row: int, node: Node, first: int, own: np.ndarray, there: int, step: Any) -> bool:
@@ -347,7 +349,7 @@ def give_a_node_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def insert_the_uncommitted_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token sampled last goes into the tree, though its KV was never written."""
+    """The last sampled token goes into the tree, though its KV was never written."""
     give_back = Rows._give_back
 
     def give_back_all(self: Rows, departure: Departure) -> None:
@@ -359,8 +361,8 @@ def insert_the_uncommitted_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rows, "_give_back", give_back_all)
 
 
-def retire_in_one_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the second group duplicates are free at once, though the step in flight writes them."""
+def retire_in_one_group_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Duplicates in the second group are freed at once, though the step in flight writes them."""
     retire = Group._retire
     monkeypatch.setattr(
         WindowGroup, "_retire", lambda self, pages, owner, step: retire(self, pages, owner, None), raising=False
@@ -373,18 +375,18 @@ def doubt_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_what_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row gives up nothing until pages are short."""
+    """A row frees no pages behind its window until pages are short."""
     let_go = KVCache.let_go
     monkeypatch.setattr(KVCache, "let_go", lambda self, rows, *, tight=False: let_go(self, rows[:0], tight=tight))
 
 
-def count_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows stay as long as was planned."""
+def count_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows keep the length that was planned."""
     monkeypatch.setattr(KVCache, "shorten", lambda self, rows, widths, counts: None)
 
 
 def begin_where_the_host_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row goes on at the most that its length may be."""
+    """A row continues at the largest length that it may have."""
     length_on_device = Planner._lengths_on_device
 
     def none_is(self: Planner, rows: np.ndarray) -> np.ndarray | None:
@@ -405,8 +407,8 @@ def keep_what_is_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rows, "advance", advance_by_all)
 
 
-def reclaim_behind_the_longest_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages behind the window of a query that is further on than the row may be."""
+def reclaim_behind_the_furthest_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages behind the window of the furthest query are freed, which is further on than the row may be."""
 
     def let_go(self: KVCache, rows: np.ndarray, *, tight: bool = False) -> None:
         reading = (self.lengths.first_query if self.in_flight else self.lengths.kv_committed)[rows]
@@ -417,7 +419,7 @@ def reclaim_behind_the_longest_guess(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def donate_a_state_of_the_wrong_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state at a chunk's end goes to the page floor of it."""
+    """The state at a chunk's end is inserted at the end of the last whole page."""
     monkeypatch.setattr(StateGroup, "_worth_a_slot", lambda self, record, length: length > record.state_len)
     monkeypatch.setattr(StateGroup, "chunk_end", lambda self, record, start, end, total: end)
 
@@ -439,12 +441,12 @@ def copy_after_a_step_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begin_behind_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state takes in every draft, right or wrong."""
+    """A state takes in every draft, accepted or rejected."""
     monkeypatch.setattr(FakeRunner, "_kept_tokens", staticmethod(lambda tokens, drafts, sampled: tokens))
 
 
 def begin_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state before the last draft that was right is taken for the one behind it."""
+    """The state before the last accepted draft is taken for the one behind it."""
 
     def kept(tokens: int, drafts: int, sampled: int) -> int:
         return tokens - drafts + max(sampled - 2, 0)
@@ -453,12 +455,13 @@ def begin_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_a_state_where_drafts_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that is at a boundary if all drafts in flight are right leaves its state there as that boundary's."""
+    """A row that reaches a boundary only if all drafts in flight are accepted leaves its state there as that
+    boundary's."""
     monkeypatch.setattr(StateGroup, "most_queries", lambda self, rows: np.full(len(rows), 2**31 - 1))
 
 
 def keep_a_state_beyond_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's own slot is taken for that of its output, though drafts behind a stop token have run."""
+    """A row's own slot is taken for the state at the end of its output, though drafts behind a stop token have run."""
     keep_a_state_beyond_the_end(monkeypatch)
 
 
@@ -473,8 +476,8 @@ def lose_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateGroup, "take_copies", take_all_but_the_last)
 
 
-def keep_the_slot_of_who_never_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was admitted and goes before its first step gives nothing back of what the match took."""
+def keep_the_slot_of_a_request_that_never_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that ends between admission and its first step releases nothing that the match took."""
     release = StateGroup.release
 
     def release_what_began(self: StateGroup, record: RowKV, allocated: int) -> None:
@@ -484,7 +487,7 @@ def keep_the_slot_of_who_never_began(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateGroup, "release", release_what_began)
 
 
-def keep_the_pin_of_who_never_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_the_pin_of_a_request_that_never_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     release = StateGroup.release
 
     def release_without_the_pin(self: StateGroup, record: RowKV, allocated: int) -> None:
@@ -495,7 +498,7 @@ def keep_the_pin_of_who_never_began(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def snapshot_a_page_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state at a boundary that decoding passes is taken for that of the one before."""
+    """The state at a boundary that decoding passes is taken for that of the boundary before."""
     change = StateGroup.cross_boundary
 
     def change_a_page_later(self: StateGroup, rows: np.ndarray, lengths: np.ndarray, *others: Any) -> None:
@@ -508,7 +511,7 @@ def snapshot_a_page_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_a_state_beyond_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's own slot is taken for that of what it has committed, though one step more has run."""
+    """A row's own slot is taken for the state of its committed tokens, though one step more has run."""
 
     def ends_on_boundary(self: StateGroup, record: RowKV) -> bool:
         return not self._sources[record.row] and record.kv_committed_len % self.page_size == 0
@@ -521,7 +524,7 @@ def match_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def split_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The upper part of a node is given the state, and the lower one has none."""
+    """The upper part of a split node gets the state, and the lower part has none."""
 
     def split(self: States, upper: Node, lower: Node) -> None:
         upper.values.append(lower.values[self._index])
@@ -531,7 +534,7 @@ def split_keeps_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def let_go_of_a_source_at_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot may be evicted while the step that begins with it is in flight."""
+    """A snapshot may be evicted while the step that resumes from it is in flight."""
     take = StateGroup.take_copies
 
     def take_and_let_go(self: StateGroup, rows: np.ndarray, step: int) -> tuple[SlotCopies, ...]:
@@ -548,12 +551,12 @@ def doubt_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_a_state_beyond_a_leafs_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leaf that loses its tail keeps the state after it."""
+    """A leaf that loses its tail keeps the state after that tail."""
     monkeypatch.setattr(States, "trim", lambda self, node, pages: False)
 
 
 def prove_what_no_sample_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pages of a window's layers are proven, not only those of the last window."""
+    """All pages of a window's layers count as valid, not only those of the last window."""
 
     def prove(self: WindowGroup, record: RowKV) -> None:
         self.component.prove(record.locked_node, record.cache_protected_len // self.page_size)
@@ -562,7 +565,7 @@ def prove_what_no_sample_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prove_what_is_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The upper part of a node is proven wherever it has pages."""
+    """The upper part of a split node counts as valid wherever it has pages."""
     split = WindowKV.split
 
     def split_and_prove(self: WindowKV, upper: Node, lower: Node) -> None:
@@ -574,7 +577,7 @@ def prove_what_is_split_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prove_the_head_of_what_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leaf that loses its end, which was proven, has as many proven pages as before."""
+    """A leaf that loses its valid end keeps as many valid pages as before."""
     trim = WindowKV.trim
 
     def trim_and_prove(self: WindowKV, node: Node, pages: int) -> bool:
@@ -587,7 +590,8 @@ def prove_the_head_of_what_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def prove_the_copy_that_was_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first sample of a row that was pointed at somebody else's copy as it was launched proves that copy."""
+    """A row was switched to shared pages as its step was launched: its first sample validates those pages, which it did
+    not read."""
     prove = KVValidation.prove
     monkeypatch.setattr(KVValidation, "prove", lambda self, record, step: prove(self, record, step + 1))
 
@@ -596,8 +600,8 @@ STATE_FAULTS = [
     donate_a_state_of_the_wrong_length,
     copy_after_the_step,
     lose_a_copy,
-    keep_the_slot_of_who_never_began,
-    keep_the_pin_of_who_never_began,
+    keep_the_slot_of_a_request_that_never_ran,
+    keep_the_pin_of_a_request_that_never_ran,
     snapshot_a_page_off,
     keep_a_state_beyond_the_end,
     match_without_a_state,
@@ -608,10 +612,10 @@ STATE_FAULTS = [
 ]
 
 DRAFT_FAULTS = [
-    count_wrong_drafts,
+    count_rejected_drafts,
     begin_where_the_host_thinks,
     keep_what_is_behind_a_stop,
-    reclaim_behind_the_longest_guess,
+    reclaim_behind_the_furthest_draft,
 ]
 
 STATE_DRAFT_FAULTS = [
@@ -638,7 +642,7 @@ WINDOW_FAULTS = [
     budget_a_window_like_all,
     give_a_node_what_it_has,
     insert_the_uncommitted_tail,
-    retire_in_one_group_alone,
+    retire_in_one_group_only,
     prove_what_no_sample_read,
     prove_what_is_split_off,
     prove_the_head_of_what_is_shortened,
@@ -661,10 +665,10 @@ FAULTS = [
     insert_into_another_namespace,
     forget_to_clear_a_row,
     match_what_a_failed_request_wrote,
-    fail_who_read_bad_kv,
+    fail_readers_of_bad_kv,
     no_turn_for_the_oldest,
     never_keep_room,
-    keep_room_for_a_crowd_alone,
+    keep_room_for_a_crowd_only,
     keep_what_was_cut_off,
     miscount_what_does_not_fit,
     prove_the_copy_that_was_not_read,
@@ -682,7 +686,7 @@ NO_SHORTAGE: dict[str, Strategy] = {
     "siblings": st.integers(16, 24),
     "reuse": st.just(True),
 }
-"""Most requests run, several at a time, and find each other's prefixes."""
+"""Most requests run, several at a time, and match each other's prefixes."""
 
 ROOM_FOR_ALL: dict[str, Strategy] = {
     "page_size": st.just(1),
@@ -698,7 +702,7 @@ PASSED_BY_SHORT_PROMPTS: dict[str, Strategy] = {
     "chunk": st.just(3),
     "rows": st.integers(2, 6),
 }
-"""Steps whose tokens are all spoken for, so that who has least to compute goes first, even in the order of arrival."""
+"""All tokens of a step are in demand, so the shortest prompt goes first, even in the order of arrival."""
 
 COMPUTED_TWICE: dict[str, Strategy] = NO_SHORTAGE | {
     "page_size": st.just(4),
@@ -706,7 +710,7 @@ COMPUTED_TWICE: dict[str, Strategy] = NO_SHORTAGE | {
     "lazy": st.just(True),
     "chunk": st.sampled_from([3, 8]),
 }
-"""Steps that run late, between chunks of prompts that begin alike."""
+"""Steps that run late, between chunks of prompts that share a prefix."""
 
 ENDS_ON_PAGES: dict[str, Strategy] = {
     "page_size": st.sampled_from([1, 4]),
@@ -717,7 +721,7 @@ ENDS_ON_PAGES: dict[str, Strategy] = {
     "chunk": st.just(64),
     "context": st.just(60),
 }
-"""Outputs leave states behind, and nothing is short."""
+"""Outputs leave states behind, and no resource is short."""
 
 ROOM_BESIDE_A_LONG_OUTPUT: dict[str, Strategy] = {
     "page_size": st.just(1),
@@ -728,11 +732,11 @@ ROOM_BESIDE_A_LONG_OUTPUT: dict[str, Strategy] = {
     "reuse": st.just(False),
     "aged_turn": st.just(2),
 }
-"""An output to the context leaves room for a few short requests, and for no other long one."""
+"""An output up to the context length leaves room for a few short requests, and for no other long one."""
 
 PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
-    # Room for the second appears, by the rounding of pages, while a first alone goes on: for a dozen of steps where
-    # pages are long, and outputs as long as two of them.
+    # By the rounding of pages, room for the second appears while only the first is running: for a dozen steps where
+    # pages are long and outputs are as long as two of them.
     no_look_after_a_refusal: {
         "page_size": st.just(32),
         "pages": st.just(4),
@@ -741,14 +745,14 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "conservativeness": st.just(1.0),
         "reuse": st.just(False),
     },
-    fail_who_read_bad_kv: NO_SHORTAGE,
+    fail_readers_of_bad_kv: NO_SHORTAGE,
     settle_one: NO_SHORTAGE | {"page_size": st.just(1)},
     free_duplicates_while_in_flight: COMPUTED_TWICE | {"rows": st.just(6)},
-    retire_in_one_group_alone: COMPUTED_TWICE | {"groups": st.sampled_from([(None, 7), (None, 18), (3, 20)])},
+    retire_in_one_group_only: COMPUTED_TWICE | {"groups": st.sampled_from([(None, 7), (None, 18), (3, 20)])},
     share_by_the_first_page: NO_SHORTAGE | {"page_size": st.sampled_from([1, 4]), "chunk": st.just(3)},
     no_turn_for_the_oldest: {"aged_turn": st.just(2), "rows": st.integers(1, 2)},
     never_keep_room: ROOM_BESIDE_A_LONG_OUTPUT | {"backfill": st.just((0, 256)), "chunk": st.just(64)},
-    keep_room_for_a_crowd_alone: ROOM_BESIDE_A_LONG_OUTPUT | {"backfill": st.just((32, 5))},
+    keep_room_for_a_crowd_only: ROOM_BESIDE_A_LONG_OUTPUT | {"backfill": st.just((32, 5))},
     keep_what_was_cut_off: NO_SHORTAGE,
     keep_what_one_group_granted: {"groups": st.just((None, 18)), "siblings": st.integers(2, 8)},
     keep_what_one_group_granted_for_drafts: MANY_DRAFTS,
@@ -762,10 +766,10 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
     prove_the_head_of_what_is_shortened: NO_SHORTAGE
     | {"groups": st.sampled_from([(None, 5), (None, 7)]), **ROOM_FOR_ALL},
     prove_the_copy_that_was_not_read: NO_SHORTAGE,
-    # The tail is whole pages, so that the tree takes it, and one who goes on from it is soon there.
+    # The tail is whole pages, so the tree takes it, and a request that continues from it comes soon.
     insert_the_uncommitted_tail: NO_SHORTAGE | {"page_size": st.just(1), **ROOM_FOR_ALL},
     keep_what_is_behind_a_stop: NO_SHORTAGE | {"drafts": st.just(4)},
-    reclaim_behind_the_longest_guess: WINDOWS,
+    reclaim_behind_the_furthest_draft: WINDOWS,
     keep_a_state_beyond_the_end: {
         "page_size": st.just(1),
         "pages": st.just(64),
@@ -774,7 +778,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "chunk": st.just(64),
         "track": st.just(0),
     },
-    # Pages of several tokens: at one token a page a row that goes on says anew where its state is, and that is right.
+    # Pages of several tokens: with one token a page, a continuing row restates where its state is, which is correct.
     keep_a_state_where_drafts_may_end: ENDS_ON_PAGES | {"track": st.just(1), "page_size": st.just(4)},
     keep_a_state_beyond_a_stop: ENDS_ON_PAGES
     | {"track": st.just(0), "page_size": st.just(1)}
@@ -800,7 +804,7 @@ PLACES: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Strategy]] = {
         "chunk": st.just(64),
     },
 }
-"""Sizes with which a fault shows, where few of those in `SIZES` would do."""
+"""Sizes with which the fault shows, where few of those in `SIZES` would do."""
 
 KINDS: dict[Callable[[pytest.MonkeyPatch], None], type[Simulation]] = {
     doubt_no_window: DoubtSimulation,
@@ -813,12 +817,12 @@ KINDS: dict[Callable[[pytest.MonkeyPatch], None], type[Simulation]] = {
     keep_a_state_beyond_a_stop: ConversationSimulation,
     keep_a_state_beyond_the_end: ConversationSimulation,
 }
-"""Whose schedules meet a fault, where those of `Simulation` do not."""
+"""The class whose schedules meet the fault, where those of `Simulation` do not."""
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("plant", PLACES, ids=lambda plant: plant.__name__)
-def test_sizes_that_show_a_fault_show_none_without_it(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+def test_sizes_that_show_a_fault_pass_without_it(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
     simulate(SCHEDULES, known_fault=True, sizes=PLACES[plant], kind=KINDS.get(plant, Simulation))
 
 
@@ -845,7 +849,7 @@ def test_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatc
 
 
 def match_over_a_tombstone_unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `match_over_a_tombstone`, where covering pages that are gone is no fault either."""
+    """As `match_over_a_tombstone`, without the check that would catch a match over freed pages."""
     match_over_a_tombstone(monkeypatch)
 
     def cover(self: WindowKV, node: Node, count: int, *, session: bool = False) -> None:
@@ -858,8 +862,8 @@ def match_over_a_tombstone_unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WindowKV, "cover", cover)
 
 
-class OutputsAlone(Simulation):
-    """Looks at nothing but what requests get."""
+class OutputsOnly(Simulation):
+    """Checks only the outputs of requests."""
 
     def teardown(self) -> None:
         self.bench.run()
@@ -869,10 +873,10 @@ class OutputsAlone(Simulation):
 @pytest.mark.parametrize(
     "plant", [reclaim_a_step_early, match_over_a_tombstone_unguarded], ids=lambda each: each.__name__
 )
-def test_outputs_tell_without_any_check_of_memory(
+def test_outputs_show_the_fault_without_any_check_of_memory(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page that is gone changes what is sampled, though nobody looks at pages."""
+    """A freed page changes what is sampled, even without checks of pages."""
     plant(monkeypatch)
     monkeypatch.setattr("helpers.watch.check_everything", lambda cache: None)
     monkeypatch.setattr("helpers.watch.Watch._check_windows", lambda self: None)
@@ -880,4 +884,4 @@ def test_outputs_tell_without_any_check_of_memory(
     room = {"page_size": st.just(1), "pages": st.just(400), "siblings": st.just(400), "chunk": st.just(8)}
     sizes = WINDOWS | NO_DRAFTS | NO_SHORTAGE | room
     with pytest.raises(AssertionError, match=r"^request \d+"):
-        simulate(SCHEDULES, known_fault=True, sizes=sizes, kind=OutputsAlone)
+        simulate(SCHEDULES, known_fault=True, sizes=sizes, kind=OutputsOnly)

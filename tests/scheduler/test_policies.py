@@ -1,4 +1,4 @@
-"""Who is admitted next."""
+"""The order in which requests are admitted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_highest_priority_first() -> None:
 
 
 def test_looking_for_the_longest_prefix_costs_no_more_than_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A match of the whole queue at each step cost more than the step."""
+    """Regression: matching the whole queue at each step cost more than the step."""
     bench = one_at_a_time(SchedulePolicy.LPM)
     bench.add(PREFIX, sampling=sampling())
     bench.run()
@@ -82,7 +82,7 @@ def test_looking_for_the_longest_prefix_costs_no_more_than_its_window(monkeypatc
     assert order(bench).index(beyond) < 300, "it came into the window as the queue moved on"
 
 
-def test_beyond_the_window_the_order_is_that_of_arrival() -> None:
+def test_beyond_the_window_the_order_is_by_arrival() -> None:
     bench = Bench(rows=200, budget=400, options={"schedule_policy": SchedulePolicy.LPM})
     ids = [bench.add([k % 37], sampling=sampling()) for k in range(300)]
     peeked: list[int] = []
@@ -101,7 +101,7 @@ def test_beyond_the_window_the_order_is_that_of_arrival() -> None:
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
 def test_a_retracted_request_goes_before_its_equals_whatever_the_policy(policy: SchedulePolicy) -> None:
-    """Sent to the tail it may starve."""
+    """At the tail it could starve."""
     bench = one_at_a_time(policy)
     victim = bench.add([7], sampling=sampling(6), priority=9)
     bench.scheduler.step()
@@ -133,7 +133,7 @@ def test_retracted_requests_come_back_oldest_first(policy: SchedulePolicy) -> No
 
 
 def test_a_retracted_request_does_not_go_before_a_higher_priority() -> None:
-    """A request of priority 10 waited 1,900 steps behind retracted ones of priority 0."""
+    """Regression: a request of priority 10 waited 1,900 steps behind retracted ones of priority 0."""
     bench = one_at_a_time(SchedulePolicy.PRIORITY)
     victim = bench.add([7], sampling=sampling(6))
     bench.scheduler.step()

@@ -1,4 +1,4 @@
-"""Requests that begin alike: computed once, by whoever came first."""
+"""Requests that share a prefix: it is computed once, by the request that came first."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def kept_plans(bench: Bench) -> list[StepPlan]:
     return bench.runner.plans
 
 
-def test_the_second_of_two_same_prompts_waits_a_step_and_is_given_the_cached_tokens() -> None:
-    """Side by side both are computed, and one of the two copies is thrown away."""
+def test_the_second_of_two_equal_prompts_waits_a_step_and_matches_the_first() -> None:
+    """Side by side both would be computed, and one of the two copies thrown away."""
     bench = Bench(chunk=64, budget=64)
     plans = kept_plans(bench)
     first = bench.add(ALIKE[:14], sampling=endless(4))
@@ -48,7 +48,7 @@ def test_a_sharer_waits_until_the_last_chunk_of_the_shared_prefix() -> None:
     bench.check_outputs()
 
 
-def test_a_sharer_of_the_first_pages_goes_as_soon_as_they_are_there() -> None:
+def test_a_sharer_of_the_first_pages_starts_as_soon_as_they_are_cached() -> None:
     bench = Bench(chunk=8, budget=32)
     plans = kept_plans(bench)
     bench.add(ALIKE[:30], sampling=endless(4))
@@ -58,8 +58,8 @@ def test_a_sharer_of_the_first_pages_goes_as_soon_as_they_are_there() -> None:
     assert chunks(plans)[:4] == [[8], [6, 2], [8], [8]], "it waited a step, and takes its part of the next"
 
 
-def test_unrelated_requests_pass_those_that_wait_for_a_prefix() -> None:
-    """A gate that held everybody while one prefix was computed halved the throughput."""
+def test_unrelated_requests_overtake_those_that_wait_for_a_prefix() -> None:
+    """Regression: a gate that held all requests while one prefix was computed halved the throughput."""
     bench = Bench(chunk=16, budget=32)
     plans = kept_plans(bench)
     bench.add(ALIKE[:14], sampling=endless(4))
@@ -75,7 +75,7 @@ def test_unrelated_requests_pass_those_that_wait_for_a_prefix() -> None:
 
 @pytest.mark.parametrize("sharers", [2, 8, 15])
 def test_many_requests_that_share_a_long_prefix_compute_it_once(sharers: int) -> None:
-    """Seen elsewhere: groups that share 1000 tokens, and `cached-token: 0` for every first sharer."""
+    """Reported of other engines: groups that share 1000 tokens, and `cached-token: 0` for every first sharer."""
     bench = Bench(pages=600, page_size=4, rows=16, chunk=256, budget=512, context=1200, scribble=False)
     plans = kept_plans(bench)
     prefix = [1 + (i * i) % 37 for i in range(1000)]
@@ -87,7 +87,7 @@ def test_many_requests_that_share_a_long_prefix_compute_it_once(sharers: int) ->
     bench.check_outputs()
 
 
-def test_without_reuse_nobody_waits_and_nothing_is_shared() -> None:
+def test_without_reuse_no_request_waits_for_a_prefix_and_nothing_is_shared() -> None:
     bench = Bench(chunk=32, options={"disable_radix_cache": True})
     plans = kept_plans(bench)
     bench.add(ALIKE[:14], sampling=endless(4))
@@ -100,7 +100,7 @@ def test_without_reuse_nobody_waits_and_nothing_is_shared() -> None:
 
 
 def test_namespaces_neither_wait_nor_share() -> None:
-    """An extra key, an adapter or a salt that was ignored gave one tenant's KV to another."""
+    """Reported of other engines: an extra key, an adapter or a salt was ignored, and one tenant got KV of another."""
     bench = Bench(chunk=64, budget=64)
     plans = kept_plans(bench)
     ids = [bench.add(ALIKE[:14], sampling=endless(4), extra_key=key) for key in (None, "a", "b", "")]
@@ -113,7 +113,7 @@ def test_namespaces_neither_wait_nor_share() -> None:
     bench.check_outputs()
 
 
-def test_sharers_go_on_when_the_one_they_wait_for_is_aborted() -> None:
+def test_sharers_continue_when_the_request_they_wait_for_is_aborted() -> None:
     bench = Bench(chunk=8)
     leader = bench.add(ALIKE, sampling=endless(4))
     sharers = [bench.add([*ALIKE, k], sampling=endless(4)) for k in (2, 3)]
@@ -125,9 +125,9 @@ def test_sharers_go_on_when_the_one_they_wait_for_is_aborted() -> None:
     bench.check_outputs()
 
 
-def test_computed_twice_all_the_same_the_copies_are_merged() -> None:
-    """Wanted prompt logprobs forbid a match, so the prefix is computed again: the row must end on the tree's copy, and
-    its own pages be freed once the step that writes them is over."""
+def test_copies_of_a_prefix_that_was_computed_twice_are_merged() -> None:
+    """Prompt logprobs forbid a match, so the prefix is computed again: the row must end on the tree's copy, and its own
+    pages must be freed once the step that writes them is over."""
     bench = Bench(chunk=64, budget=64)
     bench.add(ALIKE[:16], sampling=endless(20))
     bench.scheduler.step()
@@ -144,8 +144,8 @@ def test_computed_twice_all_the_same_the_copies_are_merged() -> None:
     bench.check_outputs()
 
 
-def test_a_follow_up_turn_is_given_the_whole_conversation_so_far() -> None:
-    """KV of prompt and output is kept, up to the page floor of what was computed."""
+def test_a_follow_up_turn_matches_the_whole_conversation_so_far() -> None:
+    """KV of prompt and output is kept, rounded down to whole pages."""
     bench = Bench()
     first = bench.add(ALIKE[:10], sampling=endless(7))
     bench.run()

@@ -1,4 +1,4 @@
-"""How long a higher priority may make a waiting request wait: about `PRIORITY_TURN` times as long as without it."""
+"""How long a higher priority may delay a waiting request: about `PRIORITY_TURN` times as long as without priorities."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sglang_jax.scheduler.chunking import PRIORITY_TURN
 
 CHUNK = 64
 AFTER = 2 * PRIORITY_TURN
-"""Steps in which priorities are not looked at, or a step in flight ends: beside what is counted in turns."""
+"""Steps that ignore priorities or wait for one in flight, on top of the ratio."""
 
 
 @dataclass(frozen=True)
 class Crowd:
     """Long prompts of other clients: their length, how many wait at first and how many arrive in each step, and whether
-    each that arrives has a higher priority than all before it."""
+    each arrival has a higher priority than all before it."""
 
     length: int = 300
     first: int = 40
@@ -37,12 +37,12 @@ def endless(tokens: int) -> SamplingParams:
 
 
 def prompt(length: int, number: int) -> list[int]:
-    """Those of different numbers share no page."""
+    """Prompts of different numbers share no page."""
     return [1 + number % 37, 1 + number // 37 % 37, *((3 * i + number) % 37 + 1 for i in range(length - 2))]
 
 
 def steps_of_a_short_one(crowd: Crowd, priority: int) -> int:
-    """Steps until a short prompt has its first token, behind a crowd of this priority, or of this and higher ones."""
+    """Steps until a short prompt has its first token, behind a crowd of this priority (or of this and higher ones)."""
     options = {"schedule_policy": crowd.policy}
     bench = Bench(pages=4000, rows=16, chunk=CHUNK, budget=96, context=700, scribble=False, options=options)
     count = 0
@@ -72,7 +72,8 @@ def check(crowd: Crowd) -> None:
 
 
 def run_crowd() -> None:
-    """Each of a higher priority than all before it: those with older rows end first otherwise, by their own share."""
+    """Each has a higher priority than all before it; otherwise those with older rows end first anyway, by their own
+    share."""
     check(Crowd(length=600, rising=True))
 
 
@@ -82,12 +83,13 @@ def run_endless_crowd() -> None:
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
 def test_a_crowd_of_high_priority_delays_a_short_prompt_by_a_few_steps(policy: SchedulePolicy) -> None:
-    """A prompt of 50 tokens waited 796 steps behind such of 2,000 with priority 1000, and 4 behind such with 0."""
+    """Regression: a prompt of 50 tokens waited 796 steps behind prompts of 2,000 with priority 1000, and 4 behind the
+    same with priority 0."""
     check(Crowd(policy=policy))
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-def test_so_does_one_that_never_ends(policy: SchedulePolicy) -> None:
+def test_an_endless_crowd_delays_a_short_prompt_by_a_few_steps(policy: SchedulePolicy) -> None:
     check(Crowd(first=10, each_step=1, policy=policy))
 
 
@@ -103,12 +105,12 @@ def test_so_does_one_that_never_ends(policy: SchedulePolicy) -> None:
     )
 )
 @example(Crowd(length=600, rising=True, each_step=1))
-def test_the_bound_holds_whatever_the_crowd_is(crowd: Crowd) -> None:
+def test_the_bound_holds_for_any_crowd(crowd: Crowd) -> None:
     check(crowd)
 
 
 def test_priorities_count_in_all_other_steps() -> None:
-    """The oldest prompt has its quarter, a shorter one the rest of one step in `PRIORITY_TURN`."""
+    """The oldest prompt has its quarter, and a shorter one the rest of one step in `PRIORITY_TURN`."""
     bench = Bench(pages=400, rows=4, chunk=16, budget=32, context=700, scribble=False)
     bench.add(prompt(300, 1), sampling=endless(1))
     bench.add(prompt(200, 2), sampling=endless(1), priority=1)

@@ -1,4 +1,4 @@
-"""What a profile's start and end do where they cannot do what they are asked."""
+"""The start and end of a profile where the request cannot be met."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_jax.scheduler.profiling import Profiling
 
 
 class FullDisk:
-    """A runner that can record, and can write nothing."""
+    """A runner that can record a profile but not write it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -25,7 +25,7 @@ class FullDisk:
         raise OSError("no space left on device")
 
 
-def test_what_cannot_be_written_is_told_and_another_may_be_taken(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_and_another_profile_may_start(tmp_path: Path) -> None:
     runner = FullDisk()
     profiling = Profiling(runner, Pulse())  # type: ignore[arg-type]  # as far as it is used
     profiling.start(str(tmp_path), None, made=0)
@@ -34,14 +34,14 @@ def test_what_cannot_be_written_is_told_and_another_may_be_taken(tmp_path: Path)
     profiling.start(str(tmp_path), 2, made=5)
     profiling.after_step(6)
     assert runner.calls == ["start", "stop", "start"]
-    profiling.after_step(7)  # nobody waits for an answer: it is logged, and the core goes on
+    profiling.after_step(7)  # no client waits for an answer: the error is logged, and the core continues
     assert runner.calls == ["start", "stop", "start", "stop"]
     with pytest.raises(ParameterError, match="no profile is being recorded"):
         profiling.stop()
 
 
 @pytest.mark.parametrize("steps", [0, -1])
-def test_a_profile_lasts_a_step_at_least(steps: int, tmp_path: Path) -> None:
+def test_a_profile_lasts_at_least_one_step(steps: int, tmp_path: Path) -> None:
     runner = FullDisk()
     with pytest.raises(ParameterError, match=f"num_steps must be at least 1, got {steps}"):
         Profiling(runner, Pulse()).start(str(tmp_path), steps, made=0)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Other outputs of a namespace, in which the ends of texts are searched for: found exactly, bounded, and never those of
-another namespace."""
+"""Recent outputs of a namespace, searched for the ends of texts: matches are exact, memory is bounded, and no match
+comes from another namespace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OUTPUTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_siz
 
 @settings(max_examples=100, deadline=None)
 @given(outputs=OUTPUTS, keys=st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=5))
-def test_what_is_found_is_the_latest_place_with_the_key(outputs: list[list[int]], keys: list[list[int]]) -> None:
+def test_the_latest_place_with_the_key_is_found(outputs: list[list[int]], keys: list[list[int]]) -> None:
     kept = OutputsOfNamespace(begin=1000)
     for output in outputs:
         kept.add(integers(output))
@@ -40,7 +40,7 @@ def test_what_is_found_is_the_latest_place_with_the_key(outputs: list[list[int]]
         assert kept.hint(place).tolist() == behind[: behind.index(-1) if -1 in behind else None]
 
 
-def test_what_was_written_over_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwritten_tokens_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent_outputs, "MOST_TOKENS", 64)
     kept = OutputsOfNamespace()
     kept.add(integers([90, 91, 92, 93, 94]))
@@ -64,7 +64,7 @@ def prompt(length: int = 9, first: int = 1) -> list[int]:
 
 
 def ask(bench: Bench, tokens: list[int], namespace: str | None, seed: int = 5) -> list[list[int]]:
-    """Serves a request; the hints that its row was given."""
+    """Serves a request; returns the hints that its row got."""
     before = len(bench.runner.plans)
     sampling = SamplingParams(max_new_tokens=30, seed=seed, ignore_eos=True)
     bench.add(tokens, sampling=sampling, extra_key=namespace)
@@ -74,7 +74,7 @@ def ask(bench: Bench, tokens: list[int], namespace: str | None, seed: int = 5) -
     return [update.tokens.tolist() for plan in plans for update in plan.row_updates.hints]
 
 
-def test_a_text_that_goes_on_as_another_did_is_given_the_rest_of_it() -> None:
+def test_a_text_that_continues_like_another_gets_the_rest_of_it_as_hints() -> None:
     bench = drafting()
     assert ask(bench, prompt(), None) == []
     output = bench.channel.output(1)
@@ -87,7 +87,7 @@ def test_a_text_that_goes_on_as_another_did_is_given_the_rest_of_it() -> None:
 
 
 def test_texts_of_other_namespaces_are_never_hints() -> None:
-    """What is drafted, and so what is told of drafts, is the same whether others have said it or not."""
+    """Drafts, and so their metrics, are the same whether another namespace has produced the text or not."""
     told = []
     for others in (False, True):
         bench = drafting()
@@ -102,7 +102,7 @@ def test_texts_of_other_namespaces_are_never_hints() -> None:
     assert ask(bench, prompt(), "theirs"), "it is there for those whose it is"
 
 
-def test_a_planted_fault_one_namespace_for_all_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planted_fault_of_one_namespace_for_all_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     add = RecentOutputs.add
     monkeypatch.setattr(RecentOutputs, "add", lambda self, namespace, tokens: add(self, "ours", tokens))
     bench = drafting()
@@ -110,7 +110,7 @@ def test_a_planted_fault_one_namespace_for_all_shows(monkeypatch: pytest.MonkeyP
     assert ask(bench, prompt(), "ours")
 
 
-def test_so_many_namespaces_are_kept_and_no_more() -> None:
+def test_a_bounded_number_of_namespaces_is_kept() -> None:
     bench = drafting()
     recent = bench.scheduler._recent
     assert recent is not None
@@ -122,7 +122,7 @@ def test_so_many_namespaces_are_kept_and_no_more() -> None:
     assert "tenant 0" not in recent._of
 
 
-def test_outputs_that_failed_are_no_hints_and_a_flush_forgets_the_others() -> None:
+def test_failed_outputs_give_no_hints_and_a_flush_forgets_the_others() -> None:
     bench = drafting()
     request = bench.add(prompt(), sampling=SamplingParams(max_new_tokens=30, seed=5, ignore_eos=True))
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""Requests that cannot be served: told so, and no other touched."""
+"""Requests that cannot be served end with an error, and no other request is affected."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def error_of(bench: Bench, request: int) -> WireError:
         ({"sampling": SamplingParams(logit_bias={VOCAB: 1.0})}, "ParameterError", "logit_bias", "token id 40"),
     ],
 )
-def test_a_bad_request_is_refused_alone(fields: dict[str, object], name: str, param: str, message: str) -> None:
-    """The error names the field, the value and the limit; the neighbours never notice."""
+def test_only_the_bad_request_is_refused(fields: dict[str, object], name: str, param: str, message: str) -> None:
+    """The error names the field, the value and the limit; the other requests are served as always."""
     bench = Bench(context=24)
     before = bench.add(PROMPT, sampling=endless(6))
     bench.scheduler.step()
@@ -59,7 +59,7 @@ def test_a_bad_request_is_refused_alone(fields: dict[str, object], name: str, pa
     bench.check_outputs()
 
 
-def test_too_many_ids_that_end_a_request() -> None:
+def test_too_many_stop_ids_are_refused() -> None:
     bench = Bench()
     bench.scheduler._builder._eos_ids = tuple(range(4))
     request = bench.add(PROMPT, sampling=SamplingParams(stop_token_ids=list(range(20, 36))))
@@ -70,8 +70,8 @@ def test_too_many_ids_that_end_a_request() -> None:
     assert bench.channel.finished[fits].kind in ("stop", "length")
 
 
-def test_a_full_queue_refuses_the_one_that_comes_and_nobody_else() -> None:
-    """A full queue must answer, with 503, not hang."""
+def test_a_full_queue_refuses_only_the_newcomer() -> None:
+    """A full queue must answer with 503, not hang."""
     bench = Bench(rows=1, options={"max_queued_requests": 2})
     running = bench.add(PROMPT, sampling=endless(6))
     bench.scheduler.step()
@@ -89,7 +89,7 @@ def test_a_full_queue_refuses_the_one_that_comes_and_nobody_else() -> None:
     bench.check_outputs()
 
 
-def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+def test_logits_that_are_not_finite_end_only_their_request() -> None:
     bench = Bench(invalid_token=VOCAB - 1)
     bad = bench.add([5, 6, VOCAB - 1], sampling=endless(6))
     good = bench.add(PROMPT, sampling=endless(6, seed=9))
@@ -107,7 +107,7 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
 
 
 def test_logits_that_are_not_finite_in_the_middle_of_the_output() -> None:
-    """What was sampled before is kept; KV that the request computed is kept for nobody."""
+    """Tokens sampled before the error are kept; the KV that the request computed is not cached."""
     bench = Bench(invalid_token=VOCAB - 1, page_size=1)
     seed = next(s for s in range(1000) if VOCAB - 1 in bench.oracle.output(PROMPT, s, 8)[3:7])
     request = bench.add(PROMPT, sampling=endless(20, seed), stream=False)
@@ -120,7 +120,7 @@ def test_logits_that_are_not_finite_in_the_middle_of_the_output() -> None:
 
 
 def test_a_token_that_was_never_sampled_has_no_logprob() -> None:
-    """Its entry would carry the id -1 and, from a real model, NaN: no tokenizer and no JSON takes either."""
+    """Its entry would have the id -1 and, from a real model, NaN, which no tokenizer and no JSON takes."""
     bench = Bench(invalid_token=VOCAB - 1)
     bad = bench.add([5, 6, VOCAB - 1], sampling=endless(6), top_logprobs=2)
     good = bench.add(PROMPT, sampling=endless(6, seed=9), top_logprobs=2)
@@ -131,7 +131,7 @@ def test_a_token_that_was_never_sampled_has_no_logprob() -> None:
 
 
 def test_a_window_that_its_pool_cannot_hold_is_named() -> None:
-    """Of several pools the error tells of the one that is too small, and how to make it larger."""
+    """With several pools the error names the one that is too small, and how to make it larger."""
     bench = Bench(pages=64, more=((40, 6),))
     request = bench.add([1 + number % 30 for number in range(60)], sampling=endless(4))
     bench.run()

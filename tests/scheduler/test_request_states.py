@@ -1,4 +1,4 @@
-"""A request's states, and what follows from its facts."""
+"""A request's states, and the values derived from its fields."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_every_state_is_in_the_table_and_only_the_end_is_final() -> None:
     [(10, 9), (9, 8), (5, 4), (1, 0), (0, 0)],
 )
 def test_the_match_stops_before_wanted_logprobs_and_before_the_last_token(next_prompt_logprob: int, limit: int) -> None:
-    """A cached position gives no logits: the first wanted logprobs went missing when it was matched."""
+    """A cached position gives no logits. Regression: the first requested logprobs were missing when its position was
+    matched."""
     assert make_request(next_prompt_logprob=next_prompt_logprob).match_limit == limit
 
 

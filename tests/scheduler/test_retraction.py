@@ -1,4 +1,4 @@
-"""What happens when pages are short."""
+"""Retraction: what happens when pages are short."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.reserve import DECAY_STEPS, RAISE, NewTokenReserve
 
 GREEDY = {"schedule_conservativeness": 0.01}
-"""Admits with next to no room kept for output, so that shortages come."""
+"""Admits with almost no room kept for output, so that shortages come."""
 
 
 def endless(tokens: int, seed: int = 5) -> SamplingParams:
@@ -33,7 +33,7 @@ def run_checked(bench: Bench) -> None:
 
 
 def note_retractions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
-    """(the retracted request, all that had a row) for each retraction."""
+    """Records (retracted request, all requests that had a row) for each retraction."""
     noted: list[tuple[int, list[int]]] = []
     retract = Finisher.retract
 
@@ -45,8 +45,8 @@ def note_retractions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[in
     return noted
 
 
-def test_the_newest_goes_back_to_the_head_with_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sent to the tail it may starve; its output thrown away, clients see their stream start over."""
+def test_the_newest_returns_to_the_head_of_the_queue_with_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the tail it may starve; without its output, clients would see their stream start over."""
     bench = Bench(pages=8, rows=2, options=GREEDY)
     noted = note_retractions(monkeypatch)
     first = bench.add(prompt(8), sampling=endless(16))
@@ -68,7 +68,7 @@ def test_the_newest_goes_back_to_the_head_with_its_output(monkeypatch: pytest.Mo
 
 
 def test_no_retraction_while_the_step_in_flight_frees_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A healthy request was thrown out though another's end, already on its way, made room."""
+    """Regression: a healthy request was retracted though the end of another, already in flight, made room."""
     bench = Bench(pages=4, rows=2, options=GREEDY)
     noted = note_retractions(monkeypatch)
     ends = bench.add(prompt(4), sampling=endless(5))
@@ -80,7 +80,7 @@ def test_no_retraction_while_the_step_in_flight_frees_enough(monkeypatch: pytest
     bench.check_outputs()
 
 
-def test_what_is_cached_goes_before_anyone_who_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_prefixes_are_evicted_before_a_running_request_is_retracted(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(pages=8, rows=2, options=GREEDY)
     noted = note_retractions(monkeypatch)
     bench.add(prompt(16), sampling=endless(1))
@@ -95,7 +95,7 @@ def test_what_is_cached_goes_before_anyone_who_runs(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("reuse", [True, False])
 def test_the_oldest_is_never_retracted_so_that_all_end(reuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests that take turns throwing each other out never end."""
+    """Two requests that retract each other alternately never end."""
     bench = Bench(pages=9, rows=6, options=GREEDY | {"disable_radix_cache": not reuse})
     noted = note_retractions(monkeypatch)
     for k in range(1, 9):
@@ -141,7 +141,7 @@ def test_the_least_urgent_goes_before_the_newest() -> None:
 
 
 class TestCapacity:
-    def test_the_last_one_that_cannot_fit_fails_alone(self) -> None:
+    def test_only_the_last_request_that_cannot_fit_fails(self) -> None:
         bench = Bench(pages=4, context=64, options=GREEDY)
         greedy = bench.add(prompt(6), sampling=endless(40))
         modest = bench.add(prompt(3, first=2), sampling=endless(5))
@@ -159,7 +159,7 @@ class TestCapacity:
         assert bench.channel.finished[modest].kind == "length"
         bench.check_outputs()
 
-    def test_filling_the_pool_to_the_last_slot_is_no_shortage(self) -> None:
+    def test_a_pool_may_be_filled_to_the_last_slot(self) -> None:
         """KV of the last sampled token is never written, so 17 tokens fit into 16 slots."""
         bench = Bench(pages=4, context=64)
         exact = bench.add(prompt(6), sampling=endless(11))
@@ -168,8 +168,9 @@ class TestCapacity:
         bench.check_outputs()
 
     @pytest.mark.parametrize("limit", [50, None])
-    def test_alone_a_request_is_admitted_whatever_it_may_sample(self, limit: int | None) -> None:
-        """Most requests end long before their limit; one that waits for room for all of it waits for ever."""
+    def test_a_request_without_others_is_admitted_whatever_it_may_sample(self, limit: int | None) -> None:
+        """Most requests end long before their limit; one that waits for room for all of its output would wait
+        forever."""
         bench = Bench(pages=4, context=64)
         seed = next(s for s in range(1000) if len(bench.oracle.output(prompt(14), s, 3, (EOS,))) < 3)
         request = bench.add(prompt(14), sampling=SamplingParams(max_new_tokens=limit, seed=seed))
@@ -190,8 +191,8 @@ class TestCapacity:
         assert bench.channel.finished[fits].kind == "length"
         bench.check_outputs()
 
-    def test_a_prompt_larger_than_the_pool_holds_nobody_up(self) -> None:
-        """At the head of the queue it kept all behind it waiting until everything that ran had ended."""
+    def test_a_prompt_larger_than_the_pool_delays_no_other(self) -> None:
+        """Regression: at the head of the queue it blocked all behind it until every running request had ended."""
         bench = Bench(pages=8, rows=4, context=64)
         running = bench.add(prompt(4), sampling=endless(12))
         bench.scheduler.step()
@@ -207,7 +208,7 @@ class TestCapacity:
 
 class TestReserve:
     def test_it_starts_high_and_decays_to_its_floor(self) -> None:
-        """Room kept for all output leaves the pool half empty; none at all means endless retractions."""
+        """Room kept for all output leaves the pool half empty; no room at all means endless retractions."""
         reserve = NewTokenReserve()
         start = reserve.ratio
         for _ in range(DECAY_STEPS // 2):
@@ -229,7 +230,8 @@ class TestReserve:
 
     @pytest.mark.parametrize("conservativeness", [0.01, 0.1, 1.0])
     def test_a_raise_is_forgotten_as_fast_at_any_conservativeness(self, conservativeness: float) -> None:
-        """The raise did not scale and the decay did: at 0.1 a retraction was felt for 2,000 steps, not 200."""
+        """Regression: the raise did not scale with conservativeness and the decay did: at 0.1 a retraction had an
+        effect for 2,000 steps, not 200."""
         reserve = NewTokenReserve(conservativeness)
         for _ in range(DECAY_STEPS):
             reserve.decay()
@@ -257,7 +259,7 @@ class TestReserve:
         bench.scheduler.retract_newest()
         assert bench.scheduler.reserve.ratio == pytest.approx(before + RAISE)
 
-    def test_with_room_kept_nobody_is_retracted(self) -> None:
+    def test_with_room_kept_no_request_is_retracted(self) -> None:
         def retractions(conservativeness: float) -> int:
             bench = Bench(pages=16, rows=8, options={"schedule_conservativeness": conservativeness})
             for k in range(1, 9):
@@ -269,8 +271,8 @@ class TestReserve:
         assert retractions(10.0) == 0
         assert retractions(0.01) > 0
 
-    def test_a_request_that_does_not_fit_beside_others_is_asked_again_later(self) -> None:
-        """A refusal must leave no lock and no row behind, and not be final."""
+    def test_a_request_that_does_not_fit_next_to_others_is_tried_again_later(self) -> None:
+        """A refusal must leave no lock and no row behind, and must not be final."""
         bench = Bench(pages=8, rows=4)
         first = bench.add(prompt(12), sampling=endless(8))
         bench.scheduler.step()

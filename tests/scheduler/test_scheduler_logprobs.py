@@ -1,4 +1,4 @@
-"""Logprobs of prompts and outputs, whatever the chunks, the cache and retractions."""
+"""Logprobs of prompts and outputs, for any chunks, cache content and retractions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expected(bench: Bench, prompt: list[int], start: int) -> list[tuple[int, flo
 @pytest.mark.parametrize("chunk", [1, 3, 16, 64])
 @pytest.mark.parametrize("start", [0, 1, 7, 8, 23])
 def test_prompt_logprobs_across_chunks(chunk: int, start: int) -> None:
-    """The last token of a chunk predicts the first of the next: this one was the first to be forgotten."""
+    """The last token of a chunk predicts the first of the next, whose logprob is easily forgotten."""
     bench = Bench(chunk=chunk, budget=64)
     request = bench.add(PROMPT, sampling=endless(3), logprob_start=start, top_logprobs=0)
     bench.run()
@@ -36,7 +36,7 @@ def test_prompt_logprobs_across_chunks(chunk: int, start: int) -> None:
 
 
 @pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (5, 4), (8, 4), (9, 8), (23, 20), (-1, 20)])
-def test_a_cached_prefix_is_used_as_far_as_its_logprobs_are_not_wanted(start: int, cached: int) -> None:
+def test_a_cached_prefix_is_used_up_to_the_first_requested_logprob(start: int, cached: int) -> None:
     """A position that is not run has no logits."""
     bench = Bench()
     bench.add(PROMPT, sampling=endless(3))
@@ -60,7 +60,7 @@ def test_a_cached_prefix_is_used_as_far_as_its_logprobs_are_not_wanted(start: in
 def test_each_prompt_logprob_comes_once_whatever_happens(
     chunk: int, start: int, cached: int, steps: list[int], page_size: int
 ) -> None:
-    """Retracted in the middle, what was told already is not computed again, and nothing is left out."""
+    """After a retraction in the middle, published logprobs are not computed again, and none is left out."""
     bench = Bench(page_size=page_size, chunk=chunk)
     if cached:
         bench.add(PROMPT[:cached], sampling=endless(1))
@@ -100,7 +100,7 @@ def test_short_prompts_and_starts_beyond_the_end(prompt: list[int], start: int) 
     bench.check_outputs()
 
 
-def test_an_aborted_request_is_told_no_more() -> None:
+def test_an_aborted_request_publishes_nothing_more() -> None:
     bench = Bench(chunk=8)
     request = bench.add(PROMPT, sampling=endless(3), logprob_start=0, top_logprobs=1)
     for _ in range(2):
@@ -121,8 +121,8 @@ def entries(bench: Bench) -> dict[int, list[WireLogprob]]:
     return found
 
 
-def test_a_step_reports_the_smallest_bucket_and_each_request_what_it_asked_for() -> None:
-    """A count of its own for each mixture of requests built a program for each mixture."""
+def test_a_step_computes_the_smallest_bucket_and_each_request_gets_its_own_count() -> None:
+    """A separate count for each mixture of requests would compile a program for each mixture."""
     bench = Bench(rows=4, chunk=64, budget=64)
     bench.runner.keep_plans = True
     wishes = [(12, 0), (8, 1), (6, 3), (4, 20)]
@@ -140,7 +140,7 @@ def test_a_step_reports_the_smallest_bucket_and_each_request_what_it_asked_for()
         assert {len(entry.top_logprobs) for entry in found[request]} == {top}
 
 
-def test_nobody_asks_nothing_is_reported() -> None:
+def test_no_logprobs_are_computed_when_none_are_requested() -> None:
     bench = Bench(chunk=8)
     bench.runner.keep_plans = True
     plain = bench.add([9, 9], sampling=endless(12))
@@ -153,7 +153,7 @@ def test_nobody_asks_nothing_is_reported() -> None:
     assert plain not in bench.channel.logprobs
 
 
-def test_a_row_does_not_inherit_the_wishes_of_the_one_before() -> None:
+def test_a_row_does_not_inherit_the_options_of_its_last_request() -> None:
     bench = Bench(rows=1)
     bench.runner.keep_plans = True
     bench.add([9, 9], sampling=endless(3), top_logprobs=5)

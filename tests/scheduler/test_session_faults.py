@@ -1,4 +1,4 @@
-"""Faults planted in sessions, one by one: the simulator must notice each."""
+"""Faults planted in sessions, one by one: the simulator must catch each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def lock_and_keep_no_window_or_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def extend_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pin goes further down the tree, and its lock stays where it was."""
+    """The pin moves further down the tree, and its lock stays where it was."""
     monkeypatch.setattr(RadixTree, "extend_session", lambda self, held, node: True)
 
 
@@ -76,8 +76,8 @@ def keep_what_an_aborted_turn_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sessions, "end", end_as_finished)
 
 
-def go_on_behind_what_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core was further than its client, and the session goes on there."""
+def resume_behind_unseen_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core was further than its client, and the session resumes there."""
     monkeypatch.setattr(Sessions, "shorten", lambda self, request_id, num_tokens: None)
 
 
@@ -138,31 +138,32 @@ FAULTS: dict[Plant, str] = {
     let_go_twice: "unpinned more often than pinned|unlocked more often than locked|let go by more sessions",
     lock_and_keep_no_window_or_state: "its state is pinned 0 times|kept 0 {}, pins",
     extend_no_lock: r"0 locks, \d+ requests and pins",
-    # Whichever comes first: the next turn is refused, is taken though it was to be refused, or goes on from a lie.
+    # Whichever comes first: the next turn is refused, is accepted though it should be refused, or resumes from wrong
+    # tokens.
     keep_what_an_aborted_turn_computed: r"follows the last finished one|turn .* was taken|^request \d+",
-    go_on_behind_what_nobody_saw: r"^request \d+",
+    resume_behind_unseen_tokens: r"^request \d+",
     begin_before_the_last_turn_is_cached: "a turn computes what its session keeps",
     move_the_pin_of_a_closed_session: "a session that is closed keeps a pin",
     time_out_amid_a_turn: "is gone, and nobody closed it|SessionNotFoundError",
     take_two_turns_at_once: "is gone, and nobody closed it|was taken; SessionBusyError was due",
     pin_beyond_what_the_session_has: r"a pin of \d+ pages keeps \d+",
 }
-"""What the simulator says of each."""
+"""The simulator's message for each."""
 
 FINE_PINS: dict[str, Strategy] = {"groups": st.just((None,)), "pages": st.just(64), "page_size": st.just(1)}
-"""Each token of a turn has a page of its own."""
+"""Each token of a turn has its own page."""
 
 ROOM_FOR_ALL = FINE_PINS | {"page_size": st.just(4), "rows": st.just(6)}
-"""Neither memory nor rows are ever short, so that what a session keeps is let go by itself alone."""
+"""Neither memory nor rows are ever short, so sessions lose their pins only by timeout."""
 
 PLACES: dict[Plant, dict[str, Strategy]] = {
     lock_and_keep_no_window_or_state: {"groups": st.sampled_from([(5,), (None, 7), (None, STATE)])},
-    go_on_behind_what_nobody_saw: {"groups": st.just((None,)), "pages": st.just(64)},
+    resume_behind_unseen_tokens: {"groups": st.just((None,)), "pages": st.just(64)},
     begin_before_the_last_turn_is_cached: FINE_PINS,
     move_the_pin_of_a_closed_session: ROOM_FOR_ALL,
     let_nothing_go: FINE_PINS,
 }
-"""Sizes with which a fault shows, where few of those in `SIZES` would do."""
+"""Sizes with which the fault shows, where few of those in `SIZES` would do."""
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)

@@ -1,4 +1,5 @@
-"""Pins of sessions: whom they are taken from for others, and where they are when the client saw less than the core."""
+"""Pins of sessions: which are released for other requests, and where they are when the client saw less than
+the core."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ KINDS: tuple[tuple[Sees, ...], ...] = ((None,), (6,), (None, 6), (None, 18), (No
 
 
 def six_talks(running: int) -> tuple[Bench, list[Talk]]:
-    """Each has a pin, and may have all of the pool; the next turn of the first ones has been sent."""
+    """Each has a pin, and may use all of the pool; the next turn of the first ones has been sent."""
     bench = Bench(pages=60, page_size=4, rows=6, context=200)
     bench.scheduler.cache.pins.share = 1.0
     talks = [Talk(bench, name) for name in "abcdef"]
@@ -22,8 +23,8 @@ def six_talks(running: int) -> tuple[Bench, list[Talk]]:
     return bench, talks
 
 
-def test_no_pin_is_let_go_for_a_request_that_will_not_fit_even_so() -> None:
-    """Four turns run, whose rows keep what their sessions do; two sessions are idle."""
+def test_no_pin_is_released_for_a_request_that_would_still_not_fit() -> None:
+    """Four turns run, whose rows use the pages that their sessions pin; two sessions are idle."""
     bench, _ = six_talks(running=4)
     for _ in range(3):
         bench.scheduler.step()
@@ -37,8 +38,8 @@ def test_no_pin_is_let_go_for_a_request_that_will_not_fit_even_so() -> None:
     bench.check_outputs()
 
 
-def test_a_request_gets_the_room_of_idle_sessions_alone_where_that_is_enough() -> None:
-    """The oldest pins are those of turns that run: they stay, and so do others that need not go."""
+def test_only_idle_sessions_lose_their_pins_where_that_is_enough() -> None:
+    """The oldest pins are those of running turns: they stay, and so do others that need not be released."""
     bench, talks = six_talks(running=2)
     for _ in range(2):
         bench.scheduler.step()
@@ -55,7 +56,7 @@ def test_a_request_gets_the_room_of_idle_sessions_alone_where_that_is_enough() -
 
 
 def test_turns_that_run_out_of_pages_keep_their_pins() -> None:
-    """What their rows hold as well is not free without them: a row has to go."""
+    """Their rows use the same pages, so releasing pins would free none: a row has to be retracted."""
     bench = Bench(pages=24, page_size=4, rows=2, context=90, options={"schedule_conservativeness": 0.01})
     bench.scheduler.cache.pins.share = 1.0
     talks = [Talk(bench, name) for name in "ab"]
@@ -74,7 +75,7 @@ def test_turns_that_run_out_of_pages_keep_their_pins() -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_pin_beyond_what_the_client_saw_moves_back(page_size: int, kind: tuple[Sees, ...]) -> None:
-    """The turn had ended by its length when the client found a stop string further ahead."""
+    """The turn had ended by its length when the client found a stop string earlier in its output."""
     first, *more = kind
     pages = 512 // page_size
     bench = Bench(pages, page_size, window=first, more=tuple((sees, pages) for sees in more), context=400)
@@ -94,8 +95,8 @@ def test_a_pin_beyond_what_the_client_saw_moves_back(page_size: int, kind: tuple
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if STATE not in kind], ids=str)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_turn_goes_on_where_the_client_found_a_stop_string(page_size: int, kind: tuple[Sees, ...]) -> None:
-    """However far the core was by then, up to what a busy server may be: less than a page is computed again."""
+def test_a_turn_resumes_where_the_client_found_a_stop_string(page_size: int, kind: tuple[Sees, ...]) -> None:
+    """However far ahead the core was by then, up to the lead on a busy server: less than a page is computed again."""
     first, *more = kind
     for lag in range(17):
         pages = 1024 // page_size

@@ -1,4 +1,5 @@
-"""Sessions over the scheduler: what a turn computes, what changes nothing, who is let go, what is refused."""
+"""Sessions over the scheduler: what a turn computes, that outputs do not change, which pins are released, and which
+requests are refused."""
 
 from __future__ import annotations
 
@@ -20,22 +21,22 @@ from sglang_jax.scheduler.messages import OpenSession, SessionTurn
 
 @pytest.fixture(params=[(None,), (6,), (None, 6), (None, STATE), (STATE,), (None, STATE, 6)], ids=str)
 def bench(request: pytest.FixtureRequest) -> Bench:
-    """Each kind of memory, and the three together."""
+    """Each kind of memory, and all three together."""
     first, *more = request.param
     return Bench(pages=64, page_size=4, window=first, more=tuple((sees, 64) for sees in more), least_gain=4)
 
 
 def refusal(bench: Bench, number: int) -> tuple[str, str]:
-    """What a turn was refused with: the error's name and its message."""
+    """The error's name and message with which a turn was refused."""
     bench.scheduler.step()
     error = bench.channel.finished[number].error
     assert error is not None
     return error.name, error.message
 
 
-def test_each_turn_gives_what_the_whole_conversation_gives_and_computes_what_is_new(bench: Bench) -> None:
-    """New to the cache is what is new, and less than a page before it; the token that was sampled last is among it.
-    With states that are not worth a step each, it may be as many tokens more as would be worth one."""
+def test_each_turn_gives_the_output_of_the_whole_conversation_and_computes_only_new_tokens(bench: Bench) -> None:
+    """A turn computes its new tokens, the last sampled token among them, and less than a page before them. With states
+    that cost more than a step each, it may compute as many tokens more as a state is worth."""
     talk, page = Talk(bench), bench.page_size
     if (states := states_of(bench.scheduler.cache)) is not None:
         states.least_gain = 12
@@ -65,7 +66,7 @@ def test_a_pin_moves_and_never_keeps_more_than_the_newest_path(bench: Bench) -> 
     check_everything(bench.scheduler.cache)
 
 
-def test_what_a_session_keeps_is_not_evicted_and_is_an_ordinary_prefix_once_it_is_closed(bench: Bench) -> None:
+def test_pinned_pages_are_not_evicted_and_are_an_ordinary_prefix_once_the_session_is_closed(bench: Bench) -> None:
     talk = Talk(bench)
     talk.turn([1, 2, 3, 4, 5, 6])
     cache = bench.scheduler.cache
@@ -101,7 +102,7 @@ def test_an_aborted_turn_leaves_the_session_at_its_last_finished_one(bench: Benc
     bench.check_outputs()
 
 
-def test_a_retracted_turn_goes_on_and_the_pin_moves_when_it_ends(bench: Bench) -> None:
+def test_a_retracted_turn_continues_and_the_pin_moves_when_it_ends(bench: Bench) -> None:
     talk = Talk(bench)
     talk.turn([1, 2, 3, 4])
     number = talk.send([5, 6], new_tokens=12)
@@ -117,7 +118,7 @@ def test_a_retracted_turn_goes_on_and_the_pin_moves_when_it_ends(bench: Bench) -
     bench.check_outputs()
 
 
-def test_a_session_goes_on_behind_what_its_client_saw(bench: Bench) -> None:
+def test_a_session_resumes_behind_the_tokens_that_its_client_saw(bench: Bench) -> None:
     """A stop string ends at a token; the core was further by then, and may have ended."""
     for new_tokens, steps in ((30, 8), (5, 12)):
         talk = Talk(bench, f"s{steps}")
@@ -150,7 +151,7 @@ def test_a_turn_right_after_the_one_before_waits_until_that_is_in_the_cache() ->
     bench.check_outputs()
 
 
-def test_who_is_unknown_foreign_or_busy_is_told_the_id() -> None:
+def test_the_error_for_an_unknown_foreign_or_busy_session_names_the_id() -> None:
     bench = Bench()
     talk = Talk(bench)
     talk.turn([1, 2])
@@ -184,7 +185,7 @@ def test_a_turn_follows_the_last_or_is_refused() -> None:
     assert bench.channel.output(second) == bench.wanted[second]
 
 
-def test_the_token_that_texts_begin_with_is_left_out_within_a_session() -> None:
+def test_the_bos_token_is_left_out_within_a_session() -> None:
     bench = Bench()
     talk = Talk(bench)
     for tail, adds in (([1, 5, 6], [1, 5, 6]), ([1, 7], [7]), ([8], [8])):
@@ -197,21 +198,21 @@ def test_the_token_that_texts_begin_with_is_left_out_within_a_session() -> None:
     assert "adds no tokens" in refusal(bench, number)[1]
 
 
-def told_of(bench: Bench, number: int, begins: int) -> list[tuple[int, float | None]]:
-    """Token and logprob of a whole prompt, from position `begins` on, as the oracle has them."""
+def oracle_logprobs(bench: Bench, number: int, begins: int) -> list[tuple[int, float | None]]:
+    """Token and logprob of a whole prompt, from position `begins` on, by the oracle."""
     prompt = bench.prompts[number]
     return list(zip(prompt, [None, *bench.oracle.prompt_logprobs(prompt)], strict=True))[begins:]
 
 
 def test_logprobs_of_a_turns_prompt_are_those_of_the_whole_conversation(bench: Bench) -> None:
-    """From each position of what the turn adds, the first included, which the turn before it predicts. That costs no
-    turn what its session keeps: where nothing was sampled or the client saw less, what it keeps may end at a page's
-    start, and the token in front of it is computed again."""
+    """From each position of the turn's own tokens on, the first included, which the turn before predicts. They do not
+    cost the session its cached tokens: where nothing was sampled, or the client saw less, the pin may end at the start
+    of a page, and the token before it is computed again."""
     talk = Talk(bench)
     for number, start in enumerate([0, 2, 0, 6, 3, 0, 1, 0]):
         before, tail = len(talk.history), [1 + (5 * number + k) % 36 for k in range(1 + start + number % 4)]
         turn = talk.turn(tail, new_tokens=(number * 3) % 8, logprob_start=start, top_logprobs=0)
-        assert bench.channel.prompt_logprobs[turn] == told_of(bench, turn, before + start), f"turn {number}"
+        assert bench.channel.prompt_logprobs[turn] == oracle_logprobs(bench, turn, before + start), f"turn {number}"
         assert bench.channel.cached[turn] >= before - 1 - 2 * bench.page_size
     number = talk.turn([5, 6, 7], logprob_start=-1, top_logprobs=0)
     assert number not in bench.channel.prompt_logprobs
@@ -228,13 +229,12 @@ def test_logprobs_of_a_turn_that_was_retracted_come_once(bench: Bench) -> None:
         bench.scheduler.drain_in_flight()
         bench.scheduler.retract_newest()
     bench.run()
-    assert bench.channel.prompt_logprobs[number] == told_of(bench, number, len(talk.history))
+    assert bench.channel.prompt_logprobs[number] == oracle_logprobs(bench, number, len(talk.history))
     bench.check_outputs()
 
 
-def test_logprobs_are_counted_in_what_a_turn_adds() -> None:
-    """Without the token that texts begin with, where that is left out; what is beyond is refused, and changes
-    nothing."""
+def test_logprob_positions_count_from_the_start_of_the_turn() -> None:
+    """Without the BOS token, where that is left out; a start beyond the end is refused, and changes nothing."""
     bench = Bench()
     talk = Talk(bench)
     talk.turn([1, 5, 6])
@@ -246,7 +246,7 @@ def test_logprobs_are_counted_in_what_a_turn_adds() -> None:
             name, message = refusal(bench, number)
             assert (name, wanted in message) == ("ParameterError", True), message
     bench.run()
-    assert bench.channel.prompt_logprobs[number] == told_of(bench, number, len(prompt) - 1)
+    assert bench.channel.prompt_logprobs[number] == oracle_logprobs(bench, number, len(prompt) - 1)
     assert bench.channel.output(number) == bench.wanted[number]
 
 
@@ -277,7 +277,7 @@ def test_sessions_time_out_when_no_turn_comes_and_never_during_one() -> None:
         sessions.open(OpenSession(0, "x", "me", True, float("nan")))
 
 
-def test_there_are_at_most_so_many_sessions_and_one_of_a_name() -> None:
+def test_the_number_of_sessions_is_bounded_and_names_are_unique() -> None:
     bench = Bench(options={"max_sessions": 2})
     Talk(bench, "a")
     with pytest.raises(ParameterError, match="'a' is open already"):
@@ -289,8 +289,8 @@ def test_there_are_at_most_so_many_sessions_and_one_of_a_name() -> None:
     Talk(bench, "c")
 
 
-def test_nobody_keeps_all_sessions_from_others() -> None:
-    """Who has fewer than another is given the one of the other's that has been idle longest."""
+def test_no_key_can_hold_all_sessions() -> None:
+    """A key with fewer sessions than another gets the one of the other's that has been idle longest."""
     bench = Bench(options={"max_sessions": 4})
     sessions = bench.scheduler.sessions
 
@@ -304,7 +304,7 @@ def test_nobody_keeps_all_sessions_from_others() -> None:
     prompt = {"sent": [5], "session": SessionTurn("a", "greedy", "1")}
     bench.add([5], sampling=SamplingParams(max_new_tokens=4, ignore_eos=True, seed=1), **prompt)
     sessions.open(OpenSession(0, "x", "other", True))
-    assert (has("greedy"), has("other")) == (["a", "c", "d"], ["x"])  # the turn of a session that runs is not lost
+    assert (has("greedy"), has("other")) == (["a", "c", "d"], ["x"])  # the running turn of the session is not lost
     sessions.open(OpenSession(0, "y", "other", True))
     assert (has("greedy"), has("other")) == (["a", "d"], ["x", "y"])
     for owner in ("other", "greedy"):
@@ -314,7 +314,7 @@ def test_nobody_keeps_all_sessions_from_others() -> None:
     bench.check_outputs()
 
 
-def test_a_key_whose_sessions_are_all_busy_does_not_shield_the_next() -> None:
+def test_a_key_with_only_busy_sessions_does_not_protect_the_next_key() -> None:
     bench = Bench(options={"max_sessions": 5})
     sessions = bench.scheduler.sessions
     for name in "abc":
@@ -330,7 +330,7 @@ def test_a_key_whose_sessions_are_all_busy_does_not_shield_the_next() -> None:
     bench.run()
 
 
-def test_one_session_for_all_goes_to_who_has_none() -> None:
+def test_a_single_session_goes_to_the_key_without_one() -> None:
     bench = Bench(options={"max_sessions": 1})
     sessions = bench.scheduler.sessions
     sessions.open(OpenSession(0, "a", "ann", True))
@@ -340,8 +340,8 @@ def test_one_session_for_all_goes_to_who_has_none() -> None:
     assert [(session.owner, session.id) for session in sessions.all()] == [("bob", "a")]
 
 
-def test_ids_are_each_keys_own() -> None:
-    """Nobody learns of another's id, nor keeps it from them."""
+def test_session_ids_are_private_to_each_key() -> None:
+    """No key learns another's ids, or blocks another from using an id."""
     bench = Bench()
     talk = Talk(bench, "mine")
     talk.turn([1, 2, 3, 4, 5])
@@ -354,8 +354,8 @@ def test_ids_are_each_keys_own() -> None:
     bench.check_outputs()
 
 
-def test_a_client_may_not_keep_a_session_for_ever() -> None:
-    """A day at most, or as long as the engine's default."""
+def test_a_client_may_not_keep_a_session_forever() -> None:
+    """At most a day, or as long as the engine's default."""
     for default, longest in ((10.0, 86_400.0), (1e6, 1e6)):
         sessions = Bench(options={"session_timeout": default}).scheduler.sessions
         sessions.open(OpenSession(0, "a", "me", True, 1e300))
@@ -363,8 +363,8 @@ def test_a_client_may_not_keep_a_session_for_ever() -> None:
         assert [session.timeout for session in sessions.all()] == [longest, 5.0]
 
 
-def test_the_oldest_idle_session_is_let_go_for_a_request_that_needs_the_room(bench: Bench) -> None:
-    """It goes on, and computes what it has lost."""
+def test_the_pin_of_the_oldest_idle_session_is_released_for_a_request_that_needs_the_room(bench: Bench) -> None:
+    """The session continues, and recomputes its tokens."""
     talks = [Talk(bench, name) for name in "abc"]
     bench.scheduler.cache.pins.share = 1.0
     for number, talk in enumerate(talks):
@@ -383,7 +383,7 @@ def test_the_oldest_idle_session_is_let_go_for_a_request_that_needs_the_room(ben
     check_everything(bench.scheduler.cache)
 
 
-def test_pins_are_let_go_the_oldest_first_and_counted() -> None:
+def test_pins_are_released_oldest_first_and_counted() -> None:
     bench = Bench(pages=24, page_size=4, context=96)
     bench.scheduler.cache.pins.share = 1.0
     talks = [Talk(bench, name) for name in "ab"]
@@ -412,7 +412,7 @@ def test_waiting_turns_whose_pins_fill_the_pool_do_not_block_each_other() -> Non
     assert all(one.kind in ("stop", "length") for one in bench.channel.finished.values())
 
 
-def test_idle_sessions_keep_no_more_than_their_share() -> None:
+def test_idle_sessions_pin_no_more_than_their_share() -> None:
     bench = Bench(pages=40, page_size=4, options={"session_memory_fraction": 0.5})
     for number, name in enumerate("abcdef"):
         Talk(bench, name).turn([10 + number] * 24, new_tokens=2)
@@ -423,7 +423,7 @@ def test_idle_sessions_keep_no_more_than_their_share() -> None:
     assert bench.scheduler.sessions.count == 6
 
 
-def test_a_cache_without_reuse_keeps_nothing_and_turns_are_right() -> None:
+def test_without_reuse_nothing_is_pinned_and_turns_are_correct() -> None:
     bench = Bench(options={"disable_radix_cache": True})
     talk = Talk(bench)
     for number in range(3):
@@ -435,7 +435,7 @@ def test_a_cache_without_reuse_keeps_nothing_and_turns_are_right() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("events", [500, pytest.param(3000, marks=pytest.mark.soak)])
 def test_a_storm_of_sessions_leaves_nothing_behind(bench: Bench, events: int) -> None:
-    """Turns at once, aborts, retractions, closes, sessions that are opened again, and too little memory for all."""
+    """Concurrent turns, aborts, retractions, closed and reopened sessions, and too little memory for all."""
     scheduler, chance = bench.scheduler, random.Random(5)
     talks: dict[str, Talk] = {}
     running: dict[str, int] = {}
@@ -453,7 +453,7 @@ def test_a_storm_of_sessions_leaves_nothing_behind(bench: Bench, events: int) ->
         elif chance.random() < 0.1:
             scheduler.drain_in_flight()
             scheduler.retract_newest()
-        scheduler.step()  # which checks that pages add up
+        scheduler.step()  # which checks that page counts add up
         for one, number in list(running.items()):
             finished = bench.channel.finished.get(number)
             if finished is not None:
@@ -476,7 +476,7 @@ def test_a_storm_of_sessions_leaves_nothing_behind(bench: Bench, events: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("schedules", [200, pytest.param(2000, marks=pytest.mark.soak)])
 def test_schedules_with_sessions(schedules: int) -> None:
-    """Turns that end, aborts, stops, closes and timeouts amid them, with each kind of memory."""
+    """Turns that end, with aborts, stops, closes and timeouts in the middle of them, for each kind of memory."""
     met: Counter[str] = simulate(schedules, kind=SessionSimulation, sizes=ROOM_FOR_TURNS)
     assert met["turns that ended"] >= schedules // 2, met
     for event in (

@@ -22,7 +22,7 @@ PREFIXES_STAY: dict[str, Strategy] = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_schedules() -> None:
-    """They meet what they are about, and not once in a while. `make soak` runs many more."""
+    """Each situation that the schedules are for occurs often enough. `make soak` runs many more."""
     schedules = 240
     met = simulate(schedules)
     for event in (
@@ -46,14 +46,13 @@ def test_schedules_with_grammars() -> None:
 
 @pytest.mark.slow
 def test_schedules_with_kv_in_doubt() -> None:
-    """With room for prefixes, which is where KV stays in doubt; `make soak` runs schedules of all sizes."""
+    """With room for prefixes, where KV stays unvalidated; `make soak` runs schedules of all sizes."""
     met = simulate(50, kind=DoubtSimulation, sizes=PREFIXES_STAY)
     assert met["computed anew"] >= 10, met
 
 
 @pytest.mark.parametrize("kind", [ShortenedSimulation, ConversationSimulation])
-def test_schedules_that_find_planted_faults(kind: type[Simulation]) -> None:
-    """Without a fault they find none."""
+def test_schedules_that_find_planted_faults_pass_without_them(kind: type[Simulation]) -> None:
     simulate(40, kind=kind)
 
 

@@ -1,4 +1,5 @@
-"""Prompts that begin alike, where layers keep a state: the second of a group hits, and not the third or none."""
+"""Prompts that share a prefix, where layers keep a state: the second request of a group hits, rather than the third or
+none."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def endless(tokens: int, seed: int = 5) -> SamplingParams:
 
 
 def workload() -> list[list[int]]:
-    """`GROUPS` x `SHARERS` prompts: what a group has in common, and a tail of each one's own."""
+    """`GROUPS` x `SHARERS` prompts: a shared prefix per group, and a separate tail for each."""
     random = np.random.default_rng(7)
     common = random.integers(1, 39, (GROUPS, COMMON)).tolist()
     return [[*common[k % GROUPS], *random.integers(1, 39, 40).tolist()] for k in range(GROUPS * SHARERS)]
@@ -36,7 +37,7 @@ def hybrid(
     gain_over_loss: int = GAIN_OVER_LOSS,
     chunk: int = 512,
 ) -> Bench:
-    """Full attention and states, with room for all and the figures of a server."""
+    """Full attention and states, with room for all and the parameters of a server."""
     return Bench(
         pages=200_000 // page_size,
         page_size=page_size,
@@ -54,9 +55,9 @@ def hybrid(
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_sharers_of_a_long_prefix_hit_from_the_second_of_a_group_on(page_size: int) -> None:
-    """Seen elsewhere on this very workload: `cached-token: 0` for every sharer. A few of the second ones begin half
-    way, as their turn comes before a prefix is whole."""
+def test_sharers_of_a_long_prefix_hit_from_the_second_on(page_size: int) -> None:
+    """Reported of other engines on this very workload: `cached-token: 0` for every sharer. A few of the second ones
+    start half way, as they are admitted before a prefix is complete."""
     bench = hybrid(page_size)
     ids = [bench.add(prompt, sampling=endless(2, seed=k)) for k, prompt in enumerate(workload())]
     bench.run()
@@ -68,7 +69,7 @@ def test_sharers_of_a_long_prefix_hit_from_the_second_of_a_group_on(page_size: i
 
 
 def test_prompts_that_share_nothing_take_one_step_more_than_without_a_cache() -> None:
-    """The tail of the last one. Chunks that all end at page boundaries would leave every step less full."""
+    """For the tail of the last one. If all chunks ended at page boundaries, every step would be less full."""
     prompts = np.random.default_rng(3).integers(1, 39, (16, 1040)).tolist()
 
     def steps(*, reuse: bool = True, gain_over_loss: int = GAIN_OVER_LOSS) -> int:
@@ -83,8 +84,9 @@ def test_prompts_that_share_nothing_take_one_step_more_than_without_a_cache() ->
     assert steps(gain_over_loss=0) > without + 2, "this workload would tell"
 
 
-def test_few_slots_are_for_what_many_begin_with() -> None:
-    """As many slots beside the rows' own as there are prefixes in turn: the ends of prompts must not take them."""
+def test_few_slots_go_to_shared_prefixes() -> None:
+    """There are as many slots, besides those of rows, as there are alternating prefixes: the ends of prompts must not
+    take them."""
     bench = hybrid(16, rows=8, states=16)
     ids = [bench.add(prompt, sampling=endless(3, seed=k)) for k, prompt in enumerate(workload()[:64])]
     bench.run()
@@ -94,7 +96,7 @@ def test_few_slots_are_for_what_many_begin_with() -> None:
 
 
 def one_after_the_other(bench: Bench, prompts: list[list[int]], shared_len: int = 0) -> list[int]:
-    """Cached tokens of each."""
+    """Runs the prompts one at a time; returns the cached tokens of each."""
     cached = []
     for prompt in prompts:
         request = bench.add(prompt, sampling=endless(3), shared_len=shared_len)
@@ -104,20 +106,20 @@ def one_after_the_other(bench: Bench, prompts: list[list[int]], shared_len: int 
     return cached
 
 
-def test_one_after_the_other_the_second_sharer_begins_at_a_chunk_s_end_and_the_next_where_it_parted() -> None:
-    """Nobody knew where prompts would part when the first one was computed."""
+def test_of_sequential_sharers_the_second_starts_at_a_chunk_end_and_the_third_where_it_diverged() -> None:
+    """Where prompts would diverge was unknown when the first one was computed."""
     cached = one_after_the_other(hybrid(16), workload()[::GROUPS][:5])
     assert cached == [0, 512, 992, 992, 992]
 
 
 @pytest.mark.parametrize("chunk", [512, 1200])
-def test_one_after_the_other_the_second_sharer_begins_where_the_first_was_said_to_be_like_others(chunk: int) -> None:
+def test_of_sequential_sharers_the_second_starts_at_the_declared_shared_length(chunk: int) -> None:
     cached = one_after_the_other(hybrid(16, chunk=chunk, budget=1200), workload()[::GROUPS][:4], shared_len=COMMON)
     assert cached == [0, 992, 992, 992]
 
 
-def test_what_is_wrongly_said_to_be_shared_goes_before_what_is() -> None:
-    """As ends of prompts it is on trial: 24 snapshots of these prompts pass through four slots."""
+def test_a_wrongly_declared_shared_prefix_is_evicted_before_a_real_one() -> None:
+    """Like ends of prompts it is on trial: 24 snapshots of these prompts pass through four slots."""
     bench = hybrid(16, rows=2, states=6)
     prompts = workload()[::GROUPS]
     assert one_after_the_other(bench, prompts[:3])[-1] == 992
@@ -127,13 +129,13 @@ def test_what_is_wrongly_said_to_be_shared_goes_before_what_is() -> None:
 
 
 @pytest.mark.parametrize("shared_len", [1, LEAST_GAIN - 1, 1040, 10**6])
-def test_a_shared_beginning_that_is_of_no_use_changes_nothing(shared_len: int) -> None:
-    """Too short for a state of its own, or the whole prompt, or more than that."""
+def test_a_useless_declared_shared_length_changes_nothing(shared_len: int) -> None:
+    """Too short for a state, or the whole prompt, or longer than that."""
     cached = one_after_the_other(hybrid(16), workload()[::GROUPS][:3], shared_len=shared_len)
     assert cached == [0, 512, 992]
 
 
-def test_the_same_prompt_again_begins_before_its_last_token() -> None:
+def test_a_repeated_prompt_starts_before_its_last_token() -> None:
     for page_size in (1, 16):
         prompt = [1 + k % 37 for k in range(160)]
         assert one_after_the_other(hybrid(page_size), [prompt] * 3) == [0, *[159 // page_size * page_size] * 2]
@@ -170,7 +172,7 @@ def test_chunks_end_on_pages_and_before_the_last_token() -> None:
     bench.check_outputs()
 
 
-def test_chunks_smaller_than_a_page_meet_its_end() -> None:
+def test_chunks_smaller_than_a_page_end_at_the_page_boundary() -> None:
     bench = small(chunk=3, page_size=16, budget=32)
     bench.runner.keep_plans = True
     bench.add(PROMPT, sampling=endless(2))
@@ -180,7 +182,7 @@ def test_chunks_smaller_than_a_page_meet_its_end() -> None:
     bench.check_outputs()
 
 
-def test_a_prompt_under_way_ends_a_chunk_where_a_waiting_one_parts_from_it() -> None:
+def test_a_prompt_in_progress_ends_a_chunk_where_a_waiting_one_diverges() -> None:
     bench = small(chunk=64, budget=64)
     bench.runner.keep_plans = True
     first = bench.add(PROMPT, sampling=endless(4))
@@ -191,8 +193,9 @@ def test_a_prompt_under_way_ends_a_chunk_where_a_waiting_one_parts_from_it() -> 
     bench.check_outputs()
 
 
-def test_however_many_part_from_a_prompt_it_ends_few_chunks_for_them() -> None:
-    """Each end is a step more: whoever sends many prompts that part at every token must not make one of them crawl."""
+def test_any_number_of_diverging_prompts_ends_few_chunks() -> None:
+    """Each end is one step more: a client that sends many prompts that diverge at every token must not slow one of them
+    down much."""
     prompt = [1 + (i * i) % 37 for i in range(600)]
     bench = Bench(pages=4000, rows=64, chunk=1024, budget=1200, context=700, more=((STATE, 200),), scribble=False)
     bench.runner.keep_plans = True
@@ -210,7 +213,7 @@ def test_however_many_part_from_a_prompt_it_ends_few_chunks_for_them() -> None:
     assert ends.index(600) < 4 + 2
 
 
-def test_in_another_namespace_nobody_waits_and_nothing_is_shared() -> None:
+def test_in_another_namespace_no_request_waits_for_a_prefix_and_nothing_is_shared() -> None:
     bench = small(chunk=64, budget=64)
     ids = [bench.add(PROMPT, sampling=endless(4), extra_key=key) for key in (None, "a", "b")]
     bench.run()
@@ -218,7 +221,7 @@ def test_in_another_namespace_nobody_waits_and_nothing_is_shared() -> None:
     bench.check_outputs()
 
 
-def test_a_next_turn_goes_on_from_the_last_page_of_the_output() -> None:
+def test_the_next_turn_resumes_from_the_last_page_of_the_output() -> None:
     bench = small(chunk=64, budget=64)
     first = bench.add(PROMPT, sampling=endless(9))
     bench.run()
@@ -229,7 +232,7 @@ def test_a_next_turn_goes_on_from_the_last_page_of_the_output() -> None:
     bench.check_outputs()
 
 
-def test_a_retracted_request_begins_again_at_its_last_snapshot() -> None:
+def test_a_retracted_request_restarts_at_its_last_snapshot() -> None:
     bench = small(chunk=8, budget=32)
     bench.runner.keep_plans = True
     bench.add(PROMPT, sampling=endless(4))
@@ -242,8 +245,8 @@ def test_a_retracted_request_begins_again_at_its_last_snapshot() -> None:
     assert sum(sum(step) for step in chunks(bench.runner.plans)) == 30, "24 before, 6 after"
 
 
-def test_too_few_slots_are_fewer_rows_and_no_fault() -> None:
-    """Keys that fit say nothing about states: out of slots is a shortage of its own."""
+def test_too_few_slots_only_mean_fewer_rows() -> None:
+    """Slots can be short where KV pages are not."""
     bench = small(states=2, rows=8)
     for k in range(7):
         bench.add([*PROMPT[:20], 1 + k, 2, 3], sampling=endless(6, seed=k))
@@ -302,7 +305,7 @@ def test_an_aborted_request_leaves_its_snapshots_and_no_pin() -> None:
     bench.check_outputs()
 
 
-def test_states_alone_have_no_pages_to_run_out_of() -> None:
+def test_a_model_with_only_states_never_runs_out_of_pages() -> None:
     bench = Bench(window=STATE, pages=3, rows=4, context=120)
     for k in range(6):
         bench.add([*PROMPT, k + 1], sampling=endless(80, seed=k))
@@ -311,7 +314,7 @@ def test_states_alone_have_no_pages_to_run_out_of() -> None:
     bench.check_outputs()
 
 
-def test_a_step_that_copies_says_so_and_only_then() -> None:
+def test_a_plan_lists_copies_only_where_there_are_some() -> None:
     bench = small(chunk=64, budget=64, options={"mamba_track_interval": 0})
     bench.runner.keep_plans = True
     bench.add(PROMPT, sampling=endless(12))
@@ -321,7 +324,7 @@ def test_a_step_that_copies_says_so_and_only_then() -> None:
 
 
 def test_a_long_output_changes_slots_once_an_interval() -> None:
-    """Copying a state at each page is what others measured an eighth of their prefill for."""
+    """Copying a state at each page took others an eighth of their prefill time."""
     bench = small(chunk=64, budget=64, options={"mamba_track_interval": 16})
     bench.runner.keep_plans = True
     bench.add(PROMPT[:3], sampling=endless(60))

@@ -1,4 +1,4 @@
-"""The lines that operators read, to the letter."""
+"""The exact log lines for operators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_prefill_lines(caplog: pytest.LogCaptureFixture) -> None:
-    """Each line tells of its own step, also when a handler formats it later."""
+    """Each line describes its own step, also when a handler formats it later."""
     caplog.set_level(logging.INFO)
     bench = Bench(rows=2, chunk=16, budget=32)
     bench.add(PREFIX[:20], sampling=endless(30))
@@ -48,7 +48,7 @@ def test_prefill_lines(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_decode_lines_come_every_so_many_steps(caplog: pytest.LogCaptureFixture, clock: SimpleNamespace) -> None:
+def test_decode_lines_come_every_few_steps(caplog: pytest.LogCaptureFixture, clock: SimpleNamespace) -> None:
     caplog.set_level(logging.INFO)
     bench = Bench(rows=2, options={"decode_log_interval": 10})
     bench.add(PREFIX[:4], sampling=endless(40))
@@ -64,7 +64,7 @@ def test_decode_lines_come_every_so_many_steps(caplog: pytest.LogCaptureFixture,
 
 
 def test_throughput_is_averaged_over_a_while_not_over_a_moment(clock: SimpleNamespace) -> None:
-    """Asked twice within a millisecond, the second answer was zero or a million."""
+    """Regression: when asked twice within a millisecond, the second answer was zero or a million."""
     bench = Bench()
     bench.add(PREFIX[:4], sampling=endless(40))
     for _ in range(11):
@@ -78,7 +78,7 @@ def test_throughput_is_averaged_over_a_while_not_over_a_moment(clock: SimpleName
     assert bench.scheduler.log.stats(0).gen_throughput == 0.0
 
 
-def test_for_a_line_that_is_not_written_no_figure_is_gathered(
+def test_no_figures_are_gathered_for_a_line_that_is_not_written(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -161,12 +161,12 @@ def test_states_are_counted_in_slots(caplog: pytest.LogCaptureFixture) -> None:
     assert (alone.scheduler.num_used_tokens, alone.scheduler.max_total_tokens) == (0, 400)
 
 
-def test_windows_of_several_sizes_are_told_apart() -> None:
+def test_windows_of_several_sizes_are_distinguished() -> None:
     bench = Bench(more=((8, 10), (20, 16)))
     assert [group.name for group in bench.scheduler.cache.groups] == ["full", "swa 8", "swa 20"]
 
 
-def test_groups_that_differ_in_the_shape_of_their_pages_alone_are_numbered() -> None:
+def test_groups_that_differ_only_in_the_shape_of_their_pages_are_numbered() -> None:
     bench = Bench(more=((None, 10), (8, 10), (8, 16)))
     names = [group.name for group in bench.scheduler.cache.groups]
     assert names == ["full", "full 2", "swa 8", "swa 8 2"]

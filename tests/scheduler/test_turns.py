@@ -1,4 +1,5 @@
-"""Equal parts for tenants that wait, and for the client requests of each: against what was given, counted anew."""
+"""Equal shares for tenants that wait, and for the client requests of each, checked against an independent account of
+the tokens served."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from sglang_jax.scheduler.turns import Shares, Turns
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 MOST = 40
-"""Tokens of the largest turn."""
+"""Tokens of the largest request."""
 
 
 def waiting(sequence: int, tenant: str, flow: str, cost: int) -> Request:
@@ -46,13 +47,13 @@ def waiting(sequence: int, tenant: str, flow: str, cost: int) -> Request:
 
 
 class Books:
-    """What each of those who share was given while it and another waited without a pause."""
+    """For each pair of contenders, the tokens that each was served while both waited without a pause."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, str], Counter[str]] = {}
 
     def note(self, present: set[str], served: str | None, tokens: int) -> None:
-        """`present`: who waits, or waited until it was `served` so many tokens."""
+        """`present`: the contenders that wait, or waited until `served` got `tokens` tokens."""
         self._since = {pair: given for pair, given in self._since.items() if present.issuperset(pair)}
         for pair in combinations(sorted(present), 2):
             given = self._since.setdefault(pair, Counter())
@@ -64,7 +65,7 @@ class Books:
 
 
 class Crowd:
-    """Random arrivals, turns and leavers, with the books kept."""
+    """Random arrivals, services and departures, with the account kept."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -101,7 +102,7 @@ class Crowd:
             self._note(None)
 
     def check_order(self) -> None:
-        """What is said to come next comes next."""
+        """The announced next request is the one that is served next."""
         said = [request.id for request in self.turns.first(self.count)]
         trial = copy.deepcopy(self.turns)
         for expected in said:
@@ -132,7 +133,8 @@ def run_crowds(steps: int = 250) -> None:
 
 
 def run_newcomers() -> None:
-    """Client requests of one prompt each come as fast as they are served; one of two prompts has its turns as well."""
+    """Client requests of one prompt each come as fast as they are served; one with two prompts gets its share
+    as well."""
     turns, count, until = Turns(), 0, [0, 0]
 
     def arrive(flow: str) -> None:
@@ -154,7 +156,7 @@ def run_newcomers() -> None:
 
 
 def run_leavers() -> None:
-    """A tenant whose requests leave before their turn has lost none of its turns."""
+    """A tenant whose requests leave before they are served has lost none of its share."""
     turns, count, given = Turns(), 0, Counter[str]()
     for step in range(200):
         for tenant in ("leaves", "stays"):
@@ -170,8 +172,9 @@ def run_leavers() -> None:
     assert abs(given["leaves"] - given["stays"]) <= 1
 
 
-def run_comers_back() -> None:
-    """Who has one large request at a time, and the next as soon as that was served, gets no more than the others."""
+def run_returning_tenant() -> None:
+    """A tenant with one large request at a time, and the next as soon as that was served, gets no more than
+    the others."""
     turns, count, given = Turns(), 0, Counter[str]()
     costs = {"large": 60, "one": 10, "other": 10}
     for _ in range(600):
@@ -188,24 +191,24 @@ def run_comers_back() -> None:
     assert max(given.values()) - min(given.values()) <= 60, given
 
 
-def test_who_comes_back_has_had_its_turn() -> None:
-    run_comers_back()
+def test_a_returning_tenant_gets_no_more_than_its_share() -> None:
+    run_returning_tenant()
 
 
-def test_those_that_wait_are_given_the_same() -> None:
+def test_waiting_tenants_get_equal_shares_of_tokens() -> None:
     run_crowds()
 
 
-def test_newcomers_keep_nobody_waiting() -> None:
+def test_newcomers_do_not_starve_older_requests() -> None:
     run_newcomers()
 
 
-def test_who_leaves_was_given_nothing() -> None:
+def test_requests_that_leave_are_not_charged() -> None:
     run_leavers()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_order_that_is_told_is_the_one_that_is_had(seed: int) -> None:
+def test_the_announced_order_is_the_order_of_service(seed: int) -> None:
     crowd = Crowd(seed)
     for step in range(120):
         crowd.random.choice([crowd.arrive, crowd.serve, crowd.leave])()
@@ -213,7 +216,7 @@ def test_the_order_that_is_told_is_the_one_that_is_had(seed: int) -> None:
             crowd.check_order()
 
 
-def test_the_clock_is_the_mean_of_what_was_given() -> None:
+def test_the_clock_is_the_mean_of_the_served_tokens() -> None:
     crowd = Crowd(3)
     for _ in range(400):
         crowd.random.choice([crowd.arrive, crowd.serve, crowd.serve, crowd.leave])()
@@ -224,8 +227,9 @@ def test_the_clock_is_the_mean_of_what_was_given() -> None:
             assert len(shares._next_caught_up) <= crowd.count
 
 
-def test_what_is_remembered_of_who_was_served_does_not_grow_with_how_often() -> None:
-    """Short requests may be served past those that wait: each left an entry until the clock had caught up with it."""
+def test_the_memory_of_served_tenants_does_not_grow_with_the_number_of_requests() -> None:
+    """Regression: short requests may overtake those that wait: each left an entry until the clock had caught up with
+    it."""
     turns = Turns()
     turns.add(waiting(1, "waits", "one", MOST))
     for number in range(2, 2000):
@@ -239,7 +243,7 @@ def test_what_is_remembered_of_who_was_served_does_not_grow_with_how_often() -> 
 
 
 def stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock tells where the one served last began."""
+    """The clock shows where the tenant served last began."""
 
     def go_on(self: Shares, tokens: float) -> None:
         if len(self.order):
@@ -255,8 +259,9 @@ def do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shares, "_go_on", go_on)
 
 
-def forget_who_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was served and has gone takes no part: the clock goes on too fast, and who comes back begins at it."""
+def forget_departed_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that was served and left takes no part: the clock advances too fast, and a returning tenant starts at
+    it."""
     leave = Shares._leave
 
     def leave_and_forget(self: Shares, name: str, given: float) -> None:
@@ -267,7 +272,7 @@ def forget_who_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shares, "_leave", leave_and_forget)
 
 
-def charge_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def charge_departing_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     remove = Turns.remove
     monkeypatch.setattr(
         Turns, "remove", lambda self, request, tokens=0: remove(self, request, tokens or request.waiting.cost)
@@ -275,17 +280,18 @@ def charge_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-def test_a_client_request_of_many_prompts_delays_another_by_a_turn(
+def test_a_client_request_of_many_prompts_delays_another_by_one_row(
     policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of 64 prompts of one key, which the policy likes best, has all rows; another comes, and is next but one."""
+    """A request of one key with 64 prompts, which the policy prefers, has all rows; another arrives, and is next but
+    one."""
     assert seats_before_a_newcomer(policy) <= 2
     monkeypatch.setattr(Admission, "_guest", lambda *arguments: None)
     assert policy in (SchedulePolicy.FCFS, SchedulePolicy.PRIORITY) or seats_before_a_newcomer(policy) > AGED_TURN
 
 
 def seats_before_a_newcomer(policy: SchedulePolicy) -> int:
-    """Rows that the others are given until it has one."""
+    """Rows that the others get until it has one."""
     bench = Bench(rows=4, chunk=16, budget=32, options={"schedule_policy": policy})
     prefix = [1 + (7 * i) % 37 for i in range(16)]
 
@@ -308,15 +314,17 @@ def seats_before_a_newcomer(policy: SchedulePolicy) -> int:
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-def test_a_row_is_left_for_who_has_none(policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the outputs are that a client request has all other rows for."""
+def test_a_row_is_left_for_a_client_request_without_one(
+    policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the outputs are for which a client request has all other rows."""
     assert steps_of_a_newcomer(policy) <= 2
     monkeypatch.setattr(Admission, "_instead_of", lambda self, request, look: request)
     assert steps_of_a_newcomer(policy) > 10
 
 
 def steps_of_a_newcomer(policy: SchedulePolicy, flow: str = "many") -> int:
-    """Until it has a row, after another client request has been given all that it may have."""
+    """Steps until it has a row, after another client request has got all rows that it may have."""
     options = {"schedule_policy": policy, "schedule_conservativeness": 0.01}
     bench = Bench(rows=GUEST_ROWS, pages=500, chunk=64, budget=128, context=40, options=options)
     sampling = SamplingParams(max_new_tokens=30, seed=5, ignore_eos=True)
@@ -332,16 +340,16 @@ def steps_of_a_newcomer(policy: SchedulePolicy, flow: str = "many") -> int:
     raise AssertionError("it has none")
 
 
-def test_who_comes_with_one_prompt_at_a_time_has_its_part_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows end one at a time. All that did were given to those that had none, one after the other: a key with a batch
-    had one in eight where half were due."""
+def test_a_key_with_one_prompt_at_a_time_gets_its_share_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end one at a time. Regression: every freed row went to requests without one, one after the other, so a key
+    with a batch had one row in eight where half were due."""
     assert 18 <= rows_of_a_batch() <= 23
     monkeypatch.setattr(_Look, "count_guests", lambda self: 0)
     assert rows_of_a_batch() < 9
 
 
 def rows_of_a_batch(ends: int = 40) -> int:
-    """Of so many rows, those that the client request of many prompts is given; the other key always waits as well."""
+    """The number of the freed rows that the client request of many prompts gets; the other key always waits as well."""
     bench = Bench(rows=GUEST_ROWS, pages=1600, chunk=64, budget=128, context=200)
     sampling, keys = SamplingParams(max_new_tokens=190, seed=5, ignore_eos=True), dict[int, str]()
 
@@ -363,8 +371,9 @@ def rows_of_a_batch(ends: int = 40) -> int:
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-def test_who_fits_no_pool_is_refused_once_by_whichever_way_it_was_met(policy: SchedulePolicy) -> None:
-    """Met as the first that has no row, out of its turn, it came up a second time in its turn, and the core ended."""
+def test_a_request_that_fits_no_pool_is_refused_once(policy: SchedulePolicy) -> None:
+    """Regression: refused out of order, as the first request without a row, it came up a second time in its own place,
+    and the core ended."""
     options = {"schedule_policy": policy, "schedule_conservativeness": 0.01}
     bench = Bench(rows=GUEST_ROWS, pages=200, chunk=64, budget=128, context=1000, options=options)
     sampling = SamplingParams(max_new_tokens=12, seed=5, ignore_eos=True)
@@ -379,8 +388,8 @@ def test_who_fits_no_pool_is_refused_once_by_whichever_way_it_was_met(policy: Sc
     bench.check_outputs()
 
 
-def test_a_look_at_the_queue_costs_the_same_whatever_priorities_clients_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All priorities were looked at, each time: 5,000 of them took ten milliseconds."""
+def test_a_pass_over_the_queue_costs_the_same_for_any_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each pass went through all priorities: 5,000 of them took ten milliseconds."""
     queue = WaitingQueue(SchedulePolicy.PRIORITY, lambda request: 0)
     for number in range(1, 200):
         request = waiting(number, "key", f"one {number}", 0)
@@ -392,12 +401,13 @@ def test_a_look_at_the_queue_costs_the_same_whatever_priorities_clients_choose(m
     assert len(looked_at) <= 6
 
 
-def test_rows_are_left_for_nobody_where_requests_have_no_name() -> None:
+def test_no_rows_are_reserved_where_requests_have_no_name() -> None:
     assert steps_of_a_newcomer(SchedulePolicy.FCFS, flow="") > 10
 
 
-def test_a_newcomer_is_next_but_one_whatever_waits() -> None:
-    """But one: who came before it, and has had a turn like all. Of those that left nothing is counted."""
+def test_a_newcomer_is_next_but_one_for_any_queue() -> None:
+    """Next but one: a tenant that came before it, and has been served once like all, may go first. Requests that left
+    are not counted."""
     queue = WaitingQueue(SchedulePolicy.FCFS, lambda request: 0)
     many = [waiting(number, "key", "many", 0) for number in range(1, 30)]
     for request in many:
@@ -412,8 +422,8 @@ def test_a_newcomer_is_next_but_one_whatever_waits() -> None:
 FAULTS = [
     (stand_still, run_newcomers),
     (do_not_divide, run_crowds),
-    (forget_who_is_ahead, run_comers_back),
-    (charge_who_leaves, run_leavers),
+    (forget_departed_tenants, run_returning_tenant),
+    (charge_departing_requests, run_leavers),
 ]
 
 

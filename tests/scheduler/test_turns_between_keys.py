@@ -1,4 +1,4 @@
-"""Keys that wait have equal shares under every policy, whatever the policy prefers."""
+"""Keys that wait have equal shares under every policy, whatever requests the policy prefers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 HOT = [1 + (7 * i) % 37 for i in range(16)]
 CROWD = 100
-"""Requests of the key that the policy prefers."""
+"""Number of requests of the key that the policy prefers."""
 
 
 def endless(tokens: int) -> SamplingParams:
@@ -26,8 +26,8 @@ def endless(tokens: int) -> SamplingParams:
 
 
 class Keys:
-    """A server with one row, where a crowd of one key waits that the policy prefers, each a client request of its own:
-    its prompts are cached, its outputs are longest, its priority is highest."""
+    """A server with one row and a waiting crowd of one key that the policy prefers, each a separate client request: its
+    prompts are cached, its outputs are longest, its priority is highest."""
 
     def __init__(self, policy: SchedulePolicy, **sizes: int) -> None:
         options = {"schedule_policy": policy}
@@ -45,7 +45,7 @@ class Keys:
             self._add([38, *[1 + len(self.keys) % 37] * (length - 1)], 1, "other", 0)
 
     def add_short(self, count: int) -> None:
-        """Prompts of the crowd that are shorter than what is under way."""
+        """Prompts of the crowd that are shorter than the rest of the running one."""
         for _ in range(count):
             number = len(self.keys)
             self._add([1 + number % 37, 1 + number // 37, 36, 35], 1, "crowd", 0)
@@ -56,11 +56,11 @@ class Keys:
         self.keys[request] = key
 
     def given(self) -> list[str]:
-        """Whose requests have begun, in their order."""
+        """The keys of the requests that have started, in order."""
         return [self.keys[request] for request in self.bench.channel.cached if request in self.keys]
 
     def rows_before_other(self, most_steps: int = 2000) -> int:
-        """Rows that the crowd is given until the other key has one."""
+        """Rows that the crowd gets until the other key has one."""
         before = len(self.given())
         for _ in range(most_steps):
             if "other" in self.given():
@@ -79,7 +79,7 @@ def run_newcomer(policy: SchedulePolicy) -> None:
 
 
 def run_equal_shares(policy: SchedulePolicy) -> None:
-    """Every eighth row is the oldest's; requests of one key cost several times what those of the other cost."""
+    """Every eighth row goes to the oldest; requests of one key cost several times as much as those of the other."""
     keys = Keys(policy)
     keys.add_crowd(CROWD)
     keys.add_other(CROWD)
@@ -92,7 +92,7 @@ def run_equal_shares(policy: SchedulePolicy) -> None:
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
 def test_a_crowd_of_one_key_does_not_make_another_wait(policy: SchedulePolicy) -> None:
-    """Under lof a request waited until all 1,000 of another key had run: 5,078 steps."""
+    """Regression: under lof a request waited until all 1,000 of another key had run: 5,078 steps."""
     run_newcomer(policy)
 
 
@@ -102,7 +102,7 @@ def test_keys_have_equal_shares(policy: SchedulePolicy) -> None:
 
 
 def run_less_work(policy: SchedulePolicy) -> None:
-    """A long prompt under way claims all tokens of each step, and short ones of the crowd go before it."""
+    """A long prompt in progress takes all tokens of each step, and short ones of the crowd go before it."""
     keys = Keys(policy, rows=4, pages=400, context=1200)
     keys._add([1 + (5 * number) % 37 for number in range(1000)], 1, "crowd", 0)
     keys.bench.scheduler.step()
@@ -128,12 +128,12 @@ def run_higher_priority() -> None:
 
 
 def test_a_key_with_a_higher_priority_goes_before_another_for_a_few_rows() -> None:
-    """It waited until all 100 had run."""
+    """Regression: it waited until all 100 had run."""
     run_higher_priority()
 
 
 def steps_behind(backlog: int, policy: SchedulePolicy, tenant: str) -> int:
-    """Steps of a prompt behind so many of the same length, all of one request of the key `A`."""
+    """Steps of a prompt behind `backlog` prompts of the same length, all of one request of the key `A`."""
     bench = Bench(
         pages=512, rows=4, chunk=32, budget=64, context=256, scribble=False, options={"schedule_policy": policy}
     )
@@ -159,18 +159,19 @@ def run_backlog(policy: SchedulePolicy, tenant: str) -> None:
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
 def test_a_longer_backlog_of_one_key_does_not_make_another_wait_longer(policy: SchedulePolicy) -> None:
-    """Prompts of equal length were computed in the order of arrival: 60 of them delayed another by 186 steps."""
+    """Regression: prompts of equal length were computed in the order of arrival: 60 of them delayed another by 186
+    steps."""
     run_backlog(policy, "B")
 
 
 @pytest.mark.parametrize("policy", [each for each in SchedulePolicy if each is not SchedulePolicy.LOF])
-def test_nor_another_request_of_the_same_key(policy: SchedulePolicy) -> None:
+def test_a_longer_backlog_does_not_make_another_request_of_the_same_key_wait_longer(policy: SchedulePolicy) -> None:
     """lof has its own order among the requests of a key."""
     run_backlog(policy, "A")
 
 
-def by_policy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tenants have no turns among the requests that a policy orders."""
+def by_policy_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tenants do not alternate among the requests that a policy orders."""
 
     def one_tenant(self: Turns, request: Request) -> tuple[str, str]:
         return request.flow_key if self._by_flow else ("", "")
@@ -185,7 +186,7 @@ def longest_prefix_of_any_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WaitingQueue, "_longest_prefix_first", sort)
 
 
-def never_return_to_who_was_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+def never_return_to_the_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "_passed", lambda *arguments: None)
 
 
@@ -194,11 +195,11 @@ def computed_in_the_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = [
-    (by_policy_alone, lambda: run_newcomer(SchedulePolicy.LOF)),
-    (by_policy_alone, lambda: run_equal_shares(SchedulePolicy.LOF)),
+    (by_policy_only, lambda: run_newcomer(SchedulePolicy.LOF)),
+    (by_policy_only, lambda: run_equal_shares(SchedulePolicy.LOF)),
     (longest_prefix_of_any_key, lambda: run_newcomer(SchedulePolicy.LPM)),
-    (never_return_to_who_was_passed, lambda: run_less_work(SchedulePolicy.FCFS)),
-    (never_return_to_who_was_passed, run_higher_priority),
+    (never_return_to_the_overtaken, lambda: run_less_work(SchedulePolicy.FCFS)),
+    (never_return_to_the_overtaken, run_higher_priority),
     (computed_in_the_order_of_arrival, lambda: run_backlog(SchedulePolicy.FCFS, "B")),
     (computed_in_the_order_of_arrival, lambda: run_backlog(SchedulePolicy.FCFS, "A")),
 ]

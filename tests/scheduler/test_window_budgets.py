@@ -1,4 +1,4 @@
-"""Admission keeps room in a window's pool for windows, and not for all that will be sampled."""
+"""Admission keeps room in a window's pool for windows, and not for whole outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = 64
 
 
 def most_rows_at_once(*, siblings: int) -> int:
-    """How many of 64 requests with outputs of 100 tokens run at once, where the window's pool has so many pages."""
+    """How many of 64 requests with outputs of 100 tokens run at once, by the number of pages in the window's pool."""
     bench = Bench(
         pages=2000,
         rows=ROWS,
@@ -36,11 +36,11 @@ def most_rows_at_once(*, siblings: int) -> int:
     return most
 
 
-def test_all_rows_run_in_a_pool_of_as_many_windows() -> None:
-    """A window of 7 tokens is two pages of 4 and the one that is written; a step in flight reads one more."""
+def test_all_rows_run_in_a_pool_of_one_window_per_row() -> None:
+    """A window of 7 tokens takes two pages of 4 and the page being written; a step in flight reads one more."""
     assert most_rows_at_once(siblings=ROWS * 4) == ROWS
 
 
-def test_a_window_that_is_budgeted_like_full_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_budgeted_like_full_attention_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WindowGroup, "output_need", FullGroup.output_need)
     assert most_rows_at_once(siblings=ROWS * 4) < ROWS // 2

@@ -1,4 +1,5 @@
-"""What runners guess: how a text went on where its end stood before, on both backends, against plain Python."""
+"""The drafts of runners (how a text continued where its end occurred before), on both backends, against plain
+Python."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ KEPT_SAMPLES = jax.jit(jax_drafts.kept_samples, static_argnums=3)
 
 
 def most_alike(text: Sequence[int], other: Sequence[int], places: int) -> tuple[int, int]:
-    """The latest of the first `places` of `other` that share most with the text's end: how much, and where."""
+    """The latest of the first `places` of `other` with the longest match of the text's end: its length, and where."""
     best, where = 0, 0
     for place in range(places):
         length = 0
@@ -40,8 +41,8 @@ def most_alike(text: Sequence[int], other: Sequence[int], places: int) -> tuple[
 
 
 def expected(text: Sequence[int], hint: Sequence[int], count: int) -> list[int]:
-    """The tokens after the latest of the places that share most with the text's end, as though it went on so; or those
-    of its hint, where more is shared."""
+    """The tokens after the latest of the places with the longest match of the text's end, as if the text continued in
+    the same way; or those of its hint, where that match is longer."""
     best, where = most_alike(text, text, len(text) - 1)
     hinted, place = most_alike(text, hint, len(hint))
     if hinted > best:
@@ -99,7 +100,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=
 @pytest.mark.parametrize("guess", GUESSERS.values(), ids=GUESSERS)
 @settings(max_examples=60, deadline=None)
 @given(texts=TEXTS, hints=HINTS, stale=st.integers(0, 3))
-def test_guesses_are_how_the_text_went_on_before(
+def test_drafts_are_the_earlier_continuation_of_the_text(
     guess: Guesser, texts: list[list[int]], hints: list[list[int]], stale: int
 ) -> None:
     found = [expected(text, hint, MOST) for text, hint in zip(texts, hints, strict=True)]
@@ -109,7 +110,7 @@ def test_guesses_are_how_the_text_went_on_before(
 @pytest.mark.parametrize("backend", GUESSERS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_what_counts_ends_with_the_first_sample_that_was_not_guessed(backend: str, data: st.DataObject) -> None:
+def test_accepted_samples_end_with_the_first_that_differs_from_its_draft(backend: str, data: st.DataObject) -> None:
     widths = data.draw(st.lists(st.integers(1, MOST + 1), min_size=1, max_size=4))
     tokens = st.lists(st.sampled_from([1, 2, INVALID_TOKEN]), min_size=sum(widths), max_size=sum(widths))
     sampled = np.array(data.draw(tokens), np.int32)
