@@ -418,7 +418,9 @@ class WindowGroup(Group):
         self.component.prove(record.locked_node, last - self.pages_for(read_from))
 
     def in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
-        return self.component.in_doubt(node, last - record.matched // self.page_size + self.reach)
+        # Unproven pages that the row started with may come from unproven pages before them, and so on.
+        pages = last if record.on_trust else last - record.matched // self.page_size + self.reach
+        return self.component.in_doubt(node, pages)
 
     def _uncover(self, record: RowKV, held_from: int) -> None:
         count = record.cache_protected_len // self.page_size - held_from

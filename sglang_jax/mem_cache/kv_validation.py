@@ -11,7 +11,8 @@ from sglang_jax.mem_cache.row_kv import RowKV
 
 class KVValidation:
     """KV is in the tree before a sample from it is known. A finite sample proves the KV that it read. A sample that is
-    not finite puts the KV that its row computed in doubt, and the unproven KV that it read.
+    not finite puts the KV that its row computed in doubt, and the unproven KV that it read; if that was window pages or
+    a state, all unproven ones before them, too, which they may come from.
 
     Nodes are proven as a whole, up to the root; window pages and states, separately by `Group.prove`.
     """

@@ -346,7 +346,8 @@ class StateGroup(Group):
         snapshot = self.component.snapshot(node)
         if snapshot is None or snapshot.proven:
             return False
-        return snapshot.writer == record.serial or snapshot is record.origin
+        # An unproven state that the row started with may come from an unproven one before it, and so on.
+        return record.on_trust or snapshot.writer == record.serial or snapshot is record.origin
 
     def _begin_with(self, row: int, node: Node, slot: int) -> None:
         self.component.pin_snapshot(node)

@@ -441,3 +441,32 @@ def test_evicting_a_state_for_a_row_joins_no_nodes_of_the_row_itself() -> None:
     assert cached(cache, PROMPT) == 24
     for record in (late, *others):
         finish(cache, record, PROMPT, insert=False)
+
+
+def finished(cache: KVCache, tokens: list[int], step: int) -> int:
+    """The next step's number after a request that computes its prompt and ends unproven."""
+    record = open_row(cache, tokens)
+    step = compute(cache, record, tokens, step)
+    cache.settle(step)
+    cache.release_kv_cache(record, int32_bytes(tokens), insert=True)
+    return step
+
+
+def test_unproven_states_before_the_one_that_a_failed_request_read_are_dropped_too() -> None:
+    """Its own may come from them. Dropped one at a time, they made a request fail that only read them."""
+    cache, step = cache_of(), 0
+    for end in (8, 16):  # branches, so that the prompt is several nodes
+        step = finished(cache, [*PROMPT[:end], 91, 92, 93, 94, 95], step)
+    record = open_row(cache, PROMPT)
+    step = compute(cache, record, PROMPT, step)
+    assert cache.trust.prove(record, step)
+    cache.tree.evict(states_of(cache).component, 99)
+    for end in (9, 17):
+        step = finished(cache, PROMPT[:end], step)
+    reader = open_row(cache, PROMPT[:25])
+    assert (reader.matched, reader.on_trust) == (16, True)
+    cache.trust.distrust(reader)
+    assert cache.probe(int32_bytes(PROMPT), len(PROMPT) - 1, None).length == 0
+    for each in (reader, record):
+        cache.release_kv_cache(each, b"", insert=False)
+    check_everything(cache)

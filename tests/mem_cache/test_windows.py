@@ -274,6 +274,23 @@ def test_a_sample_validates_only_the_window_pages_that_it_read() -> None:
     check_everything(cache)
 
 
+def test_unproven_pages_before_those_that_a_failed_request_read_are_dropped_too() -> None:
+    """Its own may come from them. Dropped one window at a time, they made a request fail that only read them."""
+    cache = cache_of(window=9)
+    for end in (12, 24):  # branches, so that the prompt is several nodes
+        finish(cache, [*PROMPT[:end], 91, 92, 93, 94])
+    record = open_row(cache, PROMPT)
+    compute(cache, record, PROMPT)
+    assert cache.trust.prove(record, 0)
+    cache.release_kv_cache(record, int32_bytes(PROMPT), insert=True)
+    other = open_row(cache, [*PROMPT[:24], 77, 78, 79, 80, 81])
+    assert other.cache_protected_len == 24
+    cache.trust.distrust(other)
+    assert cached(cache, PROMPT) == 0
+    cache.release_kv_cache(other, b"", insert=False)
+    check_everything(cache)
+
+
 def test_a_request_on_unvalidated_kv_counts_as_reader_until_it_samples() -> None:
     cache = cache_of(window=9)
     finish(cache, PROMPT)
