@@ -125,7 +125,13 @@ def compile_kernels(chip: str, kernels: Sequence[AnyKernel], dumps: Path | None 
     request = json.dumps([(type(kernel).__name__, asdict(kernel)) for kernel in kernels])
     root = Path(__file__).parents[2]
     # `make test` keeps libtpu in a separate folder: wherever JAX can import it, JAX searches for a TPU.
-    folders = [str(root), str(root / "tests"), str(Path(sys.prefix) / "libtpu"), os.environ.get("PYTHONPATH", "")]
+    folders = [
+        str(root),
+        str(root / "tests"),
+        str(root / "benchmarks"),
+        str(Path(sys.prefix) / "libtpu"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, __file__, TOPOLOGIES[chip]],
