@@ -34,7 +34,7 @@ HOST = tuple(
     f"sglang_jax/{name}"
     for name in (
         *("batch", "checkpoint", "cli", "config", "engine", "grammar", "mem_cache", "replies", "runner", "sampling"),
-        *("scheduler", "server", "spellings.py", "value_spellings.py"),
+        *("scheduler", "server", "spellings.py", "spellings.toml"),
     )
 )
 """The packages that do not compute on a device."""

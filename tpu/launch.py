@@ -17,8 +17,7 @@ from sglang_jax.config import Dtype, LoadFormat, ServerConfig, TpuEnvironment, W
 from sglang_jax.engine.placement import Placement, separate_slice
 from sglang_jax.errors import ConfigError
 from sglang_jax.server.local_hosts import is_loopback
-from sglang_jax.spellings import ALIASES
-from sglang_jax.value_spellings import value_named
+from sglang_jax.spellings import ALIASES, value_named
 from tpu.choices import MEETING_PORT, Choices, choose
 from tpu.machine import Machine, detect_machine, is_ipv6
 

@@ -32,8 +32,8 @@ from sglang_jax.spellings import (
     REFUSED,
     SHORT_FLAGS,
     OtherFlag,
+    refused_value,
 )
-from sglang_jax.value_spellings import refused_value
 
 HIDDEN_PREFIX = "hidden_"
 """Prefix of hidden options' parameter names. click stores values by parameter name, so two options with the same name

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Self
 
-from sglang_jax.value_spellings import value_named
+from sglang_jax.spellings import value_named
 
 
 class Choice(StrEnum):

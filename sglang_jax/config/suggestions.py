@@ -8,8 +8,7 @@ from difflib import SequenceMatcher
 from pydantic import BaseModel
 
 from sglang_jax.config.choices import Choice
-from sglang_jax.spellings import NEEDLESS, REFUSED
-from sglang_jax.value_spellings import refused_value
+from sglang_jax.spellings import NEEDLESS, REFUSED, refused_value
 
 LEAST_ALIKE = 0.72
 """Minimum similarity of a suggested name, by `difflib`: one or two letters differ, or a word is missing."""

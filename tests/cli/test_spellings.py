@@ -10,6 +10,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from migration_tables import PAGE, TABLES, written
 
 import sglang_jax
 import tpu.check
@@ -36,13 +37,13 @@ from sglang_jax.spellings import (
     ALIASES,
     BENCHMARK_REFUSED,
     NEEDLESS,
-    OTHER_ALIASES,
     REFUSED,
+    REFUSED_VALUES,
     SAMPLING_ELSEWHERE,
     SAMPLING_FIELDS,
     SHORT_FLAGS,
+    VALUES,
 )
-from sglang_jax.value_spellings import REFUSED_VALUES, VALUES
 from tpu.figures import Request
 
 OTHER_NAMES = [(alias, field) for field, aliases in ALIASES.items() for alias in aliases]
@@ -470,41 +471,14 @@ def test_an_unknown_sampling_field_lists_the_known_ones() -> None:
 
 
 def test_the_migration_page_has_these_tables() -> None:
-    page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
-    for field, aliases in ALIASES.items():
-        names = [*map(flag_name, aliases), *([SHORT_FLAGS[field]] if field in SHORT_FLAGS else [])]
-        assert [", ".join(f"`{name}`" for name in names), f"`{flag_name(field)}`"] in rows
-    for heading, table in (("have no effect", NEEDLESS), ("are refused", REFUSED)):
-        section = page.partition(f"## Flags that {heading}\n")[2].partition("\n## ")[0]
-        told = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*) \|$", section, re.MULTILINE))
-        assert told == {flag_name(name): other.note for name, other in table.items()}
-    for spellings in VALUES.values():
-        for spelling, value in spellings.items():
-            assert any(row[1:] == [f"`{spelling}`", f"`{value}`"] for row in rows)
-    benchmarks = page.partition("## Flags of benchmarks\n")[2].partition("\n## ")[0]
-    told = dict(re.findall(r"^\| (`--[^|]*`) \| (.*) \|$", benchmarks, re.MULTILINE))
-    assert told == {
-        **{
-            ", ".join(f"`{flag_name(alias)}`" for alias in aliases): f"`{flag_name(field)}`"
-            for field, aliases in OTHER_ALIASES.items()
-            if field != "model_path"
-        },
-        **{f"`{flag_name(name)}`": other.note for name, other in BENCHMARK_REFUSED.items()},
-    }
-    section = page.partition("## Values that are refused\n")[2].partition("\n## ")[0]
-    listed = {
-        (value, reason)
-        for values, reason in re.findall(r"^\| [^|]+ \| (`.*`) \| (.*) \|$", section, re.MULTILINE)
-        for value in re.findall(r"`([^`]+)`", values)
-    }
-    assert listed == {item for refused in REFUSED_VALUES.values() for item in refused.items()}
-    for name, ours in SAMPLING_FIELDS.items():
-        assert [f"`{name}`", f"`{ours}`"] in rows
-    flags = {row[0].strip("`") for row in rows if row[0].startswith("`--") and row[0].count("`") == 2}
-    known = {flag_name(name) for name in (*NEEDLESS, *REFUSED, *ServerConfig.model_fields, *BENCHMARK_REFUSED)}
-    others = [alias for aliases in OTHER_ALIASES.values() for alias in aliases]
-    assert flags <= known | {flag_name(alias) for alias in (*(alias for alias, _ in OTHER_NAMES), *others)}
+    page = PAGE.read_text()
+    assert written(page) == page, "run python tests/migration_tables.py"
+    rows = [row for rows in TABLES.values() for row in rows()]
+    listed = " ".join(cell for row in rows for cell in row)
+    names = [*NEEDLESS, *REFUSED, *BENCHMARK_REFUSED, *(alias for alias, _ in OTHER_NAMES)]
+    assert all(f"`{flag_name(name)}`" in listed for name in names)
+    values = [value for table in (VALUES, REFUSED_VALUES) for enum in table.values() for value in enum]
+    assert all(f"`{value}`" in listed for value in (*values, *SAMPLING_FIELDS, *SAMPLING_ELSEWHERE))
 
 
 @pytest.mark.parametrize(

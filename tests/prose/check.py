@@ -39,7 +39,6 @@ FULL_OF_TEXTS = frozenset(
         "sglang_jax/cli/chat.py",
         "sglang_jax/config/choices.py",
         "sglang_jax/server/metrics.py",
-        "sglang_jax/value_spellings.py",
     }
 )
 """Modules whose strings of a few words are all shown somewhere."""
@@ -78,6 +77,8 @@ def passages(path: Path) -> Iterator[Text]:
             return _of_python(path)
         case ".md":
             return _of_markdown(path)
+        case ".toml":
+            return _of_data(path)
         case _:
             return _of_comments(path)
 
@@ -97,6 +98,15 @@ def _of_comments(path: Path) -> Iterator[Text]:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if comment := re.search(r"(?:^|\s)##? (.*)", line):
             yield Text(path, number, re.sub(r"`[^`\n]*`", "``", comment[1]))
+
+
+def _of_data(path: Path) -> Iterator[Text]:
+    """Comments, and the keys and values that are sentences."""
+    yield from _of_comments(path)
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for text in re.findall(r'"([^"]*)"', line):
+            if len(text.split()) >= FEW_WORDS:
+                yield Text(path, number, text)
 
 
 def _of_python(path: Path) -> Iterator[Text]:
@@ -221,6 +231,7 @@ def checked_files() -> list[Path]:
         *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "examples").glob("*.py")),
         *(path for pattern in OPERATORS_FILES for path in sorted(ROOT.glob(pattern)) if path.suffix != ".json"),
+        *sorted((ROOT / "sglang_jax").glob("*.toml")),
         *(path for package in (*PACKAGES, *TOOLS) for path in sorted((ROOT / package).rglob("*.py"))),
     ]
 
