@@ -57,6 +57,7 @@ def test_the_wheel_has_only_the_data_that_a_server_or_check_reads(files: list[st
     assert data == [
         "sglang_jax/kernels/ragged_paged_attention/pallas/block_sizes.json",
         "sglang_jax/py.typed",
+        "sglang_jax/spellings.toml",
         "torch_backend/py.typed",
         "tpu/py.typed",
         "tpu/shapes/deepseek-v2-lite.json",
