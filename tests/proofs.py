@@ -79,7 +79,14 @@ def smoke(script: str, arguments: str = "", covers: tuple[str, ...] = PRODUCT) -
     return Proof(BENCHMARK + script.replace("_", "-"), command, (path, "benchmarks/machine.py", *covers))
 
 
-TPU = ("sglang_jax/kernels", "sglang_jax/layers", "sglang_jax/models", "sglang_jax/jax_runner", "tpu")
+TPU = (
+    "benchmarks/tpu_kernels",
+    "sglang_jax/kernels",
+    "sglang_jax/layers",
+    "sglang_jax/models",
+    "sglang_jax/jax_runner",
+    "tpu",
+)
 TRITON = ("torch_backend/kernels", "tests/helpers/triton_ahead_of_time.py", "tests/helpers/triton_inventory.py")
 SOAK_SERVER = ("benchmarks/soak_server.py", "benchmarks/soak_clients.py", "benchmarks/soak_watch.py")
 RAY_TESTS = ("tests/on_ray", "tests/helpers/ray_cluster.py", "tests/helpers/ray_command.py", "examples/ray_serve.py")
@@ -130,6 +137,11 @@ PROOFS = (
     smoke("tpu_sampler_estimate", "--chips v6e --lines 16", TPU),
     smoke("tpu_state_estimate", "--chips v6e", TPU),
     smoke("tpu_step_estimate", "--step qwen3-8b:v6e-4:4:64:1536", TPU),
+    smoke(
+        "tpu_tune",
+        "--model qwen3-8b --tp 8 --page-size 128 --by schedule --chip v6e --output /tmp/block_sizes.json",
+        TPU,
+    ),
 )
 
 
