@@ -36,7 +36,7 @@ def waiting(sequence: int, tenant: str, flow: str, cost: int) -> Request:
         stream=False,
         top_logprobs=-1,
         next_prompt_logprob=0,
-        told_prompt_logprob=0,
+        published_prompt_logprob=0,
         namespace=None,
         priority=0,
         flow_key=(tenant, flow),
@@ -245,14 +245,14 @@ def stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(self.order):
             self._clock = max(self._clock, min(child.given for child in self._children.values()))
 
-    monkeypatch.setattr(Shares, "_go_on", go_on)
+    monkeypatch.setattr(Shares, "_advance_clock", go_on)
 
 
 def do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     def go_on(self: Shares, tokens: float) -> None:
         self._clock += tokens
 
-    monkeypatch.setattr(Shares, "_go_on", go_on)
+    monkeypatch.setattr(Shares, "_advance_clock", go_on)
 
 
 def forget_who_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def seats_before_a_newcomer(policy: SchedulePolicy) -> int:
 def test_a_row_is_left_for_who_has_none(policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the outputs are that a client request has all other rows for."""
     assert steps_of_a_newcomer(policy) <= 2
-    monkeypatch.setattr(Admission, "_instead_of", lambda self, request, look: request)
+    monkeypatch.setattr(Admission, "_row_recipient", lambda self, request, look: request)
     assert steps_of_a_newcomer(policy) > 10
 
 
