@@ -270,7 +270,7 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     - `gen_throughput`: output tokens per second over the last interval.
     - `num_used_tokens`, `max_total_tokens`, `num_session_tokens`: of the first cache group.
     - `groups`: all cache groups; empty if there is only one, of layers that see all tokens.
-    - `num_pins_let_go`: how often a session lost its kept KV because others needed the memory.
+    - `num_pins_let_go`: how often a session lost its kept KV to others, or to the limit of sessions' memory.
     - `num_sessions_timed_out`: sessions closed by their timeout.
     - `experts`: of each layer whose experts are counted; a few seconds old while the scheduler is busy.
     """

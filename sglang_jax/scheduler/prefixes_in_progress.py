@@ -57,7 +57,7 @@ class PrefixesInProgress:
                 if len(one.record.branches) >= MOST_BRANCHES:
                     break
                 if (length := self._useful_length(one, other, one.record.state_len)) is not None:
-                    self._cache.part_at(one.record, length)
+                    self._cache.branch_at(one.record, length)
 
     def _will_keep_state(self, request: Request, probe: Probe) -> bool:
         sharers = [
@@ -66,7 +66,7 @@ class PrefixesInProgress:
             if (length := self._useful_length(one, request, probe.length)) is not None
         ]
         sharers.sort(reverse=True)
-        return any(self._cache.part_at(self._prompts[number].record, length) for length, number in sharers)
+        return any(self._cache.branch_at(self._prompts[number].record, length) for length, number in sharers)
 
     def _useful_length(self, one: Request, waiting: Request, known: int) -> int | None:
         """The length at which a state of prompt `one` would serve the waiting request better than its cached state
