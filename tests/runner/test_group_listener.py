@@ -61,7 +61,7 @@ def test_followers_are_known_by_their_rank_whoever_comes_first(leader: Leader) -
 
 def test_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than are waited for at once, and longer than a follower would wait."""
-    monkeypatch.setattr(group_listener, "_MOST_STRANGERS", 5)
+    monkeypatch.setattr(group_listener, "_MOST_UNPROVEN", 5)
     leader = Leader(1)
     silent = [socket.create_connection(leader.address) for _ in range(12)]
     slow = socket.create_connection(leader.address)
