@@ -100,7 +100,7 @@ class _CountedPages(Component):
     def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
         return 0
 
-    def bury(self, node: Node) -> None:
+    def cut_off(self, node: Node) -> None:
         self.remove(node)
 
     def remove(self, node: Node) -> None:

@@ -27,8 +27,8 @@ def build_groups(
     state_interval: int,
     ledger: bool,
 ) -> tuple[Group, ...]:
-    """The groups of `pools`. `state_interval`: see `StateGroup`; `ledger`: whether to record the owner of each page.
-    Raises `ValueError` for more than one pool of states."""
+    """The groups of `pools`. `state_interval`: see `StateGroup`; `ledger`: record page owners. Raises `ValueError` for
+    two pools of states."""
 
     def build(number: int, spec: PoolSpec) -> Group:
         pool = PagePool(spec.num_pages, spec.page_size, PageLedger(spec.num_pages) if ledger else None)

@@ -23,9 +23,9 @@ Passed = tuple["Node", int]
 class Component(ABC):
     """One kind of cached memory: the pages of it that each node holds, and their life cycle.
 
-    The tree counts locks, splits, evicts and removes, and calls a hook of all its components for each; a match ends
-    only where all of them accept it. Pages that hooks give up are free after the tree calls `give_back`, at the end of
-    its operation. Arrays of pages have one entry per page of a run's key, 0 for a missing page.
+    The tree counts locks, splits, evicts and removes, and calls a hook of all components for each; a match ends only
+    where all accept it. Pages that hooks give up are free after `give_back`, at the end of the tree's operation. Arrays
+    of pages have one entry per page of a run's key, 0 for a missing page.
 
     `complete`: every node holds a page for each page of its key, so that a match may end at any of them.
     """
@@ -44,7 +44,6 @@ class Component(ABC):
         """Protected pages that only sessions keep: evictable after all of them let go."""
 
     def attach(self, tree: RadixTree) -> None:
-        """Sets the tree that it belongs to. Called once."""
         self._tree = tree
         self._index = tree.components.index(self)
 
@@ -55,7 +54,7 @@ class Component(ABC):
 
     @abstractmethod
     def fill(self, node: Node, pages: Pages, previous_owner: int) -> None:
-        """Moves those of `pages` `[pages of the node]`, a recomputed copy of the node's, to the node that it lacks."""
+        """Moves those of `pages` `[pages of the node]`, a recomputed copy, to the node that it lacks."""
 
     @abstractmethod
     def split(self, upper: Node, lower: Node) -> None:
@@ -63,18 +62,18 @@ class Component(ABC):
 
     @abstractmethod
     def may_join(self, upper: Node, lower: Node) -> bool:
-        """Whether `upper` and its only child can become one node without losing a place at which a request may start.
-        Nothing depends only on the end of `upper`."""
+        """Whether `upper` and its only child can become one node without losing a place at which a request may
+        start."""
 
     @abstractmethod
     def join(self, upper: Node, lower: Node) -> None:
-        """The opposite of `split`, for nodes that `may_join`: moves the value of `upper`, which is removed, to `lower`,
-        whose length has not changed yet."""
+        """The opposite of `split`: moves the value of `upper`, which is removed, to `lower`, whose length has not
+        changed yet."""
 
     @abstractmethod
     def last_start(self, passed: Sequence[Passed], index: int) -> int:
-        """The last index, at most `index`, of a node in `passed`, the path of a match from a root, at the end of whose
-        pages a request may start; -1 if only the root is left."""
+        """The last index, at most `index`, in `passed`, the path of a match from a root, after whose pages a request
+        may start; -1 if only the root is left."""
 
     @abstractmethod
     def accepts_end(self, node: Node) -> bool:
@@ -93,17 +92,16 @@ class Component(ABC):
         """No session depends on that prefix any more."""
 
     def set_spare(self, node: Node, spare: bool) -> None:  # noqa: B027
-        """From now on, only sessions depend on the node and its subtree (`spare`), or no longer only they."""
+        """Only sessions depend on the node and its subtree from now on (`spare`), or no longer only they."""
 
     @abstractmethod
     def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
-        """Number of evictable pages that a request would protect if it started after the first `pages` pages of
-        `node`; `without_sessions`: counting pages that would be evictable if sessions kept none."""
+        """Evictable pages that a request would protect if it started after the first `pages` pages of `node`;
+        `without_sessions`: counting pages that would be evictable if sessions kept none."""
 
     @abstractmethod
-    def bury(self, node: Node) -> None:
-        """The tree cut the node off, so that no match reaches it. Gives up its pages now if it has no lock, otherwise
-        when its last lock goes."""
+    def cut_off(self, node: Node) -> None:
+        """The tree cut the node off: gives up its pages, without a lock now, otherwise when its last lock goes."""
 
     @abstractmethod
     def remove(self, node: Node) -> None:
@@ -117,15 +115,14 @@ class Component(ABC):
 
     @abstractmethod
     def evict_at(self, node: Node, wanted: int) -> int:
-        """Evicts at the node, which is the `candidate`: gives up to `wanted` pages that do not need a change of the
-        tree. Returns the number of pages to which the tree has to shorten the node."""
+        """Evicts at the `candidate`: gives up to `wanted` pages that do not need a change of the tree. Returns the
+        number of pages to which the tree has to shorten the node."""
 
     @abstractmethod
     def touch(self, node: Node) -> None:
         """The node is new, got its first child, or lost its last one."""
 
     def candidate(self) -> Node | None:
-        """The next node to evict from; None if there is none."""
         return self.order.first()
 
     @abstractmethod
@@ -134,11 +131,6 @@ class Component(ABC):
 
 
 class PooledComponent(Component):
-    """A component whose pages belong to a pool.
-
-    **Arguments:** `pool`: to which pages return; `order`: of eviction.
-    """
-
     def __init__(self, pool: PagePool, order: EvictionOrder) -> None:
         super().__init__(order)
         self.pool = pool
@@ -162,7 +154,7 @@ class PooledComponent(Component):
             owners.clear()
 
     @abstractmethod
-    def frees(self, node: Node, count: int) -> bool:
+    def would_free(self, node: Node, count: int) -> bool:
         """Whether a session that keeps the last `count` pages of the prefix ending at `node` keeps some that no request
         does."""
 

@@ -34,22 +34,18 @@ _SCORES: dict[EvictionPolicy, Callable[[Node], Score]] = {
 
 
 _WAITING = 0
-"""The stamp of a node that has no entry in the heap yet."""
+"""The stamp of a node without an entry in the heap."""
 
 _MOST_WAITING = 32
 
 
 class EvictionOrder:
-    """Nodes that may be evicted, lowest score first.
+    """Nodes that may be evicted, lowest score (`score`, or the policy's) first.
 
     Only a node's newest heap entry counts. Stale entries are skipped when they surface, and removed when they outnumber
-    the live ones, so each call is O(log n) amortised. Scores only grow: a score that grew since the node was added is
-    noticed when its entry surfaces.
-
-    New nodes wait outside the heap at first, since most are removed again at once: an insert creates a leaf, which its
-    request then locks.
-
-    **Arguments:** `score`: replaces the policy's score.
+    the live ones, so each call is O(log n) amortised. Scores only grow: one that grew since the node was added is
+    noticed when its entry surfaces. New nodes wait outside the heap at first, since most are removed again at once: an
+    insert creates a leaf, which its request then locks.
     """
 
     def __init__(self, policy: EvictionPolicy, score: Callable[[Node], Score] | None = None) -> None:

@@ -12,12 +12,9 @@ from sglang_jax.mem_cache.radix_tree import Node
 
 
 class FullKV(PooledComponent):
-    """The component of full attention. A node's value is its pages `[pages of its key]`.
-
-    - A match may end at any page.
-    - A lock covers every node up to the root, so below a node without locks there are none either.
-    - Unlocked leaves are evicted in the policy's order, from their tail, and only as many pages as are needed.
-    """
+    """A node's value is its pages `[pages of its key]`, and a match may end at any of them. A lock covers every node up
+    to the root, so below a node without locks there are none either. Unlocked leaves are evicted in the policy's order,
+    from their tail, and only as many pages as are needed."""
 
     complete = True
 
@@ -94,7 +91,7 @@ class FullKV(PooledComponent):
         count = len(self.pages(node))
         self.spare += count if spare else -count
 
-    def frees(self, node: Node, count: int) -> bool:
+    def would_free(self, node: Node, count: int) -> bool:
         return node.locks == node.sessions
 
     def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
@@ -105,7 +102,7 @@ class FullKV(PooledComponent):
             pages = node.length
         return total
 
-    def bury(self, node: Node) -> None:
+    def cut_off(self, node: Node) -> None:
         self.order.discard(node)
         if node.locks == 0:
             pages = self.pages(node)

@@ -1,9 +1,6 @@
-"""A cache group: layers that share pages of one kind, with a pool, a page table and a component of the tree.
-
-A group holds columns `[held_from, allocated)` of a row in its page table. The tree owns those below
-`cache_protected_len`, and the request the others. Full attention holds all columns; a window, those that a later query
-may see. A group of recurrent states (`state_group.py`) has slots instead of pages, and one column.
-"""
+"""A cache group: layers that share pages of one kind, with a pool, a page table and a component of the tree. It holds
+columns `[held_from, allocated)` of a row in its page table; the tree owns those below `cache_protected_len`, and the
+request the others."""
 
 from __future__ import annotations
 
@@ -24,17 +21,16 @@ from sglang_jax.mem_cache.window_kv import WindowKV
 from sglang_jax.runner.plan import PoolSpec, SlotCopies
 
 _SLACK = 8
-"""A row may keep one Nth of a window in pages that it no longer needs, while pages are not short. Giving up pages one
+"""A row may keep one Nth of a window in pages that it no longer needs, while pages are not short: giving up pages one
 by one would cost the host as much as the rest of a step."""
 
 
 class Group(ABC):
     """Takes, shares, retires and frees pages of one pool. Subclasses differ by the lifetime of pages.
 
-    **Arguments:** `lengths`: of the rows, shared by all groups; `component`: of the tree.
-
-    - `grows`: whether `KVCache` gives rows pages as they grow. Otherwise a row has a fixed number, and the group makes
-      room itself.
+    - `lengths`: of the rows, shared by all groups; `component`: of the tree.
+    - `grows`: `KVCache` gives rows pages as they grow. Otherwise a row has a fixed number, and the group makes room
+      itself.
     - `slack`: pages that a row may keep without need while pages are not short; 0 if it never gives up any.
     - `least_gain`: minimum tokens that a cached entry must save if it serves only at one length; otherwise 0.
     """
@@ -66,7 +62,6 @@ class Group(ABC):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that the pool holds."""
         return self.pool.total * self.page_size
 
     @property
@@ -76,12 +71,10 @@ class Group(ABC):
 
     @property
     def session_tokens(self) -> int:
-        """Used tokens of pages that sessions keep."""
         return self.component.session * self.page_size
 
     @property
     def usage(self) -> float:
-        """Used fraction of the pool."""
         return self.used_tokens / self.max_tokens
 
     @property
@@ -101,11 +94,9 @@ class Group(ABC):
 
     @property
     def retired_pages(self) -> int:
-        """Number of retired pages."""
         return sum(len(pages) for pages in self.retired)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
     def available_beside(self, probe: Probe) -> int:
@@ -143,14 +134,14 @@ class Group(ABC):
 
     @abstractmethod
     def output_need(self, known: Index | int, left: Index | int) -> int:
-        """Total tokens of this group that requests with `known` `[n]` tokens need to sample `left` `[n]` more; also for
-        one request."""
+        """Tokens of this group that requests with `known` `[n]` tokens, or one request, need to sample `left` `[n]`
+        more, in total."""
 
     @abstractmethod
     def open(self, record: RowKV, node: Node, pages: int) -> None:
         """A row starts with the prefix of `pages` pages that ends at `node`; 0 pages only if rows do not grow."""
 
-    def part_at(self, record: RowKV, length: int) -> bool:
+    def branch_at(self, record: RowKV, length: int) -> bool:
         """Ends a chunk after `length` tokens, which another prompt shares, if that is worth it. Returns whether it
         is."""
         return False
@@ -190,13 +181,13 @@ class Group(ABC):
         """Whether a proven `node`, whose pages end at column `last`, has unproven entries that the row used."""
         return False
 
-    def run(self, record: RowKV, first: int, last: int, going_on: bool) -> Pages:
-        """The pages that the row gives the tree for columns `[first, last)`, `[columns]`, 0 for none. `going_on`:
-        whether the request continues."""
+    def run(self, record: RowKV, first: int, last: int, continues: bool) -> Pages:
+        """The pages `[columns]` that the row gives the tree for columns `[first, last)`, 0 for none. `continues`: the
+        request continues."""
         return self.table.run(record.row, first, last)
 
     def pin(self, node: Node, pages: int) -> None:  # noqa: B027
-        """A session depends on the prefix of `pages` pages, at least one, that ends at `node`, at which a request may
+        """A session depends on the prefix of `pages` pages, at least one, that ends at `node`, where a request may
         start. The tree has locked it."""
 
     def unpin(self, node: Node, pages: int) -> None:  # noqa: B027
@@ -205,10 +196,8 @@ class Group(ABC):
     @abstractmethod
     def share(self, record: RowKV, added: Insertion, first: int, own: Pages, step: int | None) -> bool:
         """The row's columns from `first`, with pages `own` `[pages]`, were inserted; the record is not updated yet.
-
-        Switches the row to pages that the tree had before, and retires its own copies of these until `step`. Returns
-        whether there are any.
-        """
+        Switches the row to pages that the tree had before, and retires its own copies until `step`. Returns whether
+        there are any."""
 
     @abstractmethod
     def release(self, record: RowKV, allocated: int) -> None:
@@ -306,14 +295,10 @@ class FullGroup(Group):
 
 
 class WindowGroup(Group):
-    """Layers that see a row's last `spec.window` tokens.
-
-    A row holds the columns that a query from its current page on may see. It gives up earlier ones when the last step
-    that reads them has finished, so it holds at most `reach + 1` pages and those of two steps' tokens. Windows are
-    counted from the start of a page, since the prefix that a request inserts ends at one.
-
-    **Arguments:** `step_tokens`: maximum tokens of a row in one step.
-    """
+    """Layers that see a row's last `spec.window` tokens. A row holds the columns that a query from its current page on
+    may see, and gives up earlier ones when the last step that reads them has finished: apart from `slack`, it holds at
+    most `reach + 2` pages and those of two steps of `step_tokens` tokens. Windows are counted from the start of a page,
+    since the prefix that a request inserts ends at one."""
 
     component: WindowKV
 

@@ -21,9 +21,8 @@ class InvariantError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class PageBalance:
-    """The pages of a pool by owner: `free + evictable + session + protected + request_owned + retired == total`,
-    exactly. `session`: pages of the tree that sessions keep, with or without requests; `protected`: that only requests
-    keep."""
+    """The pages of a pool by owner, which add up to `total` exactly. `session`: pages of the tree that sessions keep,
+    with or without requests; `protected`: that only requests keep."""
 
     free: int
     evictable: int
@@ -74,10 +73,8 @@ def idle_fault(cache: KVCache) -> str:
 
 
 def check_everything(cache: KVCache) -> None:
-    """Recounts locks, totals and owners from the tree and the rows, without the running totals.
-
-    **Raises:** `InvariantError` naming the difference. O(pages + nodes): for tests.
-    """
+    """Recounts locks, totals and owners from the tree and the rows. Raises `InvariantError`. O(pages + nodes): for
+    tests."""
     check_conservation(cache)
     dead = _dead_nodes(cache)
     _check_nodes(cache)
@@ -97,7 +94,7 @@ def check_everything(cache: KVCache) -> None:
 
 
 def _dead_nodes(cache: KVCache) -> list[Node]:
-    """Nodes that were cut off but that some row still depends on."""
+    """Nodes that were cut off but that some row or pin still depends on."""
     paths = (node.path() for node in (*_locked_by_rows(cache), *_locked_by_pins(cache)))
     return list({node.id: node for path in paths for node in path if node.dead}.values())
 
@@ -166,7 +163,7 @@ def _check_full(cache: KVCache, full: FullKV, dead: list[Node]) -> None:
     _require((evictable, protected) == (full.evictable, full.protected), "evictable or protected pages miscounted")
 
 
-_NOBODY: Counter[int] = Counter()
+_NO_COVERS: Counter[int] = Counter()
 
 
 def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
@@ -185,13 +182,13 @@ def _check_window(cache: KVCache, group: WindowGroup, dead: list[Node]) -> None:
     evictable = protected = session = spare = 0
     for node in (*cache.tree.nodes(), *dead):
         held = window.held(node)
-        kept = pinned.get(node.id, _NOBODY)
+        kept = pinned.get(node.id, _NO_COVERS)
         if held.session_covers != kept or held.kept != max(kept, default=0):
             raise InvariantError(f"node {node.id}: kept {held.kept} {held.session_covers}, pins {dict(kept)}")
         session += held.kept
-        by_requests = covers.get(node.id, _NOBODY) - kept
+        by_requests = covers.get(node.id, _NO_COVERS) - kept
         spare += max(held.kept - max(by_requests, default=0), 0)
-        expected = covers.get(node.id, _NOBODY)
+        expected = covers.get(node.id, _NO_COVERS)
         if held.covers != expected or held.covered != max(expected, default=0):
             raise InvariantError(f"node {node.id}: covered {held.covered} {held.covers}, requests {dict(expected)}")
         if not (held.covered <= len(held.pages) <= _length(cache, node) and 0 <= held.proven <= len(held.pages)):
@@ -252,7 +249,6 @@ def _check_states(cache: KVCache, group: StateGroup, dead: list[Node]) -> None:
 
 
 def _is_proven(node: Node | None) -> bool:
-    """Whether a node, or the empty prefix, is proven."""
     return node is None or node.parent is None or node.proven
 
 

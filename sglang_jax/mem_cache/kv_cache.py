@@ -1,9 +1,6 @@
-"""The KV life cycle of running requests: take a row, grow it, share it through the tree, release it.
-
-The tree owns a row's tokens `[0, cache_protected_len)`; the request owns from there to
-`ceil_page(kv_allocated_len)`. Nothing else stores these facts. Each group of layers holds its own pages of them, and a
-row grows in all groups or in none.
-"""
+"""The KV life cycle of running requests: take a row, grow it, share it through the tree, release it. The tree owns a
+row's tokens `[0, cache_protected_len)`; the request owns from there to `ceil_page(kv_allocated_len)`. Each group of
+layers holds its own pages of them, and a row grows in all groups or in none."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ _MOST_BETWEEN = 8
 """Maximum steps in which some row takes a page between two in which rows give up pages behind their windows."""
 
 _CLIENT_LAG = 32
-"""Maximum tokens that a turn of a session may be ahead of a client that looks for stop strings. While pages are not
-short, windows that far back are kept."""
+"""Maximum tokens that a session's turn may be ahead of a client that looks for stop strings: while pages are not short,
+windows that far back are kept."""
 
 _LONG_RUN = 8
 """From this many pages per row, rows get their pages as runs, one row at a time."""
@@ -40,14 +37,10 @@ _LONG_RUN = 8
 class KVCache:
     """Groups of pages, the prefix tree over them, and the rows that use them.
 
-    **Arguments:**
-
     - `pools`: one per group of layers, with the same page size; `max_rows`, `max_context`: of the page tables.
     - `step_tokens`: maximum tokens of a row in one step; `max_context` by default.
-    - `drafts`: whether steps may write tokens that are rejected.
-    - `state_interval`: see `StateGroup`.
-    - `reuse`: False turns the prefix cache off: nothing matches, and nothing is inserted.
-    - `debug`: whether to keep a ledger of owners.
+    - `drafts`: whether steps may write tokens that are rejected; `state_interval`: see `StateGroup`.
+    - `reuse`: False turns the prefix cache off. `debug`: keeps a ledger of owners.
     """
 
     def __init__(
@@ -102,7 +95,6 @@ class KVCache:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step is in flight."""
         return self.launched_step > self.finished_step
 
     @property
@@ -111,7 +103,6 @@ class KVCache:
 
     @property
     def all_rows_free(self) -> bool:
-        """Whether no request has a row."""
         return len(self._free_rows) == self._max_rows
 
     @property
@@ -133,43 +124,36 @@ class KVCache:
 
     @property
     def retired_pages(self) -> int:
-        """Number of retired pages."""
         return sum(group.retired_pages for group in self.groups)
 
     @property
     def num_evicted(self) -> int:
-        """Number of pages evicted so far."""
         return sum(group.num_evicted for group in self.groups)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
     def too_small_for(self, tokens: int) -> Group | None:
-        """A group whose pool is too small for one request of `tokens` tokens; None if there is none."""
+        """A group whose pool is too small for one request of `tokens` tokens, or None."""
         for group in self.groups:
             if group.least(tokens) > group.pool.total:
                 return group
         return None
 
     def probe(self, tokens: bytes, limit: int, namespace: Namespace, bookmark: Bookmark | None = None) -> Probe:
-        """The end of the cached prefix of a prompt (int32 bytes). Changes nothing but the `bookmark` of the prompt.
-
-        `limit`: maximum tokens to match: one less than the prompt, since the last token must be computed for its
-        logits; fewer if prompt logprobs are wanted.
-        """
+        """The end of the cached prefix of a prompt (int32 bytes), of at most `limit` tokens: see `Request.match_limit`.
+        Changes only the `bookmark`."""
         return self.tree.probe(tokens, namespace, limit if self.reuse else 0, bookmark)
 
     def peek(self, tokens: bytes, limit: int, namespace: Namespace, bookmark: Bookmark | None = None) -> int:
-        """Length of the cached prefix of a prompt (int32 bytes), at most `limit`. Changes nothing but the
-        `bookmark`."""
+        """Length of the cached prefix of a prompt (int32 bytes), at most `limit`. Changes only the `bookmark`."""
         if bookmark is not None and bookmark.holds(limit if self.reuse else 0):
             return bookmark.length
         return self.probe(tokens, limit, namespace, bookmark).length
 
     def open_row(self, probe: Probe, *, session: bool = False, stops: bool = False, shared_len: int = 0) -> RowKV:
-        """Gives a request a row that starts with the prefix that was just probed, and locks the prefix. A row must be
-        free. `session`, `stops`: see `RowKV`; `shared_len`: length of a prefix that other prompts probably share."""
+        """Gives a request a free row that starts with the prefix just probed, and locks that. `session`, `stops`: see
+        `RowKV`; `shared_len`: length of a prefix that other prompts probably share."""
         node = self.tree.claim(probe)
         self.tree.lock(node)
         self._serial += 1
@@ -182,18 +166,18 @@ class KVCache:
         for group in (*self._growing, *self._fixed) if probe.length else self._fixed:
             group.open(record, node, probe.length // self.page_size)
             record.on_trust |= group.reads_unproven(record)
-        self.part_at(record, probe.known)
+        self.branch_at(record, probe.known)
         record.shared_end = shared_len // self.page_size * self.page_size
         self.open_rows[record.row] = record
         self.tree.writing.add(record.serial)
         return record
 
-    def part_at(self, record: RowKV, length: int) -> bool:
-        """Ends a chunk after `length` tokens, which another prompt shares, if these are not computed yet and some group
+    def branch_at(self, record: RowKV, length: int) -> bool:
+        """Ends a chunk after `length` tokens, which another prompt shares, if these are not computed yet and a group
         gains by it. Returns whether it does."""
         if not self.reuse or length <= record.kv_allocated_len:
             return False
-        ends = [group.part_at(record, length) for group in self.groups]
+        ends = [group.branch_at(record, length) for group in self.groups]
         return any(ends)
 
     def chunk_end(self, record: RowKV, start: int, end: int, total: int) -> int:
@@ -203,12 +187,11 @@ class KVCache:
         return end
 
     def extend_row(self, record: RowKV, length: int) -> bool:
-        """`extend_rows` for one row."""
         return self.extend_rows(np.array([record.row]), np.array([length]))
 
     def extend_rows(self, rows: Index, lengths: Index, *, evict: bool = True) -> bool:
         """Allocates up to `lengths` `[rows]` tokens for `rows` `[rows]`, each named once; False, with nothing changed,
-        if a group is short of pages. `evict`: whether to evict cached pages for it."""
+        if a group is short of pages. `evict`: whether to evict cached pages."""
         size = self.page_size
         before, held = self.lengths.kv_planned[rows], self.lengths.kv_allocated[rows]
         first = -(-held // size)
@@ -232,11 +215,8 @@ class KVCache:
     def extend_decode(
         self, rows: Index, widths: Int32 | None = None, *, evict: bool = True, prompts_wait: bool = False
     ) -> Index | None:
-        """Allocates one more token, or `widths` `[rows]` more with drafts, for each of `rows` `[rows]`. `evict`: see
-        `extend_rows`; `prompts_wait`: whether prompts wait for rows and memory.
-
-        Returns the new `kv_planned`, `[rows]`; None, with nothing allocated, if pages are short.
-        """
+        """Allocates one more token, or `widths` `[rows]` more with drafts, for each of `rows` `[rows]`. `prompts_wait`:
+        for rows and memory. Returns the new `kv_planned` `[rows]`; None, with nothing allocated, if pages are short."""
         if widths is not None:
             return self._extend_by(rows, widths, evict, prompts_wait)
         assert self.lengths.kv_planned is self.lengths.kv_allocated, "with drafts every row has a width"
@@ -246,7 +226,7 @@ class KVCache:
         if len(needy):
             held = lengths[crossing]
             if self._shrinking:
-                self._let_go_now_and_then(not self._has(len(needy)))
+                self._let_go_at_intervals(not self._has(len(needy)))
             if not self._grow(needy, held // self.page_size):
                 return None
             self._cross_boundary(needy, held, prompts_wait)
@@ -260,17 +240,17 @@ class KVCache:
         before = self.lengths.kv_planned[rows]
         lengths = before + widths
         if self._shrinking:
-            self._let_go_now_and_then(False)
+            self._let_go_at_intervals(False)
         if not self.extend_rows(rows, lengths, evict=evict):
             if not self._shrinking or not evict:
                 return None
-            self._let_go_now_and_then(True)
+            self._let_go_at_intervals(True)
             if not self.extend_rows(rows, lengths):
                 return None
         if self._fixed:
             at_boundary = np.bitwise_and(before, self._within_page) == 0
             self._cross_boundary(rows[at_boundary], before[at_boundary], prompts_wait)
-        self.lengths.in_question[rows] += widths - ONE
+        self.lengths.drafts_in_flight[rows] += widths - ONE
         return lengths
 
     def _cross_boundary(self, rows: Index, lengths: Index, prompts_wait: bool) -> None:
@@ -278,7 +258,6 @@ class KVCache:
             group.cross_boundary(rows, lengths, self.launched_step + 1, prompts_wait and bool(self._free_rows))
 
     def most_queries(self, rows: Index) -> Index | None:
-        """Maximum queries of `rows` `[rows]` in the next step, for all groups: see `Group.most_queries`."""
         if not self._drafts:
             return None
         limits = [most for group in self._fixed if (most := group.most_queries(rows)) is not None]
@@ -287,7 +266,7 @@ class KVCache:
     def shorten(self, rows: Index, widths: Int32, counts: Int32) -> None:
         """A step with `widths` queries of `rows` has finished, of which `counts` were accepted: `[rows]` each."""
         self.lengths.kv_planned[rows] -= widths - counts
-        self.lengths.in_question[rows] -= widths - ONE
+        self.lengths.drafts_in_flight[rows] -= widths - ONE
 
     def give_up_drafts(self) -> bool:
         """Frees the pages that rows hold for rejected drafts; False if there are none. No step may be in flight."""
@@ -303,16 +282,15 @@ class KVCache:
         self.lengths.kv_allocated[rows] = self.lengths.kv_planned[rows]
         return True
 
-    def _let_go_now_and_then(self, short: bool) -> None:
-        """Has all decode rows give up pages at intervals of steps in which some row takes a page, or at once if pages
-        are `short`. Checking all rows costs little more than checking one."""
+    def _let_go_at_intervals(self, short: bool) -> None:
+        """Makes all rows give up pages at intervals of steps in which some row takes a page, or at once if pages are
+        `short`. Checking all rows costs little more than checking one."""
         self._steps_since_let_go += 1
         if short or self._steps_since_let_go >= self._steps_between:
             self._steps_since_let_go = 0
             self.let_go(self._all_rows(), tight=short)
 
     def relieve_sessions(self) -> bool:
-        """Lets a session's pin go that keeps pages which no request uses; False if there is none."""
         return self.pins.relieve(self._growing)
 
     def let_go(self, rows: Index, *, tight: bool = False) -> None:
@@ -330,12 +308,9 @@ class KVCache:
 
     def cache_prefix(self, record: RowKV, tokens: TokenBytes, length: int, step: int | None) -> None:
         """Inserts the whole pages of the first `length` tokens (int32 bytes) that a request has computed into the tree,
-        and a state if the row has the one at exactly that length.
-
-        If the tree has pages of the same prefix already, the row is switched to these, and its own pages retire: they
-        are free after `step`, the last one that may touch them (None: at once). Nothing is inserted after a dead
-        prefix.
-        """
+        and a state if the row has the one at that length. If the tree has pages of the same prefix, the row is switched
+        to these, and its own retire: they are free after `step`, the last one that may touch them (None: at once).
+        Nothing is inserted after a dead prefix."""
         length = length // self.page_size * self.page_size
         protected = record.cache_protected_len
         locked = record.locked_node
@@ -356,12 +331,9 @@ class KVCache:
             self.trust.add(record)
 
     def release_kv_cache(self, record: RowKV, tokens: TokenBytes, *, insert: bool, kept: Kept | None = None) -> None:
-        """Releases a request's row and KV. This is the only way: finish, retract, abort and close all end here.
-
-        `tokens`: int32 bytes of at least the committed tokens. `insert`: whether to insert their whole pages into the
-        tree, as far as groups can use them. `kept`: the part that its session keeps, if it was a turn of one. No step
-        in flight may use the row.
-        """
+        """Releases a request's row and KV; finish, retract, abort and close all end here. `tokens`: int32 bytes of at
+        least the committed tokens. `insert`: insert their whole pages into the tree, as far as groups can use them.
+        `kept`: the part that its session keeps. No step in flight may use the row."""
         most = record.kv_committed_len if kept is None else min(record.kv_committed_len, kept.length)
         if insert and self.reuse:
             for group in self.groups:
@@ -382,14 +354,12 @@ class KVCache:
         self.launched_step = step
 
     def settle(self, step: int) -> None:
-        """Step `step` has finished: frees pages that retired until then, and makes states that it started with
-        evictable."""
+        """Step `step` has finished: frees pages that retired until then, and makes its source states evictable."""
         self.finished_step = step
         for group in self.groups:
             group.settle(step)
 
     def flush(self) -> None:
-        """Lets all pins go, and evicts all pages that no request depends on."""
         for pin in list(self.pins.held):
             self.pins.let_go(pin)
         for group in self.groups:
@@ -400,8 +370,6 @@ class KVCache:
         return tuple([group.table.take_deltas() for group in self.groups])
 
     def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
-        """The states that the sequences of `step`, of `rows` `[rows]`, start with and that are not in their own
-        slots."""
         if not self._fixed:
             return ()
         return tuple([copies for group in self._fixed for copies in group.take_copies(rows, step)])
@@ -415,14 +383,12 @@ class KVCache:
         return np.fromiter(self.open_rows, np.intp, len(self.open_rows))
 
     def _grow(self, rows: Index, columns: Index) -> bool:
-        """Gives rows pages of all groups at `(rows[i], columns[i])`; False, with none given, if pages are short."""
         if not self._make_room(len(columns)):
             return False
         self._give(rows, columns)
         return True
 
     def _has(self, count: int) -> bool:
-        """Whether every growing group can give `count` pages."""
         return all(count <= group.pool.num_free or count <= group.available for group in self._growing)
 
     def _make_room(self, count: int) -> bool:

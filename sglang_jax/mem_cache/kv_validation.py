@@ -10,22 +10,18 @@ from sglang_jax.mem_cache.row_kv import RowKV
 
 
 class KVValidation:
-    """KV is in the tree before a sample from it is known. A finite sample proves the KV that it read. A sample that is
-    not finite puts the KV that its row computed in doubt, and the unproven KV that it read; if that was window pages or
-    a state, all unproven ones before them, too, which they may come from.
-
-    Nodes are proven as a whole, up to the root; window pages and states, separately by `Group.prove`.
-    """
+    """KV is in the tree before a sample from it is known. A finite sample proves the KV that it read; one that is not
+    finite puts in doubt the KV that its row computed and the unproven KV that it read, and if that was window pages or
+    a state, all unproven ones before them, which they may come from. Nodes are proven as a whole, up to the root;
+    window pages and states, separately by `Group.prove`."""
 
     def __init__(self, tree: RadixTree, groups: Sequence[Group]) -> None:
         self._tree = tree
         self._groups = groups
 
     def prove(self, record: RowKV, step: int) -> bool:
-        """The row's sample in `step` was finite: proves the KV that it read, and the KV that it will add.
-
-        False, with nothing proven, if the step read the row's own copies instead of the pages that it depends on now.
-        """
+        """The row's sample in `step` was finite: proves the KV that it read, and the KV that it will add. False, with
+        nothing proven, if the step read the row's own copies instead of the pages that it depends on now."""
         if record.repointed >= step:
             return False
         record.proven = True
@@ -58,7 +54,6 @@ class KVValidation:
         return any(node.dead and node.writer != record.serial for node in record.locked_node.path())
 
     def _in_doubt(self, record: RowKV, node: Node, last: int) -> bool:
-        """Whether a node on the row's path, whose pages end at column `last`, is in doubt."""
         return (
             node.writer == record.serial
             or not node.proven

@@ -34,22 +34,18 @@ class OwnershipError(RuntimeError):
 
 
 def request_owner(row: int) -> int:
-    """Owner code of the request in a row."""
     return (row << _KIND_BITS) | _REQUEST
 
 
 def request_owners(rows: NDArray[np.intp]) -> Owners:
-    """Owner codes of the requests in `rows`, `[rows]`."""
     return (rows << _KIND_BITS) | _REQUEST
 
 
 def node_owner(node_id: int) -> int:
-    """Owner code of a tree node."""
     return (node_id << _KIND_BITS) | _NODE
 
 
 def describe_owner(code: int) -> str:
-    """An owner code in words."""
     kind, number = OwnerKind(code & ((1 << _KIND_BITS) - 1)), code >> _KIND_BITS
     match kind:
         case OwnerKind.REQUEST:
@@ -65,17 +61,13 @@ def describe_owner(code: int) -> str:
 
 
 class PageLedger:
-    """Owner of each page of one pool."""
-
     def __init__(self, num_pages: int) -> None:
         self.owners: Owners = np.full(num_pages, FREE, np.int64)
         self.owners[0] = PAD
 
     def move(self, pages: Pages, source: int | Owners, target: int | Owners) -> None:
-        """Records that `pages` `[pages]` move from `source` to `target` (one code, or one per page).
-
-        **Raises:** `OwnershipError` naming the page, its owner, and `source`.
-        """
+        """Records that `pages` `[pages]` move from `source` to `target` (one code, or one per page). Raises
+        `OwnershipError`."""
         wrong = np.nonzero(self.owners[pages] != source)[0]
         if len(wrong):
             first = int(wrong[0])
@@ -90,5 +82,4 @@ class PageLedger:
         self.owners[pages] = target
 
     def count(self, kind: OwnerKind) -> int:
-        """Number of pages whose owner is of this kind."""
         return int(np.count_nonzero((self.owners & ((1 << _KIND_BITS) - 1)) == int(kind)))

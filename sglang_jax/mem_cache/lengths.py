@@ -6,23 +6,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 Index = NDArray[np.intp]
-"""The dtype of rows, columns and tokens on the host. numpy converts an index of another dtype at each use, which costs
-more than the use."""
+"""The dtype of rows, columns and tokens on the host: numpy converts another dtype at each use, which costs more than
+the use."""
 
 ONE: Index = np.array(1, np.intp)
 """For additions to arrays: numpy converts a Python number at each use, too."""
 
 
 class RowLengths:
-    """The lengths of every row's ownership record, as arrays `[rows]`, in tokens.
-
-    `cache_protected_len <= kv_committed_len <= kv_allocated_len`; the first is page aligned.
+    """The lengths of every row, as arrays `[rows]`, in tokens. `cache_protected <= kv_committed <= kv_allocated`; the
+    first is page aligned.
 
     - `cache_protected`: tokens whose pages the tree owns. `kv_committed`: tokens that certainly belong to the request.
       `kv_allocated`: tokens that launched steps may write, drafts included.
     - `kv_planned`: the maximum length after all launched steps. It is below `kv_allocated` after rejected drafts;
-      without `drafts`, they are one array.
-    - `in_question`: how many of these tokens are drafts of steps in flight.
+      without `drafts`, they are one array. `drafts_in_flight`: how many of these tokens are drafts of steps in flight.
     - `first_query`: the first position that the row's last launched step computes. If drafts of the previous step are
       rejected, it is `kv_committed` after that step.
     """
@@ -30,10 +28,9 @@ class RowLengths:
     def __init__(self, rows: int, drafts: bool = False) -> None:
         self._all: Index = np.zeros((6, rows), np.intp)
         self.cache_protected, self.kv_committed, self.kv_allocated, planned, *others = self._all
-        self.first_query, self.in_question = others
+        self.first_query, self.drafts_in_flight = others
         self.kv_planned: Index = planned if drafts else self.kv_allocated
 
     def start(self, row: int, length: int) -> None:
-        """A row starts with a cached prefix of `length` tokens."""
         self._all[:, row] = length
-        self.in_question[row] = 0
+        self.drafts_in_flight[row] = 0

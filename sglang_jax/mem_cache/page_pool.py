@@ -10,13 +10,12 @@ _PAD = np.zeros(1, np.int32)
 
 
 class PagePool:
-    """Free pages of one kind. Page 0 is the pad page and is never handed out.
+    """Free pages of one kind. Page 0 is the pad page and is never handed out. `num_pages` includes it; `page_size`: in
+    tokens.
 
     `alloc` and `free` are O(pages moved), without sorting or scanning. A double free is always detected; with a ledger,
     the error names the owner. Each page remembers its last position in the stack, and is free if the stack still has it
     there (the sparse sets of Briggs and Torczon 1993), so `alloc` does not have to mark pages.
-
-    **Arguments:** `num_pages` includes the pad page; `page_size` in tokens; `ledger` records owners, for debugging.
     """
 
     def __init__(self, num_pages: int, page_size: int, ledger: PageLedger | None = None) -> None:
@@ -44,10 +43,8 @@ class PagePool:
         return pages
 
     def free(self, pages: Pages, owner: int | Owners) -> None:
-        """Returns `pages` `[pages]` of `owner` to the pool.
-
-        **Raises:** `OwnershipError` if a page is free already, is the pad page, or (with a ledger) is not the owner's.
-        """
+        """Returns `pages` `[pages]` of `owner` to the pool. Raises `OwnershipError` if a page is free already, is the
+        pad page, or (with a ledger) is not the owner's."""
         if self.ledger is not None:
             self.ledger.move(pages, owner, FREE)
         if len(pages) == 1:
@@ -67,7 +64,7 @@ class PagePool:
         self.num_free = last - 1
 
     def _free_one(self, page: int) -> None:
-        """Frees one page without numpy, whose overhead is larger than the work; eviction frees single pages."""
+        """Frees one page, as eviction does, without numpy, whose overhead is larger than the work."""
         last = self.num_free + 1
         before = self._place_numbers[page]
         if before < last and self._stack_numbers[before] == page:
@@ -77,7 +74,6 @@ class PagePool:
         self.num_free = last
 
     def free_pages(self) -> Pages:
-        """The free pages `[free]`, for checks."""
         return self._stack[1 : self.num_free + 1]
 
 

@@ -15,11 +15,9 @@ NO_DELTAS = PageDeltas(_NOTHING, _NOTHING, _NOTHING)
 
 
 class PageTable:
-    """The host's table `[rows, max_pages]` of page ids, and the entries that changed since the last step.
-
-    The runner has a copy and receives only the changes. The columns that a prompt takes are recorded as a run: an index
-    for each of thousands of pages would cost more than the pages.
-    """
+    """The host's table `[rows, max_pages]` of page ids, and the entries that changed since the last step. The runner
+    has a copy and receives only the changes. The columns that a prompt takes are recorded as a run: an index for each
+    of thousands of pages would cost more than the pages."""
 
     def __init__(self, rows: int, max_pages: int) -> None:
         self.pages: NDArray[np.int32] = np.zeros((rows, max_pages), np.int32)
@@ -30,13 +28,12 @@ class PageTable:
         self._columns.setflags(write=False)
 
     def write(self, rows: Index, columns: Index, pages: Pages) -> None:
-        """Sets `pages[i]` at `(rows[i], columns[i])`, each place once. Keeps the two index arrays: do not change them
-        afterwards."""
+        """Sets `pages[i]` at `(rows[i], columns[i])`, each place once. Keeps the two index arrays: do not change
+        them."""
         self.pages[rows, columns] = pages
         self._spots.append((rows, columns))
 
     def write_run(self, row: int, first: int, pages: Pages) -> None:
-        """Sets a run of one row's columns, from column `first`."""
         last = first + len(pages)
         self.pages[row, first:last] = pages
         begun, reached = self._runs.get(row, (first, first))
@@ -56,8 +53,8 @@ class PageTable:
         return pages
 
     def clear(self, row: int, columns: int) -> None:
-        """Clears the first `columns` columns of a row. The runner does not need this change, since it does not read
-        rows outside a plan."""
+        """Clears the first `columns` columns of a row. The runner, which does not read rows outside a plan, does not
+        need this."""
         self.pages[row, :columns] = 0
         self._runs.pop(row, None)
 
@@ -77,7 +74,6 @@ class PageTable:
         return PageDeltas(rows, columns, pages)
 
     def _values(self, rows: Index, columns: Index, runs: dict[int, tuple[int, int]]) -> tuple[Int32, Int32, Int32]:
-        """Rows, columns and pages of these places and runs, as one array each."""
         if not runs:
             return rows.astype(np.int32), columns.astype(np.int32), self.pages[rows, columns]
         place = len(rows)
@@ -90,7 +86,6 @@ class PageTable:
         return values[0], values[1], values[2]
 
     def _overlap(self, runs: dict[int, tuple[int, int]], spots: list[tuple[Index, Index]]) -> bool:
-        """Whether a run contains one of the places."""
         if all(runs.keys().isdisjoint(rows.tolist()) for rows, _ in spots):
             return False
         first, last = np.zeros((2, len(self.pages)), np.intp)
@@ -110,7 +105,6 @@ class PageTable:
         return rows[newest], columns[newest]
 
     def _places(self, runs: dict[int, tuple[int, int]]) -> tuple[Index, Index]:
-        """Rows and columns of all places in runs."""
         rows = np.array(list(runs)).repeat([last - first for first, last in runs.values()])
         columns = np.concatenate([self._columns[first:last] for first, last in runs.values()])
         return rows, columns.astype(np.intp)

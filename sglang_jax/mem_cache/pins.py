@@ -1,8 +1,5 @@
-"""Pins, by which sessions keep cached prefixes between their turns.
-
-A pin is a lock on the prefix of the session's last finished turn, with the window pages and the state at its end. So
-the next turn finds an ordinary cached prefix; and when a pin lets go, the prefix can be evicted like any other.
-"""
+"""Pins, by which sessions keep cached prefixes between their turns. A pin is a lock on the prefix of the session's last
+finished turn, with the window pages and the state at its end, so that the next turn finds an ordinary cached prefix."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from sglang_jax.mem_cache.row_kv import RowKV
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """The pin of one session. `node`: the end of the prefix that it keeps, None if it keeps none; `pages`: of that
-    prefix; `busy`: whether a turn of the session runs or waits."""
+    """The pin of one session. `node`: the end of the prefix that it keeps, or None; `pages`: of that prefix; `busy`:
+    whether a turn of the session runs or waits."""
 
     node: Node | None = None
     pages: int = 0
@@ -26,20 +23,15 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a finished turn keeps: its session's pin moves to the first `length` tokens of its row; KV after them is not
-    kept."""
+    """What a finished turn keeps: its session's pin moves to the first `length` tokens of its row."""
 
     pin: Pin
     length: int
 
 
 class Pins:
-    """All pins of a cache.
-
-    - `held`: the pins that keep a prefix, the most recently moved last.
-    - `num_let_go`: how many let go because others needed the memory.
-    - `share`: maximum fraction of any pool that pins may keep.
-    """
+    """All pins of a cache. `held`: those that keep a prefix, the most recently moved last; `num_let_go`: how many let
+    go for lack of memory or because of `share`, the maximum fraction of any pool that pins may keep."""
 
     def __init__(self, tree: RadixTree, groups: Sequence[Group]) -> None:
         self.held: dict[Pin, None] = {}
@@ -54,18 +46,17 @@ class Pins:
         page = self._tree.page_size
         length = record.cache_protected_len // page
         node, pages = self._tree.last_start(record.locked_node, length, kept.length // page)
-        self._take(kept.pin, node, pages)
+        self._place(kept.pin, node, pages)
 
     def shorten(self, pin: Pin, length: int) -> None:
         """The session has only `length` tokens now: moves a pin beyond them back to the last place at which the next
         turn may start, if there is one."""
         most = length // self._tree.page_size
         if pin.node is not None and pin.pages > most:
-            self._tree.part_at(pin.node, pin.pages, most)
-            self._take(pin, *self._tree.last_start(pin.node, pin.pages, most))
+            self._tree.split_path(pin.node, pin.pages, most)
+            self._place(pin, *self._tree.last_start(pin.node, pin.pages, most))
 
     def let_go(self, pin: Pin) -> None:
-        """Releases the prefix that the pin keeps, which can then be evicted."""
         node, pages = pin.node, pin.pages
         if node is None:
             return
@@ -75,8 +66,8 @@ class Pins:
 
     def relieve(self, short: Sequence[Group], own: Pin | None = None) -> bool:
         """Makes memory of the groups `short` evictable: lets go the oldest pin of an idle session that keeps some of
-        it, else the oldest pin, and `own` last. The sessions' turns only lose time. False if no pin helps: pages that a
-        running turn uses, too, are not freed by its session's pin."""
+        it, else the oldest pin, and `own` last. False if no pin helps: pages that a running turn uses, too, are not
+        freed by its session's pin."""
         best: Pin | None = None
         for pin in self.held:
             if (best is None or (best.busy and not pin.busy) or best is own) and self._frees(pin, short):
@@ -91,7 +82,7 @@ class Pins:
 
     def _frees(self, pin: Pin, short: Sequence[Group]) -> bool:
         node = pin.node
-        return node is not None and any(group.component.frees(node, pin.pages) for group in short)
+        return node is not None and any(group.component.would_free(node, pin.pages) for group in short)
 
     def keep_within_share(self) -> None:
         """Lets idle pins go, the oldest first, while pins keep more than `share` of some pool."""
@@ -102,7 +93,7 @@ class Pins:
             self.num_let_go += 1
             self.let_go(pin)
 
-    def _take(self, pin: Pin, node: Node, pages: int) -> None:
+    def _place(self, pin: Pin, node: Node, pages: int) -> None:
         """Takes the new place before giving up the old one, so that nothing is evicted in between."""
         old, old_pages = pin.node, pin.pages
         self.held.pop(pin, None)
@@ -122,7 +113,6 @@ class Pins:
             self._give_up(old, old_pages)
 
     def _keep_ends(self, node: Node, pages: int) -> None:
-        """Has each group keep the end of a prefix."""
         for group in self._groups:
             group.pin(node, pages)
 

@@ -1,8 +1,5 @@
-"""The tree of cached prefixes, over pages of tokens: RadixAttention (Zheng et al. 2023) over pages.
-
-A key is a run of whole pages of int32 token ids, stored as bytes, so that comparing 8,000 tokens is one memory
-comparison. Components own the memory of nodes.
-"""
+"""The tree of cached prefixes over pages of tokens (RadixAttention, Zheng et al. 2023). A key is a run of whole pages
+of int32 token ids, as bytes, so that comparing 8,000 tokens is one memory comparison."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ Namespace = str | None
 class Node:
     """A run of pages. `values[i]` belongs to the tree's i-th component; a root has an empty key.
 
-    - `length`: pages of the key. `end`: pages from the root to its end.
-    - `writer`: serial of the record that computed it.
+    - `length`: pages of the key. `end`: pages from the root to its end. `writer`: serial of the record that computed
+      it.
     - `proven`: a finite token was sampled from it. All nodes above a proven node are proven.
-    - `locks`: number of requests and sessions that depend on the prefix that ends here or below. All nodes above a
-      locked node are locked. `sessions`: how many of them are sessions.
+    - `locks`: requests and sessions that depend on the prefix that ends here or below; `sessions`: how many are
+      sessions. All nodes above a locked node are locked.
     - `dead`: cut off. No match reaches it or its subtree; it exists as long as its locks. `gone`: it was removed, or
       joined to another node.
     """
@@ -92,8 +89,7 @@ class Node:
 @dataclass(slots=True)
 class Probe:
     """The end of the longest cached prefix: after `covered` pages of `node`, or at its end (`whole`). `length`: of the
-    prefix in tokens, whole pages; `known`: tokens for which the tree's keys match, at least `length`. Valid until the
-    tree changes."""
+    prefix in tokens, whole pages; `known`: tokens for which the tree's keys match. Valid until the tree changes."""
 
     node: Node
     covered: int
@@ -104,12 +100,12 @@ class Probe:
 
 @dataclass(slots=True)
 class Bookmark:
-    """The result of the last probe of one prompt, so that another probe only visits what has changed since.
+    """The last probe of a prompt, so that another only visits what has changed since.
 
-    - `node`: the last node whose whole key matches, None before the first probe; `end`: its `end`. `child`: its child
-      with which the prompt continues for at least one page, `page`; None if there is none; `child_end`: its `end`.
-    - `length`: the longest cached prefix in tokens, for this `limit`. `sure`: whether it can change only if one of
-      these nodes does.
+    - `node`: the last node whose whole key matches, None before the first probe; `end`: its `end`; `child`: its child
+      with which the prompt continues for at least one page, `page`, None if there is none; `child_end`: its `end`.
+    - `length`: the longest cached prefix in tokens, for this `limit`. `sure`: it can change only if one of these nodes
+      does.
     - `visited`: number of nodes visited so far.
     """
 
@@ -142,12 +138,9 @@ class Insertion:
 class RadixTree:
     """Keys, splits, matches, locks, recency, eviction and removal, with hooks of all components.
 
-    `probe` changes nothing; `claim` splits the node in which a probe ended, so that the prefix ends at a node's end,
-    and updates recency. Time is a counter, not a clock, so that the order is exact. Nodes that were split, or added
-    piece by piece, are joined again when the places between them are not needed: a conversation is one node, however
-    many turns it has.
-
-    `writing`: serials of records whose KV may still turn out not to be finite.
+    `probe` changes nothing; `claim` splits the node in which a probe ended and updates recency. Time is a counter, so
+    that the order is exact. Nodes are joined again when the places between them are not needed: a conversation is one
+    node, however many turns it has. `writing`: serials of records whose KV may still turn out not to be finite.
     """
 
     def __init__(self, page_size: int, components: tuple[Component, ...]) -> None:
@@ -165,7 +158,6 @@ class RadixTree:
 
     @property
     def now(self) -> int:
-        """The time of the latest use."""
         return self._now
 
     def probe(
@@ -204,8 +196,8 @@ class RadixTree:
 
     @staticmethod
     def _resume(root: Node, bookmark: Bookmark | None, most: int) -> Node:
-        """The last node on the path to a bookmark that is still in the tree and ends after at most `most` pages. The
-        prefix up to a node's end never changes, though the node may be split, joined to its child or shortened."""
+        """The last node on a bookmark's path that is still in the tree and ends after at most `most` pages. The prefix
+        up to a node's end never changes, though the node may be split, joined to its child or shortened."""
         node = None if bookmark is None else bookmark.node
         while node is not None and node.parent is not None and (node.gone or node.dead or node.end > most):
             node = node.parent
@@ -231,8 +223,7 @@ class RadixTree:
         return Probe(node, covered, whole, (node.end - node.length + covered) * self.page_size, known)
 
     def claim(self, probe: Probe) -> Node:
-        """Splits a node if necessary, and returns the node at whose end the probe's prefix ends, for a request to
-        start."""
+        """Returns the node at whose end a probe's prefix ends, for a request to start; splits a node if necessary."""
         self._now += 1
         node = probe.node
         if not probe.whole:
@@ -252,8 +243,8 @@ class RadixTree:
         request's lock moves from `below` to the end of the run.
 
         `pages`: one array per component, `[pages of the run]`, 0 for no page; the tree takes the arrays over. For the
-        part that is in the tree already, components take the pages that they lack. The new part becomes one leaf,
-        computed by `writer`, with the remaining pages; `previous_owner` is the code of their owner.
+        part that is in the tree already, components take the pages that they lack. The new part becomes one leaf of
+        `writer`, with the remaining pages; `previous_owner` is the code of their owner.
         """
         self._now += 1
         if below.parent is None:
@@ -285,7 +276,6 @@ class RadixTree:
             node = node.parent
 
     def _enter_session(self, node: Node) -> None:
-        """Counts a session on the path of `node`, after its lock."""
         if node.sessions == 0:
             for component in self.components:
                 component.session_begins(node)
@@ -298,8 +288,8 @@ class RadixTree:
                 component.set_spare(node, spare)
 
     def extend_session(self, held: Node, node: Node) -> bool:
-        """Moves a session's lock from `held` to `node`, which is `held` or below it; False, with nothing changed, if it
-        is not. Costs O(nodes between), however long the conversation is."""
+        """Moves a session's lock from `held` down to `node`; False, with nothing changed, if `node` is not below. Costs
+        O(nodes between), however long the conversation is."""
         between = []
         each = node
         while each is not held:
@@ -353,7 +343,7 @@ class RadixTree:
                 for component in self.components:
                     component.session_ends(each)
 
-    def part_at(self, node: Node, length: int, most: int) -> None:
+    def split_path(self, node: Node, length: int, most: int) -> None:
         """Splits the path to `node`, of `length` pages, after `most` pages, so that a prefix may end there."""
         while node.parent is not None and length - node.length > most:
             length -= node.length
@@ -363,10 +353,7 @@ class RadixTree:
 
     def last_start(self, node: Node, length: int, most: int) -> tuple[Node, int]:
         """The last place on the path to `node`, of `length` pages, at which a request may start: the end of a node,
-        after at most `most` pages. The root and 0 if there is no other.
-
-        **Returns:** the node, and the pages of the path to its end.
-        """
+        after at most `most` pages, or the root. Returns the node and the pages of the path to its end."""
         while node.parent is not None and (length > most or node.dead or not self._accepts_end(node)):
             length -= node.length
             node = node.parent
@@ -391,7 +378,7 @@ class RadixTree:
             each.dead = True
             self.num_nodes -= 1
             for component in self.components:
-                component.bury(each)
+                component.cut_off(each)
         self._drop_empty_root(parent)
         if self._partial:
             self._prune(parent)
@@ -400,10 +387,7 @@ class RadixTree:
     def evict(self, component: Component, shortfall: int) -> int:
         """Frees `shortfall` pages of a component, or as many as are evictable, in the order of the policy: leaves from
         their tail, or pages without their node. When a leaf is removed, all components give up their pages of it.
-
-        **Returns:** the number of freed pages of the component: more than the shortfall if the rest of a leaf would be
-        of no use.
-        """
+        Returns the number of freed pages: more than the shortfall if the rest of a leaf would be of no use."""
         before = component.evictable
         goal = max(before - shortfall, 0)
         while component.evictable > goal and (node := component.candidate()) is not None:
@@ -418,8 +402,8 @@ class RadixTree:
         return before - component.evictable
 
     def join_path(self, node: Node, pages: int) -> None:
-        """Joins the nodes of the path to `node` that hold its last `pages` pages, and the node before them, wherever
-        the place between two of them is not needed."""
+        """Joins the nodes with the last `pages` pages of the path to `node`, and the node before them, wherever the
+        place between two is not needed."""
         seen = node.length
         while seen <= pages and (upper := node.parent) is not None and upper.parent is not None:
             seen += upper.length
@@ -433,8 +417,8 @@ class RadixTree:
         if parent is None or len(upper.children) != 1 or upper.dead:
             return False
         (lower,) = upper.children.values()
-        alike = (upper.locks, upper.proven) == (lower.locks, lower.proven)
-        if not alike or upper.writer in self.writing or lower.writer in self.writing:
+        same = (upper.locks, upper.proven) == (lower.locks, lower.proven)
+        if not same or upper.writer in self.writing or lower.writer in self.writing:
             return False
         if not all(component.may_join(upper, lower) for component in self.components):
             return False
@@ -459,7 +443,6 @@ class RadixTree:
             node = self._remove_leaf(node)
 
     def _accepts_end(self, node: Node) -> bool:
-        """Whether a match may end at the node's end."""
         return False not in [component.accepts_end(node) for _, component in self._partial]
 
     def _remove_leaf(self, node: Node) -> Node:
@@ -505,7 +488,6 @@ class RadixTree:
 
     @staticmethod
     def root(namespace: Namespace) -> Node:
-        """A new root, for the empty prefix."""
         return Node(0, b"", None, namespace, 0)
 
     def _drop_empty_root(self, node: Node) -> None:
@@ -514,11 +496,9 @@ class RadixTree:
             node.gone = True
 
     def _walk(self, node: Node, tokens: bytes, size: int, position: int = 0) -> Iterator[tuple[Node, int, int, bool]]:
-        """Nodes below `node` that match the bytes of `tokens` from `position` to `size`: (node, bytes of `tokens`
-        matched before it, and at its end, whether its whole key matches).
-
-        A partly matching node comes last, and only if at least one of its pages matches.
-        """
+        """Nodes below `node` that match the bytes of `tokens` from `position` to `size`: (node, bytes matched before it
+        and at its end, whether its whole key matches). A partly matching node comes last, if at least one page
+        matches."""
         while position < size:
             child = node.children.get(tokens[position : position + self.page_bytes])
             if child is None:
@@ -532,7 +512,6 @@ class RadixTree:
                 return
 
     def _common(self, key: bytes, tokens: bytes, position: int, end: int) -> int:
-        """Bytes of whole pages that `key` shares with `tokens` from `position` to `end`."""
         size = min(len(key), end - position)
         ours = np.frombuffer(key, np.int32, size // TOKEN_BYTES)
         theirs = np.frombuffer(tokens, np.int32, size // TOKEN_BYTES, position)

@@ -17,20 +17,16 @@ class RowKV:
     """A request's row, and the node that it locks (`locked_node`). Its lengths are in the arrays of `RowLengths`, so
     that a decode batch advances them at once.
 
-    - `serial`: distinguishes requests in the same row.
-    - `matched`: tokens of the cached prefix that it started with; `on_trust`: whether it read unproven window pages of
-      that, which may be gone by the time it samples.
-    - `proven`: whether a finite sample has proven the row's KV.
+    - `serial`: distinguishes requests in the same row; `proven`: a finite sample has proven the row's KV.
+    - `matched`: tokens of the cached prefix that it started with; `on_trust`: it read unproven window pages or an
+      unproven state of that, which may be gone by the time it samples.
     - `repointed`: the last step that used the row's own pages before it was switched to identical shared ones.
-    - `session`: whether it is a turn of a session, whose KV is worth keeping; `stops`: whether its client may cut the
-      output at a stop string.
-
-    With states:
-
-    - `origin`: the snapshot that it started with, at the end of `origin_node`, which is None once there is a later one.
-    - `state_len`: tokens up to the last known snapshot on its path.
-    - `branches`: lengths at which its chunks end because other prompts diverge there, ascending; `shared_end`: a length
-      at which others probably will, 0 if unknown.
+    - `session`: it is a turn of a session, whose KV is worth keeping; `stops`: its client may cut the output at a stop
+      string.
+    - With states, `origin`: the snapshot that it started with, at the end of `origin_node`, which is None once there is
+      a later one.
+    - `state_len`: tokens up to the last known snapshot on its path; `branches`: lengths at which its chunks end because
+      other prompts diverge there, ascending; `shared_end`: a length at which others probably will, 0 if unknown.
     """
 
     row: int

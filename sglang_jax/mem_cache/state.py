@@ -15,9 +15,9 @@ from sglang_jax.mem_cache.page_pool import PagePool
 from sglang_jax.mem_cache.radix_tree import Node
 
 _HEAD_START = 8
-"""Bonus in the eviction order of a snapshot that was hit, in uses of the tree per slot. Most snapshots are at the ends
-of prompts and never used again; they should not displace the few that many prompts share. Snapshots of a conversation
-have the bonus, too, until a turn has left the next one."""
+"""Bonus in the eviction order of a snapshot that was hit, in uses of the tree per slot: most snapshots are at the ends
+of prompts and never used again, and should not displace the few that many prompts share. Snapshots of a conversation
+have it, too, until a turn has left the next one."""
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -26,12 +26,12 @@ _NOTHING = np.zeros(0, np.int32)
 class Snapshot:
     """A node's state, in slot `slot`.
 
-    - `pins`: number of rows that will start with it, or do so in a step in flight, and of sessions that end here;
-      `sessions`: how many of them are sessions.
-    - `hits`: number of rows that started with it, plus one if another prompt was known to share it when it was written.
-      `passed`: whether one of these rows has left a later state, from which its continuations will start. `shared`:
-      whether another prompt was known to share it, or a row started with it after `passed`.
-    - `writer`: serial of the record that computed it; `proven`: whether a finite token was sampled from it.
+    - `pins`: rows that will start with it, or do so in a step in flight, and sessions that end here; `sessions`: how
+      many are sessions.
+    - `hits`: rows that started with it, plus one if another prompt was known to share it when it was written. `passed`:
+      one of these rows has left a later state, from which its continuations will start. `shared`: another prompt was
+      known to share it, or a row started with it after `passed`.
+    - `writer`: serial of the record that computed it; `proven`: a finite token was sampled from it.
     """
 
     slot: int
@@ -45,7 +45,6 @@ class Snapshot:
 
     @property
     def spare(self) -> bool:
-        """Whether only sessions keep it."""
         return 0 < self.pins == self.sessions
 
 
@@ -55,8 +54,8 @@ class States(PooledComponent):
     - A state belongs to one length: a match ends only at the end of a node that has one, a split gives the upper part
       none, and a leaf that is shortened loses its own.
     - A lock does not keep a snapshot, a pin does: after its first step, a row does not need the snapshot any more.
-    - Eviction takes the slot and leaves the node. The tree removes a leaf without a state and without locks.
-    - In a run of pages, the last entry is the slot, or 0; all others are 0.
+    - Eviction takes the slot and leaves the node. In a run of pages, the last entry is the slot, or 0; all others are
+      0.
     """
 
     complete = False
@@ -71,7 +70,6 @@ class States(PooledComponent):
         return (node.last_access + _HEAD_START * self.pool.total * wanted, node.id)
 
     def snapshot(self, node: Node) -> Snapshot | None:
-        """The snapshot at the node's end; None if there is none."""
         if node.parent is None:
             return None
         value = node.values[self._index]
@@ -101,7 +99,7 @@ class States(PooledComponent):
         self.touch(node)
 
     def pin_snapshot(self, node: Node, *, session: bool = False) -> None:
-        """Pins the snapshot at the node's end, with which a row, or the next turn of a session, will start."""
+        """Pins the snapshot at the node's end, with which a row or a session's next turn will start."""
         value = self.snapshot(node)
         assert value is not None, f"tree node {node.id} has no state to begin with"
         self.spare -= value.spare
@@ -116,7 +114,6 @@ class States(PooledComponent):
         self.touch(node)
 
     def unpin_snapshot(self, node: Node, *, session: bool = False) -> None:
-        """Takes one `pin_snapshot` back."""
         value = self.snapshot(node)
         if value is None or value.pins <= 0 or (session and value.sessions <= 0):
             raise RuntimeError(f"the state of tree node {node.id} was unpinned more often than pinned")
@@ -167,7 +164,7 @@ class States(PooledComponent):
         return node is not None and not (self._by_use and self._last_use(node)[0] > self._tree.now)
 
     def make_room(self, count: int) -> int:
-        """Evicts `count` snapshots, or as many as can be evicted. Returns their number."""
+        """Evicts up to `count` snapshots. Returns their number."""
         return self._tree.evict(self, count)
 
     def split(self, upper: Node, lower: Node) -> None:
@@ -191,14 +188,14 @@ class States(PooledComponent):
     def accepts_end(self, node: Node) -> bool:
         return self.snapshot(node) is not None
 
-    def frees(self, node: Node, count: int) -> bool:
+    def would_free(self, node: Node, count: int) -> bool:
         value = self.snapshot(node)
         return value is not None and value.spare
 
     def lockable(self, node: Node, pages: int, *, without_sessions: bool = False) -> int:
         return 0  # if no other slot is left, the request takes this one over
 
-    def bury(self, node: Node) -> None:
+    def cut_off(self, node: Node) -> None:
         self.order.discard(node)
         value = self.snapshot(node)
         if value is not None and value.pins == 0:
@@ -206,14 +203,14 @@ class States(PooledComponent):
             self._drop(node, value)
 
     def remove(self, node: Node) -> None:
-        self.bury(node)
+        self.cut_off(node)
 
     def trim(self, node: Node, pages: int) -> bool:
-        self.bury(node)
+        self.cut_off(node)
         return False
 
     def evict_at(self, node: Node, wanted: int) -> int:
-        self.bury(node)
+        self.cut_off(node)
         return node.length
 
     def touch(self, node: Node) -> None:

@@ -17,15 +17,15 @@ from sglang_jax.mem_cache.state import States
 from sglang_jax.runner.plan import Bool, Int32, PoolSpec, SlotCopies
 
 LEAST_GAIN = 32
-"""Minimum tokens between a snapshot and the previous one on its path, for it to be worth a slot and a chunk's end."""
+"""Minimum tokens between a snapshot and the previous one on its path: fewer are not worth a slot and a chunk's end."""
 
 GAIN_OVER_LOSS = 128
-"""Minimum ratio of the tokens that a state saves to the tokens that its step loses by ending a chunk at a page
-boundary. With it, states cost less than 1 % of the steps of a prompt."""
+"""Minimum ratio of the tokens that a state saves to those that its step loses by ending a chunk at a page boundary:
+states cost less than 1 % of the steps of a prompt."""
 
 _UNLIMITED = 2**31 - 1
 _LEFT_TO_SNAPSHOTS = 4
-"""One of this many slots is never used as a second slot of a row."""
+"""One of this many slots becomes a second slot only of a turn of a session."""
 
 
 class StateGroup(Group):
@@ -35,9 +35,9 @@ class StateGroup(Group):
     rejected drafts) when these have run. If its next step starts with another slot, that is its *source*: a snapshot,
     pinned until the step has finished, or the row's second slot.
 
-    **Arguments:** `number`: of its pool; `interval`: tokens between boundaries at which decode rows change slots, so
-    that the state at the last boundary exists when the request ends; 0 for none. Turns of sessions change slots at
-    every page, and keep any state that costs no step, from which the next turn starts.
+    `number`: of its pool; `interval`: tokens between boundaries at which decode rows change slots, so that the state at
+    the last boundary exists when the request ends; 0 for none. Turns of sessions change slots at every page, and keep
+    any state that costs no step, from which the next turn starts.
     """
 
     component: States
@@ -57,7 +57,7 @@ class StateGroup(Group):
         self._sources: Int32 = np.zeros(rows, np.int32)
         self._pending = 0  # number of rows with a source
         self._pinned: dict[int, Node] = {}
-        self._beginning: deque[tuple[int, Node]] = deque()
+        self._starting: deque[tuple[int, Node]] = deque()
         self._second: Int32 = np.zeros(rows, np.int32)
         self._second_len: Index = np.zeros(rows, np.intp)
         self._second_step: NDArray[np.int64] = np.zeros(rows, np.int64)
@@ -70,7 +70,7 @@ class StateGroup(Group):
     @property
     def available(self) -> int:
         """Slots that can be taken now: free, evictable, or second slots that no step in flight reads."""
-        return super().available + len(self._idle_seconds())
+        return super().available + len(self._idle_second_slots())
 
     @property
     def max_tokens(self) -> int:
@@ -79,12 +79,10 @@ class StateGroup(Group):
 
     @property
     def used_tokens(self) -> int:
-        """Slots that cannot be taken now."""
         return self.pool.total - self.available
 
     @property
     def session_tokens(self) -> int:
-        """Used slots that sessions keep."""
         return self.component.session
 
     @property
@@ -104,7 +102,7 @@ class StateGroup(Group):
 
     def pins(self) -> Counter[int]:
         """By node id: the number of rows that will start with its snapshot, or do so in a step in flight."""
-        return Counter([node.id for node in self._pinned.values()] + [node.id for _, node in self._beginning])
+        return Counter([node.id for node in self._pinned.values()] + [node.id for _, node in self._starting])
 
     def least(self, tokens: int) -> int:
         return 1
@@ -119,7 +117,6 @@ class StateGroup(Group):
         return 0
 
     def open(self, record: RowKV, node: Node, pages: int) -> None:
-        """The row starts with the snapshot at the node's end, or without a state at the root."""
         row, snapshot = record.row, self.component.snapshot(node)
         self._in_session[row] = record.session
         record.state_len, record.origin, record.origin_node = record.matched, snapshot, node
@@ -130,11 +127,11 @@ class StateGroup(Group):
             slot = self.component.hand_over(node, request_owner(row))
         else:
             if snapshot is not None:
-                self._begin_with(row, node, snapshot.slot)
+                self._start_from(row, node, snapshot.slot)
             slot = self._take_one(row)
         self._set_slot(row, slot)
 
-    def part_at(self, record: RowKV, length: int) -> bool:
+    def branch_at(self, record: RowKV, length: int) -> bool:
         if length in record.branches:
             return True
         if length - record.state_len < self.least_gain or len(record.branches) >= MOST_BRANCHES:
@@ -163,9 +160,9 @@ class StateGroup(Group):
         gain, loss = aligned - record.state_len, end - aligned
         return aligned if gain >= least and (shared or loss * self.gain_over_loss <= gain) else end
 
-    def run(self, record: RowKV, first: int, last: int, going_on: bool) -> Pages:
+    def run(self, record: RowKV, first: int, last: int, continues: bool) -> Pages:
         slots = np.zeros(last - first, np.int32)
-        if going_on:
+        if continues:
             if self._worth_a_slot(record, last * self.page_size) and self._has_room(record, last * self.page_size):
                 slots[-1] = self._slots[record.row]
         elif self.last_state(record, last * self.page_size) == last * self.page_size:
@@ -194,14 +191,13 @@ class StateGroup(Group):
             snapshot.writer = record.serial
             snapshot.shared = record.state_len in record.branches
             snapshot.hits = int(snapshot.shared)
-            self._gave_away(record.row, snapshot.slot)
+            self._forget_slot(record.row, snapshot.slot)
             if step is not None:
-                self._begin_with(record.row, added.node, snapshot.slot)
+                self._start_from(record.row, added.node, snapshot.slot)
                 self._set_slot(record.row, self._take_one(record.row))
         return False
 
     def _pass_origin(self, record: RowKV) -> None:
-        """Notes that there is a later state than the one that the row started with."""
         node = record.origin_node
         if node is not None and record.origin is not None and self.component.snapshot(node) is record.origin:
             self.component.pass_by(node)
@@ -217,8 +213,8 @@ class StateGroup(Group):
         return length
 
     def last_state(self, record: RowKV, most: int) -> int:
-        """The last page boundary, within the `most` committed tokens of a request that ends, at which one of its own
-        slots has the state; 0 if none has."""
+        """The last page boundary within the `most` committed tokens of an ending request at which one of its slots has
+        the state; 0 if none has."""
         committed = record.kv_committed_len
         if committed <= most and self._ends_on_boundary(record):
             return committed
@@ -236,8 +232,8 @@ class StateGroup(Group):
         return int(self._slots[record.row] if own else self._second[record.row])
 
     def _leave_last_state(self, record: RowKV) -> None:
-        """Gives the last state of a request that ends to the node that it depends on, if it belongs to the node's end
-        and the node has none."""
+        """Gives an ending request's last state to the node that it depends on, if it belongs to the node's end and the
+        node has none."""
         node, slot = record.locked_node, self._slot_of_last_state(record, record.cache_protected_len)
         if node.dead or node.parent is None or self.component.snapshot(node) is not None:
             return
@@ -246,7 +242,7 @@ class StateGroup(Group):
         assert snapshot is not None
         snapshot.writer, snapshot.proven = record.serial, record.proven
         self._pass_origin(record)
-        self._gave_away(record.row, slot)
+        self._forget_slot(record.row, slot)
 
     def release(self, record: RowKV, allocated: int) -> None:
         row = record.row
@@ -271,7 +267,7 @@ class StateGroup(Group):
         """Rows at an interval continue in their second slot, so that the state at the boundary stays. If slots are
         `wanted`, one is left for waiting requests, and rows may stay in their slot, so that second slots can be taken
         back."""
-        if not self._changes or (wanted and not self._unclaimed):
+        if not self._rows_change_slots or (wanted and not self._unclaimed):
             return
         at = self._in_session[rows]
         if self.interval:
@@ -285,7 +281,7 @@ class StateGroup(Group):
         second = self._second[moving]
         if np.count_nonzero(second) < len(second):
             for place in np.flatnonzero(second == 0).tolist():
-                second[place] = self._spare(int(moving[place]), wanted)
+                second[place] = self._take_second_slot(int(moving[place]), wanted)
             moving, reached, second = moving[second > 0], reached[second > 0], second[second > 0]
         own = self._slots[moving]
         self._sources[moving] = own
@@ -299,12 +295,12 @@ class StateGroup(Group):
         """Tokens up to the next boundary at which rows change slots, since a step across it would leave no state
         there. 0 for a row that is at a boundary only if all drafts in flight are accepted: it can change slots only
         when its position is known."""
-        if not self._changes:
+        if not self._rows_change_slots:
             return None
         lengths = self.lengths.kv_planned[rows]
         interval = np.where(self._in_session[rows], self.page_size, self.interval or _UNLIMITED)
         beyond = lengths % interval
-        waits = (beyond == 0) & (self.lengths.in_question[rows] > 0)
+        waits = (beyond == 0) & (self.lengths.drafts_in_flight[rows] > 0)
         return np.where(waits, 0, interval - beyond)
 
     def take_copies(self, rows: Index, step: int) -> tuple[SlotCopies, ...]:
@@ -319,13 +315,13 @@ class StateGroup(Group):
         self._pending -= len(begin)
         for row in rows.tolist() if self._pinned else ():
             if (node := self._pinned.pop(row, None)) is not None:
-                self._beginning.append((step, node))
+                self._starting.append((step, node))
         return (SlotCopies(self.number, sources, self._slots[rows]),)
 
     def settle(self, step: int) -> None:
         self._finished_step = step
-        while self._beginning and self._beginning[0][0] <= step:
-            self._let_go(self._beginning.popleft()[1])
+        while self._starting and self._starting[0][0] <= step:
+            self._let_go(self._starting.popleft()[1])
 
     def reads_unproven(self, record: RowKV) -> bool:
         return record.origin is not None and not record.origin.proven
@@ -349,7 +345,7 @@ class StateGroup(Group):
         # An unproven state that the row started with may come from an unproven one before it, and so on.
         return record.on_trust or snapshot.writer == record.serial or snapshot is record.origin
 
-    def _begin_with(self, row: int, node: Node, slot: int) -> None:
+    def _start_from(self, row: int, node: Node, slot: int) -> None:
         self.component.pin_snapshot(node)
         self._pinned[row] = node
         self._sources[row] = slot
@@ -362,8 +358,7 @@ class StateGroup(Group):
     def _set_slot(self, row: int, slot: int) -> None:
         self.table.write_run(row, 0, np.array([slot], np.int32))
 
-    def _gave_away(self, row: int, slot: int) -> None:
-        """A slot of the row belongs to the tree now."""
+    def _forget_slot(self, row: int, slot: int) -> None:
         if self._second[row] == slot:
             self._second[row] = 0
         else:
@@ -374,32 +369,31 @@ class StateGroup(Group):
         if not self.pool.num_free:
             self.num_evicted += self.component.make_room(1)
         if not self.pool.num_free:
-            other = self._idle_seconds()[:1]
+            other = self._idle_second_slots()[:1]
             self.pool.free(self._second[other], request_owner(int(other[0])))
             self._second[other] = 0
         return int(self.take(1, request_owner(row))[0])
 
     @property
-    def _changes(self) -> bool:
-        """Whether any row changes slots."""
+    def _rows_change_slots(self) -> bool:
         return self.interval > 0 or bool(np.count_nonzero(self._in_session))
 
     @property
     def _unclaimed(self) -> int:
         return self.pool.num_free + self.component.evictable
 
-    def _spare(self, row: int, wanted: bool) -> int:
-        """Takes a second slot for a row; 0 if few are left for snapshots, or if `wanted` and only one is left. A turn
-        of a session gets one as long as there is any that no request waits for."""
+    def _take_second_slot(self, row: int, wanted: bool) -> int:
+        """Takes a second slot for a row; 0 if few are left for snapshots, or if `wanted` and only one is left. A
+        session's turn gets one as long as there is any that no request waits for."""
         if self._in_session[row]:
             return self._take_one(row) if self._unclaimed > wanted else 0
         if self._unclaimed <= max(self.pool.total // _LEFT_TO_SNAPSHOTS, wanted):
             return 0
         return self._take_one(row) if self.component.has_room_on_trial() else 0
 
-    def _idle_seconds(self) -> NDArray[np.intp]:
+    def _idle_second_slots(self) -> NDArray[np.intp]:
         """Rows whose second slot no step in flight reads; turns of sessions last."""
-        if not self._changes:
+        if not self._rows_change_slots:
             return np.zeros(0, np.intp)
         idle = np.flatnonzero((self._second > 0) & (self._second_step <= self._finished_step))
         return idle[np.argsort(self._in_session[idle], kind="stable")] if len(idle) > 1 else idle

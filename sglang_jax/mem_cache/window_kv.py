@@ -19,7 +19,7 @@ class WindowPages:
     """The pages of a node: those at the end of its key, `[pages]`; the pages before them were evicted.
 
     - `covers`: how many requests and sessions depend on its last n pages, by n; `covered`: the largest n.
-      `session_covers`, `kept`: the same for sessions only. `spare`: number of pages on which only sessions depend.
+      `session_covers`, `kept`: the same for sessions only. `spare`: pages on which only sessions depend.
     - `proven`: number of its last pages that a finite sample has read.
     """
 
@@ -46,8 +46,7 @@ class WindowKV(PooledComponent):
     - A request covers the last pages of the prefix that it depends on, at most `reach`, and fewer as it advances. In
       each node they are the last ones, so `uncover` finds the same pages after a split.
     - Eviction takes uncovered pages from the head of any node, and leaves the node: its other pages, and those of other
-      components, may still be of use. The tree removes leaves at whose end no match may end.
-    - A request that recomputes pages that a node has lost gives it its own pages.
+      components, may still be of use. A request that recomputes the lost pages gives the node its own.
     """
 
     complete = False
@@ -58,7 +57,6 @@ class WindowKV(PooledComponent):
         self.reach = max(-(-(window - 1) // pool.page_size), 1)
 
     def held(self, node: Node) -> WindowPages:
-        """This component's value of a node."""
         value: WindowPages = node.values[self._index]
         return value
 
@@ -156,8 +154,8 @@ class WindowKV(PooledComponent):
         return pages
 
     def cover(self, node: Node, count: int, *, session: bool = False) -> None:
-        """Protects the last `count` pages of the prefix that ends at `node`, which are all in the tree, for a request
-        or a session."""
+        """Protects the last `count` pages of the prefix that ends at `node`, all in the tree, for a request or a
+        session."""
         while count > 0:
             value, here = self.held(node), min(count, node.length)
             value.covers[here] = value.covers.get(here, 0) + 1
@@ -200,18 +198,16 @@ class WindowKV(PooledComponent):
             node = node.parent
 
     def _keep(self, value: WindowPages, count: int) -> None:
-        """Updates the pages of the node on which sessions depend: its last `count`."""
         self.session += count - value.kept
         value.kept = count
 
     def _count_spare(self, value: WindowPages) -> None:
-        """Updates `spare` after a change of covers."""
         if value.kept or value.spare:
             spare = max(value.kept - value.covered_by_requests(), 0)
             self.spare += spare - value.spare
             value.spare = spare
 
-    def frees(self, node: Node, count: int) -> bool:
+    def would_free(self, node: Node, count: int) -> bool:
         count = min(count, self.reach)
         while count > 0 and node.parent is not None:
             if min(count, node.length) > self.held(node).covered_by_requests():
@@ -256,7 +252,7 @@ class WindowKV(PooledComponent):
             pages = node.length
         return total
 
-    def bury(self, node: Node) -> None:
+    def cut_off(self, node: Node) -> None:
         value = self.held(node)
         self.order.discard(node)
         loose = len(value.pages) - value.covered

@@ -52,16 +52,12 @@ class Models:
 
     @property
     def all(self) -> tuple[Checkpoint, ...]:
-        """The model's checkpoint, and that of the draft model, if there is one."""
         return (self.main,) if self.draft is None else (self.main, self.draft)
 
 
 def open_models(config: EngineConfig, checkpoint: Checkpoint) -> Models:
-    """The models of a runner for a checkpoint.
-
-    **Raises:** `ConfigError` for options that the model does not support, or that exclude each other; `CheckpointError`
-    for a draft model that cannot be read.
-    """
+    """The models of a runner. Raises `ConfigError` for options that the model does not support, or that exclude each
+    other; `CheckpointError` for a draft model that cannot be read."""
     refuse_with_states(config, checkpoint.config)
     refuse_with_latents(config, checkpoint.config)
     refuse_without_experts(config, checkpoint.config)
@@ -82,10 +78,7 @@ class Backend(Protocol[Model]):
         ...
 
     def build(self, models: Models) -> Model:
-        """The model, without values.
-
-        **Raises:** `ConfigError` for a model that the devices cannot compute.
-        """
+        """The model, without values. Raises `ConfigError` for a model that the devices cannot compute."""
         ...
 
     def build_draft(self, draft: Checkpoint) -> Model:
@@ -111,11 +104,9 @@ class Backend(Protocol[Model]):
 
 @dataclass(frozen=True, slots=True)
 class Assembly(Generic[Model]):
-    """A model, and a draft model or None, without values, and sizes on which all devices agree.
-
-    - `memory`: of one device, with both models.
-    - `pages`: pages, or slots, of each of the model's cache groups in memory; `draft_pages`: of the draft model's.
-    """
+    """A model, and a draft model or None, without values, and sizes on which all devices agree. `memory`: of one
+    device, with both models; `pages`: pages, or slots, of each of the model's cache groups in memory; `draft_pages`: of
+    the draft model's."""
 
     model: Model
     draft: Model | None
@@ -133,11 +124,8 @@ class Assembly(Generic[Model]):
 
 
 def settle(config: EngineConfig, models: Models, backend: Backend[Model]) -> Assembly[Model]:
-    """Builds models without values, chooses sizes, and logs them.
-
-    **Raises:** `ConfigError` if memory cannot hold the weights and one request, and for options that the devices or the
-    model do not support.
-    """
+    """Builds models without values, chooses sizes, and logs them. Raises `ConfigError` if memory cannot hold the
+    weights and one request, and for options that the devices or the model do not support."""
     model = backend.build(models)
     draft = None if models.draft is None else backend.build_draft(models.draft)
     memory = Memory(backend.platform, backend.available(), backend.weights_of(model), backend.groups_of(model))
@@ -166,7 +154,6 @@ def runner_spec(
     sizes: Sizes,
     mixed_shapes: tuple[tuple[int, int], ...] = (),
 ) -> RunnerSpec:
-    """The spec of a runner with these sizes."""
     return RunnerSpec(
         pools=pool_specs(memory, sizes, config.page_size),
         max_rows=sizes.max_rows,

@@ -27,25 +27,18 @@ FOLLOWER_GROUP = "sglang_jax.followers"
 """Entry points of backends that support several nodes."""
 
 _FRAMEWORK = {Backend.JAX: "jax", Backend.TORCH: "torch"}
-"""The framework of each backend, which is an optional dependency."""
 
 
 def load_backend(config: EngineConfig) -> BackendFactory:
-    """The factory of the backend that `config.backend` names.
-
-    `auto` is jax on a machine with a TPU, torch on one with a CUDA GPU, and otherwise the installed one, jax first. A
-    device that the options name counts as present.
-
-    **Raises:** `ConfigError` if it is not installed, naming those that are.
-    """
+    """The factory of the backend that `config.backend` names. `auto` is jax on a machine with a TPU, torch on one with
+    a CUDA GPU, and otherwise the installed one, jax first; a device that the options name counts as present. Raises
+    `ConfigError` if it is not installed."""
     return cast(BackendFactory, _find(config).load())
 
 
 def load_follower(config: EngineConfig) -> Follow:
-    """The function that nodes with a `config.node_rank` above 0 run, of the backend that `load_backend` would choose.
-
-    **Raises:** `ConfigError` if that backend does not support several nodes, or is not installed.
-    """
+    """The function that nodes with a `config.node_rank` above 0 run, of the same backend. Raises `ConfigError` if that
+    does not support several nodes, or is not installed."""
     name = _find(config).name
     followers = {entry.name: entry for entry in entry_points(group=FOLLOWER_GROUP)}
     if name not in followers:

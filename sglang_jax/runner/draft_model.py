@@ -1,10 +1,9 @@
-"""The parts of a draft model that both backends share. A draft model is a smaller model that drafts the samples of the
-main one.
+"""The parts of a draft model, which drafts the samples of the main one, that both backends share.
 
-Its layers are further layers of the model, with separate cache groups (`PoolSpec.draft`): scheduler and cache handle
-them like any other group. Steps with chunks compute the draft model together with the model. Steps of decode rows do
-not; before one with drafts, it computes the tokens that it has missed of each row with drafts (`DraftLag`), and then
-one draft after the other.
+Its layers are further layers of the model, with separate cache groups (`PoolSpec.draft`), which scheduler and cache
+handle like any other. Steps with chunks compute it together with the model. Steps of decode rows do not; before one
+with drafts, it computes the tokens that it has missed of each row with drafts (`DraftLag`), and then one draft after
+the other.
 """
 
 from __future__ import annotations
@@ -32,13 +31,10 @@ is not computed yet if all drafts were accepted."""
 
 
 def open_draft(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint | None:
-    """The draft model's checkpoint at `speculative_draft_model_path`, for the model of `checkpoint`; None without one.
-
-    It gets as many positions as the model, since drafts beyond its own are checked like any others.
-
-    **Raises:** `ConfigError` for a draft model with another vocabulary or with recurrent states, without a path, and
-    for a path without effect; `CheckpointError` for a draft model that cannot be read.
-    """
+    """The draft model at `speculative_draft_model_path` for the model of `checkpoint`; None without one. It gets as
+    many positions as the model, since drafts beyond its own are checked like any others. Raises `ConfigError` for a
+    draft model with another vocabulary or with recurrent states, without a path, and for a path without effect;
+    `CheckpointError` for one that cannot be read."""
     path, algorithm = config.speculative_draft_model_path, config.speculative_algorithm
     if algorithm is not SpeculativeAlgorithm.DRAFT:
         if path is not None:
@@ -88,17 +84,14 @@ def _refuse_other_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Ch
 
 
 def with_draft(memory: Memory, weights: int, groups: tuple[GroupMemory, ...]) -> Memory:
-    """`memory` with a draft model: adds its `weights`, in bytes, and its cache `groups`."""
+    """`memory` with the `weights`, in bytes, and cache `groups` of a draft model."""
     own = [replace(group, name=f"draft {group.name}", draft=True) for group in groups]
     return replace(memory, weights=memory.weights + weights, groups=(*memory.groups, *own))
 
 
 class DraftLag:
     """An upper bound of the tokens of each row that the draft model has not computed, which every rank derives from the
-    plans.
-
-    Only the device knows which drafts were accepted, and skips tokens that are computed already.
-    """
+    plans. Only the device knows which drafts were accepted, and skips tokens that are computed already."""
 
     def __init__(self, max_rows: int) -> None:
         self._behind: NDArray[np.intp] = np.zeros(max_rows, np.intp)
@@ -112,7 +105,6 @@ class DraftLag:
         return rows[late], count[late].astype(np.int32)
 
     def launched(self, flat: FlatPlan) -> None:
-        """Notes that a plan was launched."""
         plan, draft_numbers = flat.plan, flat.draft_numbers
         decoding, chunks = plan.rows[: plan.num_decode], plan.rows[plan.num_decode :]
         behind = self._behind[decoding]

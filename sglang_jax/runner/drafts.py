@@ -1,9 +1,7 @@
-"""Converts steps with drafts for runners whose kernels have one query per sequence: each query becomes a sequence.
-
-A step writes all its keys and values before any query reads them, so queries of one row that are computed together see
-the same as one after the other. The sample at a position is a function of the logits, the row's parameters and the
-position; a draft is accepted if and only if it equals that sample.
-"""
+"""Converts steps with drafts for runners whose kernels have one query per sequence: each query becomes a sequence. A
+step writes all its keys and values before any query reads them, so queries of one row see the same together as one
+after the other. The sample at a position is a function of the logits, the row's parameters and the position; a draft is
+accepted if and only if it equals that sample."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ class FlatPlan:
     """A plan whose decode sequences have one query each.
 
     - `plan`: one sequence per query of the original decode rows, and the chunks.
-    - `draft_numbers`: `[sequences]`, for a draft its number within its row, from 1; otherwise 0.
+    - `draft_numbers`: `[sequences]`, a draft's number within its row, from 1; otherwise 0.
     - `firsts`: `[n]`, the (first) sequence of each sequence of the original plan.
     """
 
@@ -73,8 +71,7 @@ def flatten_drafts(plan: StepPlan) -> FlatPlan:
 
 
 def restore_rows(flat: FlatPlan, found: StepResult, width: int) -> StepResult:
-    """The result of the original plan, from that of the flat one (`found`), with `REJECTED` after rejected drafts.
-    `width`: the runner's `max_samples`."""
+    """The result of the original plan, from that of the flat one (`found`). `width`: the runner's `max_samples`."""
     firsts, sequences = flat.firsts, len(flat.draft_numbers)
     if len(firsts) == sequences:
         return found
@@ -91,8 +88,8 @@ def restore_rows(flat: FlatPlan, found: StepResult, width: int) -> StepResult:
 
 
 def pack_texts(updates: Sequence[TextUpdate], size: int, pad_row: int, width: int) -> Int32:
-    """Up to `size` texts of at most `width` tokens as one int32 `[size, 2 + width]` array: row, length and tokens of
-    each. Unused entries empty row `pad_row`."""
+    """Up to `size` texts of at most `width` tokens as int32 `[size, 2 + width]`: row, length and tokens of each. Unused
+    entries empty row `pad_row`."""
     packed = np.zeros((size, 2 + width), np.int32)
     packed[:, 0] = pad_row
     for entry, update in zip(packed, updates, strict=False):
@@ -102,8 +99,8 @@ def pack_texts(updates: Sequence[TextUpdate], size: int, pad_row: int, width: in
 
 
 def pack_hints(updates: Sequence[HintUpdate], size: int, pad_row: int) -> Int32:
-    """Up to `size` hints as one int32 `[size, 1 + HINT_TOKENS]` array: row and tokens of each, padded with `DRAFT`,
-    which no text contains. Unused entries have row `pad_row`."""
+    """Up to `size` hints as int32 `[size, 1 + HINT_TOKENS]`: row and tokens of each, padded with `DRAFT`, which no text
+    contains. Unused entries have row `pad_row`."""
     packed = np.full((size, 1 + HINT_TOKENS), DRAFT, np.int32)
     packed[:, 0] = pad_row
     for entry, update in zip(packed, updates, strict=False):

@@ -1,12 +1,10 @@
 """A runner without a model, for tests: a row's sample is a hash of everything that the row can see (`fake_model.py`).
 
-Each KV slot holds a hash of its token, its position, and all that its query saw when it was written. So a wrong page,
-now or earlier, changes samples. Each group of layers has separate slots; in a group with a window, a query sees the
-last ones. `FakeRunner` keeps its own page tables, last tokens and sampling state, which it updates only from plans, so
-errors in a plan change samples, too. A slot of a group of recurrent states is a hash of everything that was written
-since the row's first token, in order and without rejected drafts, so a state that is stale, of another row, or of
-another length changes samples. KV depends on the namespace. A step spoilt by a device fault writes KV from which
-samples are not finite.
+Each KV slot holds a hash of its token, its position, and all that its query saw when it was written, and each group has
+separate slots, so a wrong page, now or earlier, changes samples. `FakeRunner` updates its page tables, last tokens and
+sampling state only from plans, so errors in a plan change samples, too. A slot of recurrent states is a hash of
+everything written since the row's first token, in order and without rejected drafts, so a state that is stale, of
+another row, or of another length changes samples.
 
 With a `RunnerSpec.max_samples` above 1, it makes drafts, some of which are right, and writes their KV like any other. A
 row's samples do not depend on them, but the number of samples in one step does.
@@ -43,10 +41,8 @@ from sglang_jax.runner.pulse import Building
 
 
 class FakeHandle:
-    """A launched step. It runs when its result is asked for if the runner is lazy, otherwise as soon as it can.
-
-    **Arguments:** `run`: runs it with the masks of its masked sequences; `masked`: the number of these.
-    """
+    """A launched step. It runs when its result is asked for if the runner is lazy, otherwise as soon as it can. `run`:
+    runs it with the masks of its `masked` sequences."""
 
     def __init__(self, run: Callable[[TokenMasks | None], StepResult], lazy: bool, masked: int, words: int) -> None:
         self._run = run
@@ -57,7 +53,6 @@ class FakeHandle:
 
     @property
     def waits(self) -> bool:
-        """Whether it has masked sequences, and no masks yet."""
         return self._shape[0] > 0 and self._masks is None
 
     def sample(self, masks: TokenMasks) -> None:
@@ -74,15 +69,12 @@ class FakeHandle:
 
 
 class FakeRunner:
-    """See the module's docstring.
-
-    **Arguments:**
-
-    - `lazy`: whether steps run when their result is asked for, as late as a device may; otherwise when launched.
+    """- `lazy`: steps run when their result is asked for, as late as a device may; otherwise when launched.
     - `invalid_token`: a row that samples right after computing this token reports logits that are not finite.
-
-    `spoil_next`: makes the next launched step write KV that is not finite and sample nothing. `namespace_of`: returns
-    the namespace of a row's request at the launch; if not set, all are None.
+    - `spoil_next`: the next launched step writes KV that is not finite and samples `INVALID_TOKEN`, as after a device
+      fault.
+    - `namespace_of`: returns the namespace of a row's request at the launch, on which KV depends; if not set, all are
+      None.
     """
 
     def __init__(self, spec: RunnerSpec, *, lazy: bool = True, invalid_token: int | None = None) -> None:
@@ -119,11 +111,9 @@ class FakeRunner:
         """Does nothing: there are no programs."""
 
     def start_profile(self, folder: str) -> None:
-        """Starts counting steps."""
         self._profile = Path(folder), self._next_step
 
     def stop_profile(self) -> None:
-        """Writes the number of steps launched since `start_profile`."""
         assert self._profile is not None, "no profile is taken"
         (folder, first), self._profile = self._profile, None
         (folder / "steps.txt").write_text(str(self._next_step - first))
@@ -132,7 +122,6 @@ class FakeRunner:
         return RunnerReport("fake", "none", 0, 0, 0, 0, {})
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """Empty: there are no experts."""
         return ()
 
     def close(self) -> None:
@@ -162,7 +151,6 @@ class FakeRunner:
             self._slots[group][first : first + self._page_size] = [fake_model.mix(page, 0xDEAD)] * self._page_size
 
     def _check(self, plan: StepPlan) -> None:
-        """Checks all properties that a plan must have."""
         count = len(plan.rows)
         assert plan.step == self._next_step, f"step {plan.step} launched, expected {self._next_step}"
         self._next_step += 1
@@ -199,7 +187,6 @@ class FakeRunner:
             assert not targets & set(copies.sources.tolist()), "a slot is copied from and to"
 
     def _check_texts(self, plan: StepPlan, drafts: NDArray[np.intp]) -> None:
-        """Checks that rows with drafts have the text of their present request."""
         for update in plan.row_updates.sampling:
             self._texts.discard(update.row)
         self._texts.update(update.row for update in plan.row_updates.texts)
@@ -237,7 +224,6 @@ class FakeRunner:
         )
 
     def _choices(self, plan: StepPlan, masks: TokenMasks | None) -> list[Sequence[int]]:
-        """The tokens that each sequence may sample."""
         choices: list[Sequence[int]] = [range(self._spec.vocab_size)] * len(plan.rows)
         if plan.masked is not None and masks is not None:
             for words, index in zip(masks.words, np.flatnonzero(plan.masked).tolist(), strict=True):
@@ -253,7 +239,6 @@ class FakeRunner:
                 states[target] = states[source]
 
     def _start(self, plan: StepPlan, index: int) -> int:
-        """Position of a sequence's first query."""
         row, length = int(plan.rows[index]), int(plan.query_lens[index])
         start = int(plan.kv_lens[index]) - length
         if plan.length_on_device is not None and plan.length_on_device[index]:
@@ -308,19 +293,17 @@ class FakeRunner:
 
     @staticmethod
     def _kept_tokens(tokens: int, drafts: int, sampled: int) -> int:
-        """How many of a sequence's tokens, of which `drafts` are drafts, belong to the row after `sampled` samples:
-        the last sample is of the token after them."""
+        """How many of a sequence's tokens belong to the row after `sampled` samples: the last sample is of the token
+        after them."""
         return tokens - drafts + max(sampled - 1, 0)
 
     def _begin_states(self, row: int, start: int, begin: int) -> dict[int, int]:
-        """The states of a row before position `start`, by group with states."""
         return {
             group: begin if start == 0 or begin == fake_model.NOT_FINITE else states[self._tables[group][row, 0]]
             for group, states in self._states.items()
         }
 
     def _sample(self, row: int, seen: int, token: int, choice: Sequence[int]) -> int:
-        """The row's sample of `choice` after `token`."""
         state = self._rows.get(row)
         if state is None or seen == fake_model.NOT_FINITE or token == self._invalid_token:
             return INVALID_TOKEN

@@ -1,5 +1,5 @@
-"""The model of `FakeRunner`: hashes instead of keys, values, states and logits; and an oracle that computes samples
-from the tokens only."""
+"""The model of `FakeRunner`: hashes instead of keys, values, states and logits; and an oracle of samples from the
+tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 def mix(*values: int) -> int:
-    """A 64-bit hash."""
     state = 0x243F6A8885A308D3
     for value in values:
         state = (state ^ (value & _MASK)) * _MULTIPLIER & _MASK
@@ -32,24 +31,20 @@ def begin(namespace: str | None) -> int:
 
 
 def _see(seen: int, value: int) -> int:
-    """The hash of a query after it has seen one more slot."""
     if seen == NOT_FINITE or value == NOT_FINITE:
         return NOT_FINITE
     return (seen * 0x100000001B3 + value) & _MASK
 
 
 def write(seen: int, token: int, position: int) -> int:
-    """The content of the slot that a token's query writes."""
     return NOT_FINITE if seen == NOT_FINITE else mix(seen, token, position)
 
 
 def sample(seen: int, seed: int, prompt_len: int, tokens: Sequence[int]) -> int:
-    """The sample, one of `tokens`, which are the allowed ones."""
     return tokens[mix(seen, seed, prompt_len) % len(tokens)]
 
 
 def logprob(seen: int, token: int) -> float:
-    """The logprob of a token after a query with hash `seen`."""
     if seen == NOT_FINITE:
         return float("nan")
     return -float(mix(seen, token) % 10007) / 1000.0
@@ -57,11 +52,8 @@ def logprob(seen: int, token: int) -> float:
 
 class Sight:
     """The hashes of the queries of one row, at successive positions, from the slots of each group that they see.
-
-    **Arguments:** `windows`: of each group, None if it sees all; `begin`: the hash before any slot; `read(group,
-    position)`: the content of a slot; `states`: by index of groups with states, the state after the first `start`
-    positions, which are not read again.
-    """
+    `windows`: of each group, None if it sees all; `begin`: the hash before any slot; `read(group, position)`: the
+    content of a slot; `states`: by group, the state after the first `start` positions, which are not read again."""
 
     def __init__(
         self,
@@ -78,7 +70,6 @@ class Sight:
         self._seen = [start if group in states else 0 for group in range(len(windows))]
 
     def state(self, group: int) -> int:
-        """The hash of everything seen of a group."""
         return self._known[group]
 
     def of(self, position: int, end: int) -> int:

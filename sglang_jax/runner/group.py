@@ -1,9 +1,6 @@
-"""One model in several processes: rank 0 plans, the others follow.
-
-Every process runs the same plans in the same order on its devices, and samples separately from the same logits, seeds
-and masks, so only plans and masks are sent between processes on the host. Each backend chooses the transport of orders:
-a pipe to a child, or a connection to another node.
-"""
+"""One model in several processes: rank 0 plans, the others follow. Every process runs the same plans in the same order
+on its devices, and samples separately from the same logits, seeds and masks, so only plans and masks are sent between
+hosts. Each backend chooses the transport of orders: a pipe to a child, or a connection to another node."""
 
 from __future__ import annotations
 
@@ -80,18 +77,16 @@ class Followers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """A step that was launched in every process."""
-
     step: StepHandle
     followers: Followers
 
     def sample(self, masks: TokenMasks) -> None:
-        """See `StepHandle`. As for a launch, this process is first."""
+        """As for a launch, this process is first."""
         self.step.sample(masks)
         self.followers.send(masks)
 
     def result(self) -> StepResult:
-        """See `StepHandle`. Raises `RuntimeError` if a process was lost, since the result is then invalid."""
+        """Raises `RuntimeError` if a process was lost, since the result is then invalid."""
         try:
             return self.step.result()
         finally:
@@ -110,12 +105,12 @@ class GroupRunner:
         return self._runner.spec
 
     def warm_up(self, progress: Callable[[int, int, str], None], *, first_only: bool = False) -> None:
-        """See `Runner`. Builds all programs, since every process has to run the same ones."""
+        """Builds all programs, since every process has to run the same ones."""
         self._followers.send(WarmUp())
         self._runner.warm_up(progress)
 
     def announce_builds(self, building: Building) -> None:
-        """See `Runner`. The other processes build the same programs at the same time."""
+        """The other processes build the same programs at the same time."""
         self._runner.announce_builds(building)
 
     def announce_ranks(self, note: NoteBeat) -> None:
@@ -123,23 +118,20 @@ class GroupRunner:
         self._followers.announce(note)
 
     def launch(self, plan: StepPlan) -> GroupStep:
-        """See `Runner`. This process launches first, since it refuses invalid plans."""
+        """This process launches first, since it refuses invalid plans."""
         step = self._runner.launch(plan)
         self._followers.send(plan)
         return GroupStep(step, self._followers)
 
     def start_profile(self, folder: str) -> None:
-        """See `Runner`. Every process records a profile."""
         self._runner.start_profile(folder)
         self._followers.send(StartProfile(folder))
 
     def stop_profile(self) -> None:
-        """See `Runner`."""
         self._followers.send(StopProfile())
         self._runner.stop_profile()
 
     def report(self) -> RunnerReport:
-        """The report of this process."""
         return self._runner.report()
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:

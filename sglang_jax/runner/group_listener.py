@@ -1,11 +1,9 @@
 """Connects processes on other nodes to rank 0. Each side proves that it knows the group's secret before the other uses
-its messages.
+its messages; afterwards, messages are neither encrypted nor signed: the network between nodes must be trusted.
 
-The thread that accepts connections never waits for one, so a silent connection blocks no other. After the handshake,
-messages are neither encrypted nor signed: the network between nodes must be trusted.
-
-The proofs are HMAC-SHA256 (RFC 2104) over the fresh random numbers of both sides and the message, with a word for the
-side, so that a proof can be neither reflected nor replayed.
+The thread that accepts connections never waits for one, so a silent connection blocks no other. The proofs are
+HMAC-SHA256 (RFC 2104) over the fresh random numbers of both sides and the message, with a word for the side, so that a
+proof can be neither reflected nor replayed.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ HANDSHAKE_SECONDS = 10.0
 RESOLVE_SECONDS = 30.0
 """Maximum time until the name of this machine resolves: that of a pod is known only after its start."""
 
-_MOST_STRANGERS = 256
+_MOST_UNPROVEN = 256
 """Maximum connections without a proof; then the oldest is dropped. A follower sends its proof within milliseconds."""
 
 _GREETING = b"sglang-jax group 1\n"
 _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
-_MOST_SAID = 1024
+_MOST_MESSAGE_BYTES = 1024
 _FOLLOWER = b"follower"
 _LEADER = b"leader"
 
@@ -64,21 +62,17 @@ _ANSWERS = Codec(Answer)
 
 
 class FollowerListener:
-    """Listens for followers, on a free `port` and on the address `host`.
-
-    **Arguments:** `host`: name or address to listen on; `secret`: of the group, empty for none, in which case any
-    process with the right protocol is accepted; `form`: `Codec.form` of the orders that will be sent.
-
-    **Raises:** `ConfigError` if `host` is not an address of this machine.
-    """
+    """Listens for followers on a free `port` of `host`, a name or address. `secret`: of the group; if empty, any
+    process with the right protocol is accepted; `form`: `Codec.form` of the orders that will be sent. Raises
+    `ConfigError` if `host` is not an address of this machine."""
 
     def __init__(self, host: str, secret: bytes, form: str) -> None:
         self._listener = _listen(host)
         self._secret = secret
         self._form = form
         self._count = 0
-        self._here: dict[int, Connection] = {}
-        self._strangers: deque[socket.socket] = deque()
+        self._accepted: dict[int, Connection] = {}
+        self._unproven: deque[socket.socket] = deque()
         self._lock = threading.Lock()
         self._found: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.host: str
@@ -86,10 +80,8 @@ class FollowerListener:
         self.host, self.port, *_ = self._listener.getsockname()
 
     def accept(self, count: int, timeout: float) -> list[tuple[Connection, str]]:
-        """The connections of ranks 1 to `count`, in order, each with its name for messages. Closes the listener.
-
-        **Raises:** `ConfigError` if they do not arrive within `timeout` seconds.
-        """
+        """The connections of ranks 1 to `count`, in order, each with its name for messages. Closes the listener. Raises
+        `ConfigError` if they do not arrive within `timeout` seconds."""
         self._count = count
         threading.Thread(target=self._accept_all, daemon=True, name="group-listener").start()
         deadline = time.monotonic() + timeout
@@ -97,63 +89,65 @@ class FollowerListener:
             for _ in range(count):
                 self._found.get(timeout=max(deadline - time.monotonic(), 0.0))
         except queue.Empty:
-            names = ", ".join(_name(rank) for rank in sorted(self._here)) or "none"
+            names = ", ".join(_name(rank) for rank in sorted(self._accepted)) or "none"
             raise ConfigError(
                 f"{count} other nodes must connect within {timeout:.0f} s; connected: {names}. "
                 "Is the same command running on each, with its own node_rank?"
             ) from None
         finally:
             self._close()
-        return [(self._here[rank], _name(rank)) for rank in sorted(self._here)]
+        return [(self._accepted[rank], _name(rank)) for rank in sorted(self._accepted)]
 
     def _close(self) -> None:
         with suppress(OSError):  # not every system supports this for a listening socket
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
-            for stranger in self._strangers:
-                _hang_up(stranger)
+            for connection in self._unproven:
+                _hang_up(connection)
 
     def _accept_all(self) -> None:
         while True:
             try:
-                stranger, address = self._listener.accept()
+                connection, address = self._listener.accept()
             except ConnectionError:
                 continue
             except OSError:
                 return  # the listener was closed
             with self._lock:
-                self._strangers.append(stranger)
-                if len(self._strangers) > _MOST_STRANGERS:
-                    _hang_up(self._strangers.popleft())
+                self._unproven.append(connection)
+                if len(self._unproven) > _MOST_UNPROVEN:
+                    _hang_up(self._unproven.popleft())
             name = f"{address[0]}:{address[1]}"
-            threading.Thread(target=self._meet, args=(stranger, name), daemon=True, name="group-handshake").start()
+            threading.Thread(
+                target=self._handshake, args=(connection, name), daemon=True, name="group-handshake"
+            ).start()
 
-    def _meet(self, stranger: socket.socket, name: str) -> None:
-        with stranger:
+    def _handshake(self, connection: socket.socket, name: str) -> None:
+        with connection:
             try:
-                self._let_in(stranger)
+                self._authenticate(connection)
             except (FrameError, OSError) as error:
                 logger.warning("Refused %s, which tried to join the nodes: %s", name, error)
             finally:
                 with self._lock, suppress(ValueError):  # it was dropped already
-                    self._strangers.remove(stranger)
+                    self._unproven.remove(connection)
 
-    def _let_in(self, stranger: socket.socket) -> None:
+    def _authenticate(self, connection: socket.socket) -> None:
         """Accepts or refuses a connection. Raises `OSError` or `FrameError` with the reason of a refusal."""
-        wire = _Handshake(stranger)
+        wire = _Handshake(connection)
         random = _GREETING + secrets.token_bytes(_RANDOM_BYTES)
         wire.send(random)
         theirs = wire.read(_RANDOM_BYTES)
-        said = wire.read_said(self._secret, _FOLLOWER + random + theirs)
-        hello = _HELLOS.decode(said)
+        message = wire.read_message(self._secret, _FOLLOWER + random + theirs)
+        hello = _HELLOS.decode(message)
         with self._lock:
             refusal = self._refusal(hello)
-            wire.say(_ANSWERS.encode(Answer(refusal)), self._secret, _LEADER + random + theirs + said)
+            wire.send_message(_ANSWERS.encode(Answer(refusal)), self._secret, _LEADER + random + theirs + message)
             if refusal:
                 raise FrameError(refusal)
-            stranger.settimeout(None)
-            self._here[hello.rank] = Connection(stranger.detach())
+            connection.settimeout(None)
+            self._accepted[hello.rank] = Connection(connection.detach())
         self._found.put(hello.rank)
 
     def _refusal(self, hello: Hello) -> str:
@@ -161,16 +155,14 @@ class FollowerListener:
             return "it runs another version of this package than node 0"
         if not 0 < hello.rank <= self._count:
             return f"its node_rank is {hello.rank}, and the group has nodes 0 to {self._count}"
-        if hello.rank in self._here:
+        if hello.rank in self._accepted:
             return f"a node with node_rank {hello.rank} is already connected"
         return ""
 
 
 def connect_to_leader(address: tuple[str, int], secret: bytes, hello: Hello) -> Connection:
-    """A follower's connection to rank 0's `FollowerListener` at `address`.
-
-    **Raises:** `ConfigError` if nothing listens there, if it does not know the secret, or if it refuses this node.
-    """
+    """A follower's connection to rank 0's `FollowerListener` at `address`. Raises `ConfigError` if nothing listens
+    there, if it does not know the secret, or if it refuses this node."""
     where = f"node 0 at {address[0]}:{address[1]}"
     try:
         with socket.create_connection(address, timeout=HANDSHAKE_SECONDS) as connection:
@@ -178,10 +170,10 @@ def connect_to_leader(address: tuple[str, int], secret: bytes, hello: Hello) -> 
             random = wire.read(len(_GREETING) + _RANDOM_BYTES)
             if not random.startswith(_GREETING):
                 raise FrameError(f"it sent {random[: len(_GREETING)]!r} as its greeting: does it run another version?")
-            mine, said = secrets.token_bytes(_RANDOM_BYTES), _HELLOS.encode(hello)
+            mine, message = secrets.token_bytes(_RANDOM_BYTES), _HELLOS.encode(hello)
             wire.send(mine)
-            wire.say(said, secret, _FOLLOWER + random + mine)
-            answer = _ANSWERS.decode(wire.read_said(secret, _LEADER + random + mine + said))
+            wire.send_message(message, secret, _FOLLOWER + random + mine)
+            answer = _ANSWERS.decode(wire.read_message(secret, _LEADER + random + mine + message))
             if answer.refusal:
                 raise FrameError(answer.refusal)
             connection.settimeout(None)
@@ -198,12 +190,11 @@ class _Handshake:
         self._deadline = time.monotonic() + HANDSHAKE_SECONDS
 
     def send(self, data: bytes) -> None:
-        """Sends bytes. Raises `OSError`."""
         self._wait()
         self._connection.sendall(data)
 
     def read(self, size: int) -> bytes:
-        """Reads `size` bytes. Raises `OSError` if the other side closes the connection or is silent."""
+        """Raises `OSError` if the other side closes the connection or is silent."""
         data = b""
         while len(data) < size:
             self._wait()
@@ -213,21 +204,21 @@ class _Handshake:
             data += part
         return data
 
-    def say(self, said: bytes, secret: bytes, before: bytes) -> None:
-        """Sends the message `said` with a proof of the secret over it and the messages `before`."""
-        self.send(_prove(secret, before, said) + len(said).to_bytes(2, "big") + said)
+    def send_message(self, message: bytes, secret: bytes, before: bytes) -> None:
+        """Sends the message `message` with a proof of the secret over it and the messages `before`."""
+        self.send(_prove(secret, before, message) + len(message).to_bytes(2, "big") + message)
 
-    def read_said(self, secret: bytes, before: bytes) -> bytes:
+    def read_message(self, secret: bytes, before: bytes) -> bytes:
         """Reads a message of the other side and checks its proof. Raises `OSError`; `FrameError` if the proof is
         wrong."""
         proof = self.read(_PROOF_BYTES)
         size = int.from_bytes(self.read(2), "big")
-        if size > _MOST_SAID:
-            raise FrameError(f"it sent {size} bytes; the limit is {_MOST_SAID}")
-        said = self.read(size)
-        if not hmac.compare_digest(proof, _prove(secret, before, said)):
+        if size > _MOST_MESSAGE_BYTES:
+            raise FrameError(f"it sent {size} bytes; the limit is {_MOST_MESSAGE_BYTES}")
+        message = self.read(size)
+        if not hmac.compare_digest(proof, _prove(secret, before, message)):
             raise FrameError("it has another group secret; the secret must be the same on every node")
-        return said
+        return message
 
     def _wait(self) -> None:
         left = self._deadline - time.monotonic()
@@ -236,24 +227,23 @@ class _Handshake:
         self._connection.settimeout(left)
 
 
-def _prove(secret: bytes, before: bytes, said: bytes) -> bytes:
+def _prove(secret: bytes, before: bytes, message: bytes) -> bytes:
     """The proof of a message. All parts but the last have fixed lengths, so different conversations sign different
     bytes."""
-    return hmac.digest(secret, before + said, "sha256")
+    return hmac.digest(secret, before + message, "sha256")
 
 
 def _name(rank: int) -> str:
     return f"node {rank}"
 
 
-def _hang_up(stranger: socket.socket) -> None:
+def _hang_up(connection: socket.socket) -> None:
     """Closes a connection so that a thread that reads from it notices."""
     with suppress(OSError):  # it is closed already
-        stranger.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _listen(host: str) -> socket.socket:
-    """A socket that listens on one address and a free port."""
     try:
         family, address = _resolve(host)
         return socket.create_server((address, 0), family=family, backlog=64)

@@ -1,5 +1,4 @@
-"""Scales of keys and values in 8 bits: whether to use the checkpoint's, and the tokens with which every backend
-calibrates a cache without any."""
+"""Scales of keys and values in 8 bits: whether to use the checkpoint's, and tokens to calibrate a cache without any."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from sglang_jax.config import KVCacheDtype
 logger = logging.getLogger(__name__)
 
 ROWS, LENGTH = 8, 64
-"""Sequences of a calibration, and tokens of each. One sequence is not enough, since its first key and value are often
+"""Sequences of a calibration, and tokens of each. More than one, since the first key and value of a sequence are often
 far larger than all others (Xiao et al. 2023, "Efficient streaming language models with attention sinks")."""
 
 LARGEST_STORED = {KVCacheDtype.FLOAT8_E4M3: 448.0, KVCacheDtype.INT8: 127.0}
@@ -25,14 +24,10 @@ _SEED = 0
 
 
 def kv_scale_factor(checkpoint: Checkpoint, dtype: KVCacheDtype) -> float | None:
-    """The factor by which to multiply the checkpoint's scales for a cache of `dtype`. Scales that were made for another
-    dtype then cover the same range.
-
-    None if the cache does not have 8 bits, or if the checkpoint has no scales: float8, whose resolution is relative, is
-    then stored with a scale of 1. Logs which case it is.
-
-    **Raises:** `CheckpointError` for scales that cannot be used.
-    """
+    """The factor for the checkpoint's scales in a cache of `dtype`, so that scales made for another dtype cover the
+    same range. None if the cache does not have 8 bits, or the checkpoint has no scales: float8, whose resolution is
+    relative, is then stored with a scale of 1. Logs which case it is. Raises `CheckpointError` for scales that cannot
+    be used."""
     parameters = checkpoint.kv_parameters()
     if not parameters.has(ParameterKind.SCALE):
         if dtype is KVCacheDtype.FLOAT8_E4M3:

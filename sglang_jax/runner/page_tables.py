@@ -12,13 +12,10 @@ from sglang_jax.runner.plan import Int32, PageDeltas, RunnerSpec, SlotCopies
 
 @dataclass(frozen=True, slots=True)
 class TableLayout:
-    """The columns of the table: those of each pool, which start at `starts`, in the order of pools.
-
-    - `paged`: first and last column of each pool with pages; `draft`: indices in it of a draft model's pools.
-    - `slots`: the column with each row's slot for its state, None without states.
-    - `first_draft_slot`: the first slot after those of the pool. These slots take the states after the drafts of a
-      step, see `runner.drafts`.
-    """
+    """The columns of the table: those of each pool, which start at `starts`, in the order of pools. `paged`: first and
+    last column of each pool with pages; `draft`: indices in it of a draft model's pools; `slots`: the column with each
+    row's slot for its state, None without states; `first_draft_slot`: the first slot after those of the pool, for the
+    states after the drafts of a step (see `runner.drafts`)."""
 
     paged: tuple[tuple[int, int | None], ...] = ((0, None),)
     draft: tuple[int, ...] = ()
@@ -28,7 +25,6 @@ class TableLayout:
 
     @classmethod
     def of(cls, spec: RunnerSpec) -> TableLayout:
-        """The layout of a runner's table."""
         ends = list(accumulate(pool.columns(spec.max_context) for pool in spec.pools))
         starts = (0, *ends[:-1])
         placed = list(zip(spec.pools, starts, ends, strict=True))
@@ -40,7 +36,6 @@ class TableLayout:
 
     @property
     def states(self) -> bool:
-        """Whether the model keeps states."""
         return self.slots is not None
 
 

@@ -1,8 +1,5 @@
-"""The data that scheduler and runner exchange.
-
-A plan is immutable and owns its arrays: the scheduler never writes to them again, so a runner may read
-them at any time until it has returned the result.
-"""
+"""The data that scheduler and runner exchange. A plan is immutable and owns its arrays: the scheduler never writes to
+them again, so a runner may read them until it has returned the result."""
 
 from __future__ import annotations
 
@@ -23,17 +20,17 @@ LOGPROB_BUCKETS = (0, 1, 5, 20)
 
 NO_LOGPROBS = -1
 INVALID_TOKEN = -1
-"""A sampled row whose logits were not finite reports this token."""
+"""The sample of a row whose logits were not finite."""
 
 LAST_TOKEN = -1
-"""In `StepPlan.tokens`: the token that the row sampled last. It is on the device; the host may not have it yet."""
+"""In `StepPlan.tokens`: the token that the row sampled last, on the device; the host may not have it yet."""
 
 MASK_WORD = 32
 """Tokens per word of a mask."""
 
 DRAFT = -2
-"""In `StepPlan.tokens`, after a `LAST_TOKEN`: the runner's draft of the row's next token. Only for runners whose
-`RunnerSpec.max_samples` is above 1."""
+"""In `StepPlan.tokens`, after a `LAST_TOKEN`: the runner's draft of the row's next token, if `RunnerSpec.max_samples`
+is above 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +65,16 @@ class PoolSpec:
 class RunnerSpec:
     """The limits and properties of a runner, which never change.
 
-    - `max_rows`: rows of the page table, and so the maximum number of running requests.
-    - `token_budget`: maximum tokens (decode rows + prefill chunks) per step.
-    - `max_context`: maximum tokens per row.
-    - `vocab_size`: token ids are in `[0, vocab_size)`.
+    - `max_rows`: rows of the page table, and so the maximum number of running requests; `max_context`: maximum tokens
+      per row.
+    - `token_budget`: maximum tokens (decode rows + prefill chunks) per step; `prompt_tokens`: default maximum of the
+      chunks.
     - `mixed_shapes`: (tokens, rows) of the programs for steps with chunks, smallest first; a step costs as much as the
       first one that it fits in. Empty for a runner without padding.
     - `max_samples`: maximum tokens that a row samples in one step; above 1 for a runner with drafts.
-    - `drafts_with_prompts`: a step may have both drafts and chunks. If False, decode rows plus drafts of a step are
-      at most `max_rows`.
+    - `drafts_with_prompts`: a step may have both drafts and chunks. If False, decode rows plus drafts of a step are at
+      most `max_rows`.
     - `max_drafts`: maximum drafts of one step, in all rows; None if only the other limits apply.
-    - `prompt_tokens`: default of the maximum prompt tokens per step.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -103,12 +99,11 @@ class RunnerSpec:
 
     @property
     def table_columns(self) -> int:
-        """Total columns of the page tables of all pools."""
         return sum(pool.columns(self.max_context) for pool in self.pools)
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that the first pool with pages holds. If there are only states: slots times the maximum context."""
+        """Tokens that the first pool with pages holds; slots times the maximum context if there are only states."""
         pool = next((pool for pool in self.pools if not pool.kind.keeps_states), self.pools[0])
         tokens = self.max_context if pool.kind.keeps_states else pool.page_size
         return (pool.num_pages - 1) * tokens
@@ -116,10 +111,8 @@ class RunnerSpec:
 
 @dataclass(frozen=True, slots=True)
 class PageDeltas:
-    """Entries of one page table to overwrite before the step runs: `table[rows[i], columns[i]] = pages[i]`.
-
-    All three are `[deltas]`; a (row, column) pair appears at most once.
-    """
+    """Entries of one page table to overwrite before the step runs: `table[rows[i], columns[i]] = pages[i]`, all
+    `[deltas]`. A (row, column) pair appears at most once."""
 
     rows: Int32
     columns: Int32
@@ -128,12 +121,10 @@ class PageDeltas:
 
 @dataclass(frozen=True, slots=True)
 class SlotCopies:
-    """Copies within pool number `pool` of the spec, a pool of states: after the previous step has run, and before this
-    step writes anything, slot `sources[i]` is copied to `targets[i]`. Both are `[copies]`.
-
-    Targets are the slots of rows of the plan, after its deltas. Each occurs once, and none is a source. So instead of
-    copying, a runner may start a row's sequence from the source and write its last state to the target.
-    """
+    """Copies in pool `pool`, one of states: after the previous step has run, and before this step writes anything, slot
+    `sources[i]` is copied to `targets[i]`, both `[copies]`. Targets are the slots of rows of the plan, after its
+    deltas. Each occurs once, and none is a source, so a runner may also start a row's sequence from the source and
+    write its last state to the target."""
 
     pool: int
     sources: Int32
@@ -142,13 +133,13 @@ class SlotCopies:
 
 @dataclass(frozen=True, slots=True)
 class SamplingUpdate:
-    """The sampling of a row from now on, for a request that was newly admitted, or again after a retraction.
+    """The sampling of a row from now on, for a request that was admitted, or again after a retraction.
 
     - `seed`: resolved, non-negative, below 2**63.
     - `prompt_len`: tokens before the first output token; output number k is sampled at `kv_len == prompt_len + k`.
     - `stop_ids`: `[ids]`, masked while fewer than `sampling.min_new_tokens` outputs were sampled.
-    - `history`: `[tokens]` prompt and kept output, given only if `sampling.counts_tokens`. The runner counts output
-      tokens that are sampled later.
+    - `history`: `[tokens]` prompt and kept output, given only if `sampling.counts_tokens`. The runner counts later
+      samples.
     """
 
     row: int
@@ -169,7 +160,6 @@ class TextUpdate:
 
 
 HINT_TOKENS = 64
-"""Maximum tokens of a hint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +173,8 @@ class HintUpdate:
 
 @dataclass(frozen=True, slots=True)
 class RowUpdates:
-    """Changes of rows before a step runs, by kind; the kinds are independent of each other. `texts`, and `hints`, which
-    apply after them, are only for runners whose `RunnerSpec.max_samples` is above 1."""
+    """Changes of rows before a step runs, by kind; the kinds are independent. `texts`, and `hints`, which apply after
+    them, are only for runners with a `RunnerSpec.max_samples` above 1."""
 
     sampling: tuple[SamplingUpdate, ...] = ()
     texts: tuple[TextUpdate, ...] = ()
@@ -196,10 +186,8 @@ NO_UPDATES = RowUpdates()
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Requested logprobs of prompt tokens within one prefill chunk.
-
-    Query `first + i` of sequence `sequence` (an index into `StepPlan.rows`) predicts `targets[i]`.
-    """
+    """Requested logprobs of prompt tokens within one prefill chunk: query `first + i` of sequence `sequence` (an index
+    into `StepPlan.rows`) predicts `targets[i]`."""
 
     sequence: int
     first: int
@@ -210,18 +198,17 @@ class PromptLogprobs:
 class StepPlan:
     """One forward step over `n` sequences, each in a separate row; decode rows come first.
 
-    - `step`: counts up by one; plans are executed in this order.
-    - `rows`: `[n]`.
+    - `step`: counts up by one; plans are executed in this order. `rows`: `[n]`.
     - `num_decode`: the first `num_decode` sequences have one query each, `LAST_TOKEN`, and sample.
-    - `query_lens`: `[n]` >= 1; `kv_lens`: `[n]` KV length after this step has written. Query i of a sequence is
-      at position `kv_len - query_len + i` and attends to every key at or before its own position.
+    - `query_lens`: `[n]` >= 1; `kv_lens`: `[n]` KV length after this step has written. Query i of a sequence is at
+      position `kv_len - query_len + i` and attends to every key at or before its own position.
     - `tokens`: `[sum(query_lens)]`, the source of each query's token: an id, `LAST_TOKEN` or `DRAFT`.
     - `samples`: `[n]` True if the sequence samples a token after its last query; False for a chunk that does not end
       its prompt, or whose request only scores the prompt. The token sampled last becomes the row's last token.
     - `length_on_device`: `[n]` True if the sequence continues where the row's previous step ends, which only the device
-      knows while that step is in flight; `kv_lens` is then the maximum. None if this applies to no sequence. Only for
-      runners whose `RunnerSpec.max_samples` is above 1. A sequence with drafts samples after its last token and after
-      each correct draft, up to the first wrong one.
+      knows while that step is in flight; `kv_lens` is then the maximum. None if this applies to no sequence. Only with
+      a `RunnerSpec.max_samples` above 1. A sequence with drafts samples after its last token and after each correct
+      draft, up to the first wrong one.
     - `masked`: `[n]` True if the sequence samples under a mask; such a sequence has no drafts. The step then runs in
       two parts: `Runner.launch` starts the forward pass, and `StepHandle.sample`, which supplies the masks, samples for
       all sequences. None if no sequence is masked; the step then has one part.
@@ -230,10 +217,8 @@ class StepPlan:
       is the row's slot: its sequence continues from the state there, and writes the state after its last token, or
       after the last correct draft, to it. A sequence whose first query is at position 0 starts without a state,
       whatever is in the slot.
-    - `copies`: copies within pools of states before the step.
-    - `row_updates`: changes of rows before the step.
-    - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: number of alternatives reported with the
-      sampled token's own logprob.
+    - `top_logprobs`: `NO_LOGPROBS`, or one of `LOGPROB_BUCKETS`: alternatives reported with the sampled token's
+      logprob.
     """
 
     step: int
@@ -254,39 +239,32 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens the masked sequences of a step may sample.
-
-    `words`: int32 `[masked, mask_words(vocab_size)]`, in the order of the plan's sequences; bit `t % 32` of word
-    `t // 32` is set if token t may be sampled. Each mask allows at least one token. Like a plan's arrays, the words are
-    never written to again.
-    """
+    """Which tokens the masked sequences of a step may sample. `words`: int32 `[masked, mask_words(vocab_size)]`, in the
+    order of the plan's sequences, never written to again; bit `t % 32` of word `t // 32` is set if token t may be
+    sampled. Each mask allows at least one token."""
 
     words: Int32
 
 
 def mask_words(vocab_size: int) -> int:
-    """Number of words in the mask of one sequence."""
     return -(-vocab_size // MASK_WORD)
 
 
 def allowed_tokens(words: Int32) -> Int32:
-    """Ids of the tokens that a mask, `[words]`, allows."""
+    """Ids of the tokens that a mask `[words]` allows."""
     bits = np.unpackbits(np.ascontiguousarray(words, "<i4").view(np.uint8), bitorder="little")
     return np.flatnonzero(bits).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Logprobs of m tokens under the raw logits, and of the k most likely tokens at each of the m positions.
-
-    `logprobs`: `[m]`; `top_ids`: `[m, k]`; `top_logprobs`: `[m, k]`, most likely first.
-    """
+    """Logprobs `[m]` of m tokens under the raw logits; ids and logprobs of the k most likely tokens at each of the m
+    positions, `[m, k]`, most likely first."""
 
     logprobs: Float32
     top_ids: Int32
@@ -311,34 +289,27 @@ class StepResult:
 
 
 def one_each(tokens: Int32, samples: Bool) -> tuple[Int32, Int32]:
-    """`tokens` and `counts` of a result in which each row with `samples` `[n]` sampled its one token of `tokens` "
-    "`[n]`."""
+    """`tokens` and `counts` of a result in which each row with `samples` `[n]` sampled its one token of `tokens`
+    `[n]`."""
     return tokens[:, None], samples.astype(np.int32)
 
 
 def refuse_states(plan: StepPlan) -> None:
-    """For runners without recurrent states.
-
-    **Raises:** `ValueError` for a plan that copies states.
-    """
+    """Raises `ValueError` for a plan that copies states: for runners without recurrent states."""
     if plan.copies:
         raise ValueError(f"step {plan.step} copies states, but this runner has no recurrent states")
 
 
 def refuse_drafts(plan: StepPlan) -> None:
-    """For runners without drafts, where the host knows every length.
-
-    **Raises:** `ValueError` for a plan with drafts, or with rows that learn their length on the device.
-    """
+    """Raises `ValueError` for a plan with drafts, or with rows that learn their length on the device: for runners
+    without drafts, where the host knows every length."""
     if plan.length_on_device is not None or int(plan.tokens.min()) < LAST_TOKEN:
         raise ValueError(f"step {plan.step} has drafts, or rows after drafts: this runner samples one token a row")
 
 
 def refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
-    """For runners with recurrent states, which have a slot for each of `spec.max_drafts` drafts of a step.
-
-    **Raises:** `ValueError` for a plan with more, or with drafts alongside prompts.
-    """
+    """Raises `ValueError` for a plan with more drafts than the `spec.max_drafts` slots for them, or with drafts
+    alongside prompts: for runners with recurrent states."""
     drafts = int(np.count_nonzero(plan.tokens == DRAFT))
     if drafts > (spec.max_drafts or 0):
         slots = spec.max_drafts or 0
@@ -348,11 +319,8 @@ def refuse_drafts_of_states(plan: StepPlan, spec: RunnerSpec) -> None:
 
 
 def check_page_bounds(plan: StepPlan, spec: RunnerSpec) -> None:
-    """Checks that every page and slot is inside its pool, and that no row is longer than its page table. On a device,
-    such a fault would end the process without an error.
-
-    **Raises:** `ValueError` naming the first invalid row.
-    """
+    """Raises `ValueError` if a page or slot is outside its pool, or a row longer than its page table. On a device, such
+    a fault would end the process without an error."""
     for deltas, pool in zip(plan.page_deltas, spec.pools, strict=True):
         if _outside(deltas.pages, pool.num_pages):
             first = int(np.argmax(deltas.pages.view(np.uint32) >= pool.num_pages))

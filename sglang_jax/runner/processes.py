@@ -14,13 +14,13 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def write_stacks_on_signal() -> None:
-    """Installs the handler of `STACKS_SIGNAL`. It is native, so it also works while native code holds the interpreter's
+    """Installs the handler of `STACKS_SIGNAL`, which is native, so it works while native code holds the interpreter's
     lock."""
     faulthandler.register(STACKS_SIGNAL)
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the thread that started it ends, even if this process hangs or is stopped.
-    Does nothing on systems other than Linux, where the process ends when it finds its connection closed."""
+    """Makes the kernel kill this process when the thread that started it ends, even if this process hangs or is
+    stopped. On systems other than Linux, the process ends when it finds its connection closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

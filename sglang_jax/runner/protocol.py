@@ -15,8 +15,8 @@ class StepHandle(Protocol):
     """A launched step."""
 
     def sample(self, masks: TokenMasks) -> None:
-        """Starts the second part of a step with masked sequences, and returns without waiting for it. Call it
-        once, before the next launch and before `result`, and only for such steps."""
+        """Starts the second part of a step with masked sequences, without waiting for it. Call it once, before the next
+        launch and before `result`, and only for such steps."""
         ...
 
     def result(self) -> StepResult:
@@ -26,11 +26,9 @@ class StepHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunnerReport:
-    """A runner's properties, for `/server_info`, logs and benchmarks.
-
-    `compiles_after_warm_up` counts programs built since warm-up ended because a step needed them: 0 in a healthy
-    server. `programs_left` are still to be built in the background.
-    """
+    """A runner's properties, for `/server_info`, logs and benchmarks. `compiles_after_warm_up` counts programs built
+    since warm-up because a step needed them: 0 in a healthy server. `programs_left` are still to be built in the
+    background."""
 
     backend: str
     device: str
@@ -43,11 +41,9 @@ class RunnerReport:
 
 
 class Runner(Protocol):
-    """Runs plans in the given order. At most two launched steps wait for their `result` call.
-
-    A runner owns the device: weights, KV pages, the page-table copy, the last token of each row, and the
-    sampling state of each row. Padding, buckets, sharding and streams are internal to it.
-    """
+    """Runs plans in the given order. At most two launched steps wait for their `result` call. A runner owns the device:
+    weights, KV pages, the page-table copy, and each row's last token and sampling state. Padding, buckets, sharding and
+    streams are internal to it."""
 
     @property
     def spec(self) -> RunnerSpec: ...
@@ -63,14 +59,12 @@ class Runner(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Starts a step and returns without waiting for it; with masked sequences, everything except the sampling."""
+        """Starts a step without waiting for it; with masked sequences, everything except the sampling."""
         ...
 
     def start_profile(self, folder: str) -> None:
-        """Starts recording a profile of this process and its devices. Call it only while no profile is recorded.
-
-        **Raises:** `ParameterError` for a folder that the backend cannot write to.
-        """
+        """Starts a profile of this process and its devices, if none is recorded. Raises `ParameterError` for a folder
+        that the backend cannot write to."""
         ...
 
     def stop_profile(self) -> None:
@@ -80,7 +74,7 @@ class Runner(Protocol):
     def report(self) -> RunnerReport: ...
 
     def expert_load(self) -> tuple[ExpertLoad, ...]:
-        """Of each layer with experts, the tokens of all launched steps since warm-up, drafted ones included and padding
+        """The tokens of each layer with experts in all launched steps since warm-up, drafted ones included and padding
         not; waits until those steps have run. Empty unless `enable_expert_distribution_metrics`."""
         ...
 

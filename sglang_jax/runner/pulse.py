@@ -1,8 +1,6 @@
-"""The progress of a process that computes, for a watchdog in another process.
-
-It is a few numbers in shared memory. No messages are sent, so a process that hangs (in a collective, in a driver, or
-stopped by a signal) cannot fail to send one: its numbers just stay the same.
-"""
+"""The progress of a process that computes, for a watchdog in another process: a few numbers in shared memory. A process
+that hangs (in a collective, in a driver, or stopped by a signal) cannot fail to send a message: its numbers just stay
+the same."""
 
 from __future__ import annotations
 
@@ -38,12 +36,9 @@ def shared_words() -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A reading of the numbers.
-
-    - `ticks`: grows with every step, and with every change between idle and busy.
-    - `busy`: whether the process has work, or reads messages that may be work. `building`: whether it builds a program.
-    - `at`: when `ticks` last grew, in seconds of `time.monotonic()`.
-    """
+    """A reading of the numbers. `ticks`: grows with every step, and with every change between idle and busy; `busy`:
+    the process has work, or reads messages that may be work; `building`: it builds a program; `at`: when `ticks` last
+    grew, by `time.monotonic()`."""
 
     steps: int
     ticks: int
@@ -54,8 +49,8 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class RankBeat:
-    """The last report of another rank of the same model: `steps` that it has launched, when they last grew (`at`), and
-    when it last reported (`heard`), in seconds of `time.monotonic()`."""
+    """The last report of another rank: `steps` that it has launched, when they last grew (`at`), and when it last
+    reported (`heard`), by `time.monotonic()`."""
 
     rank: int
     steps: int
@@ -64,10 +59,8 @@ class RankBeat:
 
 
 class Pulse:
-    """Any thread of the process that computes writes it; any process may read it.
-
-    **Arguments:** `words`: of `shared_words`; None for a pulse within this process.
-    """
+    """Any thread of the process that computes writes it; any process may read it. `words`: of `shared_words`, None
+    within one process."""
 
     def __init__(self, words: Words | None = None) -> None:
         self._words = RawArray(ctypes.c_int64, _SIZE) if words is None else words
@@ -82,7 +75,7 @@ class Pulse:
                 self._tick()
 
     def note_rank(self, rank: int, steps: int) -> None:
-        """Notes the number of steps that rank 1 or higher has launched. Ignores ranks beyond `MOST_RANKS`."""
+        """Notes the steps that rank 1 or higher has launched. Ignores ranks beyond `MOST_RANKS`."""
         if not 1 <= rank <= MOST_RANKS:
             return
         words, place, now = self._words, _OWN + _OF_RANK * (rank - 1), time.monotonic_ns()
@@ -109,7 +102,6 @@ class Pulse:
                 self._tick()
 
     def read(self) -> Beat:
-        """The present numbers."""
         words = self._words
         return Beat(words[_STEPS], words[_TICKS], bool(words[_BUSY]), words[_BUILDING] > 0, words[_AT] / 1e9)
 

@@ -38,10 +38,7 @@ def encodings_by_option(model: ModelConfig, wanted: WeightQuantization) -> Encod
 
 def quantization_of(config: EngineConfig, checkpoint: Checkpoint) -> Quantization | None:
     """The quantisation, while the matrices of a checkpoint are read, that the options ask for; None to keep them as
-    stored.
-
-    **Raises:** `ConfigError` for a checkpoint whose matrices cannot be quantised this way, or already are.
-    """
+    stored. Raises `ConfigError` for a checkpoint whose matrices cannot be quantised this way, or already are."""
     wanted = config.quantization
     if wanted is not WeightQuantization.AUTO and config.keep_gguf_blocks:
         raise ConfigError(f"quantization {wanted.value} and keep_gguf_blocks exclude each other: remove one of the two")
@@ -78,14 +75,13 @@ def describe_matrices(model: ModelConfig, kept: Mapping[ParameterName, str]) -> 
 
 
 def kept_encodings(model: ModelConfig, encodings: Encodings) -> dict[ParameterName, Encoding]:
-    """The encodings of the matrices that have a scale per row. Matrices that a layer joins with others of another
-    encoding are widened anyway."""
+    """The encodings of the matrices with a scale per row. A layer that joins some with others of another encoding
+    widens them."""
     found = {name: encodings(name) for name in manifest_of(model).specs}
     return {name: encoding for name, encoding in found.items() if encoding is not None and encoding.block is None}
 
 
 def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> Encodings:
-    """The encoding in memory of each matrix of the checkpoint's model."""
     if checkpoint.transformers_config is not None:
         return all_plain
     if checkpoint.reader is None:
@@ -95,7 +91,7 @@ def encodings_of(checkpoint: Checkpoint, quantization: Quantization | None) -> E
 
 def keeps_blocks(needed: int, room: int) -> bool:
     """Whether a model may also keep `needed` bytes of matrices in blocks, of the `room` that its other weights leave.
-    Logs the answer."""
+    Logs it."""
     if needed > room * _MOST_OF_MEMORY:
         logger.info(
             "Quantised matrices are only kept dequantised: keeping both takes %.0f MiB, more than an eighth of %.0f",

@@ -1,8 +1,6 @@
-"""Beats of the processes that share a model: every few seconds, each reports how many steps it has launched.
-
-Rank 0's pulse stores the reports for its watchdog. When a step hangs, all ranks wait in the same collective; the rank
-that is behind the others, or has stopped reporting, is at fault.
-"""
+"""Beats of the processes that share a model: every few seconds, each reports how many steps it has launched. When a
+step hangs, all ranks wait in the same collective; the rank that is behind the others, or has stopped reporting, is at
+fault."""
 
 from __future__ import annotations
 
@@ -20,12 +18,11 @@ _BEAT = re.compile(rb"alive(?: (\d{1,15}))?")
 
 @dataclass(slots=True)
 class Progress:
-    """The number of steps that this rank has launched: written by the launching thread, read by the reporting one."""
+    """The steps that this rank has launched: written by the launching thread, read by the reporting one."""
 
     steps: int = 0
 
     def beat(self) -> bytes:
-        """The report of this rank."""
         return b"alive %d" % self.steps
 
 

@@ -1,14 +1,10 @@
 """Orders over the network: rank 0 sends orders to processes on other nodes, and each side notices when the other is
 gone.
 
-A connection closes when a process ends in any way. It does not close when a node loses its power or its network, so
-both sides send a beat every few seconds, from separate threads, since a process may wait for its device, or for the
-process that is gone, for any time.
-
-A process that fails sends the others the reason before it ends, since they may be waiting for it without reading
-orders.
-
-Orders are the messages of `group.ORDERS`; followers send plain text. `group_listener` sets up connections.
+A connection closes when a process ends in any way, but not when a node loses its power or its network. So both sides
+send a beat every few seconds, from separate threads, since a process may wait for its device, or for the process that
+is gone, for any time. A process that fails sends the others the reason before it ends, since they may be waiting for it
+without reading orders. Orders are the messages of `group.ORDERS`; followers send plain text.
 """
 
 from __future__ import annotations
@@ -31,28 +27,24 @@ ALIVE_EVERY_SECONDS = BEAT_EVERY_SECONDS
 LOST_AFTER_SECONDS = 15.0
 _SECONDS_TO_END = 15.0
 
-_MOST_SAID = 64 << 10
+_MOST_MESSAGE_BYTES = 64 << 10
 """Maximum bytes of a follower's message; a longer one closes its connection."""
-_MOST_ORDERED = 1 << 30
+_MOST_ORDER_BYTES = 1 << 30
 
 OnLoss = Callable[[str], None]
 """Called once, on a thread of the connection, with the reason."""
 
 
 class RemoteFollowers:
-    """`Followers` on other nodes, which connect to `listener`.
-
-    **Arguments:** `count`: their number; `timeout`: seconds to wait for them; `on_loss`: called when one is lost, at
-    the latest `LOST_AFTER_SECONDS` after its last beat.
-
-    **Raises:** `ConfigError` if they do not connect in time.
-    """
+    """`count` `Followers` on other nodes, which connect to `listener`. `on_loss`: called when one is lost, at the
+    latest `LOST_AFTER_SECONDS` after its last beat. Raises `ConfigError` if they do not connect within `timeout`
+    seconds."""
 
     def __init__(self, listener: FollowerListener, count: int, timeout: float, on_loss: OnLoss) -> None:
         self._on_loss = on_loss
         self._lost: str | None = None
         self._leaving = False
-        self._note: NoteBeat = _unnoted
+        self._note: NoteBeat = _ignore_beat
         self._links = [_Link(connection, name) for connection, name in listener.accept(count, timeout)]
         self._watches = [  # in the order of ranks
             threading.Thread(target=self._watch, args=(rank, link), daemon=True)
@@ -62,27 +54,23 @@ class RemoteFollowers:
             watch.start()
 
     def send(self, order: Order) -> None:
-        """See `Followers`."""
         self.check()
         data = ORDERS.encode(order)
         for link in self._links:
             try:
-                link.say(data)
+                link.send(data)
             except OSError as error:
                 self._lose(f"{link.name} is lost: {error}")
         self.check()
 
     def announce(self, note: NoteBeat) -> None:
-        """See `Followers`."""
         self._note = note
 
     def check(self) -> None:
-        """See `Followers`."""
         if self._lost is not None:
             raise RuntimeError(self._lost)
 
     def close(self) -> None:
-        """See `Followers`."""
         self._end(Leave())
 
     def give_up(self, reason: str) -> None:
@@ -94,7 +82,7 @@ class RemoteFollowers:
         if self._lost is None:
             for link in self._links:
                 with suppress(OSError):  # it is closed already
-                    link.say(ORDERS.encode(order))
+                    link.send(ORDERS.encode(order))
         deadline = time.monotonic() + _SECONDS_TO_END
         for watch, link in zip(self._watches, self._links, strict=True):
             watch.join(max(deadline - time.monotonic(), 0.0))
@@ -104,7 +92,7 @@ class RemoteFollowers:
         words: list[str] = []
         end = link.listen(
             lambda data: words.append(data.decode(errors="replace")),
-            _MOST_SAID,
+            _MOST_MESSAGE_BYTES,
             lambda steps: self._note(rank, steps),
         )
         if not self._leaving:
@@ -117,13 +105,9 @@ class RemoteFollowers:
 
 
 class LeaderLink:
-    """A follower's connection to rank 0, to which it reports its `progress`.
-
-    **Arguments:** `address`, `secret`: of rank 0's `FollowerListener`; `rank`: of this process; `on_loss`: called when
-    rank 0 is lost.
-
-    **Raises:** `ConfigError` if rank 0 cannot be reached, or refuses this process.
-    """
+    """A follower's connection to rank 0's `FollowerListener`, to which it reports its `progress`. `rank`: of this
+    process; `on_loss`: called when rank 0 is lost. Raises `ConfigError` if rank 0 cannot be reached, or refuses this
+    process."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, rank: int, on_loss: OnLoss) -> None:
         self.progress = Progress()
@@ -139,14 +123,13 @@ class LeaderLink:
         return self._orders.get()
 
     def close(self) -> None:
-        """Closes the connection."""
         self._leaving.set()
         self._link.close()
 
     def give_up(self, reason: str) -> None:
         """Sends rank 0 the reason why this process has failed, and closes the connection."""
         with suppress(OSError):  # rank 0 has ended
-            self._link.say(reason.encode())
+            self._link.send(reason.encode())
         self.close()
 
     def _watch(self) -> None:
@@ -162,14 +145,14 @@ class LeaderLink:
             self._orders.put(message)
 
         try:
-            end = self._link.listen(take, _MOST_ORDERED)
+            end = self._link.listen(take, _MOST_ORDER_BYTES)
         except FrameError as error:
             end = f"it sent {error}"
         if not self._leaving.is_set():
             self._on_loss(f"node 0 is lost: {end}")
 
 
-def _unnoted(rank: int, steps: int) -> None:
+def _ignore_beat(rank: int, steps: int) -> None:
     """Ignores a beat, until `announce` is called."""
 
 
@@ -182,10 +165,10 @@ class _Link:
         self._connection = connection
         self._sending = threading.Lock()
         self._closed = threading.Event()
-        threading.Thread(target=self._say_alive, daemon=True).start()
+        threading.Thread(target=self._send_beats, daemon=True).start()
 
-    def say(self, data: bytes) -> None:
-        """Sends a message. Raises `OSError` if the other side is gone."""
+    def send(self, data: bytes) -> None:
+        """Raises `OSError` if the other side is gone."""
         with self._sending:
             self._connection.send_bytes(data)
 
@@ -221,7 +204,7 @@ class _Link:
             with socket.socket(fileno=os.dup(self._connection.fileno())) as both_ways, suppress(OSError):
                 both_ways.shutdown(socket.SHUT_RDWR)  # raises if the other side has ended
 
-    def _say_alive(self) -> None:
+    def _send_beats(self) -> None:
         while not self._closed.wait(ALIVE_EVERY_SECONDS):
             try:
                 with self._sending:

@@ -61,19 +61,16 @@ FIELDS = _lay_out(
     ("bias_ids", FieldKind.INT32, MAX_LOGIT_BIAS),
     ("bias_values", FieldKind.FLOAT32, MAX_LOGIT_BIAS),
 )
-"""Parameters of a row, named as in `SamplingParams`. `top_k` is the vocabulary size if all tokens are kept; unused
-`stop_ids` and `bias_ids` are the vocabulary size; `seed` has its low word first."""
+"""Named as in `SamplingParams`. `top_k` is the vocabulary size if all tokens are kept; unused `stop_ids` and `bias_ids`
+are the vocabulary size; `seed` has its low word first."""
 
 PACKED_ROW = FIELDS[-1].words.stop
 """int32 words of one packed row update."""
 
 
 def pack_row_updates(updates: Sequence[SamplingUpdate], size: int, pad_row: int, vocab_size: int) -> Int32:
-    """Packs up to `size` updates into one int32 `[size, PACKED_ROW]` array, floats and seeds as their bits. Unused
-    entries set row `pad_row` to greedy sampling.
-
-    **Raises:** `ValueError` if a request has more than `MAX_STOP_TOKEN_IDS` stop ids.
-    """
+    """Packs up to `size` updates into int32 `[size, PACKED_ROW]`, floats and seeds as their bits. Unused entries set
+    row `pad_row` to greedy sampling. Raises `ValueError` if a request has more than `MAX_STOP_TOKEN_IDS` stop ids."""
     packed = np.zeros((size, PACKED_ROW), np.int32)
     packed[:, 0] = pad_row
     columns = {field.name: packed[:, field.words].view(field.kind.value) for field in FIELDS}

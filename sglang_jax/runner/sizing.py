@@ -17,20 +17,20 @@ logger = logging.getLogger(__name__)
 _MAX_RUNNING_ON_CPU = 32
 _MAX_RUNNING = 256
 _KV_TOKENS_ON_CPU = 32768
-"""Maximum tokens of the pool on a CPU, where other programs need memory, too, unless the options ask for more."""
+"""Maximum tokens of the pool on a CPU, where other programs need memory, unless the options ask for more."""
 _LEAST_TOKENS = 512
-"""A pool chosen by memory holds at least one request of this length, or of the context length if that is shorter."""
+"""A pool chosen by memory holds at least one request of this length, or of the context length if shorter."""
 _ROWS_PER_BUDGET = 2
 
 _PROMPT_TOKENS = 512
 """Default prompt tokens of a step. A CPU computes more no faster; a TPU compiles a program for each size up to it."""
 _PROMPT_TOKENS_OF_GPUS = ((70, 8192), (40, 4096), (20, 2048), (0, 1024))
-"""Default prompt tokens of a step by GiB of free memory: for cards of 80, 48 and 24 GB, and for smaller ones. More
-tokens keep the matrix units busier and read the weights less often; their activations must fit into the memory that
+"""Default prompt tokens of a step by GiB of free memory: for cards of 80, 48 and 24 GB, and for smaller ones. More keep
+the matrix units busier and read the weights less often; their activations must fit into the memory that
 `mem_fraction_static` leaves."""
 
 _MOST_DRAFT_SLOTS = 32
-"""Maximum slots for states after drafts. States are large: 20 to 80 MiB for models of 1 to 80 billion parameters."""
+"""Maximum slots for states after drafts: a state is 20 to 80 MiB for models of 1 to 80 billion parameters."""
 
 _USUAL_CONTEXT = 8192
 _LEAST_RATIO = 0.25
@@ -40,8 +40,8 @@ window, and each shared prefix is worth a window."""
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """The memory of a cache group. `page`: bytes of one page, or of one slot of states, over all of its layers. The
-    other fields are those of its `PoolSpec`."""
+    """The memory of a cache group. `page`: bytes of one page, or slot, over all of its layers; the rest: as in
+    `PoolSpec`."""
 
     name: str
     page: int
@@ -52,11 +52,8 @@ class GroupMemory:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of a device, in bytes.
-
-    - `available`: before weights are loaded; `weights`: of all weights.
-    - `groups`: the cache groups of the model, in order, and then those of a draft model.
-    """
+    """The memory of a device, in bytes. `available`: before weights are loaded; `weights`: of all weights; `groups`: of
+    the model, in order, and then of a draft model."""
 
     platform: str
     available: int
@@ -66,13 +63,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a runner.
-
-    - `num_pages`: of each group, with the pad page (slot). `max_context`: at most the tokens that the pools hold.
-    - `prompt_tokens`: maximum of a step.
-    - `draft_slots`: slots after those of the pool of states, one for the state after each draft of a step; so they
-      limit the drafts of a step.
-    """
+    """The sizes of a runner. `num_pages`: of each group, with the pad page (slot); `max_context`: at most the tokens
+    that the pools hold; `prompt_tokens`: maximum of a step; `draft_slots`: slots after those of the pool of states, one
+    for the state after each draft of a step, so they limit its drafts."""
 
     num_pages: tuple[int, ...]
     max_rows: int
@@ -83,12 +76,9 @@ class Sizes:
 
 
 def choose_sizes(config: EngineConfig, model_context: int, memory: Memory, longest_context: int | None = None) -> Sizes:
-    """Chooses the sizes of pools, page tables and steps. `model_context`: the context length if the config does not set
-    one; `longest_context`: the maximum that it may set, `model_context` if None.
-
-    **Raises:** `ConfigError` if `context_length` is beyond the model's, or memory cannot hold the weights and one
-    request.
-    """
+    """Chooses the sizes of pools, page tables and steps. `model_context`: the context length if the config sets none;
+    `longest_context`: the maximum that it may set, `model_context` if None. Raises `ConfigError` if `context_length` is
+    beyond the model's, or memory cannot hold the weights and one request."""
     context = config.context_length or model_context
     longest = longest_context or model_context
     if context > longest:
@@ -97,8 +87,8 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory, longe
     max_rows = config.max_running_requests or default_rows
     prompt_tokens = config.chunked_prefill_size or _default_prompt_tokens(memory)
     draft_slots = _draft_slots(config, memory, max_rows)
-    of_drafts = _bytes_of_texts(config, max_rows, context) + draft_slots * _slot_bytes(memory)
-    memory = replace(memory, available=memory.available - of_drafts)
+    draft_bytes = _bytes_of_texts(config, max_rows, context) + draft_slots * _slot_bytes(memory)
+    memory = replace(memory, available=memory.available - draft_bytes)
     pools = _Pools(config, memory, context, max_rows, prompt_tokens)
     if config.swa_full_tokens_ratio is not None and (pools.all_windows or not pools.has_windows):
         logger.warning(
@@ -106,7 +96,7 @@ def choose_sizes(config: EngineConfig, model_context: int, memory: Memory, longe
             config.swa_full_tokens_ratio,
             "all layers have sliding windows" if pools.has_windows else "no layer of the model has a sliding window",
         )
-    pages = _pages_asked_for(config, memory, pools) or _pages_that_fit(config, memory, pools, max_rows, context)
+    pages = _pages_requested(config, memory, pools) or _pages_that_fit(config, memory, pools, max_rows, context)
     max_rows = _rows_with_slots(config, pools.slots(pages), max_rows)
     tokens = pages * config.page_size
     if pools.all_windows:
@@ -139,16 +129,15 @@ def _slot_bytes(memory: Memory) -> int:
 
 
 def _draft_slots(config: EngineConfig, memory: Memory, rows: int) -> int:
-    """The number of slots for drafts. There are fewer drafts than rows, since rows and drafts of a step are at most
-    `rows`."""
+    """Fewer than rows, since rows and drafts of a step are at most `rows`."""
     if config.max_samples == 1 or not _slot_bytes(memory):
         return 0
     return min(rows - 1, _MOST_DRAFT_SLOTS)
 
 
 def _rows_with_slots(config: EngineConfig, slots: int | None, rows: int) -> int:
-    """The number of rows for which there are `slots`. Each row needs a slot; unless `max_running_requests` is set, as
-    many slots are left for cached prefixes."""
+    """The rows for which there are `slots`, one each; unless `max_running_requests` is set, as many are left for cached
+    prefixes."""
     if slots is None:
         return rows
     room = slots if config.max_running_requests or config.disable_radix_cache else max(slots // 2, 1)
@@ -202,7 +191,6 @@ class _Pools:
         return max(min(share, full + 2 * self._rows), 1)  # more states than ends of pages are of no use
 
     def bytes(self, full: int) -> int:
-        """Bytes of all pools, with pad pages."""
         return sum((1 + pages) * group.page for pages, group in zip(self.pages(full), self._groups, strict=True))
 
     def most(self, usable: int) -> int:
@@ -227,7 +215,7 @@ class _Pools:
         return min(math.ceil(min(ratio, 1.0) * full) + -(-one_request // page_size), full)
 
 
-def _pages_asked_for(config: EngineConfig, memory: Memory, pools: _Pools) -> int | None:
+def _pages_requested(config: EngineConfig, memory: Memory, pools: _Pools) -> int | None:
     if config.max_total_tokens is None:
         return None
     pages = config.max_total_tokens // config.page_size
@@ -266,7 +254,6 @@ def pages_in_memory(memory: Memory, sizes: Sizes) -> tuple[int, ...]:
 
 
 def pool_specs(memory: Memory, sizes: Sizes, page_size: int) -> tuple[PoolSpec, ...]:
-    """The pools of a runner with these sizes."""
     return tuple(
         PoolSpec(group.name, group.kind, pages, page_size, group.window, group.draft)
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)
@@ -274,7 +261,6 @@ def pool_specs(memory: Memory, sizes: Sizes, page_size: int) -> tuple[PoolSpec, 
 
 
 def describe_pools(memory: Memory, sizes: Sizes, page_size: int) -> str:
-    """Describes the contents and bytes of the pools, for the log."""
     parts = [
         f"{_contents(group, pages - 1, page_size)} in {_mib(pages * group.page)}"
         for group, pages in zip(memory.groups, sizes.num_pages, strict=True)

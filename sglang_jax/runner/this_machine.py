@@ -40,7 +40,6 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def cpu_multiplies_bfloat16_tiles() -> bool:
-    """Whether the CPU has instructions for products of bfloat16 tiles (AMX)."""
     return "amx_bf16" in _cpu_features()
 
 
@@ -49,10 +48,8 @@ def _cpu_features() -> frozenset[str]:
 
 
 def cpu_cores() -> list[int]:
-    """CPUs that this process may use, ordered by socket and core.
-
-    Their numbers do not show this order: often the second thread of core 0 comes after the first threads of all cores.
-    """
+    """CPUs that this process may use, ordered by socket and core. Their numbers do not show this order: often the
+    second thread of core 0 comes after the first threads of all cores."""
     if sys.platform != "linux":
         return list(range(psutil.cpu_count() or 1))
     return sorted(os.sched_getaffinity(0), key=lambda cpu: (*_place_of(cpu), cpu))
@@ -70,8 +67,8 @@ def devices_per_tpu_chip() -> int:
 
 
 def num_cuda_gpus() -> int:
-    """Number of NVIDIA GPUs with a loaded driver (`/dev/nvidia0` and so on). In WSL (`/dev/dxg`), which does not show
-    their number, 1."""
+    """NVIDIA GPUs with a loaded driver (`/dev/nvidia0` and so on). In WSL (`/dev/dxg`), which does not show their
+    number, 1."""
     return len(cuda_device_files()) or int((_DEVICES / "dxg").exists())
 
 
@@ -88,12 +85,10 @@ def cuda_driver() -> str | None:
 
 
 def has_tpu() -> bool:
-    """Whether the machine has a TPU chip."""
     return num_tpu_chips() > 0
 
 
 def has_cuda_gpu() -> bool:
-    """Whether the machine has an NVIDIA GPU."""
     return num_cuda_gpus() > 0
 
 

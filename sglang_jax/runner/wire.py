@@ -1,9 +1,6 @@
-"""Encodes messages between processes as msgpack, from the fields of dataclasses and their annotations.
-
-No field is named here, so new fields of a plan need no change. An array is encoded as dtype, shape and bytes, and must
-match its annotation. Decoding creates only the classes of the codec, whatever the bytes are; pickle would run code in
-them.
-"""
+"""Encodes messages between processes as msgpack, from the fields of dataclasses and their annotations: new fields need
+no change here. An array is encoded as dtype, shape and bytes, and must match its annotation. Decoding creates only the
+classes of the codec, whatever the bytes are; pickle would run code in them."""
 
 from __future__ import annotations
 
@@ -25,11 +22,9 @@ class FrameError(ValueError):
 
 
 class Codec(Generic[Message]):
-    """Encodes and decodes messages of several dataclasses, with their names. Decoded arrays are read-only.
-
-    **Arguments:** `kinds`: the dataclasses, whose fields are numbers, strings, enums, tuples, mappings, arrays with a
-    dtype (`NDArray[np.int32]`), further dataclasses, or None. Their names must be unique.
-    """
+    """Encodes and decodes messages of the dataclasses `kinds`, with their names, which must be unique. Their fields are
+    numbers, strings, enums, tuples, mappings, arrays with a dtype (`NDArray[np.int32]`), further dataclasses, or None.
+    Decoded arrays are read-only."""
 
     def __init__(self, *kinds: type[Message]) -> None:
         self._names: dict[type, str] = {kind: kind.__name__ for kind in kinds}
@@ -57,7 +52,6 @@ class Codec(Generic[Message]):
 
 
 def _to_plain(value: object) -> object:
-    """Encodes types that msgpack does not have."""
     match value:
         case np.ndarray():
             return value.dtype.str, value.shape, value.tobytes()
@@ -71,10 +65,8 @@ def _to_plain(value: object) -> object:
 
 
 def _from_plain(kind: Any, value: Any) -> NDArray[Any]:
-    """Decodes the array of a field that is annotated with `kind`.
-
-    **Raises:** `ValueError`, `TypeError`, which `msgspec` reports with the field's path.
-    """
+    """Decodes the array of a field annotated with `kind`. Raises `ValueError`, `TypeError`, which `msgspec` reports
+    with the field's path."""
     dtype = _dtype(kind)
     name, shape, data = value
     if name != dtype.str:
@@ -89,8 +81,7 @@ def _from_plain(kind: Any, value: Any) -> NDArray[Any]:
 
 @lru_cache
 def _dtype(kind: Any) -> np.dtype[Any]:
-    """The dtype of an annotation such as `NDArray[np.int32]`, little-endian. Raises `NotImplementedError` for
-    others."""
+    """The dtype of an annotation such as `NDArray[np.int32]`, little-endian. Raises `NotImplementedError`."""
     match get_args(kind):
         case (_, dtype) if get_args(dtype):
             found: np.dtype[Any] = np.dtype(get_args(dtype)[0]).newbyteorder("<")

@@ -19,20 +19,20 @@ from sglang_jax.scheduler.rows import RECLAIMED_AT_ONCE, Rows
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 MAX_SHARERS_PASSED = 64
-"""Maximum requests that are skipped in one step because a prefix of theirs is being computed."""
+"""Maximum requests skipped in one step because their prefix is being computed."""
 
 SHARER_LOOKS = 4
-"""Maximum looks at the queue for which a request waits for a prefix that is being computed, but has not grown."""
+"""Maximum looks at the queue for which a request waits for a prefix that does not grow."""
 
 RETRY_STEPS = 8
-"""A request that did not fit is tried again after this many steps even if nothing was released: the reserve decays."""
+"""Steps after which the queue is looked at again even if nothing was released, because the reserve decays."""
 
 AGED_TURN = 8
 """Every Nth row goes to the oldest waiting request."""
 
 PASSED_TURN = 4
-"""A request that is next in the fair order gets every Nth row that other tenants or higher priorities would take before
-it."""
+"""Every Nth of the rows that other tenants or higher priorities take goes to the request that is next in the fair
+order."""
 
 GUEST_TURN = 2
 """Every Nth row goes to a client request without one, if the other rows go to client requests that have one."""
@@ -42,46 +42,39 @@ GUEST_ROWS = 32
 
 BACKFILL_SEATS = 32
 BACKFILL_STEPS = 256
-"""After this many later requests were admitted past a request that does not fit, or after this many steps, room is kept
-for it."""
+"""A request that does not fit is passed by this many later requests, or for this many steps; then room is kept for
+it."""
 
 MAX_REFUSALS = 8
-"""After this many requests that do not fit, a look at the queue continues with the requests with the least work."""
+"""After this many requests that do not fit, a look continues with those with the least work."""
 
 LEAST_WORK_LOOKS = 8
-"""Requests with the least work that are considered in a step whose tokens are all claimed."""
+"""Requests with the least work considered in a step whose tokens are all claimed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The requests that one look at the queue removed from it: `seated`, in this order, each with pages and in PREFILL;
-    and `too_large`, which can never fit and are to be refused."""
+    """The requests that one look removed from the queue: `seated`, in this order, each with pages and in PREFILL; and
+    `too_large`, which can never fit and are to be refused."""
 
     seated: list[Request]
     too_large: list[Request]
 
 
-_NOBODY = Decisions([], [])
+_NO_DECISIONS = Decisions([], [])
 
 
 class Admission:
     """Takes requests from the queue in its order, while the step has unclaimed prompt tokens. After that, it takes only
     requests with less work than the running prompts, because their chunks go first.
 
-    No request starves. While the oldest request waits, it gets every `AGED_TURN`-th row. A request that does not fit
-    lets later ones use the room that it cannot, for a bounded number of them and of steps; then room is kept for it.
+    No request or tenant starves: see `AGED_TURN`, `BACKFILL_SEATS`, `PASSED_TURN`. A request is skipped while its next
+    page is being computed for another: waiting a step is cheaper than computing the prefix twice.
 
-    No tenant starves. Higher priorities, and prompts with less work, overtake the request that is next in the fair
-    order for a bounded number of rows (`PASSED_TURN`).
-
-    A request is skipped while its next page is being computed for another request: computing the prefix once and
-    waiting a step is cheaper than computing it twice.
-
-    Under policies that ignore the fair order, one client request with a thousand prompts could take all rows. Client
-    requests without a row, its *guests*, then get every second row. Under all policies, one row in `GUEST_ROWS` is
-    reserved for guests, because the rows of a large client request may be busy for minutes. While guests hold their
-    reserved rows, the other rows follow the fair order; otherwise a tenant that sends one prompt at a time would get
-    every row.
+    Under policies that ignore the fair order, one client request with a thousand prompts could take all rows, so client
+    requests without a row, its *guests*, get every second row. Under all policies, one row in `GUEST_ROWS` is reserved
+    for guests, because rows may be busy for minutes. While guests hold their reserved rows, the other rows follow the
+    fair order; otherwise a tenant that sends one prompt at a time would get every row.
     """
 
     aged_turn = AGED_TURN
@@ -106,15 +99,15 @@ class Admission:
         self._seats_by_priority = 0
 
     def admit(self, allowance: int, step: int) -> Decisions:
-        """Decides which requests start. `allowance`: prompt tokens that the step may compute; `step`: its number."""
+        """Decides which requests start in step `step`, which may compute `allowance` prompt tokens."""
         if allowance <= 0 or not self._cache.num_free_rows or not self._queue.worth_a_look():
-            return _NOBODY
+            return _NO_DECISIONS
         by_priority = goes_by_priority(step) and self._seats_by_priority < PRIORITY_TURN - 1
         look = _Look(self._cache, self._rows, self._reserve, step, allowance, by_priority=by_priority)
         for request in self._candidates(look):
             if not self._cache.num_free_rows and not self._reclaim():
                 break
-            guest = self._instead_of(request, look)
+            guest = self._row_recipient(request, look)
             if guest is None or not self._consider(guest, look):
                 break
         if not look.seated:
@@ -124,10 +117,10 @@ class Admission:
             look.in_progress.note_sharers(look.seated, self._queue.front(MAX_SHARERS_PASSED))
         return Decisions(look.seated, look.too_large)
 
-    def _instead_of(self, request: Request, look: _Look) -> Request | None:
+    def _row_recipient(self, request: Request, look: _Look) -> Request | None:
         """The request that gets a row when `request` is next: `request` itself, unless only rows for guests are left
-        and its client request has a row. Then it is the first guest, or None if all guests were considered. Requests
-        without a client's name, like those of a script's engine, do not compete for rows of guests."""
+        and its client request has a row. Then it is the first guest; None if all were considered. Requests without a
+        flow's name, as of a script's engine, do not compete with guests."""
         if request is look.aged or not request.flow_key[1] or request.flow_key not in look.flows:
             return request
         while (kept := self._guest_rows) >= (free := self._cache.num_free_rows):
@@ -142,17 +135,16 @@ class Admission:
         return request
 
     def _reclaim(self) -> bool:
-        """Releases rows of ended requests; False if there are none."""
         return self._rows.release(RECLAIMED_AT_ONCE) > 0
 
     def _candidates(self, look: _Look) -> Iterator[Request]:
-        """Waiting requests in the order in which to consider them, each once. The orders of the queue may still contain
-        requests that this look has removed. The oldest request is inserted whenever it is due."""
+        """Waiting requests in the order in which to consider them, each once; the oldest whenever it is due. The
+        queue's orders may still contain requests that this look has removed."""
         queue = self._queue
         reach = self._cache.num_free_rows + len(self._cache.open_rows) + MAX_SHARERS_PASSED
         for request in self._by_order(look, reach):
             for one in (self._passed(request), self._guest(request, look), request):
-                while self._younger_seats >= self.aged_turn - 1 and queue and self._has_its_turn(queue.oldest(), look):
+                while self._younger_seats >= self.aged_turn - 1 and queue and self._oldest_is_due(queue.oldest(), look):
                     look.aged = queue.oldest()
                     look.try_once(look.aged)
                     yield look.aged
@@ -178,18 +170,18 @@ class Admission:
         return self._queue.guest(look.flows)
 
     @staticmethod
-    def _has_its_turn(oldest: Request, look: _Look) -> bool:
-        """Whether this look has not considered the oldest request as such, nor found that it does not fit. That it was
-        skipped because of a prefix does not count: when it is due, it does not wait for a prefix."""
+    def _oldest_is_due(oldest: Request, look: _Look) -> bool:
+        """Whether this look has neither considered the oldest request as such nor found that it does not fit. It may
+        have been skipped because of a prefix: when it is due, it does not wait for one."""
         return oldest is not look.aged and oldest not in look.refused
 
     def _by_order(self, look: _Look, reach: int) -> Iterator[Request]:
         """Requests in the order of the policy while the step has unclaimed tokens and few do not fit; then requests
         with less work than those that claimed the tokens."""
-        if not look.spoken_for:
+        if not look.fully_claimed:
             for request in self._queue.first(reach):
                 yield request
-                if look.spoken_for or len(look.refused) >= MAX_REFUSALS:
+                if look.fully_claimed or len(look.refused) >= MAX_REFUSALS:
                     break
             else:
                 return
@@ -204,17 +196,17 @@ class Admission:
             yield self._queue.oldest()
 
     def _consider(self, request: Request, look: _Look) -> bool:
-        """Seats a request, skips it or refuses it; False if the look at the queue ends."""
+        """Seats, skips or refuses a request; False if the look at the queue ends."""
         if self._cache.too_small_for(request.prefill_len) is not None:
             self._queue.remove(request)
             look.too_large.append(request)
             return True
         probe = self._probe(request)
         if request is not look.aged and self._should_wait(request, probe, look):
-            look.passed += 1
-            return look.passed < MAX_SHARERS_PASSED
+            look.skipped += 1
+            return look.skipped < MAX_SHARERS_PASSED
         while not look.fits(request, probe):
-            if not (self._reclaim() or self._let_a_session_go(request, probe, look)):
+            if not (self._reclaim() or self._release_a_session(request, probe, look)):
                 return self._note_refusal(request, look)
             probe = self._probe(request)
         self._seat(request, probe, look)
@@ -226,8 +218,7 @@ class Admission:
         bookmark = request.waiting.bookmark
         return self._cache.probe(request.tokens, request.match_limit, request.namespace, bookmark)
 
-    def _let_a_session_go(self, request: Request, probe: Probe, look: _Look) -> bool:
-        """Takes back the pages of the oldest idle session; False if the request would not fit even without sessions."""
+    def _release_a_session(self, request: Request, probe: Probe, look: _Look) -> bool:
         pins = self._cache.pins
         if not pins.held or not look.fits(request, probe, without_sessions=True):
             return False
@@ -243,7 +234,7 @@ class Admission:
         least_work = next(self._queue.least_work(1, by_priority=False))
         if not look.by_priority:
             self._seats_by_priority = 0
-        elif look.spoken_for and request.priority > least_work.priority:
+        elif look.fully_claimed and request.priority > least_work.priority:
             self._seats_by_priority += 1
         self._queue.seat(request)
         request.waiting.as_guest = request is look.guest
@@ -259,7 +250,6 @@ class Admission:
         return not self._keeps_room(request, look.step)
 
     def _keeps_room(self, request: Request, step: int) -> bool:
-        """Whether a request has been overtaken for long enough that room is kept for it."""
         waiting = request.waiting
         if waiting.refused_at is None:
             return False
@@ -276,8 +266,6 @@ class Admission:
 
 
 class _Look:
-    """The running totals of one look at the queue: claimed pages and tokens, and the requests considered."""
-
     def __init__(
         self,
         cache: KVCache,
@@ -300,7 +288,7 @@ class _Look:
         self.seated: list[Request] = []
         self.too_large: list[Request] = []
         self.refused: list[Request] = []
-        self.passed = 0
+        self.skipped = 0
         self.aged: Request | None = None
         self.guest: Request | None = None
         self.flows = {request.flow_key for request in rows.requests if request is not None}
@@ -309,12 +297,12 @@ class _Look:
         self._counted = False
 
     @property
-    def spoken_for(self) -> bool:
-        """Whether the running prompts claim all tokens of the step."""
+    def fully_claimed(self) -> bool:
+        """Whether running prompts claim all tokens of the step."""
         return self.work.total >= self.allowance
 
     def count_guests(self) -> int:
-        """Requests in rows that are reserved for guests."""
+        """Requests in rows reserved for guests."""
         return sum([one.waiting.as_guest for one in (*self._rows.requests, *self.seated) if one is not None])
 
     def try_once(self, request: Request) -> bool:
@@ -324,19 +312,17 @@ class _Look:
         return first
 
     def fits(self, request: Request, probe: Probe, *, without_sessions: bool = False) -> bool:
-        """Whether every group has room for a request, with the running requests and the reserve for the output of all;
-        `without_sessions`: or would have, by estimate, if sessions kept no pages."""
+        """Whether every group has room for a request, the running requests and the reserve for the output of all;
+        `without_sessions`: by estimate, if sessions kept no pages."""
         ratio = self._ratio_now()
         return all(room.fits(request, probe, ratio, without_sessions=without_sessions) for room in self._rooms)
 
     def short(self, request: Request, probe: Probe) -> list[Group]:
-        """The groups without room for it."""
         ratio = self._ratio_now()
         return [room.group for room in self._rooms if not room.fits(request, probe, ratio)]
 
     def _ratio_now(self) -> float:
-        """The fraction reserved for the output of all requests, whose needs are counted on the first call; 0 if none
-        runs."""
+        """The reserved fraction of all requests' output, whose needs are counted on the first call; 0 if none runs."""
         if not self._cache.open_rows:
             return 0.0
         if not self._counted:
@@ -344,7 +330,6 @@ class _Look:
         return self._ratio
 
     def add(self, request: Request, probe: Probe) -> None:
-        """A request was given a row."""
         self.seated.append(request)
         self.flows.add(request.flow_key)
         self.work.add(request, request.prefill_len - probe.length)
@@ -372,20 +357,19 @@ class _Room:
         self._output = 0
 
     def count(self, known: Index, left: Index, in_progress: Sequence[Request]) -> None:
-        """Adds the rest of the prompts `in_progress`, and rows with `known` tokens that may sample `left` more:
-        `[rows]` each."""
+        """Adds the rest of the prompts `in_progress`, and rows `[rows]` with `known` tokens that may sample `left`
+        more."""
         self._output += self.group.output_need(known, left)
         self._pages += sum([self.group.rest_need(request.prefill_len, request.row) for request in in_progress])
 
     def add(self, request: Request) -> None:
-        """Adds a request that was given a row."""
         length = request.prefill_len
         self._pages += self.group.rest_need(length, request.row)
         self._output += self._output_of(request, length)
 
     def fits(self, request: Request, probe: Probe, ratio: float, *, without_sessions: bool = False) -> bool:
-        """Whether there is room for one more request, if the fraction `ratio` of the possible output is kept free; 0 if
-        no request runs. `without_sessions`: as if sessions kept no pages."""
+        """Whether one more request fits, with the fraction `ratio` of the possible output kept free (0 if none
+        runs)."""
         group, length = self.group, request.prefill_len
         needed = group.prompt_need(length, probe.length) + self._pages
         if ratio:

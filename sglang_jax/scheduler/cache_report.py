@@ -18,8 +18,8 @@ MOST_NODES = 256
 
 
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The pages, or slots, of one cache group by owner; they add up to `total`. `tombstones`: nodes of the tree without
-    pages of this group, though other groups may have pages there."""
+    """Pages, or slots, of one cache group by owner; they add up to `total`. `tombstones`: nodes without pages of this
+    group."""
 
     name: str
     unit: str
@@ -34,7 +34,7 @@ class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the tree. `parent`: its parent's id, 0 for a root; `hits`: matches that include it; `age`: uses of the
+    """A node of the tree. `parent`: its id, 0 for a root; `hits`: matches that include the node; `age`: uses of the
     tree since its last use; `requests`, `sessions`: how many depend on it; `pages`: of each group."""
 
     id: int
@@ -49,8 +49,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """An open session. `tokens`: of its finished turns; `kept_tokens`: those of them protected from eviction;
-    `idle_seconds`: since its last turn, None while a turn runs or waits."""
+    """An open session. `tokens`: of its finished turns; `kept_tokens`: those protected from eviction; `idle_seconds`:
+    since its last turn, None while a turn runs or waits."""
 
     id: str
     owner: str
@@ -61,8 +61,7 @@ class SessionReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The cache of one core. `num_nodes`: of the tree; `nodes`: some of them; `num_namespaces`: parts of the tree that
-    share no pages."""
+    """The cache of one core. `num_nodes`: of the tree; `nodes`: some; `num_namespaces`: parts that share no pages."""
 
     page_size: int
     num_nodes: int

@@ -16,20 +16,19 @@ OLDEST_SHARE = 4
 """The prompt that has had its row longest gets at least one of this many prompt tokens."""
 
 PRIORITY_TURN = 4
-"""One of this many steps ignores priorities, and orders prompts only by their work."""
+"""One of this many steps ignores priorities and orders prompts only by their work."""
 
 LEAST_CHUNK = 16
-"""Minimum prompt tokens of a step, whatever time they take, so that prompts make progress."""
+"""Minimum prompt tokens of a step, whatever their time, so that prompts make progress."""
 
 MOST_MARGIN = 0.25
-"""Maximum safety margin for noise in step times, as a fraction of the target. With a larger margin on a noisy machine,
-chunks would shrink to nothing."""
+"""Maximum margin for noise in step times, as a fraction of the target: more would shrink chunks to nothing on a noisy
+machine."""
 
 WorkKey = tuple[int, int, tuple[int, int]]
 
 
 def goes_by_priority(step: int) -> bool:
-    """Whether this step computes prompts of higher priority first."""
     return step % PRIORITY_TURN != PRIORITY_TURN - 1
 
 
@@ -44,7 +43,6 @@ class PrefillWork:
             self.add(request, request.prefill_len - request.record.kv_allocated_len)
 
     def add(self, request: Request, work: int) -> None:
-        """Adds a prompt with `work` remaining tokens."""
         self.total += work
         insort(self._order, _key(request, work, self._by_priority))
 
@@ -55,13 +53,10 @@ class PrefillWork:
 
 
 class ChunkSharing:
-    """Distributes a step's prompt tokens.
-
-    The highest priority is first, then the least remaining work, then the earliest row: a short prompt never waits
-    behind a long one. One of `OLDEST_SHARE` tokens still goes to the prompt that has had its row longest, so that it
-    ends, whatever arrives. One of `PRIORITY_TURN` steps ignores priorities, which bounds how much clients who choose
-    their own priority can delay others.
-    """
+    """Distributes a step's prompt tokens. The highest priority is first, then the least remaining work, then the
+    earliest row: a short prompt never waits behind a long one. One of `OLDEST_SHARE` tokens still goes to the prompt
+    that has had its row longest, so that it ends, whatever arrives. One of `PRIORITY_TURN` steps ignores priorities,
+    which bounds how much clients who choose their own priority can delay others."""
 
     def __init__(self) -> None:
         self._credit = 0.0
@@ -75,8 +70,8 @@ class ChunkSharing:
         *,
         by_priority: bool = True,
     ) -> list[int]:
-        """The number of tokens that each of `prompts` computes. `work`: its remaining tokens; `most`: its maximum,
-        `work` if None."""
+        """The tokens that each of `prompts` computes. `work`: its remaining tokens; `most`: its maximum, `work` if
+        None."""
         most = work if most is None else most
         if sum(most) <= allowance:
             self._credit = 0.0
@@ -146,14 +141,13 @@ class FixedChunk:
 
 
 class TimedChunk:
-    """As many prompt tokens as keep a step within a target time, estimated from earlier steps.
+    """As many prompt tokens as keep a step within a target time, estimated from earlier steps. `target`: seconds;
+    `size`: maximum prompt tokens; `padding`: of the runner's programs.
 
     - Estimates do not reach far beyond what was measured: a step has at most twice as many prompt tokens as any before.
     - If the target is too short even for a step without prompts, prompts may take half as long as such a step, so that
       they make progress.
     - If a step is padded anyway, prompt tokens fill the padding.
-
-    **Arguments:** `target`: seconds of a step; `size`: maximum prompt tokens; `padding`: of the runner's programs.
     """
 
     def __init__(self, target: float, size: int, padding: Padding) -> None:
@@ -178,8 +172,8 @@ class TimedChunk:
         rows, context = decode_tokens, int(decode_lens.sum())
         order, oldest = _order(prompts, work, by_priority), _oldest(prompts)
         starts = [request.prefill_len - left for request, left in zip(prompts, work, strict=True)]
-        alone = self.times.expect(self._shape(rows, context, []))
-        room = max(self._target / (1.0 + min(2.0 * self.times.error, MOST_MARGIN)), 1.5 * alone)
+        without_prompts = self.times.expect(self._shape(rows, context, []))
+        room = max(self._target / (1.0 + min(2.0 * self.times.error, MOST_MARGIN)), 1.5 * without_prompts)
 
         def fits(tokens: int) -> bool:
             parts = _fill(order, work, tokens, oldest, tokens // OLDEST_SHARE)
@@ -206,7 +200,6 @@ class TimedChunk:
         self.times.observe(self._shape(tokens, context, chunks), seconds)
 
     def report(self) -> dict[str, float]:
-        """The number of measured steps, and the mean relative error of recent estimates."""
         return {"step_times_observed": self.times.observations, "step_time_error": round(self.times.error, 4)}
 
     def _shape(self, decode_rows: int, context: int, chunks: list[tuple[int, int]]) -> StepShape:
@@ -219,12 +212,12 @@ class TimedChunk:
 
 
 def _key(request: Request, work: int, by_priority: bool) -> WorkKey:
-    return (-request.priority if by_priority else 0, work, _seat(request))
+    return (-request.priority if by_priority else 0, work, _seniority(request))
 
 
-def _seat(request: Request) -> tuple[int, int]:
-    """Orders prompts by when they got their rows, and so fairly between keys; prompts without a row are last. In the
-    order of arrival, all prompts of one key would go before a later prompt of another key."""
+def _seniority(request: Request) -> tuple[int, int]:
+    """Orders prompts by when they got their rows, those without a row last. In the order of arrival, all prompts of one
+    key would go before a later prompt of another key."""
     return (sys.maxsize if request.kv is None else request.kv.serial, request.sequence)
 
 
@@ -234,8 +227,8 @@ def _order(prompts: list[Request], work: list[int], by_priority: bool) -> list[i
 
 
 def _oldest(prompts: list[Request]) -> int:
-    """Index of the prompt that has had its row longest, -1 if there is none."""
-    return min(range(len(prompts)), key=lambda index: _seat(prompts[index]), default=-1)
+    """Index of the prompt that has had its row longest, -1 if there are no prompts."""
+    return min(range(len(prompts)), key=lambda index: _seniority(prompts[index]), default=-1)
 
 
 def _fill(order: list[int], work: list[int], allowance: int, oldest: int, reserved: int) -> list[int]:

@@ -29,14 +29,9 @@ class Closed:
 
 
 class Constraints:
-    """Requests in COMPILING, which wait until their grammar is compiled, and the matchers of compiled ones.
-
-    A matcher is fed each token that the host keeps of the request's output, and no other. So a retraction does not
-    change it.
-
-    **Arguments:** `compiler`: None for an engine without grammars; `eos_ids`: the tokens with which grammars end
-    outputs.
-    """
+    """Requests that wait until their grammar is compiled, and the matchers of compiled ones. A matcher gets each output
+    token that the host keeps and no other, so a retraction does not change it. `compiler`: None for an engine without
+    grammars; `eos_ids`: the tokens with which grammars end outputs."""
 
     def __init__(self, compiler: GrammarCompiler | None, rows: Rows, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._compiler = compiler
@@ -47,7 +42,6 @@ class Constraints:
 
     @property
     def num_waiting(self) -> int:
-        """Requests whose grammar is being compiled."""
         return len(self._waiting)
 
     def check(self, sampling: SamplingParams) -> None:
@@ -60,7 +54,6 @@ class Constraints:
             )
 
     def begin(self, request: Request) -> None:
-        """Starts compiling the grammar of a request."""
         assert self._compiler is not None
         assert request.sampling.grammar is not None
         compilation = self._compiler.start(request.sampling.grammar, request.flow_key)
@@ -74,7 +67,7 @@ class Constraints:
         request.matcher = None
 
     def compiled(self) -> list[Closed]:
-        """Removes the requests whose compilation has ended, in order of arrival; each has a matcher or an error now."""
+        """Removes the requests whose compilation has ended, in order of arrival; each has a matcher or an error."""
         if not self._waiting:
             return []
         assert self._compiler is not None
@@ -92,39 +85,36 @@ class Constraints:
         return done
 
     def wait(self, seconds: float) -> None:
-        """Returns when a grammar is compiled, or after `seconds`."""
         if self._compiler is not None:
             self._compiler.wait(seconds)
 
     def masks(self, requests: Sequence[Request]) -> tuple[TokenMasks, list[Closed]]:
-        """The masks of a step's `requests`, and the requests whose grammar allows no further token.
-
-        These, and requests that have left their row, get a mask that allows all tokens, since their sample is dropped.
-        """
+        """The masks of a step's `requests`, and the requests whose grammar allows no further token. These, and requests
+        that have left their row, get a mask that allows all tokens, since their sample is dropped."""
         words: Int32 = np.full((len(requests), self._words), _ANY_TOKEN, np.int32)
         places = [place for place, request in enumerate(requests) if self._rows.runs(request)]
         if not places:
             return TokenMasks(words), []
         assert self._compiler is not None
         matchers = [_matcher(requests[place]) for place in places]
-        everybody = len(places) == len(requests)
-        own = words if everybody else np.empty((len(places), self._words), np.int32)
+        all_run = len(places) == len(requests)
+        own = words if all_run else np.empty((len(places), self._words), np.int32)
         progress = self._compiler.backend.fill(matchers, own)
         closed: list[Closed] = []
         for line, (place, found) in enumerate(zip(places, progress, strict=True)):
             request = requests[place]
             if found is MatchState.CONTINUES:
-                self._settle_ends(request, own[line])
+                self._mask_end_tokens(request, own[line])
             else:
                 closed.append(self._closed(request, found))
                 own[line] = _ANY_TOKEN
-        if not everybody:
+        if not all_run:
             words[places] = own
         return TokenMasks(words), closed
 
     def follow(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[Closed]:
-        """Feeds each of `requests`' matchers its next token. Returns the requests whose output is complete, or no
-        longer follows the grammar."""
+        """Feeds each of the `requests`' matchers its token. Returns the requests whose output is complete or breaks the
+        grammar."""
         assert self._compiler is not None
         progress = self._compiler.backend.accept([_matcher(request) for request in requests], tokens)
         return [
@@ -133,9 +123,9 @@ class Constraints:
             if found is not MatchState.CONTINUES
         ]
 
-    def _settle_ends(self, request: Request, words: Int32) -> None:
-        """Masks end tokens of a request that must not end yet, unless the grammar allows nothing else. For a request
-        that may end, allows its own stop tokens too."""
+    def _mask_end_tokens(self, request: Request, words: Int32) -> None:
+        """Masks end tokens of a request that must not end yet, unless the grammar allows nothing else; if it may end,
+        allows its stop tokens too."""
         sampling = request.sampling
         output = int(self._rows.num_tokens[request.row]) - request.prompt_len
         if sampling.ignore_eos or output < sampling.min_new_tokens:
@@ -160,7 +150,7 @@ class Constraints:
 
     @staticmethod
     def _own_error(request: Request, compilation: Compilation) -> GrammarError | GrammarUnavailableError:
-        """The error with this request's own name for the grammar, which another request may have submitted."""
+        """The error with this request's name for the grammar, which another request may have submitted."""
         assert compilation.error is not None
         assert request.sampling.grammar is not None
         theirs, own, error = compilation.source.field, request.sampling.grammar.field, compilation.error
@@ -176,5 +166,4 @@ def _matcher(request: Request) -> Matcher:
 
 
 def _bit(token: int) -> np.int32:
-    """The bit of a token in its mask word."""
     return np.uint32(1 << (token % MASK_WORD)).view(np.int32)

@@ -14,10 +14,10 @@ from sglang_jax.runner.plan import Int32
 Float64 = NDArray[np.float64]
 
 _MEMORY = 0.8
-"""Weight of a row's earlier results after one more step with drafts: about five steps are remembered."""
+"""Weight of a row's results after one more step with drafts: about five steps are remembered."""
 
 _OWN_PRIOR = 0.5
-"""Weight of the results of all rows in the estimate for one row, in drafts."""
+"""Weight of all rows' results in the estimate for one row, in drafts."""
 
 _ALL_MEMORY = 0.99
 _PROBE_EVERY = 16
@@ -27,36 +27,34 @@ _PROBE_SHARE = 0.01
 """Maximum fraction of the time that such trials may take."""
 
 _SLOWER, _FASTER = 0.1, 0.5
-"""Weights of a step that took longer than earlier steps of its size, and of one that took less: other load on a machine
-makes steps longer, never shorter."""
+"""Weights of a step slower, and of one faster, than earlier ones of its size: other load only makes steps longer."""
 
 _LEAST_SECONDS = 1e-6
-_HOPE = 0.998
-"""Factor by which the estimate of a larger step shrinks with each smaller step, so that a size that seemed slow is
-tried again."""
+_DISCOUNT = 0.998
+"""Factor by which the estimate of a larger step shrinks with each smaller step, so that it is tried again."""
 
 _WORTH = 1.05
-"""Minimum gain in tokens per second for drafts, since estimates are not exact."""
+"""Minimum gain in tokens per second for drafts, since estimates are inexact."""
 
 
 class Drafting(Protocol):
     """Chooses the number of drafts per row, and learns from the results."""
 
     def choose(self, rows: Index, most: Int32, room: int) -> Int32:
-        """Queries `[rows]` of each of `rows` `[rows]` in the next step: at least 1 and at most `most` `[rows]`, and
-        together at most `room`, or one per row."""
+        """Queries `[rows]` of each row in the next step: 1 to `most` `[rows]`, together at most `room`, or one per
+        row."""
         ...
 
     def observe(self, rows: Index, widths: Int32, counts: Int32) -> None:
         """Of the tokens that `rows` sampled for `widths` queries, `counts` were accepted: all `[n]`."""
         ...
 
-    def took(self, queries: int, seconds: float, most_drafts: int = 0) -> None:
+    def observe_time(self, queries: int, seconds: float, most_drafts: int = 0) -> None:
         """A step without prompts had `queries`, at most `most_drafts` of a row, and took `seconds`."""
         ...
 
-    def seated(self, rows: Index) -> None:
-        """These rows have other requests from now on."""
+    def reset_rows(self, rows: Index) -> None:
+        """Forgets these rows' results: they have other requests now."""
         ...
 
 
@@ -68,39 +66,38 @@ class FixedDrafts:
 
     def observe(self, rows: Index, widths: Int32, counts: Int32) -> None: ...
 
-    def took(self, queries: int, seconds: float, most_drafts: int = 0) -> None: ...
+    def observe_time(self, queries: int, seconds: float, most_drafts: int = 0) -> None: ...
 
-    def seated(self, rows: Index) -> None: ...
+    def reset_rows(self, rows: Index) -> None: ...
 
 
 class AdaptiveDrafts:
     """As many drafts as maximise tokens per second, estimated from each row's recent acceptance and from the duration
     of steps by their number of queries.
 
-    A draft is accepted only if all before it are. If one draft of a row is right with probability a, the i-th is
+    A draft is accepted only if all before it are: if one draft of a row is right with probability a, the i-th is
     accepted with a ** i. A step is filled with the most likely drafts of all rows, up to one of the sizes to which
-    steps are padded. A size without a measurement is estimated to cost as much as the next smaller one, or half of the
-    next larger one, so that it is tried; and no size to cost more than a larger one, as durations are noisy. A row
-    whose drafts did not pay gets one again after `_PROBE_EVERY` of its steps, if that takes little time.
+    steps are padded. An unmeasured size is estimated to cost as much as the next smaller one, or half of the next
+    larger one, so that it is tried; and no size more than a larger one, as durations are noisy. A row whose drafts did
+    not pay gets one again after `_PROBE_EVERY` of its steps, if that takes little time.
 
-    `one_by_one`: a second model makes the drafts of a row one after the other. A step then takes as long as one without
+    `one_by_one`: a second model makes a row's drafts one after the other. A step then takes as long as one without
     drafts, plus a time for each draft of the row with the most.
     """
 
     def __init__(self, max_rows: int, max_samples: int, *, one_by_one: bool = False) -> None:
         self._one_by_one = one_by_one
-        self._draft_seconds, self._draft_hope = 0.0, 1.0
+        self._draft_seconds, self._draft_discount = 0.0, 1.0
         self._right: Float64 = np.zeros(max_rows)
         self._tried: Float64 = np.zeros(max_rows)
         self._idle: Int32 = np.zeros(max_rows, np.int32)
         self._all_right, self._all_tried = 1.0, 2.0
         self._powers = np.arange(1, max_samples, dtype=np.float64)
         self._seconds: dict[int, float] = {}
-        self._hopes: dict[int, float] = {}
+        self._discounts: dict[int, float] = {}
         self._to_spend = 0.0
 
     def choose(self, rows: Index, most: Int32, room: int) -> Int32:
-        """See `Drafting`."""
         count = len(rows)
         widths = np.ones(count, np.int32)
         if room <= count or not (most > 1).any():
@@ -137,7 +134,6 @@ class AdaptiveDrafts:
         return idle
 
     def observe(self, rows: Index, widths: Int32, counts: Int32) -> None:
-        """See `Drafting`."""
         drafted = widths > 1
         if not drafted.any():
             return
@@ -148,21 +144,19 @@ class AdaptiveDrafts:
         self._all_right = _ALL_MEMORY * self._all_right + float(right.mean())
         self._all_tried = _ALL_MEMORY * self._all_tried + float(tried.mean())
 
-    def took(self, queries: int, seconds: float, most_drafts: int = 0) -> None:
-        """See `Drafting`."""
+    def observe_time(self, queries: int, seconds: float, most_drafts: int = 0) -> None:
         if self._one_by_one and most_drafts:
             own = max(seconds - self._expect(queries), 0.0) / most_drafts
-            self._draft_seconds, self._draft_hope = _learn(self._draft_seconds, own), 1.0
+            self._draft_seconds, self._draft_discount = _learn(self._draft_seconds, own), 1.0
             return
-        self._draft_hope = max(_HOPE * self._draft_hope, 1e-3)
+        self._draft_discount = max(_DISCOUNT * self._draft_discount, 1e-3)
         size = _padded(queries)
-        self._seconds[size], self._hopes[size] = _learn(self._seconds.get(size), max(seconds, _LEAST_SECONDS)), 1.0
+        self._seconds[size], self._discounts[size] = _learn(self._seconds.get(size), max(seconds, _LEAST_SECONDS)), 1.0
         for other in self._seconds:
             if other > size:
-                self._hopes[other] = max(_HOPE * self._hopes[other], 1e-3)
+                self._discounts[other] = max(_DISCOUNT * self._discounts[other], 1e-3)
 
-    def seated(self, rows: Index) -> None:
-        """See `Drafting`."""
+    def reset_rows(self, rows: Index) -> None:
         self._right[rows] = self._tried[rows] = 0.0
         self._idle[rows] = 0
 
@@ -178,26 +172,24 @@ class AdaptiveDrafts:
         size = _padded(queries)
         if not self._seconds:
             return 1.0
-        hoped = {other: took * self._hopes[other] for other, took in self._seconds.items()}
-        larger = min((took for other, took in hoped.items() if other > size), default=math.inf)
-        smaller = max((other for other in hoped if other <= size), default=0)
-        own = min(hoped[smaller], larger) if smaller else 0.5 * larger
-        return own + most_drafts * self._draft_hope * self._draft_seconds
+        discounted = {other: took * self._discounts[other] for other, took in self._seconds.items()}
+        larger = min((took for other, took in discounted.items() if other > size), default=math.inf)
+        smaller = max((other for other in discounted if other <= size), default=0)
+        own = min(discounted[smaller], larger) if smaller else 0.5 * larger
+        return own + most_drafts * self._draft_discount * self._draft_seconds
 
 
 def _learn(known: float | None, seconds: float) -> float:
-    """The estimate of a duration after one more measurement."""
     if not known or seconds <= known / 3.0:  # the old estimate no longer holds
         return seconds
     return known + (_SLOWER if seconds > known else _FASTER) * (min(seconds, 3.0 * known) - known)
 
 
 def _padded(queries: int) -> int:
-    """The power of two that a step is padded to."""
     return 1 << max(queries - 1, 1).bit_length()
 
 
 def _sizes(count: int, most: int) -> list[int]:
-    """Numbers of queries above `count` up to `most` that waste no padding, and `most`."""
+    """Numbers of queries above `count` up to `most` without padding, and `most`."""
     sizes = [1 << power for power in range(count.bit_length(), most.bit_length())]
     return [size for size in sizes if count < size < most] + ([most] if most > count else [])

@@ -39,8 +39,8 @@ class ExpertWatch:
         return {str(one.layer): one.tokens.tolist() for one in self._read_load()}
 
     def balances(self, steps: int, *, idle: bool) -> list[ExpertBalance]:
-        """The balance of each layer with experts, after `steps` steps: up to date if the scheduler is `idle`, otherwise
-        at most `SECONDS_BETWEEN_READS` old. Without new steps, the previous balance."""
+        """The balance of each layer with experts, after `steps` steps: current if the scheduler is `idle`, otherwise at
+        most `SECONDS_BETWEEN_READS` old."""
         now = self._clock()
         due = idle or now - self._read_at >= SECONDS_BETWEEN_READS
         if self.enabled and due and steps != self._steps:

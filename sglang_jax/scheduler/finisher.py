@@ -18,20 +18,16 @@ from sglang_jax.scheduler.step_log import Counts
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 RETRACTIONS_IN_TURN = 4
-"""A request that was retracted this many times more than another is not retracted before it, whatever their
-priorities."""
+"""A request retracted this many times more than another is spared before it, whatever their priorities."""
 
 _FINISHED = ("stop", "length", None)
-"""Kinds of end after which the output is valid; None if the client stopped the request."""
+"""Kinds of end with a valid output; None if the client stopped the request."""
 
 
 class Finisher:
-    """Ends or retracts requests, and notifies all parties: client, queue, grammar and session. The row is released once
-    no step in flight uses it, see `Rows`.
-
-    `requests`: all that have not ended, by id; `finished_at`: end of the newest finished step, in seconds of the
-    scheduler's clock.
-    """
+    """Ends or retracts requests, and notifies client, queue, grammar and session. `Rows` releases the row later.
+    `requests`: all that have not ended, by id; `finished_at`: end of the newest finished step, by the scheduler's
+    clock."""
 
     def __init__(
         self,
@@ -67,8 +63,7 @@ class Finisher:
         matched_token: int | None = None,
         error: RequestError | None = None,
     ) -> None:
-        """Ends a request in any state; a `kind` of None is not published. `insert`: whether to keep its KV in the
-        tree."""
+        """Ends a request in any state; a `kind` of None is not published. `insert`: keep its KV in the tree."""
         if kind is not None:
             self._publisher.finished(
                 request, kind, last_step=self.finished_at, matched_token=matched_token, error=error
@@ -88,12 +83,10 @@ class Finisher:
             self._rows.leave(request, insert=insert)
 
     def _note_output(self, recent: RecentOutputs, request: Request) -> None:
-        """Adds the output with the last tokens of the prompt, so that its first tokens can be found."""
         row, begin = request.row, max(request.prompt_len - KEY_TOKENS, 0)
         recent.add(request.namespace, self._rows.tokens[row, begin : int(self._rows.num_tokens[row])])
 
     def close(self, closed: Iterable[Closed]) -> None:
-        """Ends requests whose grammars are complete or have failed."""
         for one in closed:
             if one.error is not None:
                 self.end(one.request, "error", insert=True, error=one.error)
@@ -101,12 +94,10 @@ class Finisher:
                 self.end(one.request, "stop", insert=True)
 
     def fail(self, request: Request) -> None:
-        """Ends a request whose logits are not finite."""
         error = NumericalError("the model's logits for this request are not finite")
         self.end(request, "error", insert=False, error=error)
 
     def refuse_too_large(self, request: Request) -> None:
-        """Ends a request that would not fit even without others."""
         group = self._too_small_for(request.prefill_len)
         message = f"{request.prefill_len} tokens do not fit the KV pool of {group.size}; raise {group.remedy}"
         self.end(request, "error", insert=False, error=CapacityError(message))
@@ -129,24 +120,20 @@ class Finisher:
         return group
 
     def retract_newest(self) -> bool:
-        """Retracts the newest request of the lowest priority; False if none runs.
-
-        The oldest request of the highest priority keeps running, so that something always ends. A request that was
-        retracted `RETRACTIONS_IN_TURN` times more than others is spared until they have caught up, so that every
-        request ends eventually, whatever its priority.
-        """
+        """Retracts the newest request of the lowest priority; False if none runs. The oldest of the highest priority
+        keeps running, so something always ends; and `RETRACTIONS_IN_TURN` lets every request end, whatever its
+        priority."""
         return self.retract_one_of([one for one in self._rows.requests if one is not None and self._rows.runs(one)])
 
     def retract_one_of(self, running: list[Request]) -> bool:
-        """Like `retract_newest`, among `running`."""
         if not running:
             return False
         self.retract(max(running, key=_retraction_key))
         return True
 
     def retract(self, request: Request) -> None:
-        """Takes a request's row and returns the request, with its output, to the queue, before new requests of its
-        priority. No step may be in flight."""
+        """Takes a request's row and returns it, with its output, to the queue, before new requests. No step may be in
+        flight."""
         request.retractions += 1
         self._back_to_queue(request)
         self._rows.release(self._rows.num_leaving)
@@ -162,7 +149,7 @@ class Finisher:
         request.tokens = self._known_tokens(request)
         request.drafts = self._rows.drafts_of(request)
         self._rows.drafts[request.row] = 0
-        request.next_prompt_logprob = request.told_prompt_logprob
+        request.next_prompt_logprob = request.published_prompt_logprob
         request.announced = False
         request.move_to(RequestState.RETRACTED)
         self._rows.leave(request, insert=False, requeue=True)

@@ -42,22 +42,18 @@ STATS_SECONDS = 0.25
 """Minimum time between two snapshots of a busy scheduler."""
 
 SECONDS_BETWEEN_COUNTS = 1.0
-"""Interval at which an idle loop publishes how many programs are left, while some are compiled in the background."""
+"""Interval at which an idle loop publishes the number of programs still compiled in the background."""
 
 COMPILER_WAIT_SECONDS = 0.005
 """How long an iteration waits for grammars if there is nothing else to do."""
 
 MESSAGES_PER_TURN = 256
 SECONDS_OF_MESSAGES = 0.003
-"""Limits on the messages of one iteration, in number and time. The rest wait for the next, so that running requests do
-not wait until thousands of arrivals are processed."""
+"""Limits on the messages of one iteration, so that thousands of arrivals do not delay running requests."""
 
 
 class SchedulerLoop:
-    """Serves one client through a channel until a `Shutdown`.
-
-    **Arguments:** as of `Scheduler`; `pulse`: reports progress to a watchdog.
-    """
+    """Serves one client through a channel until a `Shutdown`. `pulse`: reports progress to a watchdog."""
 
     def __init__(
         self,
@@ -79,10 +75,8 @@ class SchedulerLoop:
         self._stats_at = 0.0
 
     def run(self) -> None:
-        """Returns after a `Shutdown`: at once, or (`drain`) when all accepted requests have finished.
-
-        Raises what the runner raises: the engine cannot continue without its device.
-        """
+        """Returns after a `Shutdown`: at once, or (`drain`) when all accepted requests have finished. Raises what the
+        runner raises: the engine cannot continue without its device."""
         while not self._stopped:
             self.turn()
         self._profiling.close()

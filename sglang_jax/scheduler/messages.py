@@ -17,9 +17,8 @@ from sglang_jax.sampling.params import SamplingParams
 class SessionTurn(msgspec.Struct, frozen=True, array_like=True):
     """Marks a request as the next turn of a session: its token ids follow those of the earlier turns.
 
-    - `session`: the session's id; `owner`: the session's owner.
-    - `name`: the client's name for this turn; `after`: its name for the turn that this one follows, None if the client
-      does not say.
+    - `session`, `owner`: the session's id and its owner.
+    - `name`: the client's name for this turn; `after`: its name for the previous turn, None if the client does not say.
     - `bos`: the token that prompts start with, which is removed from all turns but the first; -1 for none.
     """
 
@@ -35,14 +34,12 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
 
     - `token_ids`: int32 bytes.
     - `stream`: publish tokens as they are sampled; otherwise all when the request ends.
-    - `top_logprobs`: -1 for no logprobs; otherwise the number of alternatives with each output token's logprob, 0 to
-      20.
-    - `logprob_start`: first position of `token_ids` whose logprob is wanted, -1 for none. In a session, positions are
-      counted without the `bos` token that is removed.
-    - `tenant`, `flow`: its tenant, and the client request that it is part of. Waiting tenants share rows fairly, by the
-      tokens that they ask for, and so do the client requests of each. An empty name is one tenant or client request.
+    - `top_logprobs`: alternatives with each output token's logprob, 0 to 20; -1 for no logprobs.
+    - `logprob_start`: first position of `token_ids` whose logprob is wanted, -1 for none. In a session, a removed `bos`
+      is not counted.
+    - `tenant`, `flow`: its tenant, and the client request that it is part of; both share fairly, see `Turns`. Requests
+      with an empty name share one.
     - `arrival`: `time.monotonic()` of the client.
-    - `session`: None for a request outside sessions.
     - `shared_len`: length of a prefix that other prompts probably share, such as a system message, in tokens.
     """
 
@@ -69,10 +66,8 @@ class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
 
 class StopRequest(msgspec.Struct, tag="stop", frozen=True):
     """Ends a request in whose output the client found a stop string: keeps its KV, and publishes nothing more.
-
     `num_tokens`: output tokens up to the one that completed the string, -1 for all. A session continues after them,
-    even if the request has ended in the meantime.
-    """
+    even if the request has ended in the meantime."""
 
     id: int
     num_tokens: int = -1
@@ -110,8 +105,8 @@ class GetCacheReport(msgspec.Struct, tag="cache_report", frozen=True):
 
 
 class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
-    """Records a profile of the runner into a folder. Answered by `Reply`. `steps`: the recording ends after this many;
-    None if `StopProfile` ends it."""
+    """Records a profile of the runner into a folder, for `steps` steps or until `StopProfile` (None). Answered by
+    `Reply`."""
 
     call: int
     folder: str
@@ -194,8 +189,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     """A request ended.
 
     - `kind`: stop, length, abort or error; `matched_token`: the stop token that ended it, if one did.
-    - `num_tokens`: number of output tokens.
-    - `tokens`: int32 bytes of all output tokens of a request that does not stream; otherwise empty.
+    - `num_tokens`: of the output; `tokens`: int32 bytes of the output of a request that does not stream, otherwise
+      empty.
     - `sampled`: when its first and its last token were sampled, by the client's `time.monotonic()`; None without
       tokens.
     - `drafts`: None if the engine does not speculate.
@@ -217,9 +212,8 @@ class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
 
     - `ids` (int64 bytes) and `tokens` (int32 bytes): the tokens of streaming requests, one id per token, in order. The
       last token of a request is in the same message as its `Finished`, or in an earlier one.
-    - `logprobs`: (request id, entry) of all requests that asked, streaming or not, in order of positions.
-    - `prompt_logprobs`: the same for prompt positions, before the request's first output token. The lists of a request
-      in several messages are concatenated.
+    - `logprobs`: (request id, entry) of all requests that asked, streaming or not, in order of positions;
+      `prompt_logprobs`: the same for prompt positions, before the first output token, in one list per message.
     - `drafts`: int64 bytes `[requests, 3]`: id, drafts in this step, and accepted ones, of streaming requests with
       drafts. `Finished` has the sums, but a client that finds a stop string does not wait for it.
     """
@@ -251,13 +245,13 @@ class GroupUsage(msgspec.Struct, frozen=True):
 
     @property
     def usage_name(self) -> str:
-        """The name of this fraction in logs and `/server_info`."""
+        """Its name in logs and `/server_info`."""
         return f"{self.name} token usage" if self.unit == "token" else f"{self.name} usage"
 
 
 class ExpertBalance(msgspec.Struct, frozen=True, array_like=True):
-    """The balance of one layer with experts. `tokens`: choices of an expert by a token since the start. `balancedness`:
-    mean tokens per expert divided by the maximum, over the last minute; 1 if all experts are chosen equally often."""
+    """The balance of one layer with experts. `tokens`: choices of an expert by a token since the start; `balancedness`:
+    mean tokens per expert divided by the maximum, over the last minute (1: all experts are chosen equally often)."""
 
     layer: int
     tokens: int
@@ -269,16 +263,14 @@ StateValue = str | int | float | bool | None | dict[str, list[int]]
 
 
 class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
-    """A snapshot, published at most a few times a second, and whenever the scheduler becomes idle.
-
-    Counters count since the start.
+    """A snapshot, published at most every 0.25 s, and whenever the scheduler is idle. Counters count since the start.
 
     - `num_draft_steps`, `num_draft_tokens`, `num_accepted_tokens`: rows in steps with drafts, their drafts, and
       accepted drafts.
     - `gen_throughput`: output tokens per second over the last interval.
     - `num_used_tokens`, `max_total_tokens`, `num_session_tokens`: of the first cache group.
     - `groups`: all cache groups; empty if there is only one, of layers that see all tokens.
-    - `num_pins_let_go`: how often a session lost its kept KV because others needed the memory.
+    - `num_pins_let_go`: how often a session lost its kept KV to others, or to the limit of sessions' memory.
     - `num_sessions_timed_out`: sessions closed by their timeout.
     - `experts`: of each layer whose experts are counted; a few seconds old while the scheduler is busy.
     """
@@ -319,7 +311,6 @@ class SchedulerStats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
 
     @property
     def accept_rate(self) -> float:
-        """Fraction of drafts that were accepted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property

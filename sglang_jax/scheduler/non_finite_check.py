@@ -15,29 +15,28 @@ from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.rows import Rows
 
 MAX_RESTARTS = 3
-"""Maximum restarts of a request that only reads KV of others that turned out not finite. If the weights themselves give
-logits that are not finite, a prefix is computed this many more times before all requests that share it have failed."""
+"""Maximum restarts of a request that only read bad KV of others. If the weights themselves give such logits, a prefix
+is computed this many more times before all requests that share it have failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The requests that failed, and those to be recomputed from valid KV."""
+    """The requests that failed, and those to recompute from valid KV."""
 
     failed: list[Request]
     restarted: list[Request]
 
 
-_NOBODY = Verdict([], [])
+_ALL_FINITE = Verdict([], [])
 _INVALID: Int32 = np.array(INVALID_TOKEN, np.int32)
 
 
 class NonFiniteCheck:
     """Keeps KV that is not finite from other requests.
 
-    A prompt's KV is in the tree before anything was sampled from it. If a sample, or a logprob of the prompt, is not
-    finite, the KV that the request computed is cut from the tree, and so is the KV that it read, if no request has
-    sampled a finite token from that. Only this request fails. A request that read such KV of others is recomputed
-    instead, since it may be valid without it. A finite sample proves the KV that it read.
+    A prompt's KV is in the tree before anything was sampled from it. If a sample or a prompt logprob is not finite, the
+    KV that the request computed is cut from the tree, and so is the KV that it read, if no request has sampled a finite
+    token from that. Only this request fails; one that read such KV of others is recomputed instead.
     """
 
     def __init__(
@@ -50,23 +49,23 @@ class NonFiniteCheck:
         self._to_prove: list[tuple[Request, RowKV]] = []
 
     def judge(self, planned: PlannedStep, result: StepResult) -> Verdict:
-        """Checks the results of a step, before any are published. Call `prove` after the verdict is carried out."""
+        """Checks the results of a step, before any are published. Call `prove` once the verdict is carried out."""
         last = _sampled_last(result, planned.picks)
         if not planned.logprob_requests and not np.count_nonzero(last <= _INVALID):
-            return _NOBODY
-        in_trouble = [request for request in self._in_trouble(planned, result, last) if self._rows.runs(request)]
-        if not in_trouble:
-            return _NOBODY
-        for request in in_trouble:
+            return _ALL_FINITE
+        not_finite = [request for request in self._find_not_finite(planned, result, last) if self._rows.runs(request)]
+        if not not_finite:
+            return _ALL_FINITE
+        for request in not_finite:
             self._cache.trust.distrust(request.record)
-        restarted = [request for request in in_trouble if self._may_restart(request)]
-        failed = [request for request in in_trouble if request not in restarted]
-        return Verdict(failed, restarted + self._readers(in_trouble))
+        restarted = [request for request in not_finite if self._may_restart(request)]
+        failed = [request for request in not_finite if request not in restarted]
+        return Verdict(failed, restarted + self._readers(not_finite))
 
     def _may_restart(self, request: Request) -> bool:
         return request.restarts < MAX_RESTARTS and self._cache.trust.read_bad_kv(request.record)
 
-    def _in_trouble(self, planned: PlannedStep, result: StepResult, last: Int32) -> list[Request]:
+    def _find_not_finite(self, planned: PlannedStep, result: StepResult, last: Int32) -> list[Request]:
         failed = [
             request
             for request, reported in zip(planned.logprob_requests, result.prompt_logprobs, strict=True)
@@ -75,20 +74,19 @@ class NonFiniteCheck:
         found = (self._rows.requests[row] for row in planned.sampling_rows[last <= INVALID_TOKEN].tolist())
         return failed + [request for request in found if request is not None and request not in failed]
 
-    def _readers(self, in_trouble: list[Request]) -> list[Request]:
+    def _readers(self, not_finite: list[Request]) -> list[Request]:
         """Other running prompts that read the KV that was cut off: computing the rest of them would be wasted."""
         return [
             one
             for one in self._rows.prefilling
             if one.state is RequestState.PREFILL
-            and one not in in_trouble
+            and one not in not_finite
             and not one.record.locked_node.proven
             and self._may_restart(one)
         ]
 
     def prove(self, planned: PlannedStep) -> None:
-        """Proves the KV read by requests whose first sample was in this step, and by those whose proof is still
-        open."""
+        """Proves the KV read by requests that first sampled in this step, or whose proof is still open."""
         if not planned.chunks and not self._to_prove:
             return
         sampled = [chunk.request for chunk in planned.chunks if chunk.last and chunk.request.samples]

@@ -13,14 +13,11 @@ Key = tuple[float, ...]
 _ITEM = itemgetter(1)
 
 _EMPTY: Any = None
-"""Replaces an entry that was removed."""
 
 
 class Order(Generic[Item]):
-    """A sorted list of items. No two have the same key, so items are never compared.
-
-    An item removed from the front leaves an empty place; these are deleted when they outnumber the items.
-    """
+    """A sorted list of items with distinct keys, so that items are never compared. An item removed from the front
+    leaves an empty place; these are deleted when they outnumber the items."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Key, Item]] = []
@@ -36,7 +33,6 @@ class Order(Generic[Item]):
             insort(self._entries, (key, item), self._begin)
 
     def remove(self, key: Key, item: Item) -> None:
-        """Removes an item that was added with this key."""
         entries, begin = self._entries, self._begin
         place = begin if entries[begin][1] is item else bisect_left(entries, (key,), begin)
         assert entries[place][1] is item
@@ -50,7 +46,7 @@ class Order(Generic[Item]):
             self._begin = 0
 
     def head(self) -> Item:
-        """The first item. There must be one."""
+        """The first item, which must exist."""
         return self._entries[self._begin][1]
 
     def first(self, count: int) -> Iterator[Item]:

@@ -32,7 +32,7 @@ from sglang_jax.scheduler.rows import Rows
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens `[start, start + length)` of a request, computed in one step; `last`: whether it reaches the prompt's
+    """Tokens `[start, start + length)` of a request, computed in one step; `last`: whether they reach the prompt's
     end."""
 
     request: Request
@@ -42,12 +42,12 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class OutOfPages(Exception):
-    """No step can be planned because pages are short. Nothing has changed."""
+    """Pages are short: no step can be planned. Nothing has changed."""
 
 
 class DecodePart(msgspec.Struct, frozen=True):
-    """The decode rows of a step, those with one query first: `kv_lens`, their lengths after it, and `widths`, their
-    number of queries, None if all have one; `[rows]` each."""
+    """The decode rows of a step, those with one query first. `kv_lens`: lengths after it; `widths`: queries, None if
+    all have one; `[rows]` each."""
 
     rows: Index
     kv_lens: Int32
@@ -55,18 +55,16 @@ class DecodePart(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """The sum of the rows' queries."""
         return len(self.rows) if self.widths is None else int(self.widths.sum())
 
 
 class PlannedStep(msgspec.Struct, frozen=True):
     """A plan, and what the scheduler needs to handle its results.
 
-    - `sampling_rows`: rows that sample `[samples]`; `picks`: their indices in `plan.rows`, None if all sample.
-    - `decode`: its decode rows, which are the first of `sampling_rows`.
+    - `sampling_rows`: `[samples]`, the decode rows first; `picks`: their indices in `plan.rows`, None if all sample.
     - `masked`: requests that sample under a mask, in order.
-    - `chunks`: of prompts; `newcomers`: requests with their first chunk in their row; `logprob_requests`: the requests
-      of `plan.prompt_logprobs`, in order.
+    - `newcomers`: requests with their first chunk in their row; `logprob_requests`: of `plan.prompt_logprobs`, in
+      order.
     """
 
     plan: StepPlan
@@ -104,17 +102,15 @@ class Planner:
         self._known_rows: Index = np.zeros(0, np.intp)
         self._known_numbers: Int32 = np.zeros(0, np.int32)
         self._ones: Int32 = np.ones(spec.max_rows, np.int32)
-        self._yes: Bool = np.ones(spec.max_rows, np.bool_)
+        self._all_true: Bool = np.ones(spec.max_rows, np.bool_)
         self._last_tokens: Int32 = np.full(spec.max_rows, LAST_TOKEN, np.int32)
-        for shared in (self._ones, self._yes, self._last_tokens):
+        for shared in (self._ones, self._all_true, self._last_tokens):
             shared.setflags(write=False)
 
     def extend_decode(self, prompts_wait: bool) -> DecodePart:
-        """Extends every decode row by the token that it sampled last, and by drafts. Drafts get only tokens and pages
-        that neither prompts (running, or waiting if `prompts_wait`) nor the cache needs.
-
-        **Raises:** `OutOfPages`, with nothing changed.
-        """
+        """Extends every decode row by the token that it sampled last, and by drafts, which get only tokens and pages
+        that neither prompts (running, or waiting if `prompts_wait`) nor the cache needs. Raises `OutOfPages`, with
+        nothing changed."""
         self._rows.sweep()
         rows = self._rows.decode_rows
         left = self._rows.total_len[rows] - self._cache.lengths.kv_planned[rows]
@@ -134,8 +130,8 @@ class Planner:
         return DecodePart(rows, kv_lens.astype(np.int32), None)
 
     def _up_to_boundaries(self, rows: Index, left: Index) -> tuple[Index, Index]:
-        """The `rows` that may be in the next step, and the tokens `left` that each may advance by: `[n]` both. A row
-        whose states are saved at boundaries advances at most to the next one."""
+        """The `rows` that may be in the next step, and the tokens `left` that each may advance: `[n]` both. A row whose
+        states are saved at boundaries advances at most to the next one."""
         most = self._cache.most_queries(rows)
         if most is None:
             return rows, left
@@ -144,7 +140,7 @@ class Planner:
         return (rows, left) if here.all() else (rows[here], left[here])
 
     def _room(self, prompts: bool) -> int:
-        """Maximum queries of decode rows in a step; `prompts`: which may have chunks, too."""
+        """Maximum queries of decode rows in a step; `prompts`: whether it may have chunks, too."""
         if self._most_queries is None:
             return self._token_budget - (self._budget.size if prompts else 0)
         return 0 if prompts else min(self._most_queries, self._token_budget)
@@ -158,7 +154,7 @@ class Planner:
         if self._recent is not None and room > len(rows):
             hinted = self._recent.look(rows[most > 1])
             if len(hinted):
-                self._drafting.seated(hinted)  # its earlier results were without the hint
+                self._drafting.reset_rows(hinted)  # its earlier results were without the hint
         if self._max_drafts is not None:
             room = min(room, len(rows) + self._max_drafts)
         widths = self._drafting.choose(rows, most, room)
@@ -172,9 +168,7 @@ class Planner:
 
     def plan(self, step: int, decode: DecodePart) -> PlannedStep | None:
         """The step with these decode rows and with chunks of running prompts; None if there is nothing to compute.
-
-        **Raises:** `OutOfPages` if there is, but pages are short.
-        """
+        Raises `OutOfPages` if there is, but pages are short."""
         chunks = self._choose_chunks(step, decode)
         if chunks:
             return self._mixed(step, decode, chunks)
@@ -187,7 +181,7 @@ class Planner:
     def _decode_only(self, step: int, decode: DecodePart) -> PlannedStep:
         rows, count = decode.rows, len(decode.rows)
         num_decode, query_lens, tokens = self._queries(decode)
-        masked, under_masks = self._masked(rows, self._yes[:count])
+        masked, under_masks = self._masked(rows, self._all_true[:count])
         plan = StepPlan(
             step=step,
             rows=self._numbers(rows),
@@ -195,7 +189,7 @@ class Planner:
             query_lens=query_lens,
             kv_lens=decode.kv_lens,
             tokens=tokens,
-            samples=self._yes[:count],
+            samples=self._all_true[:count],
             page_deltas=self._cache.take_deltas(),
             copies=self._cache.take_copies(rows, step),
             length_on_device=self._lengths_on_device(rows),
@@ -207,7 +201,7 @@ class Planner:
         return PlannedStep(plan, rows, None, decode, under_masks)
 
     def _numbers(self, rows: Index) -> Int32:
-        """Decode rows as int32: the same array as long as the rows are the same."""
+        """Decode rows as int32: the same array while the rows are the same."""
         if rows is not self._known_rows:
             self._known_rows, self._known_numbers = rows, rows.astype(np.int32)
         return self._known_numbers
@@ -239,7 +233,6 @@ class Planner:
         return length_on_device if length_on_device.any() else None
 
     def _work(self) -> list[int]:
-        """Remaining tokens of each running prompt."""
         prompts = self._rows.prefilling
         if not prompts:
             return []
@@ -247,7 +240,6 @@ class Planner:
         return [request.prefill_len - start for request, start in zip(prompts, starts, strict=True)]
 
     def allowance(self, step: int, decode: DecodePart) -> int:
-        """Prompt tokens of a step with these decode rows."""
         return self._allowance(step, decode, self._work())
 
     def _allowance(self, step: int, decode: DecodePart, work: list[int]) -> int:
@@ -256,7 +248,6 @@ class Planner:
         return self._budget.allowance(tokens, decode.kv_lens, prompts, work, most, by_priority=by_priority)
 
     def _choose_chunks(self, step: int, decode: DecodePart) -> list[Chunk]:
-        """Distributes the step's prompt tokens over running prompts, as far as pages allow."""
         prompts = self._rows.prefilling
         if not prompts:
             return []
@@ -287,7 +278,6 @@ class Planner:
         return chunks
 
     def _longest_chunks(self, work: list[int]) -> list[int]:
-        """Maximum length of the next chunk of each running prompt."""
         if not self._cache.least_gain:
             return work
         most = []
@@ -305,7 +295,7 @@ class Planner:
         prefill_rows = np.array([chunk.request.row for chunk in chunks])
         rows = np.concatenate((decode.rows, prefill_rows))
         samples = np.array([chunk.last and chunk.request.samples for chunk in chunks], np.bool_)
-        samples = np.concatenate((self._yes[:count], samples))
+        samples = np.concatenate((self._all_true[:count], samples))
         (picks,) = samples.nonzero()
         masked, under_masks = self._masked(rows, samples)
         wanted = self._prompt_logprobs(chunks, count)
@@ -344,7 +334,6 @@ class Planner:
         return RowUpdates(sampling, tuple(texts), hints)
 
     def _lengths_on_device_mixed(self, decode_rows: Index, chunks: int) -> Bool | None:
-        """Like `_lengths_on_device`, with chunks after the decode rows, whose starts the host knows."""
         length_on_device = self._lengths_on_device(decode_rows)
         return None if length_on_device is None else np.concatenate((length_on_device, np.zeros(chunks, np.bool_)))
 
@@ -355,7 +344,6 @@ class Planner:
         return NO_LOGPROBS if most < 0 else _bucket(most)
 
     def _prompt_logprobs(self, chunks: list[Chunk], first_sequence: int) -> list[tuple[Request, PromptLogprobs]]:
-        """The prompt logprobs that the chunks compute; advances `next_prompt_logprob` of their requests."""
         wanted = []
         for index, chunk in enumerate(chunks, first_sequence):
             request = chunk.request

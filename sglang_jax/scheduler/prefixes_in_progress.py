@@ -12,16 +12,14 @@ from sglang_jax.mem_cache.row_kv import MOST_BRANCHES
 from sglang_jax.scheduler.request import Request
 
 Offer = tuple[Namespace, int, bytes]
-"""A page that is about to be computed: its namespace, the id of its parent node, and its tokens."""
+"""A page about to be computed: its namespace, the id of its parent node, and its tokens."""
 
 
 class PrefixesInProgress:
-    """Prompts that have rows and are being computed.
-
-    Each computed page of keys and values serves all requests that share the prefix up to it, so a waiting request whose
-    next page is an *offer* waits a step. A state serves only at one length. There, the running prompt that shares the
-    longest prefix is asked to end a chunk where the waiting request diverges, and the request waits for that.
-    """
+    """Prompts that are being computed. A computed page serves all requests that share the prefix up to it, so a waiting
+    request whose next page is an *offer* waits a step. A state serves only at one length: the running prompt that
+    shares the longest prefix is asked to end a chunk where the waiting request diverges, and the request waits for
+    that."""
 
     def __init__(self, cache: KVCache, prompts: list[Request]) -> None:
         self._cache = cache
@@ -32,7 +30,6 @@ class PrefixesInProgress:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """Adds a prompt that got a row."""
         if self._by_length:
             self._prompts.append(request)
             return
@@ -42,8 +39,7 @@ class PrefixesInProgress:
             self._offers.add(_offer(request, record.locked_node, first, page))
 
     def will_serve(self, request: Request, probe: Probe) -> bool:
-        """Whether more of a waiting request than its `probe` found is about to be cached, computed for another
-        request."""
+        """Whether more of a waiting request than its `probe` found is about to be cached for another request."""
         if self._by_length:
             return self._will_keep_state(request, probe)
         cached, page = probe.length, self._cache.page_size
@@ -52,7 +48,7 @@ class PrefixesInProgress:
         return _offer(request, probe.node, cached, page) in self._offers
 
     def note_sharers(self, seated: list[Request], waiting: Iterable[Request]) -> None:
-        """Has prompts that got rows keep states where waiting requests diverge from them, even if these do not wait."""
+        """Makes seated prompts keep states where waiting requests diverge from them, even if these do not wait."""
         if not self._by_length or not self._cache.reuse:
             return
         others = list(waiting)
@@ -60,19 +56,19 @@ class PrefixesInProgress:
             for other in others:
                 if len(one.record.branches) >= MOST_BRANCHES:
                     break
-                if (length := self._alike(one, other, one.record.state_len)) is not None:
-                    self._cache.part_at(one.record, length)
+                if (length := self._useful_length(one, other, one.record.state_len)) is not None:
+                    self._cache.branch_at(one.record, length)
 
     def _will_keep_state(self, request: Request, probe: Probe) -> bool:
-        alike = [
+        sharers = [
             (length, number)
             for number, one in enumerate(self._prompts)
-            if (length := self._alike(one, request, probe.length)) is not None
+            if (length := self._useful_length(one, request, probe.length)) is not None
         ]
-        alike.sort(reverse=True)
-        return any(self._cache.part_at(self._prompts[number].record, length) for length, number in alike)
+        sharers.sort(reverse=True)
+        return any(self._cache.branch_at(self._prompts[number].record, length) for length, number in sharers)
 
-    def _alike(self, one: Request, waiting: Request, known: int) -> int | None:
+    def _useful_length(self, one: Request, waiting: Request, known: int) -> int | None:
         """The length at which a state of prompt `one` would serve the waiting request better than its cached state
         after `known` tokens; None if there is no such length."""
         page = self._cache.page_size
@@ -81,15 +77,14 @@ class PrefixesInProgress:
             return None
         if not one.tokens.startswith(waiting.tokens[: least * TOKEN_BYTES]):
             return None
-        return min(_begin_alike(one.tokens, waiting.tokens) // page * page, limit)
+        return min(_common_prefix(one.tokens, waiting.tokens) // page * page, limit)
 
 
 def _offer(request: Request, node: Node, first: int, page: int) -> Offer:
     return request.namespace, node.id, request.tokens[first * TOKEN_BYTES : (first + page) * TOKEN_BYTES]
 
 
-def _begin_alike(one: bytes, other: bytes) -> int:
-    """Length of the common prefix of two prompts (int32 bytes), in tokens."""
+def _common_prefix(one: bytes, other: bytes) -> int:
     size = min(len(one), len(other)) // TOKEN_BYTES
     different = np.frombuffer(one, np.int32, size) != np.frombuffer(other, np.int32, size)
     return int(different.argmax()) if different.any() else size

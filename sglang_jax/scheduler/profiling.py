@@ -1,4 +1,4 @@
-"""Profiles of the runner, which messages start and end, or which end after some steps."""
+"""Profiles of the runner, ended by a message or after some steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Profiling:
-    """Records one profile at a time. `pulse`: is notified while a profile is written, which may delay steps."""
+    """Records one profile at a time. `pulse` is notified while a profile is written, which may delay steps."""
 
     def __init__(self, runner: Runner, pulse: Pulse) -> None:
         self._runner = runner
@@ -21,12 +21,9 @@ class Profiling:
         self._folder: str | None = None
         self._last: int | None = None
 
-    def start(self, folder: str, steps: int | None, made: int) -> None:
-        """Starts a profile of `steps` steps, or until `stop` if None; `made`: the number of steps so far.
-
-        **Raises:** `ParameterError` while a profile is being recorded, for a folder that cannot be created, and for
-        less than one step.
-        """
+    def start(self, folder: str, steps: int | None, steps_done: int) -> None:
+        """Starts a profile of `steps` steps (None: until `stop`), after `steps_done` steps. Raises `ParameterError`
+        while one is being recorded, for a folder that cannot be created, and for less than one step."""
         if steps is not None and steps < 1:
             raise ParameterError(f"num_steps must be at least 1, got {steps}", param="num_steps")
         if self._folder is not None:
@@ -44,12 +41,12 @@ class Profiling:
         except (OSError, RuntimeError) as error:  # another profile of this process, a driver without counters
             raise ParameterError(f"the profile cannot be recorded: {error}") from error
         self._folder = folder
-        self._last = None if steps is None else made + steps
+        self._last = None if steps is None else steps_done + steps
         logger.info("Profiling %s, for %s", "until it is stopped" if steps is None else f"{steps} steps", folder)
 
-    def after_step(self, made: int) -> None:
-        """Ends a profile whose steps are complete. To be called after every step; `made` as for `start`."""
-        if self._last is not None and made >= self._last:
+    def after_step(self, steps_done: int) -> None:
+        """Ends a profile whose steps are complete. To be called after every step."""
+        if self._last is not None and steps_done >= self._last:
             self.close()
 
     def stop(self) -> str:

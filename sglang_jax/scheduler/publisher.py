@@ -18,13 +18,11 @@ _NO_TOKENS: Int32 = np.zeros(0, np.int32)
 
 
 def wire_error(error: RequestError) -> WireError:
-    """An error as a message."""
     return WireError(type(error).__name__, error.message, error.param, error.code)
 
 
 class Publisher:
-    """Sends one `StepOutputs` per step with outputs. `drafts`: whether the engine speculates, so that requests have
-    draft counts."""
+    """Sends one `StepOutputs` per step with outputs. `drafts`: whether requests have draft counts."""
 
     def __init__(self, channel: Channel, rows: Rows, drafts: bool = False) -> None:
         self._channel = channel
@@ -39,11 +37,11 @@ class Publisher:
         self._draft_counts = b""
 
     def drafts(self, rows: Index, drafted: NDArray[np.int64]) -> None:
-        """Publishes the draft counts of a step with `rows` `[rows]`, of streaming requests that have not ended since
-        its launch. `drafted`: as `Rows.drafts`."""
-        told = self._rows.streams[rows] & self._rows.active[rows] & (drafted[:, 0] > 0)
-        if np.count_nonzero(told):
-            counts = np.column_stack((self._rows.ids[rows[told]], drafted[told, 1:])).astype(np.int64)
+        """Publishes the draft counts of `rows` `[rows]` of streaming requests that have not ended since the launch.
+        `drafted`: as `Rows.drafts`."""
+        published = self._rows.streams[rows] & self._rows.active[rows] & (drafted[:, 0] > 0)
+        if np.count_nonzero(published):
+            counts = np.column_stack((self._rows.ids[rows[published]], drafted[published, 1:])).astype(np.int64)
             self._draft_counts += counts.tobytes()
 
     def tokens(self, rows: Index, tokens: Int32, counts: Int32) -> None:
@@ -62,7 +60,6 @@ class Publisher:
         self._ids, self._tokens = ids, tokens
 
     def started(self, request: Request, now: float) -> None:
-        """Publishes that a request got its row for the first time."""
         waited = max(now - request.arrival, 0.0)
         self._started.append(Started(request.id, request.cached_tokens or 0, waited, request.prompt_len, self._drafts))
 
@@ -75,7 +72,8 @@ class Publisher:
         matched_token: int | None = None,
         error: RequestError | None = None,
     ) -> None:
-        """Publishes the end of a request. `last_step`: the end of the newest finished step, with the last token."""
+        """Publishes the end of a request. `last_step`: the end of the newest finished step, which sampled its last
+        token."""
         if request.kv is not None:
             count = int(self._rows.num_tokens[request.row])
             output = self._rows.token_bytes(request.row, request.prompt_len, count)
@@ -96,7 +94,6 @@ class Publisher:
         )
 
     def refused(self, request_id: int, error: RequestError) -> None:
-        """Publishes the error of a message that was refused."""
         self._finished.append(Finished(request_id, "error", None, 0, b"", 0, wire_error(error)))
 
     def logprobs(self, result: StepResult, rows: Index, picks: Index, counts: Int32) -> None:
@@ -113,12 +110,11 @@ class Publisher:
                 self._logprobs.append((request_id, entry))
 
     def prompt_logprobs(self, planned: PlannedStep, result: StepResult) -> None:
-        """Publishes logprobs of prompt tokens in the step's chunks."""
         answers = zip(planned.logprob_requests, planned.plan.prompt_logprobs, result.prompt_logprobs, strict=True)
         for request, asked, reported in answers:
             if request.state in (RequestState.FINISHED, RequestState.RETRACTED):
                 continue
-            request.told_prompt_logprob = max(request.told_prompt_logprob, 1) + len(asked.targets)
+            request.published_prompt_logprob = max(request.published_prompt_logprob, 1) + len(asked.targets)
             count = max(request.top_logprobs, 0)
             entries = [_entry(token, reported, index, count) for index, token in enumerate(asked.targets.tolist())]
             self._prompt_logprobs.append((request.id, entries))
@@ -129,7 +125,6 @@ class Publisher:
         self._prompt_logprobs.append((request.id, [WireLogprob(token, None, [], [])]))
 
     def flush(self) -> None:
-        """Sends the collected outputs, if there are any."""
         if not (len(self._ids) or self._started or self._finished or self._logprobs or self._prompt_logprobs):
             return
         self._channel.send(

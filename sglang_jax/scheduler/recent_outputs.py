@@ -1,8 +1,5 @@
-"""An index of the recent outputs of each namespace, from which drafts of other requests are made.
-
-The device searches a request's own text. Other outputs are searched here: if the last tokens of a request occur in one
-of them, the request gets the text from there on as a hint (`HintUpdate`), which the device searches like its own text.
-"""
+"""An index of the recent outputs of each namespace. If the last tokens of a request occur in another's output, it gets
+the text from there on as a hint (`HintUpdate`), which the device searches for drafts like the request's own text."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ MOST_NAMESPACES = 32
 
 _SLOTS = 2 * MOST_TOKENS
 _END = -1
-"""Separates outputs: it is not a token, so that no match and no hint reaches from one output into another."""
+"""Separates outputs; not a token, so no match and no hint reaches from one output into another."""
 
 _AHEAD = 16
 """Minimum tokens of a hint that its row has not passed; with fewer, a hint that reaches further replaces it."""
@@ -36,13 +33,10 @@ _NOWHERE = -1
 
 
 class OutputsOfNamespace:
-    """The recent outputs of one namespace: a ring of their tokens, and for each hash of `KEY_TOKENS` tokens the latest
-    place with that hash.
-
-    A place is a number that grows with each token; `ring[place % MOST_TOKENS]` is its token. The tokens at a place are
-    compared with the key, so places with the same hash only hide each other. Adding a token writes to two arrays, and a
-    search reads a few tokens, however many are kept.
-    """
+    """A ring of the tokens of one namespace's recent outputs, and for each hash of `KEY_TOKENS` tokens the latest place
+    with it. A place grows with each token; `ring[place % MOST_TOKENS]` is its token, and is compared with the key, so
+    places with the same hash only hide each other. Adding a token writes to two arrays; a search reads a few tokens,
+    however many are kept."""
 
     def __init__(self, begin: int = 0) -> None:
         self._ring: Int32 = np.full(MOST_TOKENS, _END, np.int32)
@@ -51,7 +45,7 @@ class OutputsOfNamespace:
         self.end = begin
 
     def add(self, tokens: Int32) -> None:
-        """Adds an output: `tokens` `[n]`, with a few tokens before it."""
+        """Adds an output `[n]`, with a few tokens before it."""
         tokens = np.append(tokens[-(MOST_TOKENS - 1) :], np.int32(_END))
         places = self.end + np.arange(len(tokens))
         self._ring[places % MOST_TOKENS] = tokens
@@ -61,8 +55,7 @@ class OutputsOfNamespace:
             self._places[_hashes(keys)] = places[KEY_TOKENS - 1 : -1]  # the last of equal hashes wins
 
     def find(self, keys: Int32) -> NDArray[np.int64]:
-        """The latest place of each of `keys` `[n, KEY_TOKENS]`, that of its last token; -1 for a key that does not
-        occur."""
+        """The latest place of the last token of each of `keys` `[n, KEY_TOKENS]`; -1 for a key that does not occur."""
         places = self._places[_hashes(keys)]
         kept = places - (KEY_TOKENS - 1) >= max(self.end - MOST_TOKENS, self._begin)
         same = (self._ring[(places[:, None] + _BACK) % MOST_TOKENS] == keys).all(axis=1)
@@ -82,18 +75,13 @@ _SHIFT = np.uint64(64 - _SLOTS.bit_length() + 1)
 
 
 def _hashes(keys: Int32) -> NDArray[np.intp]:
-    """Slots of `keys` `[n, KEY_TOKENS]`: the upper bits of a sum of products (multiply-shift hashing, Dietzfelbinger
-    1996)."""
+    """Slots of `keys` `[n, KEY_TOKENS]` (multiply-shift hashing, Dietzfelbinger 1996)."""
     sums: NDArray[np.uint64] = (keys.astype(np.uint64) * _FACTORS).sum(axis=1, dtype=np.uint64)
     return (sums >> _SHIFT).astype(np.intp)
 
 
 class RecentOutputs:
-    """The recent outputs of all namespaces, which are searched only for rows of the same namespace, and the rows'
-    hints.
-
-    **Arguments:** `rows`: the rows, with their tokens.
-    """
+    """The recent outputs of all namespaces, searched only for rows of the same namespace, and the rows' hints."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -108,7 +96,6 @@ class RecentOutputs:
         return len(self._of)
 
     def add(self, namespace: Namespace, tokens: Int32) -> None:
-        """Adds an output of a namespace: its `tokens` `[n]`, with a few tokens before them."""
         found = self._of.get(namespace)
         if found is None:
             if len(self._of) == MOST_NAMESPACES:
@@ -140,7 +127,7 @@ class RecentOutputs:
         return np.array(hinted, np.intp)
 
     def _by_namespace(self, rows: Index) -> dict[Namespace, Index]:
-        """The `rows` that are long enough and whose namespace has outputs, by namespace."""
+        """Those of `rows` that are long enough and whose namespace has outputs."""
         found: dict[Namespace, list[int]] = {}
         for row in rows[self._rows.num_tokens[rows] >= KEY_TOKENS].tolist():
             namespace = self._rows.at(row).namespace
@@ -149,18 +136,17 @@ class RecentOutputs:
         return {namespace: np.array(own, np.intp) for namespace, own in found.items()}
 
     def take(self) -> tuple[HintUpdate, ...]:
-        """Removes the hints that the runner does not have yet."""
+        """Removes and returns the hints that the runner does not have yet."""
         if not self._pending:
             return ()
         pending, self._pending = tuple(self._pending.values()), {}
         return pending
 
-    def seated(self, rows: Index) -> None:
-        """These rows have other requests from now on."""
+    def reset_rows(self, rows: Index) -> None:
+        """Forgets the hints of these rows: they have other requests now."""
         self._covered_from[rows] = self._covered_to[rows] = _NOWHERE
         for row in rows.tolist():
             self._pending.pop(row, None)
 
     def clear(self) -> None:
-        """Forgets all outputs."""
         self._of.clear()

@@ -23,8 +23,7 @@ class RequestState(IntEnum):
 
     - COMPILING: its grammar is being compiled; it is not in the queue.
     - WAITING: it is in the queue, and never had a row.
-    - PREFILL: it has a row; its tokens are computed in chunks.
-    - DECODE: it samples a token in each step.
+    - PREFILL: its prompt is computed in chunks. DECODE: it samples in each step.
     - RETRACTED: it lost its row because pages were short, or because it read KV of another request that is not finite.
       It is in the queue again, with its output, before requests of its priority that never had a row.
     - FINISHED: it has ended. It keeps its row until no step in flight uses it and the row is released.
@@ -52,12 +51,11 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 class Waiting:
     """What admission knows of a request in the queue.
 
-    - `queued`: whether it is in the queue.
-    - `cost`: tokens that it counts in the fair order, 0 for a retracted request.
-    - `work`: tokens to compute, when it was queued or last considered.
+    - `queued`: whether it is in the queue; `cost`: its tokens in the fair order, 0 for a retracted request; `work`:
+      tokens to compute, as of when it was queued or last considered.
     - `refused_at`: the step in which it first did not fit, None before; `overtaken_by`: later requests admitted since.
-    - `as_guest`: whether its row is one reserved for client requests without a row.
-    - `bookmark`: how far its prompt was followed into the tree.
+    - `as_guest`: whether its row is one reserved for client requests without a row; `bookmark`: its cached prefix so
+      far.
     - `seen`, `idle_looks`: cached tokens at the last look, and looks since they grew, while it waits for a prefix that
       another request computes.
     """
@@ -82,17 +80,14 @@ class Request:
       added here if it is retracted.
     - `total_len`: maximum tokens of prompt and output.
     - `next_prompt_logprob`: the prompt position whose logprob is computed next, `prompt_len` if none;
-      `told_prompt_logprob`: the one that is published next.
-    - `kv`: its pages, while it has a row.
+      `published_prompt_logprob`: the one that is published next.
+    - `kv`: its pages, while it has a row; `announced`: whether the runner knows that it has it.
     - `drafts`: as `DraftCounts`, of rows that it has lost.
     - `cached_tokens`: prompt tokens found in the prefix cache at its first admission, None before.
-    - `announced`: whether the runner knows that it has the row.
     - `matcher`: its position in its grammar, once that is compiled; it is that of the kept output.
-    - `restarts`: how often it was recomputed because shared KV was not finite; `retractions`: how often it lost its
-      row.
-    - `turn`: its turn of a session, None outside sessions.
-    - `waiting`: what admission knows of it in the queue.
-    - `arrival`: when its client sent it; `first_token`: when its first token was sampled, None before.
+    - `restarts`: times it was recomputed because shared KV was not finite; `retractions`: times pages were short.
+    - `turn`: its turn of a session, None outside sessions; `arrival`: when its client sent it; `first_token`: when its
+      first token was sampled, None before.
     """
 
     id: int
@@ -106,7 +101,7 @@ class Request:
     stream: bool
     top_logprobs: int
     next_prompt_logprob: int
-    told_prompt_logprob: int
+    published_prompt_logprob: int
     namespace: Namespace
     priority: int
     flow_key: FlowKey = ("", "")
@@ -132,7 +127,6 @@ class Request:
 
     @property
     def record(self) -> RowKV:
-        """The pages of a request that has a row."""
         assert self.kv is not None, f"request {self.id} has no row"
         return self.kv
 
@@ -142,18 +136,18 @@ class Request:
 
     @property
     def prefill_len(self) -> int:
-        """Tokens to compute before the next is sampled: the prompt, and after a retraction also the kept output."""
+        """Tokens to compute before the next is sampled: the prompt, and after a retraction also the output."""
         return len(self.tokens) // 4
 
     @property
     def samples(self) -> bool:
-        """Whether it samples at all. A request that only scores its prompt does not."""
+        """False for a request that only scores its prompt."""
         return self.total_len > self.prefill_len
 
     @property
     def match_limit(self) -> int:
-        """Maximum tokens from the cache: the last token must be computed for its logits, and so must every position
-        before a token whose logprob is wanted."""
+        """Maximum tokens from the cache: the last token, and the position before each token whose logprob is wanted,
+        must be computed."""
         limit = self.prefill_len - 1
         if self.next_prompt_logprob < self.prompt_len:
             limit = min(limit, max(self.next_prompt_logprob - 1, 0))

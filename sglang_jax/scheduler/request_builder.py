@@ -1,4 +1,4 @@
-"""Makes a request of a message, or refuses it without affecting others."""
+"""Checks `NewRequest` messages and makes requests of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class RequestBuilder:
-    """Checks and completes new requests.
-
-    **Arguments:** `eos_ids`: tokens that end any request that does not ignore them; `random_seed`: of the seeds of
-    requests without one, by order of arrival; `max_queued`: maximum waiting requests (None: no limit).
-    """
+    """Checks and completes new requests. `eos_ids` end any request that does not ignore them; `random_seed` determines
+    the seeds of requests without one, by order of arrival; `max_queued`: maximum waiting requests (None: no limit)."""
 
     def __init__(self, spec: RunnerSpec, eos_ids: tuple[int, ...], random_seed: int, max_queued: int | None) -> None:
         self._spec = spec
@@ -33,10 +30,8 @@ class RequestBuilder:
             shared.setflags(write=False)
 
     def accept(self, message: NewRequest, num_waiting: int) -> Request:
-        """The request of a message. `num_waiting`: requests that wait now.
-
-        **Raises:** `RequestError` for an invalid message, or if the queue is full.
-        """
+        """The request of a message, while `num_waiting` others wait. Raises `RequestError` if it is invalid or the
+        queue is full."""
         if self._max_queued is not None and num_waiting >= self._max_queued:
             raise QueueFullError(f"{num_waiting} requests wait, the limit is {self._max_queued}; try again later")
         prompt_len = self._check_prompt(message.token_ids, message.sampling.max_new_tokens != 0)
@@ -60,7 +55,7 @@ class RequestBuilder:
             stream=message.stream,
             top_logprobs=message.top_logprobs,
             next_prompt_logprob=first_logprob,
-            told_prompt_logprob=first_logprob,
+            published_prompt_logprob=first_logprob,
             namespace=message.extra_key,
             priority=message.priority,
             flow_key=(message.tenant, message.flow),

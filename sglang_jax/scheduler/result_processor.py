@@ -19,8 +19,6 @@ from sglang_jax.scheduler.step_log import StepLog
 
 
 class ResultProcessor:
-    """Handles the results of steps in order, after the cache has settled each."""
-
     def __init__(
         self,
         cache: KVCache,
@@ -42,13 +40,13 @@ class ResultProcessor:
         self._all_picks: Index = np.arange(len(rows.requests))
 
     def process(self, planned: PlannedStep, result: StepResult) -> int:
-        """Handles the results of one step. Returns the number of sampled tokens."""
+        """Handles one step, which the cache has settled. Returns the number of sampled tokens."""
         widths, sampled = planned.decode.widths, 0
         if widths is not None:
             counts = result.counts[: len(widths)]
             self._cache.shorten(planned.decode.rows, widths, counts)
             self._note_drafts(planned.decode.rows, widths, counts)
-            sampled = self._advance_before_trouble(planned, result)
+            sampled = self._advance_valid_tokens(planned, result)
         self._judge_step(planned, result)
         if planned.logprob_requests:
             self._publisher.prompt_logprobs(planned, result)
@@ -74,9 +72,9 @@ class ResultProcessor:
             self._finisher.restart(request)
         self._finite_check.prove(planned)
 
-    def _advance_before_trouble(self, planned: PlannedStep, result: StepResult) -> int:
-        """Handles the valid tokens of rows with drafts whose last logits are not finite; such a row may end by a valid
-        token."""
+    def _advance_valid_tokens(self, planned: PlannedStep, result: StepResult) -> int:
+        """Handles the valid tokens of rows with drafts whose last logits are not finite; a valid token may end such a
+        row."""
         counts = result.counts[: len(planned.decode.rows)]
         last = result.tokens[self._all_picks[: len(counts)], counts - 1]
         (picks,) = ((last <= INVALID_TOKEN) & (counts > 1)).nonzero()
@@ -85,7 +83,7 @@ class ResultProcessor:
         return self._advance(planned.plan, result, planned.decode.rows[picks], picks, result.counts - 1)
 
     def _advance(self, plan: StepPlan, result: StepResult, rows: Index, picks: Index | None, counts: Int32) -> int:
-        """Records and publishes the first `counts` `[sequences]` tokens of `rows` `[rows]`, and ends requests. Returns
+        """Records and publishes the first `counts` `[sequences]` tokens of `rows` `[rows]`, ends requests, and returns
         the number of tokens. `picks`: indices of the rows in the plan, None if these are all of its rows."""
         if self._rows.num_leaving and not (staying := self._rows.active[rows]).all():
             picks = self._all_picks[: len(rows)] if picks is None else picks
@@ -114,7 +112,6 @@ class ResultProcessor:
             self._finisher.close(self._constraints.follow(requests, tokens[picks, 0].tolist()))
 
     def _end_where(self, over: np.ndarray, rows: Index, advance: Advance) -> None:
-        """Ends the requests in `rows` `[rows]` that are `over` `[rows]`."""
         (ended,) = over.nonzero()
         last = self._rows.tokens[rows[ended], advance.num_tokens[ended] - 1].tolist()
         for row, by_token, token in zip(rows[ended].tolist(), advance.stopped[ended].tolist(), last, strict=True):

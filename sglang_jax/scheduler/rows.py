@@ -1,8 +1,5 @@
-"""The rows of running requests, with their tokens and flags as arrays.
-
-A request in a row is prefilling, then decoding, then leaving: it has ended, or returns to the queue, and keeps the row
-while a step in flight uses it. The cache knows the length of its KV (`RowLengths`).
-"""
+"""The rows of running requests, with their tokens and flags as arrays. A request in a row is prefilling, then decoding,
+then leaving: it has ended, or returns to the queue, and keeps the row while a step in flight uses it."""
 
 from __future__ import annotations
 
@@ -21,19 +18,18 @@ from sglang_jax.scheduler.request import Request, RequestState
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 NO_TOKEN = -2
-"""Fills unused stop columns. It is not a token id, nor `INVALID_TOKEN`."""
+"""Fills unused stop columns: neither a token id nor `INVALID_TOKEN`."""
 
 RELEASES_PER_STEP = 64
-"""Maximum rows released in one step while none are needed. If a thousand requests end at once, this spreads the
-cost."""
+"""Maximum rows released in a step while none are needed: spreads the cost if a thousand requests end at once."""
 
 RECLAIMED_AT_ONCE = 32
 """Rows released at once when a row or pages are needed."""
 
 
 class Advance(msgspec.Struct, frozen=True):
-    """The effect of samples on rows, `[rows]` each: `kept`, how many of the tokens count, up to a stop token or the
-    limit; `num_tokens` that the row has now; `stopped` by a stop token; `full`, at the limit."""
+    """The effect of samples on rows, `[rows]` each. `kept`: how many of the tokens count, up to a stop token or the
+    limit; `num_tokens`: of the row now; `stopped`: by a stop token; `full`: at the limit."""
 
     kept: Int32
     num_tokens: Index
@@ -43,8 +39,7 @@ class Advance(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Departure:
-    """A request that is leaving its row: whether its KV is kept (`insert`), and whether it returns to the queue
-    (`requeue`)."""
+    """A request that is leaving its row. `insert`: its KV is kept; `requeue`: it returns to the queue."""
 
     request: Request
     insert: bool
@@ -59,16 +54,12 @@ class Rows:
     - `stop_ids`: `[rows, MAX_STOP_TOKEN_IDS]`; rows use the first `stop_width` columns.
     - `tokens`: `[rows, max_context + 1]`, prompt and output.
     - `last_step`: the last launched step that uses the row.
-    - `masked`: whether the row samples under the mask of a grammar.
-    - `one_by_one`: whether it gets no drafts, because a mask is for one token, and penalties depend on the previous
-      one.
-    - `drafts`: `[rows, 3]`, see `DraftCounts`.
-    - `active`: whether the row's request is not leaving, so that its samples count.
+    - `masked`: the row samples under the mask of a grammar; `one_by_one`: it gets no drafts, because a mask is for one
+      token, and penalties depend on the previous one; `drafts`: `[rows, 3]`, see `DraftCounts`.
+    - `active`: the row's request is not leaving, so its samples count.
 
     The rows of the next step are in `decode_rows` `[decoding]`, an array that is replaced and never changed, and in
     `prefilling`, in order of admission. Requests that are leaving stay in both until the next `sweep`.
-
-    **Arguments:** `cache`: to which released pages return; `queue`: to which retracted requests return.
     """
 
     def __init__(self, cache: KVCache, queue: WaitingQueue, rows: int, max_context: int) -> None:
@@ -99,16 +90,13 @@ class Rows:
 
     @property
     def num_leaving(self) -> int:
-        """Requests that are leaving their rows."""
         return len(self._leaving)
 
     @property
     def num_running(self) -> int:
-        """Requests that have a row and are not leaving."""
         return len(self._cache.open_rows) - len(self._leaving)
 
     def at(self, row: int) -> Request:
-        """The request in a row."""
         request = self.requests[row]
         assert request is not None, f"row {row} is empty"
         return request
@@ -118,14 +106,13 @@ class Rows:
         return request.kv is not None and bool(self.active[request.row])
 
     def open(self, request: Request, probe: Probe) -> None:
-        """Gives a request a row that starts with the prefix that was just probed; a row must be free. `seat` then
-        enters it, together with the others that a look at the queue chose."""
+        """Gives a request a free row that starts with the prefix just probed. `seat` then enters all requests that a
+        look chose."""
         session, stops = request.turn is not None, bool(request.sampling.stop)
         request.kv = self._cache.open_row(probe, session=session, stops=stops, shared_len=request.shared_len)
         request.move_to(RequestState.PREFILL)
 
     def seat(self, requests: list[Request]) -> None:
-        """Enters requests whose rows were opened."""
         rows = np.array([request.row for request in requests])
         self.ids[rows] = [request.id for request in requests]
         self.streams[rows] = [request.stream for request in requests]
@@ -159,8 +146,8 @@ class Rows:
         self.decode_rows = np.concatenate((self.decode_rows, np.array(joining, np.intp)))
 
     def leave(self, request: Request, *, insert: bool, requeue: bool = False) -> None:
-        """Excludes a request from further steps. `release` releases its row once no step in flight uses it. A request
-        that was to return to the queue may end before that."""
+        """Excludes a request from further steps; `release` releases its row. A request that was to return to the queue
+        may end first."""
         self.active[request.row] = False
         self._stale = True
         self._leaving[request.row] = Departure(request, insert, requeue)
@@ -203,14 +190,14 @@ class Rows:
         return self.tokens[row, first:last].tobytes()
 
     def drafts_of(self, request: Request) -> tuple[int, int, int]:
-        """The draft counts of a request, with those of its earlier rows: see `DraftCounts`."""
+        """The draft counts of a request, earlier rows included: see `DraftCounts`."""
         own = self.drafts[request.row].tolist() if request.kv is not None else (0, 0, 0)
         steps, drafts, right = (before + now for before, now in zip(request.drafts, own, strict=True))
         return steps, drafts, right
 
     def _append(self, rows: Index, tokens: Int32) -> tuple[Index, Bool, Bool]:
-        """Appends one token to each of `rows`. Returns their number of tokens, whether the token stopped them, and
-        whether they are full."""
+        """Appends one token to each row. Returns their number of tokens, whether the token stopped them, and whether
+        they are full."""
         counts = self.num_tokens[rows]
         self.tokens[rows, counts] = tokens
         counts += ONE
@@ -232,7 +219,7 @@ class Rows:
         kept = None if turn is None else turn.kept()
         self._cache.release_kv_cache(record, tokens, insert=departure.insert, kept=kept)
         if turn is not None:
-            turn.row_is_gone()
+            turn.row_released()
         request.kv = None
         self._queue.look_again()
         if departure.requeue:

@@ -1,9 +1,6 @@
-"""The step: plan, launch, finish the one before, publish.
-
-Step N + 1 is launched before step N's tokens reach the host. Pages and rows that a launched step may touch are released
-only after it has finished. A step with rows under grammars samples in a second launch, after the tokens of the previous
-step have determined the masks.
-"""
+"""The step: plan, launch, finish the one before, publish. Step N + 1 is launched before step N's tokens reach the host;
+pages and rows that a launched step may touch are released only after it. A step with rows under grammars samples in a
+second launch, once the previous step's tokens have determined the masks."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class LaunchedStep(msgspec.Struct, frozen=True):
-    """A step that was launched at `at` (seconds of the scheduler's clock)."""
+    """A step launched at `at`, by the scheduler's clock."""
 
     planned: PlannedStep
     handle: StepHandle
@@ -54,11 +51,8 @@ class LaunchedStep(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    """Requests in, tokens out, one step at a time. The loop around it decides when to step.
-
-    **Arguments:** `eos_ids`: the model's end-of-sequence tokens; `channel`: for publishing outputs; `clock`: returns
-    seconds; `grammars`: None for an engine without grammars.
-    """
+    """Requests in, tokens out, one step at a time. The loop around it decides when to step. `eos_ids`: the model's
+    end-of-sequence tokens; `clock`: returns seconds; `grammars`: None for an engine without grammars."""
 
     def __init__(
         self,
@@ -116,7 +110,7 @@ class Scheduler:
         )
         self._stress = Stress(config.test_retract, config.test_evict)
         self._clock = clock
-        self._books_checked_at = 0
+        self._pages_checked_at = 0
         self._in_flight: LaunchedStep | None = None
 
     @property
@@ -126,18 +120,17 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that have a row and have not ended."""
         return self.rows.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row: in the queue, or waiting until their grammar is compiled, or until the row of the
-        session's previous turn is released."""
+        """Requests without a row: queued, or waiting for their grammar or for the row of the session's previous
+        turn."""
         return len(self.queue) + self.constraints.num_waiting + len(self.sessions.held)
 
     @property
     def only_compiles(self) -> bool:
-        """Whether all requests wait until their grammars are compiled, so no step can run."""
+        """Whether all requests wait for their grammars, so no step can run."""
         waiting = self.constraints.num_waiting
         return waiting > 0 and waiting == len(self.requests) and self._in_flight is None and not self.rows.num_leaving
 
@@ -148,8 +141,8 @@ class Scheduler:
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens of the first group's pages that are neither free nor evictable. If all layers keep states, tokens of
-        its slots, each of which counts as the maximum context."""
+        """Tokens of the first group's pages that are neither free nor evictable. If all layers keep states: of its
+        slots, each counting as the maximum context."""
         group = self.cache.first_growing
         return round(self.cache.groups[0].usage * self.max_total_tokens) if group is None else group.used_tokens
 
@@ -161,11 +154,9 @@ class Scheduler:
 
     @property
     def token_usage(self) -> float:
-        """Used fraction of the fullest pool."""
         return max(group.usage for group in self.cache.groups)
 
     def add(self, message: NewRequest) -> None:
-        """Queues a request, or publishes the error with which it is refused."""
         try:
             self.constraints.check(message.sampling)
             request = self._accept(message)
@@ -177,14 +168,13 @@ class Scheduler:
             self.constraints.begin(request)
         else:
             self._enqueue(request)
-        if request.told_prompt_logprob == 0:
+        if request.published_prompt_logprob == 0:
             self._publisher.first_prompt_token(request)
 
     def _accept(self, message: NewRequest) -> Request:
-        """**Raises:** `RequestError`, with nothing changed."""
         if message.session is None:
             return self._builder.accept(message, self.num_waiting)
-        self.sessions.look_after()  # a session that has timed out is closed first
+        self.sessions.maintain()  # a session that has timed out is closed first
         turn, prompt = self.sessions.next_turn(message.session, message.token_ids, message.extra_key)
         start = turn.position_in(prompt, message.logprob_start)
         whole = msgspec.structs.replace(message, token_ids=prompt, logprob_start=start)
@@ -209,8 +199,8 @@ class Scheduler:
             self._release_one()
 
     def stop(self, request_id: int, num_tokens: int = -1) -> None:
-        """Ends a request whose client needs no more output: publishes nothing, and keeps its KV. If it was a turn of a
-        session, the session continues after its first `num_tokens` output tokens, or after all of them (-1)."""
+        """Ends a request whose client needs no more output: publishes nothing, and keeps its KV. Its session continues
+        after its first `num_tokens` output tokens (-1: all)."""
         request = self.requests.get(request_id)
         if request is not None:
             self._finisher.end(request, None, insert=True)
@@ -220,8 +210,8 @@ class Scheduler:
             self._release_one()
 
     def flush_cache(self) -> bool:
-        """Empties the prefix cache; returns False and changes nothing while any request runs or waits. Sessions lose
-        their kept KV, and stay open."""
+        """Empties the prefix cache; False, with nothing changed, while any request runs or waits. Sessions lose their
+        KV and stay open."""
         if self.requests:
             return False
         self._finish_in_flight()
@@ -232,8 +222,7 @@ class Scheduler:
         return True
 
     def step(self) -> None:
-        """Launches the next step, finishes the previous one, runs the second launch of the next one if it has masks,
-        and publishes the outputs."""
+        """Launches the next step, finishes the previous one, samples the next one if it has masks, and publishes."""
         self._stress_now()
         self._queue_compiled()
         for request in self.sessions.ready():
@@ -245,19 +234,17 @@ class Scheduler:
         self._in_flight = launched
         if self.rows.num_leaving:
             self.rows.release(RELEASES_PER_STEP)
-        self.sessions.look_after()
+        self.sessions.maintain()
         self._publisher.flush()
         if self._check:
             check_conservation(self.cache)
         if self.idle:
-            self._check_books()
+            self._check_idle_pages()
 
     def report_cache(self) -> CacheReport:
-        """The contents of the prefix cache, and the requests and sessions that depend on them."""
         return report_cache(self.cache, self.sessions.all(), self._clock())
 
     def _stress_now(self) -> None:
-        """Retracts and evicts as the test options ask for."""
         if self._stress.retracts(self.log.steps):
             self._finish_in_flight()
             self._finisher.retract_one_of(retractable(self.rows))
@@ -269,7 +256,6 @@ class Scheduler:
         return self._finisher.retract_newest()
 
     def drain_in_flight(self) -> None:
-        """Waits for the step in flight, if there is one."""
         self._finish_in_flight()
 
     def _queue_compiled(self) -> None:
@@ -281,7 +267,6 @@ class Scheduler:
                 self._enqueue(done.request)
 
     def _sample(self, launched: LaunchedStep) -> None:
-        """The second launch of a step: the matchers have the tokens of the previous step now."""
         masks, closed = self.constraints.masks(launched.planned.masked)
         launched.handle.sample(masks)
         self._finisher.close(closed)
@@ -303,10 +288,7 @@ class Scheduler:
             return LaunchedStep(planned, handle, self._clock())
 
     def _plan(self, step: int) -> PlannedStep | None:
-        """None if there is nothing to compute.
-
-        **Raises:** `OutOfPages` if there is, but pages are short.
-        """
+        """None if there is nothing to compute; raises `OutOfPages` if there is, but pages are short."""
         prompts_wait = len(self.queue) > 0
         decode = self._planner.extend_decode(prompts_wait)
         if prompts_wait:
@@ -314,16 +296,16 @@ class Scheduler:
             if decisions.seated:
                 self.rows.seat(decisions.seated)
                 rows = np.array([request.row for request in decisions.seated], np.intp)
-                self._drafting.seated(rows)
+                self._drafting.reset_rows(rows)
                 if self._recent is not None:
-                    self._recent.seated(rows)
+                    self._recent.reset_rows(rows)
             for request in decisions.too_large:
                 self._finisher.refuse_too_large(request)
         return self._planner.plan(step, decode)
 
     def _make_room(self) -> None:
-        """Frees pages: releases rows of ended requests, else finishes the step in flight, else takes back pages of
-        rejected drafts and of idle sessions, else retracts a request."""
+        """Frees pages: of ended requests, else by finishing the step in flight, else of rejected drafts and idle
+        sessions, else by retracting a request."""
         if self.rows.release(RECLAIMED_AT_ONCE):
             return
         if self._in_flight is not None:
@@ -336,8 +318,7 @@ class Scheduler:
             self._finisher.end_the_only_one()
 
     def _announce(self, planned: PlannedStep) -> None:
-        """Publishes `Started` before a launch, so that after a crash, executed requests can be distinguished from
-        queued ones."""
+        """Publishes `Started` before a launch, to distinguish executed from queued requests after a crash."""
         first_time = [request for request in planned.newcomers if request.cached_tokens is None]
         for request in first_time:
             request.cached_tokens = request.record.kv_committed_len
@@ -385,25 +366,24 @@ class Scheduler:
         if not launched.planned.chunks:
             widths = launched.planned.decode.widths
             most_drafts = 0 if widths is None else int(widths.max()) - 1
-            self._drafting.took(launched.planned.plan.num_tokens, ended - begun, most_drafts)
+            self._drafting.observe_time(launched.planned.plan.num_tokens, ended - begun, most_drafts)
 
     def _release_one(self) -> None:
         """Releases a row at once if no step is in flight."""
         if self._in_flight is None:
             self.rows.release(1)
 
-    def _check_books(self) -> None:
+    def _check_idle_pages(self) -> None:
         """Checks that at idle every page is free or evictable. A fault is logged and counted; the server continues."""
-        if self._books_checked_at == self.log.counts.finished:
+        if self._pages_checked_at == self.log.counts.finished:
             return
-        self._books_checked_at = self.log.counts.finished
+        self._pages_checked_at = self.log.counts.finished
         fault = idle_fault(self.cache)
         if fault:
             self.log.counts.memory_faults += 1
             logger.error("KV pages do not add up at idle: %s", fault)
 
     def _cached_prefix(self, request: Request) -> int:
-        """Tokens of a waiting request that are in the tree."""
         return self.cache.peek(request.tokens, request.match_limit, request.namespace, request.waiting.bookmark)
 
 

@@ -1,8 +1,8 @@
 """Sessions: conversations whose turns send only new tokens, and whose KV stays in memory between turns.
 
-The core owns them. A session has the tokens of its finished turns, and a pin in the prefix cache (`mem_cache.pins`);
-its next turn is an ordinary request whose prompt starts with these tokens. So a turn that fails, or is aborted or
-retracted, does not change its session, and a session that loses its pin only loses time.
+A session has the tokens of its finished turns and a pin in the prefix cache (`mem_cache.pins`); its next turn is an
+ordinary request whose prompt starts with these tokens. So a turn that fails, or is aborted or retracted, does not
+change its session, and a session that loses its pin only loses time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LONGEST_TIMEOUT = 86_400.0
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A request as a turn of a session. `name`: the client's name for it; `begins`: tokens before its output; `length`:
-    tokens of the session after it has finished, 0 before that or if it fails."""
+    """A request as a turn of a session. `name`: the client's name for it; `prompt_len`: tokens before its output;
+    `length`: tokens of the session after it has finished, 0 before that or if it fails."""
 
     session: Session
     name: str
     request_id: int = 0
-    begins: int = 0
+    prompt_len: int = 0
     length: int = 0
 
     @property
@@ -44,8 +44,8 @@ class Turn:
 
     def position_in(self, prompt: bytes, wanted: int) -> int:
         """The position in the whole `prompt` (int32 bytes) of position `wanted` in the tokens that the turn adds; -1
-        (for none) stays -1. Raises `ParameterError` if the turn adds fewer tokens, not counting a removed
-        beginning-of-sequence token."""
+        (none) stays -1. Raises `ParameterError` if the turn adds fewer tokens, without a removed beginning-of-sequence
+        token."""
         before = len(self.session.tokens) // TOKEN_BYTES
         added = len(prompt) // TOKEN_BYTES - before
         if wanted >= added:
@@ -61,17 +61,16 @@ class Turn:
         session = self.session
         return Kept(session.pin, self.length) if session.leaving is self and not session.closed else None
 
-    def row_is_gone(self) -> None:
-        """Its row was released."""
+    def row_released(self) -> None:
         if self.session.leaving is self:
             self.session.leaving = None
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A conversation. `id`: the client's name for it; only its `owner` may use it.
+    """A conversation, which only its `owner` may use. `id`: the client's name for it.
 
-    - `streaming`: whether turns need not name the turn that they follow.
+    - `streaming`: turns need not name the turn that they follow.
     - `timeout`: seconds without a turn after which it is closed; `used_at`: when the last turn ended.
     - `tokens`: int32 bytes of all finished turns; `namespace`: the namespace of their KV.
     - `turn`: the turn that runs or waits; `last`: the newest finished turn; `leaving`: a finished turn whose row is not
@@ -93,14 +92,9 @@ class Session:
 
 
 class Sessions:
-    """All sessions of a core.
-
-    `held`: turns, by the ids of their requests, that wait until the row of the previous turn is released, so that they
-    find all of its KV in the cache.
-
-    **Arguments:** `most`: maximum open sessions; `timeout`: of sessions that are opened without one, in seconds;
-    `clock`: returns seconds.
-    """
+    """All sessions of a core: at most `most` open ones, with a timeout of `timeout` seconds unless they ask for
+    another. `held`: turns, by request id, that wait until the row of the previous turn is released, so that they find
+    its KV in the cache."""
 
     def __init__(self, pins: Pins, most: int, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.held: dict[int, Request] = {}
@@ -115,19 +109,15 @@ class Sessions:
 
     @property
     def count(self) -> int:
-        """Number of open sessions."""
         return len(self._open)
 
     def all(self) -> list[Session]:
-        """The open sessions."""
         return list(self._open.values())
 
     def open(self, message: OpenSession) -> None:
-        """Opens a session. A timeout above the maximum is reduced to it.
-
-        **Raises:** `ParameterError` for an id that the owner already uses, or an invalid timeout; `SessionLimitError`.
-        """
-        self.look_after()
+        """Opens a session. A timeout above the maximum is reduced to it. Raises `ParameterError` for an id that the
+        owner already uses or an invalid timeout, and `SessionLimitError`."""
+        self.maintain()
         timeout = self._timeout if message.timeout is None else message.timeout
         if not 0.0 < timeout < math.inf:
             raise ParameterError(f"timeout must be a positive number of seconds, got {timeout}", param="timeout")
@@ -144,9 +134,8 @@ class Sessions:
         self._due = min(self._due, now + timeout)
 
     def _make_room(self, owner: str) -> bool:
-        """Closes an idle session to make room for one of `owner`: of the owners with the most sessions, the session
-        that has been idle longest. It takes one only from an owner who will still have at least as many as `owner`, or
-        if `owner` has none. So no owner can hold all sessions. False if it closes none."""
+        """Closes the session idle longest among the owners with the most; False if it closes none. An owner keeps at
+        least as many as `owner` will have, unless `owner` has none: so none can hold all sessions."""
         held = Counter(session.owner for session in self._open.values())
         least = held[owner] + 2 if held[owner] else 1
         idle = [one for one in self._open.values() if one.turn is None and held[one.owner] >= least]
@@ -155,18 +144,15 @@ class Sessions:
         return bool(idle)
 
     def close(self, session_id: str, owner: str) -> None:
-        """Closes a session and releases its KV. A running turn continues to its end as an ordinary request. Raises
+        """Closes a session and releases its KV; a running turn ends as an ordinary request. Raises
         `SessionNotFoundError`."""
-        self.look_after()
+        self.maintain()
         self._close(self._find(session_id, owner, "session_id"))
 
     def next_turn(self, asked: SessionTurn, tokens: bytes, namespace: Namespace) -> tuple[Turn, bytes]:
         """The turn of a request with new `tokens` (int32 bytes), and its whole prompt. Changes nothing, as the request
-        may still be refused.
-
-        **Raises:** `SessionNotFoundError`; `SessionBusyError`; `ParameterError` for a turn that does not follow the
-        last finished one.
-        """
+        may still be refused. Raises `SessionNotFoundError`, `SessionBusyError`, and `ParameterError` for a turn that
+        does not follow the last finished one."""
         session = self._find(asked.session, asked.owner, "session_params.id")
         if session.turn is not None:
             raise SessionBusyError(
@@ -191,8 +177,7 @@ class Sessions:
         return Turn(session, asked.name), session.tokens + tokens
 
     def begin(self, turn: Turn, request_id: int, prompt_len: int) -> None:
-        """The request of a turn was accepted, with `prompt_len` tokens."""
-        turn.request_id, turn.begins = request_id, prompt_len
+        turn.request_id, turn.prompt_len = request_id, prompt_len
         turn.session.turn = turn
         turn.session.pin.busy = True
 
@@ -215,18 +200,17 @@ class Sessions:
         self._last[turn.request_id] = session
 
     def shorten(self, request_id: int, num_tokens: int) -> None:
-        """Cuts the output of a session's newest finished turn to its first `num_tokens`. Ignores ids of other
-        requests."""
+        """Cuts the output of a session's newest finished turn to `num_tokens`. Ignores other requests' ids."""
         session = self._last.get(request_id)
         if session is None or session.last is None:
             return
         turn = session.last
-        turn.length = min(turn.length, turn.begins + num_tokens)
+        turn.length = min(turn.length, turn.prompt_len + num_tokens)
         session.tokens = session.tokens[: turn.length * TOKEN_BYTES]
         self._pins.shorten(session.pin, turn.length)
 
     def ready(self) -> list[Request]:
-        """Removes the turns from `held` that need not wait any longer."""
+        """Removes and returns the turns of `held` that need not wait any longer."""
         if not self.held:
             return []
         ready = [one for one in self.held.values() if one.turn is not None and not one.turn.has_to_wait]
@@ -234,7 +218,7 @@ class Sessions:
             del self.held[request.id]
         return ready
 
-    def look_after(self) -> None:
+    def maintain(self) -> None:
         """Closes sessions that have timed out, and limits the memory that the others keep."""
         self._pins.keep_within_share()
         if not self._open or (now := self._clock()) < self._due:
@@ -260,7 +244,7 @@ class Sessions:
             session.last = None
 
     def _find(self, session_id: str, owner: str, param: str) -> Session:
-        """An open session. That of another owner is reported like one that does not exist."""
+        """An open session; another owner's is reported like one that does not exist."""
         session = self._open.get((owner, session_id))
         if session is None:
             raise SessionNotFoundError(
@@ -272,7 +256,7 @@ class Sessions:
 
 
 def _due(session: Session) -> float:
-    """When the session times out; infinity while it has a turn."""
+    """When it times out; infinity while it has a turn."""
     return math.inf if session.turn is not None else session.used_at + session.timeout
 
 

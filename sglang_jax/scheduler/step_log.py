@@ -41,8 +41,6 @@ class Counts:
 
 
 class StepLog:
-    """Writes the step lines and keeps the counters of one scheduler."""
-
     def __init__(self, scheduler: Scheduler, decode_interval: int) -> None:
         self._scheduler = scheduler
         self._decode_interval = decode_interval
@@ -54,12 +52,10 @@ class StepLog:
         self._throughput_tokens = 0
 
     def started(self, request: Request) -> None:
-        """A request was admitted for the first time."""
         self.counts.prompt_tokens += request.prompt_len
         self.counts.cached_tokens += request.cached_tokens or 0
 
     def launched(self, planned: PlannedStep) -> None:
-        """A step was launched."""
         self.steps += 1
         if planned.chunks and logger.isEnabledFor(logging.INFO):
             self._write_prefill_line(planned)
@@ -72,7 +68,7 @@ class StepLog:
         self.counts.accepted_tokens += right
 
     def finished(self, num_tokens: int) -> None:
-        """A step finished; `num_tokens` requests sampled a token."""
+        """Counts a finished step, which sampled `num_tokens` tokens."""
         self.counts.generation_tokens += num_tokens
         if num_tokens == 0:
             return
@@ -83,7 +79,6 @@ class StepLog:
     def stats(
         self, compiles_after_warm_up: int, programs_left: int = 0, experts: Sequence[ExpertBalance] = ()
     ) -> SchedulerStats:
-        """A snapshot, with the runner's figures of programs and experts."""
         scheduler, counts = self._scheduler, self.counts
         return SchedulerStats(
             num_running=scheduler.num_running,
@@ -115,8 +110,7 @@ class StepLog:
         )
 
     def _measure(self) -> float:
-        """Output tokens per second over the present interval, or over the previous one if the present one is too
-        short."""
+        """Output tokens per second over the present interval, or the previous one if the present is too short."""
         now = time.monotonic()
         elapsed = now - self._throughput_since
         if elapsed >= THROUGHPUT_SECONDS:
@@ -125,7 +119,6 @@ class StepLog:
         return self._throughput
 
     def _usage(self) -> str:
-        """Used fractions of the pools."""
         groups = self._groups()
         if self._names_groups():
             return ", ".join([f"{group.usage_name}: {group.usage:.2f}" for group in groups])

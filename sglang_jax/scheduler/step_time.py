@@ -16,8 +16,8 @@ FORGETTING = 0.98
 RIDGE = 1e-6
 LEAST_SECONDS = 1e-5
 OUTLIER = 3.0
-"""Maximum ratio between a measured and an expected duration, in either direction. A larger one is an outlier that says
-little about the next step, for example because a program was compiled. It counts as this ratio."""
+"""Maximum ratio of a measured to an expected duration, or the reverse: a larger one, as by a compilation, counts as
+this."""
 
 _SETTLED = 12
 """Measurements after which outliers can be recognised."""
@@ -25,11 +25,8 @@ _SETTLED = 12
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The figures that a step's duration depends on.
-
-    - `decode_rows`: their number; `context`: KV tokens that they read in total.
-    - `chunk_tokens`: prompt tokens, padding included; `reads`: pairs of a query and a key that it sees, in all chunks.
-    """
+    """The figures that a step's duration depends on. `context`: KV tokens that decode rows read in total;
+    `chunk_tokens`: prompt tokens, padding included; `reads`: pairs of a query and a key that it sees, in all chunks."""
 
     decode_rows: int
     context: int
@@ -66,7 +63,6 @@ class StepTimes:
         self.error = 0.0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learns from the duration of a step."""
         expected = self.expect(shape)
         scale = seconds = max(seconds, LEAST_SECONDS)
         if self.observations >= _SETTLED and expected > 0.0:
@@ -83,13 +79,12 @@ class StepTimes:
         self.longest_chunks = max(self.longest_chunks, shape.chunk_tokens)
 
     def expect(self, shape: StepShape) -> float:
-        """Estimated seconds of a step of this shape."""
         return float(shape.features() @ self._weights)
 
 
 def _solve(squares: Float64, products: Float64) -> Float64:
-    """Least squares without negative weights: the most negative weight is left out, and the others are solved again.
-    Setting negative weights to zero afterwards would leave the others wrong."""
+    """Least squares without negative weights: leaves out the most negative one and solves again. Setting negative
+    weights to zero afterwards would leave the others wrong."""
     kept = list(range(FEATURES))
     weights: Float64 = np.zeros(FEATURES)
     while kept:
@@ -102,16 +97,14 @@ def _solve(squares: Float64, products: Float64) -> Float64:
 
 
 class Padding:
-    """The padded number of tokens of a step with chunks.
-
-    **Arguments:** `shapes`: (tokens, rows) of the runner's programs, smallest first; none if it pads nothing.
-    """
+    """The padded number of tokens of a step with chunks. `shapes`: (tokens, rows) of the runner's programs, smallest
+    first; empty if it pads nothing."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         self._shapes = tuple(shapes)
 
     def tokens(self, tokens: int, rows: int) -> int:
-        """Tokens that a step with `tokens` in `rows` sequences computes, padding included."""
+        """Tokens that a step of `rows` sequences computes, padding included."""
         for most_tokens, most_rows in self._shapes:
             if tokens <= most_tokens and rows <= most_rows:
                 return most_tokens

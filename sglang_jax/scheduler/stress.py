@@ -8,7 +8,7 @@ from sglang_jax.scheduler.rows import Rows
 
 
 class Stress:
-    """Decides when. `retract`, `evict`: interval in steps; None for never."""
+    """Decides when to do so. `retract`, `evict`: interval in steps; None for never."""
 
     def __init__(self, retract: int | None, evict: int | None) -> None:
         self._retract = retract
@@ -16,14 +16,12 @@ class Stress:
         self._retracted_at = self._evicted_at = 0
 
     def retracts(self, steps: int) -> bool:
-        """Whether to retract a request after `steps` steps."""
         if self._retract is None or steps < self._retracted_at + self._retract:
             return False
         self._retracted_at = steps
         return True
 
     def evicts(self, steps: int) -> bool:
-        """Whether to evict all evictable pages after `steps` steps."""
         if self._evict is None or steps < self._evicted_at + self._evict:
             return False
         self._evicted_at = steps
@@ -31,7 +29,7 @@ class Stress:
 
 
 def retractable(rows: Rows) -> list[Request]:
-    """Requests that have sampled a token in their present row. Others would make no progress between retractions."""
+    """Requests that have sampled a token in their row. Others would make no progress between retractions."""
     running = [request for request in rows.requests if request is not None and rows.runs(request)]
     return [request for request in running if rows.num_tokens[request.row] > request.prefill_len]
 

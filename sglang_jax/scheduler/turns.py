@@ -1,11 +1,11 @@
 """The fair order of waiting requests: tenants get equal shares of the tokens, and so do the client requests of each
 tenant.
 
-A client request is what a client sends at once, with any number of prompts and completions; here it is a *flow* of
-requests. Flows are queued fairly on two levels, by the tokens that each was served (start-time fair queueing, Goyal,
-Vin and Cheng 1996). A newcomer starts at a virtual clock, which advances by the served tokens divided by the number of
-waiting flows (Parekh and Gallager 1993). A clock at the start of the flow served last would stand still while newcomers
-arrive, and a flow that was served once would wait until none do.
+A client request, with any number of prompts and completions, is a *flow* of requests. Flows are queued fairly on two
+levels, by the tokens that each was served (start-time fair queueing, Goyal, Vin and Cheng 1996). A newcomer starts at a
+virtual clock, which advances by the served tokens divided by the number of waiting flows (Parekh and Gallager 1993). A
+clock at the start of the flow served last would stand still while newcomers arrive, and a flow that was served once
+would wait until none do.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sglang_jax.scheduler.order import Key, Order
 from sglang_jax.scheduler.request import FlowKey, Request
 
 Place = tuple[float, int]
-"""The child with the lowest place is next: tokens that it was served, and the arrival of its first request."""
+"""Tokens that a child was served, and the arrival of its first request; the child with the lowest place is next."""
 
 _FEW = 64
 
 
 class _Child(ABC):
-    """A tenant or a flow. `given`: tokens that it was served, at least the clock at its arrival; `place`: its place in
-    the order, None while it has no waiting requests."""
+    """A tenant or a flow. `given`: tokens that it was served, at least the clock at its arrival; `place`: in the order,
+    None while it has no waiting requests."""
 
     def __init__(self, given: float) -> None:
         self.given = given
@@ -71,10 +71,10 @@ Child = TypeVar("Child", bound=_Child)
 class Shares(Generic[Child]):
     """Children that get equal shares while they wait.
 
-    The clock is the number of tokens that each child would have been served if all were served at the same time, token
-    by token: the children that wait, and those ahead of the clock that no longer wait. So it is the mean of what they
-    were served, and a waiting child is behind it by at most one request. A newcomer starts at the clock: a child saves
-    nothing up while it asks for nothing, and gains nothing by returning before the clock has caught up with it.
+    The clock is the number of tokens that each child would have been served if all were served at once, token by token:
+    those that wait, and those ahead of the clock that no longer wait. So it is the mean of what they were served, and a
+    waiting child is behind it by at most one request. A newcomer starts at the clock: a child saves nothing up while
+    idle, and gains nothing by returning before the clock has caught up with it.
     """
 
     def __init__(self, make: Callable[[float], Child]) -> None:
@@ -86,19 +86,18 @@ class Shares(Generic[Child]):
         self.order: Order[Child] = Order()
 
     def child(self, name: str) -> Child:
-        """The child of this name, which is created if it has no waiting requests. Call `settle` after adding to it."""
+        """The child of this name, created if it has no waiting requests. Call `settle` after adding to it."""
         child = self._children.get(name)
         if child is None:
             child = self._children[name] = self._make(max(self._clock, self._ahead.pop(name, 0.0)))
         return child
 
     def give(self, child: Child, tokens: int) -> None:
-        """A request of this child is served `tokens` tokens."""
         child.given += tokens
-        self._go_on(tokens)
+        self._advance_clock(tokens)
 
     def settle(self, name: str, child: Child) -> None:
-        """Updates the place of a child after it was served, or its waiting requests have changed."""
+        """Updates the place of a child that was served, or whose waiting requests have changed."""
         if child.place is not None:
             self.order.remove(child.place, child)
             child.place = None
@@ -121,26 +120,24 @@ class Shares(Generic[Child]):
                 self._next_caught_up = [(given, name) for name, given in self._ahead.items()]
                 heapq.heapify(self._next_caught_up)
         else:
-            self._go_on(self._clock - given)  # the others were served its share
+            self._advance_clock(self._clock - given)  # the others were served its share
 
-    def _go_on(self, tokens: float) -> None:
+    def _advance_clock(self, tokens: float) -> None:
         """Advances the clock by tokens that all children share equally."""
         while tokens > 0.0:
-            taking_part = len(self._children) + len(self._ahead)
+            sharing = len(self._children) + len(self._ahead)
             given, name = self._next_caught_up[0] if self._next_caught_up else (math.inf, "")
-            if (given - self._clock) * taking_part > tokens:
-                self._clock += tokens / taking_part
+            if (given - self._clock) * sharing > tokens:
+                self._clock += tokens / sharing
                 break
             heapq.heappop(self._next_caught_up)
             if self._ahead.get(name) == given:  # it may have returned since
-                tokens -= max(given - self._clock, 0.0) * taking_part
+                tokens -= max(given - self._clock, 0.0) * sharing
                 self._clock = max(self._clock, given)
                 del self._ahead[name]
 
 
 class Tenant(_Child):
-    """The waiting requests of one tenant, by client request."""
-
     def __init__(self, given: float) -> None:
         super().__init__(given)
         self.flows: Shares[Flow] = Shares(Flow)
@@ -161,12 +158,9 @@ def _by_arrival(request: Request) -> Key:
 
 
 class Turns:
-    """The waiting requests in the fair order. With one flow, it is the order of arrival, and so it is with one tenant
-    whose flows have one request each.
-
-    **Arguments:** `key`: order of the requests of a flow; `by_flow`: whether the client requests of a tenant share
-    fairly, too; if not, all requests of a tenant are one flow.
-    """
+    """The waiting requests in the fair order: with one flow, or one tenant whose flows have one request each, the order
+    of arrival. `key`: order within a flow; `by_flow`: whether the client requests of a tenant share fairly, too; if
+    not, a tenant is one flow."""
 
     def __init__(self, key: Callable[[Request], Key] = _by_arrival, *, by_flow: bool = True) -> None:
         self._key = key
@@ -178,7 +172,6 @@ class Turns:
         return self._count
 
     def add(self, request: Request) -> None:
-        """Adds a request."""
         name, flow_name = self._names(request)
         tenant = self._tenants.child(name)
         flow = tenant.flows.child(flow_name)
@@ -189,7 +182,7 @@ class Turns:
             self._tenants.settle(name, tenant)
 
     def remove(self, request: Request, tokens: int = 0) -> None:
-        """Removes a request, which was served `tokens` tokens, or none if it left the queue otherwise."""
+        """Removes a request that was served `tokens` tokens: 0 if it leaves without a row."""
         name, flow_name = self._names(request)
         tenant = self._tenants.child(name)
         flow = tenant.flows.child(flow_name)
@@ -205,11 +198,11 @@ class Turns:
         return request.flow_key if self._by_flow else (request.flow_key[0], "")
 
     def first(self, count: int) -> Iterator[Request]:
-        """The first `count` requests, as of now: in the order in which they would be served if none arrived or left."""
+        """The first `count` requests as of now, in the order in which they would be served if none arrived or left."""
         return _in_turn(self._tenants.order.first(count), count)
 
     def first_but_of(self, flows: Collection[FlowKey]) -> Request | None:
-        """The first request that is not of these flows; None if there is none."""
+        """The first request that is not of these flows, or None."""
         for tenant in self._tenants.order.first(len(self._tenants.order)):
             for flow in tenant.flows.order.first(len(flows) + 1):
                 if flow.head.flow_key not in flows:
@@ -217,17 +210,17 @@ class Turns:
         return None
 
 
-_Again = tuple[float, int, Request, Iterator[Request]]
+_Served = tuple[float, int, Request, Iterator[Request]]
 """A child that was served: its place, its next request, and its further requests."""
 
 
 def _in_turn(children: Iterable[_Child], count: int) -> Iterator[Request]:
     """The requests of `children`, which are in order; each request that is yielded moves its child back."""
-    again: list[_Again] = []
+    served: list[_Served] = []
     for child in children:
         place = child.place
-        while again and place is not None and again[0][:2] < place:
-            yield _serve(again)
+        while served and place is not None and served[0][:2] < place:
+            yield _serve(served)
         if len(child) == 1 and isinstance(child, Flow):
             yield child.head
             continue
@@ -237,18 +230,18 @@ def _in_turn(children: Iterable[_Child], count: int) -> Iterator[Request]:
             continue
         following = next(requests, None)
         if following is not None:
-            heapq.heappush(again, (given + request.waiting.cost, following.sequence, following, requests))
+            heapq.heappush(served, (given + request.waiting.cost, following.sequence, following, requests))
         yield request
-    while again:
-        yield _serve(again)
+    while served:
+        yield _serve(served)
 
 
-def _serve(again: list[_Again]) -> Request:
-    """Removes the first request of the heap, and puts its child's next request there."""
-    given, _, request, requests = again[0]
+def _serve(served: list[_Served]) -> Request:
+    """Removes the heap's first request, and puts its child's next request there."""
+    given, _, request, requests = served[0]
     following = next(requests, None)
     if following is None:
-        heapq.heappop(again)
+        heapq.heappop(served)
     else:
-        heapq.heapreplace(again, (given + request.waiting.cost, following.sequence, following, requests))
+        heapq.heapreplace(served, (given + request.waiting.cost, following.sequence, following, requests))
     return request

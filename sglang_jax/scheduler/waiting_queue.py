@@ -15,15 +15,14 @@ from sglang_jax.scheduler.reserve import CLIP
 from sglang_jax.scheduler.turns import Turns
 
 LONGEST_PREFIX_WINDOW = 128
-"""Requests whose cached prefix is looked up for the policy lpm. Looking up the whole queue in each step would cost more
-than it saves."""
+"""Requests whose cached prefix the policy lpm looks up: the whole queue in each step would cost more than it saves."""
 
 RANKED_NODES = 1024
 """Nodes of the tree that a look may visit to find the longest prefix, not counting those of its last prompt."""
 
 
 class PriorityQueue:
-    """Requests by priority; within a priority, the retracted ones first, then the others in the fair order that `make`
+    """Requests by priority; within one, the retracted ones first, then the others in the fair order that `make`
     creates."""
 
     def __init__(self, make: Callable[[], Turns] = Turns) -> None:
@@ -42,7 +41,7 @@ class PriorityQueue:
             self._turns[priority].add(request)
 
     def remove(self, priority: int, request: Request, tokens: int) -> None:
-        """Removes a request, which was served `tokens` tokens, or none if it left the queue otherwise."""
+        """Removes a request that was served `tokens` tokens: 0 if it leaves without a row."""
         retracted, turns = self._retracted[priority], self._turns[priority]
         if request.state is RequestState.RETRACTED:
             retracted.remove((request.sequence,), request)
@@ -59,13 +58,12 @@ class PriorityQueue:
         return islice(self._first_of_each(count), count)
 
     def first_but_of(self, flows: Collection[FlowKey]) -> Request | None:
-        """The first request that was not retracted and is not of these flows; None if there is none."""
+        """The first request that was not retracted and is not of these flows, or None."""
         every = (self._turns[-priority].first_but_of(flows) for priority in self._priorities)
         return next((request for request in every if request is not None), None)
 
     def _first_of_each(self, count: int) -> Iterator[Request]:
-        """The first requests of each priority, visiting a priority only when the higher ones are exhausted, since
-        clients choose how many there are."""
+        """Visits a priority only when the higher ones are exhausted, since clients choose how many there are."""
         for negative in self._priorities[:count]:
             if -negative in self._turns:  # a look may have removed its last request
                 yield from self._first_of(-negative, count)
@@ -78,10 +76,8 @@ class PriorityQueue:
 
 
 class WaitingQueue:
-    """The waiting requests in several orders: fair (`Turns`), by policy, by work (fewest tokens to compute first), by
-    priority and then work, and by age.
-
-    The fair order is the order of arrival if clients send one prompt at a time. The policies are:
+    """The waiting requests in five orders: fair (`Turns`), by policy, by work (fewest tokens to compute first), by
+    priority and then work, and by age. The policies are:
 
     - fcfs: the fair order. priority: highest first; within a priority, the fair order.
     - lpm: among the first `LONGEST_PREFIX_WINDOW` in the fair order, the longest cached prefix of each tenant first.
@@ -114,11 +110,11 @@ class WaitingQueue:
         return self._policy in (SchedulePolicy.FCFS, SchedulePolicy.PRIORITY)
 
     def look_again(self) -> None:
-        """A release, an insertion or an arrival: requests that did not fit may fit now."""
+        """Notes a release, an insertion or an arrival: requests that did not fit may fit now."""
         self._pause = 0
 
     def pause(self, steps: int) -> None:
-        """No request fits: do not look again for `steps` steps, unless something changes."""
+        """No request fits: skips looks for `steps` steps, unless something changes."""
         self._pause = steps
 
     def worth_a_look(self) -> bool:
@@ -129,7 +125,6 @@ class WaitingQueue:
         return len(self._by_priority) > 0
 
     def add(self, request: Request) -> None:
-        """Adds a request; a retracted one before the others of its priority."""
         self.look_again()
         work = request.prefill_len - self._cached_prefix(request)
         cost = 0
@@ -149,7 +144,7 @@ class WaitingQueue:
             heapq.heapify(self._by_age)
 
     def remove(self, request: Request) -> None:
-        """Removes a request that leaves without a row. It must be in the queue, in the state in which it was added."""
+        """Removes a request that leaves without a row. Its state must be the one in which it was added."""
         self._take_out(request, 0)
 
     def seat(self, request: Request) -> None:
@@ -189,8 +184,8 @@ class WaitingQueue:
         return chain(window[:retracted], rest)
 
     def _look_up(self, window: list[Request]) -> dict[Request, int]:
-        """The length of the cached prefix of each request. It looks up those with the fewest visited nodes first; after
-        `RANKED_NODES` nodes, the other requests keep their last known length."""
+        """The cached length of each request. Requests with the fewest visited nodes are looked up first; after
+        `RANKED_NODES` nodes, the others keep their last known length."""
         lengths, left = {}, RANKED_NODES
         for request in sorted(window, key=_visited):
             before = _visited(request)
@@ -203,17 +198,17 @@ class WaitingQueue:
         return self._by_policy.first(count)
 
     def next_turn(self) -> Request:
-        """The first request in the fair order, regardless of policy and priority. The queue must not be empty."""
+        """The first in the fair order, regardless of policy and priority. The queue must not be empty."""
         return next(self._regardless.first(1))
 
     def passes(self, request: Request, waiting: Request) -> bool:
-        """Whether `request` would overtake `waiting`, the first in the fair order: as one of another tenant, or by its
-        priority."""
+        """Whether `request`, of another tenant or a higher priority, would overtake `waiting`, the first in the fair
+        order."""
         by_priority = self._policy is SchedulePolicy.PRIORITY and request.priority > waiting.priority
         return by_priority or request.flow_key[0] != waiting.flow_key[0]
 
     def guest(self, flows: Collection[FlowKey]) -> Request | None:
-        """The first request in the fair order that is not of these flows; None if there is none."""
+        """The first request in the fair order that is not of these flows, or None."""
         return self._by_turn.first_but_of(flows)
 
     def least_work(self, count: int, *, by_priority: bool) -> Iterator[Request]:
@@ -229,7 +224,6 @@ class WaitingQueue:
             heapq.heappop(self._by_age)
 
     def update_work(self, request: Request) -> None:
-        """Updates how many tokens of a waiting request have to be computed."""
         work = request.prefill_len - self._cached_prefix(request)
         if work != request.waiting.work:
             self._remove_by_work(request)
@@ -255,11 +249,9 @@ class WaitingQueue:
             self._by_work.remove(key, request)
 
     def requests(self) -> list[Request]:
-        """All waiting requests."""
         return list(self.front(len(self)))
 
     def _priority(self, request: Request) -> int:
-        """The priority that orders a request: its own if the policy uses priorities."""
         return request.priority if self._policy is SchedulePolicy.PRIORITY else 0
 
 

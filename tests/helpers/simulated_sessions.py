@@ -389,7 +389,7 @@ class SessionSimulation(Simulation):
         self._expire()
         for name in list(self.talks):
             self._close(name)
-        scheduler.sessions.look_after()
+        scheduler.sessions.maintain()
         assert not scheduler.sessions.count
         assert not scheduler.sessions._last
         assert not scheduler.cache.pins.held, "a session that is closed keeps a pin"

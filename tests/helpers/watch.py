@@ -111,13 +111,13 @@ class Watch:
         cache = self._scheduler.cache
         if (states := states_of(cache)) is None:
             return
-        late = [step for step, _ in states._beginning if step <= cache.finished_step]
+        late = [step for step, _ in states._starting if step <= cache.finished_step]
         assert not late, f"states stay pinned though steps {late} have finished"
         assert states._pending == np.count_nonzero(states._sources)
         slots = [len(states.owned(record, 0)) for record in cache.open_rows.values()]
         assert max(slots, default=0) <= 1 + cache.reuse, f"rows have {slots} slots"
         assert cache.reuse or states.pool.num_free == states.pool.total - len(slots)
-        self.met["began with a copy of a state"] += bool(states._beginning)
+        self.met["began with a copy of a state"] += bool(states._starting)
         self.met["second slots"] += max(slots, default=0) > 1
 
     def _around(

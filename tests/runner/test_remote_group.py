@@ -186,7 +186,7 @@ def test_a_connection_is_not_closed_under_its_reader() -> None:
     assert (closed_inside, mine.closed) == ([False], True)
     link.close()
     with pytest.raises(OSError, match="closed"):
-        link.say(b"more")
+        link.send(b"more")
     theirs.close()
 
 
@@ -214,7 +214,7 @@ def test_silence_is_a_loss_although_no_connection_closed() -> None:
 def test_an_invalid_order_is_a_loss(group: Group) -> None:
     group.followers._leaving = True
     for link in group.followers._links:
-        link.say(b"cposix\nsystem\n(S'true'\ntR.")  # pickle would run this
+        link.send(b"cposix\nsystem\n(S'true'\ntR.")  # pickle would run this
     lost = dict(group.lost.get(timeout=TIMEOUT) for _ in range(2))
     assert sorted(lost) == ["node 1", "node 2"]
     assert all("node 0 is lost: it sent 26 bytes that are not a message" in reason for reason in lost.values())
@@ -222,5 +222,5 @@ def test_an_invalid_order_is_a_loss(group: Group) -> None:
 
 def test_a_follower_that_sends_too_much_is_a_loss(group: Group) -> None:
     with suppress(OSError):  # it is not read to its end
-        group.links[0]._link.say(bytes(1 << 20))
+        group.links[0]._link.send(bytes(1 << 20))
     assert group.lost_by("leader") == "node 1 is lost: its connection closed"

@@ -167,7 +167,7 @@ def draft_under_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def end_by_min_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Constraints, "_settle_ends", lambda self, request, words: None)
+    monkeypatch.setattr(Constraints, "_mask_end_tokens", lambda self, request, words: None)
 
 
 FAULTS = (mask_a_token_late, mask_of_another_row, draft_under_masks, end_by_min_tokens_only)

@@ -36,7 +36,7 @@ def serve(
         if (widths > 1).any():
             drafting.observe(rows, widths, counts)
         took = seconds(int(widths.sum()))
-        drafting.took(int(widths.sum()), took)
+        drafting.observe_time(int(widths.sum()), took)
         tokens, time = tokens + counts.sum(), time + took
     return tokens / time, widths
 
@@ -66,13 +66,13 @@ def test_the_acceptance_of_a_row_itself_soon_outweighs_that_of_all_rows() -> Non
 
     drafting, one = AdaptiveDrafts(4, 8), ROWS[:1]
     serve(drafting, clock, [0.8], 300)
-    drafting.seated(one)
+    drafting.reset_rows(one)
     drafted = 0
     for _ in range(300):
         widths = drafting.choose(one, np.array([8], np.int32), 32)
         if widths[0] > 1:
             drafting.observe(one, widths, np.ones(1, np.int32))
-        drafting.took(int(widths[0]), clock(int(widths[0])))
+        drafting.observe_time(int(widths[0]), clock(int(widths[0])))
         drafted += int(widths[0] > 1)
     assert drafted < 150
 
@@ -107,7 +107,7 @@ def test_a_row_that_starts_to_repeat_itself_gets_drafts() -> None:
 def test_a_new_request_does_not_inherit_the_acceptance_of_its_row() -> None:
     drafting = AdaptiveDrafts(4, 8)
     serve(drafting, memory_bound, [0.98, 0.0], 100)
-    drafting.seated(ROWS[:2])
+    drafting.reset_rows(ROWS[:2])
     first, second = drafting._values(ROWS[:2], np.full(2, 8, np.int32))
     np.testing.assert_array_equal(first, second)
 
@@ -124,7 +124,7 @@ def test_limits_are_kept() -> None:
 
 def test_a_step_size_that_once_took_long_is_tried_again() -> None:
     drafting = AdaptiveDrafts(4, 8)
-    drafting.took(8, 0.2)
+    drafting.observe_time(8, 0.2)
     _, widths = serve(drafting, memory_bound, [0.97], 1500)
     assert widths.tolist() == [8]
 
@@ -161,6 +161,6 @@ def test_drafts_that_are_computed_one_after_the_other_are_made_while_they_pay(
             drafting.observe(own, widths, counts)
         most = int(widths.max()) - 1
         took = memory_bound(int(widths.sum())) + a_guess * most
-        drafting.took(int(widths.sum()), took, most)
+        drafting.observe_time(int(widths.sum()), took, most)
         tokens, time = tokens + counts.sum(), time + took
     assert tokens / time > least * rows / memory_bound(rows)

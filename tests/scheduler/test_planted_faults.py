@@ -539,8 +539,8 @@ def let_go_of_a_source_at_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def take_and_let_go(self: StateGroup, rows: np.ndarray, step: int) -> tuple[SlotCopies, ...]:
         copies = take(self, rows, step)
-        while self._beginning:
-            self._let_go(self._beginning.popleft()[1])
+        while self._starting:
+            self._let_go(self._starting.popleft()[1])
         return copies
 
     monkeypatch.setattr(StateGroup, "take_copies", take_and_let_go)

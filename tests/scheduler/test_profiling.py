@@ -28,10 +28,10 @@ class FullDisk:
 def test_a_failed_write_is_reported_and_another_profile_may_start(tmp_path: Path) -> None:
     runner = FullDisk()
     profiling = Profiling(runner, Pulse())  # type: ignore[arg-type]  # as far as it is used
-    profiling.start(str(tmp_path), None, made=0)
+    profiling.start(str(tmp_path), None, steps_done=0)
     with pytest.raises(ParameterError, match=r"not written to .*: no space left on device"):
         profiling.stop()
-    profiling.start(str(tmp_path), 2, made=5)
+    profiling.start(str(tmp_path), 2, steps_done=5)
     profiling.after_step(6)
     assert runner.calls == ["start", "stop", "start"]
     profiling.after_step(7)  # no client waits for an answer: the error is logged, and the core continues
@@ -44,5 +44,5 @@ def test_a_failed_write_is_reported_and_another_profile_may_start(tmp_path: Path
 def test_a_profile_lasts_at_least_one_step(steps: int, tmp_path: Path) -> None:
     runner = FullDisk()
     with pytest.raises(ParameterError, match=f"num_steps must be at least 1, got {steps}"):
-        Profiling(runner, Pulse()).start(str(tmp_path), steps, made=0)  # type: ignore[arg-type]
+        Profiling(runner, Pulse()).start(str(tmp_path), steps, steps_done=0)  # type: ignore[arg-type]
     assert runner.calls == []

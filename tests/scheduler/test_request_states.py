@@ -28,7 +28,7 @@ def make_request(**fields: object) -> Request:
         "stream": True,
         "top_logprobs": -1,
         "next_prompt_logprob": 10,
-        "told_prompt_logprob": 10,
+        "published_prompt_logprob": 10,
         "namespace": None,
         "priority": 0,
     }

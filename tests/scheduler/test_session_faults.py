@@ -69,7 +69,7 @@ def keep_what_an_aborted_turn_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     end = Sessions.end
 
     def end_as_finished(self: Sessions, turn: Turn, tokens: bytes | None, namespace: Namespace, has_row: bool) -> None:
-        if tokens is None and turn.begins:
+        if tokens is None and turn.prompt_len:
             tokens = turn.session.tokens + (7).to_bytes(4, "little")
         end(self, turn, tokens, namespace, has_row)
 

@@ -37,7 +37,7 @@ def waiting(sequence: int, tenant: str, flow: str, cost: int) -> Request:
         stream=False,
         top_logprobs=-1,
         next_prompt_logprob=0,
-        told_prompt_logprob=0,
+        published_prompt_logprob=0,
         namespace=None,
         priority=0,
         flow_key=(tenant, flow),
@@ -249,14 +249,14 @@ def stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(self.order):
             self._clock = max(self._clock, min(child.given for child in self._children.values()))
 
-    monkeypatch.setattr(Shares, "_go_on", go_on)
+    monkeypatch.setattr(Shares, "_advance_clock", go_on)
 
 
 def do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     def go_on(self: Shares, tokens: float) -> None:
         self._clock += tokens
 
-    monkeypatch.setattr(Shares, "_go_on", go_on)
+    monkeypatch.setattr(Shares, "_advance_clock", go_on)
 
 
 def forget_departed_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_a_row_is_left_for_a_client_request_without_one(
 ) -> None:
     """However long the outputs are for which a client request has all other rows."""
     assert steps_of_a_newcomer(policy) <= 2
-    monkeypatch.setattr(Admission, "_instead_of", lambda self, request, look: request)
+    monkeypatch.setattr(Admission, "_row_recipient", lambda self, request, look: request)
     assert steps_of_a_newcomer(policy) > 10
 
 

@@ -39,7 +39,7 @@ for encoding in (INT8_ROWS, FLOAT8_ROWS):
     multiply = jax.jit(lambda state, x: nnx.merge(graph, state).multiply(x))
     print("PROGRAM", multiply.lower(shapes, x).compile().as_text())
 
-from sglang_jax.kernels.experts import Choice, ExpertProducts, ExpertWeights, multiply_experts
+from sglang_jax.kernels.experts import ExpertChoice, ExpertProducts, ExpertWeights, multiply_experts
 
 def array(dtype, *shape):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -47,7 +47,7 @@ def array(dtype, *shape):
 matrices = [array(jnp.float8_e4m3fn, 64, 32, 512)] * 3
 scales = [array(jnp.float32, 64, width) for width in (32, 32, 512)]
 weights = ExpertWeights(*matrices, None, None, *scales)
-choice = Choice(array(jnp.int32, 32, 8), array(jnp.float32, 32, 8))
+choice = ExpertChoice(array(jnp.int32, 32, 8), array(jnp.float32, 32, 8))
 multiply = jax.jit(lambda *given: multiply_experts(ExpertProducts.ALL, *given, lambda gate, up: jax.nn.silu(gate) * up))
 print("PROGRAM", multiply.lower(array(jnp.bfloat16, 32, 512), weights, choice).compile().as_text())
 """
