@@ -34,7 +34,7 @@ PASSED_TURN = 4
 """Every Nth of the rows that other tenants or higher priorities take goes to the request that is next in the fair
 order."""
 
-GUEST_TURN = 2
+GUEST_INTERVAL = 2
 """Every Nth row goes to a client request without one, if the other rows go to client requests that have one."""
 
 GUEST_ROWS = 32
@@ -163,7 +163,7 @@ class Admission:
         """The first guest in the fair order, if the client request of `request` has a row and a guest is due."""
         if (
             self._queue.uses_fair_order
-            or self._seats_past_guests < GUEST_TURN - 1
+            or self._seats_past_guests < GUEST_INTERVAL - 1
             or request.flow_key not in look.flows
         ):
             return None

@@ -37,8 +37,8 @@ class NewRequest(msgspec.Struct, tag="new", frozen=True, kw_only=True):
     - `top_logprobs`: alternatives with each output token's logprob, 0 to 20; -1 for no logprobs.
     - `logprob_start`: first position of `token_ids` whose logprob is wanted, -1 for none. In a session, a removed `bos`
       is not counted.
-    - `tenant`, `flow`: its tenant, and the client request that it is part of; both share fairly, see `Turns`. Requests
-      with an empty name share one.
+    - `tenant`, `flow`: its tenant, and the client request that it is part of; both share fairly, see `FairQueue`.
+      Requests with an empty name share one.
     - `arrival`: `time.monotonic()` of the client.
     - `shared_len`: length of a prefix that other prompts probably share, such as a system message, in tokens.
     """

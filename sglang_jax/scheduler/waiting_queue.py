@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
 
 from sglang_jax.config import SchedulePolicy
+from sglang_jax.scheduler.fair_queue import FairQueue
 from sglang_jax.scheduler.order import Key, Order
 from sglang_jax.scheduler.request import FlowKey, Request, RequestState, Waiting
 from sglang_jax.scheduler.reserve import CLIP
-from sglang_jax.scheduler.turns import Turns
 
 LONGEST_PREFIX_WINDOW = 128
 """Requests whose cached prefix the policy lpm looks up: the whole queue in each step would cost more than it saves."""
@@ -25,30 +25,30 @@ class PriorityQueue:
     """Requests by priority; within one, the retracted ones first, then the others in the fair order that `make`
     creates."""
 
-    def __init__(self, make: Callable[[], Turns] = Turns) -> None:
+    def __init__(self, make: Callable[[], FairQueue] = FairQueue) -> None:
         self._make = make
         self._retracted: dict[int, Order[Request]] = {}
-        self._turns: dict[int, Turns] = {}
+        self._fair: dict[int, FairQueue] = {}
         self._priorities: list[int] = []
 
     def add(self, priority: int, request: Request) -> None:
-        if priority not in self._turns:
-            self._retracted[priority], self._turns[priority] = Order(), self._make()
+        if priority not in self._fair:
+            self._retracted[priority], self._fair[priority] = Order(), self._make()
             insort(self._priorities, -priority)
         if request.state is RequestState.RETRACTED:
             self._retracted[priority].add((request.sequence,), request)
         else:
-            self._turns[priority].add(request)
+            self._fair[priority].add(request)
 
     def remove(self, priority: int, request: Request, tokens: int) -> None:
         """Removes a request that was served `tokens` tokens: 0 if it leaves without a row."""
-        retracted, turns = self._retracted[priority], self._turns[priority]
+        retracted, fair = self._retracted[priority], self._fair[priority]
         if request.state is RequestState.RETRACTED:
             retracted.remove((request.sequence,), request)
         else:
-            turns.remove(request, tokens)
-        if not retracted and not turns:
-            del self._retracted[priority], self._turns[priority]
+            fair.remove(request, tokens)
+        if not retracted and not fair:
+            del self._retracted[priority], self._fair[priority]
             self._priorities.remove(-priority)
 
     def first(self, count: int) -> Iterator[Request]:
@@ -59,24 +59,24 @@ class PriorityQueue:
 
     def first_but_of(self, flows: Collection[FlowKey]) -> Request | None:
         """The first request that was not retracted and is not of these flows, or None."""
-        every = (self._turns[-priority].first_but_of(flows) for priority in self._priorities)
+        every = (self._fair[-priority].first_but_of(flows) for priority in self._priorities)
         return next((request for request in every if request is not None), None)
 
     def _first_of_each(self, count: int) -> Iterator[Request]:
         """Visits a priority only when the higher ones are exhausted, since clients choose how many there are."""
         for negative in self._priorities[:count]:
-            if -negative in self._turns:  # a look may have removed its last request
+            if -negative in self._fair:  # a look may have removed its last request
                 yield from self._first_of(-negative, count)
 
     def _first_of(self, priority: int, count: int) -> Iterator[Request]:
-        retracted, turns = self._retracted[priority], self._turns[priority]
+        retracted, fair = self._retracted[priority], self._fair[priority]
         if not retracted:
-            return islice(turns.first(count), count)
-        return islice(chain(retracted.first(count), turns.first(count)), count)
+            return islice(fair.first(count), count)
+        return islice(chain(retracted.first(count), fair.first(count)), count)
 
 
 class WaitingQueue:
-    """The waiting requests in five orders: fair (`Turns`), by policy, by work (fewest tokens to compute first), by
+    """The waiting requests in five orders: fair (`FairQueue`), by policy, by work (fewest tokens to compute first), by
     priority and then work, and by age. The policies are:
 
     - fcfs: the fair order. priority: highest first; within a priority, the fair order.
@@ -93,7 +93,7 @@ class WaitingQueue:
         self._cached_prefix = cached_prefix
         self._by_turn = self._by_policy = PriorityQueue()
         if policy is SchedulePolicy.LOF:
-            self._by_policy = PriorityQueue(lambda: Turns(_output_key, by_flow=False))
+            self._by_policy = PriorityQueue(lambda: FairQueue(_output_key, by_flow=False))
         self._regardless = PriorityQueue() if policy is SchedulePolicy.PRIORITY else self._by_turn
         self._by_priority: Order[Request] = Order()
         self._by_work = self._by_priority  # the same while all requests have one priority

@@ -12,8 +12,8 @@ from sglang_jax.config import SchedulePolicy
 from sglang_jax.mem_cache.radix_tree import Bookmark, RadixTree
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler import waiting_queue
+from sglang_jax.scheduler.fair_queue import Flow
 from sglang_jax.scheduler.request import Request
-from sglang_jax.scheduler.turns import Flow
 from sglang_jax.scheduler.waiting_queue import LONGEST_PREFIX_WINDOW, WaitingQueue
 
 SHALLOW, DEEP = 20, 120

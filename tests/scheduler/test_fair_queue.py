@@ -16,8 +16,8 @@ from helpers.scheduling import Bench
 from sglang_jax.config import SchedulePolicy
 from sglang_jax.sampling.params import SamplingParams
 from sglang_jax.scheduler.admission import AGED_TURN, GUEST_ROWS, Admission, _Look
+from sglang_jax.scheduler.fair_queue import FairQueue, Shares
 from sglang_jax.scheduler.request import FlowKey, Request, Waiting
-from sglang_jax.scheduler.turns import Shares, Turns
 from sglang_jax.scheduler.waiting_queue import WaitingQueue
 
 MOST = 40
@@ -69,7 +69,7 @@ class Crowd:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.turns = Turns()
+        self.turns = FairQueue()
         self.waits: dict[FlowKey, list[Request]] = defaultdict(list)
         self.tenants = Books()
         self.flows: dict[str, Books] = defaultdict(Books)
@@ -135,7 +135,7 @@ def run_crowds(steps: int = 250) -> None:
 def run_newcomers() -> None:
     """Client requests of one prompt each come as fast as they are served; one with two prompts gets its share
     as well."""
-    turns, count, until = Turns(), 0, [0, 0]
+    turns, count, until = FairQueue(), 0, [0, 0]
 
     def arrive(flow: str) -> None:
         nonlocal count
@@ -157,7 +157,7 @@ def run_newcomers() -> None:
 
 def run_leavers() -> None:
     """A tenant whose requests leave before they are served has lost none of its share."""
-    turns, count, given = Turns(), 0, Counter[str]()
+    turns, count, given = FairQueue(), 0, Counter[str]()
     for step in range(200):
         for tenant in ("leaves", "stays"):
             count += 2
@@ -175,7 +175,7 @@ def run_leavers() -> None:
 def run_returning_tenant() -> None:
     """A tenant with one large request at a time, and the next as soon as that was served, gets no more than
     the others."""
-    turns, count, given = Turns(), 0, Counter[str]()
+    turns, count, given = FairQueue(), 0, Counter[str]()
     costs = {"large": 60, "one": 10, "other": 10}
     for _ in range(600):
         for flow, cost in costs.items():
@@ -230,7 +230,7 @@ def test_the_clock_is_the_mean_of_the_served_tokens() -> None:
 def test_the_memory_of_served_tenants_does_not_grow_with_the_number_of_requests() -> None:
     """Regression: short requests may overtake those that wait: each left an entry until the clock had caught up with
     it."""
-    turns = Turns()
+    turns = FairQueue()
     turns.add(waiting(1, "waits", "one", MOST))
     for number in range(2, 2000):
         request = waiting(number, "comes back", f"flow {number}", 1)
@@ -273,9 +273,9 @@ def forget_departed_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def charge_departing_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    remove = Turns.remove
+    remove = FairQueue.remove
     monkeypatch.setattr(
-        Turns, "remove", lambda self, request, tokens=0: remove(self, request, tokens or request.waiting.cost)
+        FairQueue, "remove", lambda self, request, tokens=0: remove(self, request, tokens or request.waiting.cost)
     )
 
 
@@ -395,8 +395,8 @@ def test_a_pass_over_the_queue_costs_the_same_for_any_priorities(monkeypatch: py
         request = waiting(number, "key", f"one {number}", 0)
         request.priority = number
         queue.add(request)
-    looked_at, first = [], Turns.first
-    monkeypatch.setattr(Turns, "first", lambda self, count: looked_at.append(self) or first(self, count))
+    looked_at, first = [], FairQueue.first
+    monkeypatch.setattr(FairQueue, "first", lambda self, count: looked_at.append(self) or first(self, count))
     assert [request.priority for request in queue.first(5)] == [199, 198, 197, 196, 195]
     assert len(looked_at) <= 6
 

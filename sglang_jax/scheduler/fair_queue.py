@@ -157,7 +157,7 @@ def _by_arrival(request: Request) -> Key:
     return (request.sequence,)
 
 
-class Turns:
+class FairQueue:
     """The waiting requests in the fair order: with one flow, or one tenant whose flows have one request each, the order
     of arrival. `key`: order within a flow; `by_flow`: whether the client requests of a tenant share fairly, too; if
     not, a tenant is one flow."""
