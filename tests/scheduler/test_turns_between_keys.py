@@ -190,7 +190,7 @@ def never_return_to_who_was_passed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def computed_in_the_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunking, "_seat", lambda request: (request.sequence, 0))
+    monkeypatch.setattr(chunking, "_seniority", lambda request: (request.sequence, 0))
 
 
 FAULTS = [
