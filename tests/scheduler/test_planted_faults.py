@@ -196,7 +196,7 @@ def no_turn_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
         seat(self, *arguments)
         self._younger_seats = 0
 
-    monkeypatch.setattr(Admission, "_seniority", seat_and_forget)
+    monkeypatch.setattr(Admission, "_seat", seat_and_forget)
 
 
 def never_keep_room(monkeypatch: pytest.MonkeyPatch) -> None:
