@@ -68,7 +68,7 @@ class GrammarCompiler:
         self._known: OrderedDict[tuple[GrammarKind, str], Compilation] = OrderedDict()
         self._room = GrammarRoom()
         self._queue = CompileQueue(self._admit)
-        self._compiled_one = threading.Event()
+        self._finished = threading.Event()
         self._threads = threads
         self._started = False
 
@@ -107,8 +107,8 @@ class GrammarCompiler:
 
     def wait(self, seconds: float) -> None:
         """Waits until a grammar has been compiled since the last call, at most `seconds`."""
-        if self._compiled_one.wait(seconds):
-            self._compiled_one.clear()
+        if self._finished.wait(seconds):
+            self._finished.clear()
 
     def close(self) -> None:
         """Ends the threads after their current work."""
@@ -141,7 +141,7 @@ class GrammarCompiler:
                 )
             self._room.settle(compilation)
             self._queue.done(flow_key, self._clock() - begin)
-            self._compiled_one.set()
+            self._finished.set()
         trier.close()
 
     def _compile(self, trier: Trier, compilation: Compilation) -> None:
